@@ -1,19 +1,15 @@
 """The package as a whole: what importing costs, and who may import whom."""
 
-import ast
 import graphlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import visual_spec
-
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "visual_spec"
+from tests.helpers.package_imports import PACKAGE, ROOT, imported_modules
 
 # What each sub-package may import from ours. `data` imports nothing, so that a data set never depends on a model.
 BELOW = {
@@ -35,28 +31,6 @@ def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def imported_modules(path: Path, *, for_types: bool = True) -> set[str]:
-    """Absolute names of the modules of ours that a file imports, at any level of nesting.
-
-    Args:
-        for_types: also those under `if TYPE_CHECKING`.
-    """
-    names: set[str] = set()
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    if not for_types:
-        blocks = (n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))
-        hidden = {id(inner) for block in blocks for part in block.body for inner in ast.walk(part)}
-        nodes = [node for node in nodes if id(node) not in hidden]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively; imports across sub-packages are absolute"
-            # `from visual_spec.models import llamagen` names a module, `... import TokenGrid` does not; both count.
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
-    return {name for name in names if name.split(".")[0] == "visual_spec"}
 
 
 def test_import_is_fast_and_loads_nothing_heavy():
@@ -227,3 +201,15 @@ def test_uninitialised_memory_is_poisoned():
     assert torch.empty(2).isnan().all()
     assert torch.empty_like(torch.zeros(2)).isnan().all()
     assert (torch.zeros(2).new_empty(2, dtype=torch.long) < 0).all()
+
+
+def test_no_test_module_imports_another():
+    """Helpers live in modules that hold no tests."""
+    shared = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for name in imported_modules(path, of="tests"):
+            parts = [part for part in name.split(".") if part.startswith("test_")]
+            file = ROOT.joinpath(*name.split(".")[: name.split(".").index(parts[0]) + 1]) if parts else None
+            if file and file.with_suffix(".py").is_file():
+                shared.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not shared

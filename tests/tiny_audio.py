@@ -8,7 +8,7 @@ import torch
 from transformers import EncodecConfig, EncodecModel, MusicgenDecoderConfig, MusicgenForCausalLM
 
 from scripts.train.codec import initialise
-from tests.models.columns.test_musicgen import musicgen
+from tests.helpers.musicgen import musicgen
 from tests.models.next_token.tiny_transformers import _ready
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.eval.quality.test_sets_page import scored
+from tests.helpers.sample_sets import scored
 from tests.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.tiny import tiny_pipeline
 from tests.tiny_audio import tiny_audio_pipeline

@@ -28,10 +28,10 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from tests.attack.ground import Ground, generate
-from tests.eval.quality import test_evaluate
-from tests.eval.quality.test_sample_set import content, work_in
+from tests.helpers.drafter_training import train_tiny_drafter
+from tests.helpers.evaluation import evaluate_tiny, timeless
+from tests.helpers.sample_sets import content, work_in
 from tests.tiny import tiny_pipeline
-from tests.training import test_drafter
 from visual_spec import cli
 from visual_spec.eval.quality.sample_set import sample
 from visual_spec.pipelines.loading import load_pipeline
@@ -83,8 +83,8 @@ def works(ground: Ground) -> dict[str, Work]:
 
     return {
         "generate": Work(draw, _files),
-        "eval": Work(lambda folder: test_evaluate.run(folder / "out"), _results),
-        "training": Work(lambda folder: test_drafter.run(folder / "out", every=2), _files_but_seconds),
+        "eval": Work(lambda folder: evaluate_tiny(folder / "out"), _results),
+        "training": Work(lambda folder: train_tiny_drafter(folder / "out", every=2), _files_but_seconds),
         "convert": Work(change, _files, earlier),
         "save": Work(save, _files, other),
         "sample": Work(
@@ -229,4 +229,4 @@ def _files_but_seconds(folder: Path) -> dict[str, Any]:
 
 def _results(folder: Path) -> Any:
     document = json.loads((folder / "out" / "results.json").read_text())
-    return json.dumps(test_evaluate.timeless(document), sort_keys=True)
+    return json.dumps(timeless(document), sort_keys=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_package import PACKAGE, ROOT, imported_modules
+from tests.helpers.package_imports import PACKAGE, ROOT, imported_modules
 from visual_spec.eval import words
 from visual_spec.eval.quality.figures import quality_table
 from visual_spec.eval.report import frontier

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tests.exactness.test_relaxed_rules import gsd_acceptance, lent, nearest
+from tests.helpers.relaxed_rules import gsd_acceptance, lent, nearest
 from visual_spec.samplers.core.relaxed import Relaxation, cluster_table
 
 Law = list[float]

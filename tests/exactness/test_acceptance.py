@@ -1,40 +1,15 @@
 """Kernel level: the exact one-slot law of every acceptance rule, in float64."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.relaxed_rules import pairs
 from visual_spec.samplers.core.acceptance import IDENTICAL, accepted_prefix, exact_acceptance, residual
 from visual_spec.samplers.core.drafts import Draft
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise
 from visual_spec.samplers.core.verification import verify_laws
-
-
-def pairs(vocab_size: int, count: int = 300) -> tuple[Tensor, Tensor]:
-    """Target and draft laws [count, 1, V]: full, cut to part of the vocabulary, uniform, point, equal, disjoint."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    shape = (count, 1, vocab_size)
-    scale = 4 * torch.rand(count, 1, 1, generator=generator, dtype=torch.float64)
-    laws = []
-    for _ in range(2):
-        logits = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
-        forbidden = torch.rand(shape, generator=generator) < 0.3
-        forbidden[: count // 2] = False
-        forbidden.scatter_(-1, logits.argmax(-1, keepdim=True), False)
-        laws.append(logits.masked_fill(forbidden, -torch.inf).log_softmax(-1))
-    target, draft = laws
-    uniform = torch.full((1, vocab_size), -math.log(vocab_size), dtype=torch.float64)
-    point = torch.full((vocab_size, 1, vocab_size), -torch.inf, dtype=torch.float64)
-    point[torch.arange(vocab_size), 0, torch.arange(vocab_size)] = 0
-    same = target[:vocab_size]
-    target = torch.cat([target, target, same, same, point, same, point])
-    draft = torch.cat(
-        [draft, uniform.expand(count, 1, -1), point, same, same, point.roll(1, 0), point.roll(1, 0)]
-    )
-    return target, draft
 
 
 def one_slot_law(target: Tensor, draft: Tensor) -> Tensor:

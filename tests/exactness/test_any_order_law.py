@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
+from tests.helpers.order_laws import joint_along
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.any_order import AnyOrderSampler
@@ -30,11 +31,6 @@ def table(seed: int = 0, width: int = 2) -> TabularAnyOrderModel:
 
 def setting(order: str) -> Any:
     return GIVEN if order == "given" else order
-
-
-def joint_along(model: TabularAnyOrderModel, order: list[int]) -> Tensor:
-    """The joint law [V ** L] of unguided tokens, those of the first place most significant."""
-    return model.joint[0].view([model.vocab_size] * len(order)).permute(order).flatten()
 
 
 def law_of_groups(

@@ -13,9 +13,9 @@ from tests.exactness.branching import BranchingNoise
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.planted import observing, relabel, target_for_residual
 from tests.exactness.regions import Regions, total_variation
-from tests.exactness.test_divergence import settings_of
-from tests.exactness.test_relaxed_rules import one_slot, tv
-from tests.exactness.test_statistics import LEAST_P, p_value
+from tests.helpers.column_laws import LAWS, PATTERNS, model, one_by_one, p_of, with_tries
+from tests.helpers.relaxed_rules import one_slot, settings_of, tv
+from tests.helpers.statistics import LEAST_P
 from tests.helpers.tabular import TabularColumnModel
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
@@ -35,20 +35,6 @@ from visual_spec.samplers.core.relaxed_columns import join_rules
 
 EXACT_ROWS = [(coupling, "exact", unit) for coupling in COUPLINGS for unit in UNITS]
 ROWS = [("gumbel", "identical", "column"), *EXACT_ROWS]
-PATTERNS = {
-    "delay": CodebookPattern.delay([0, 1]).valid(2).T,  # S = 3, 4 tokens
-    "parallel": CodebookPattern.parallel(2).valid(3).T,  # S = 3, 6 tokens
-    "longer delay": CodebookPattern.delay([0, 1]).valid(3).T,  # S = 4, 6 tokens
-    "delay of two": CodebookPattern.delay([0, 2])
-    .valid(2)
-    .T,  # S = 4, codebook 1 starts when codebook 0 has ended
-    "partial flat": CodebookPattern.flat(3, [0, 1, 1]).valid(2).T,  # S = 4, 6 tokens
-    "three codebooks": CodebookPattern.delay([0, 1, 2]).valid(2).T,  # S = 4, 6 tokens
-}
-
-
-def model(pattern: str = "longer delay", vocab_size: int = 2, **changes) -> TabularColumnModel:
-    return TabularColumnModel(PATTERNS[pattern], vocab_size, **changes)
 
 
 # ------------------------------------------------------------------------------------- the residual of a product
@@ -169,12 +155,6 @@ def check(
     return found
 
 
-def with_tries(sampler: Any, tries: int) -> Any:
-    """A sampler with so many tries at the residual of a column: every one is a draw of each codebook and two more."""
-    sampler.tries = tries
-    return sampler
-
-
 def jacobi(window: int, coupling: str, acceptance: str, unit: str, draft: str = "uniform", tries: int = 1):
     return with_tries(ColumnJacobiSampler(window, coupling, acceptance, unit, draft), tries)
 
@@ -216,16 +196,6 @@ def test_lossless_whatever_the_number_of_tries(coupling):
         for tries in (1, 2)
     ]
     assert calls[1] < calls[0] - 0.01  # what more tries are for: a replacement is seldom put off
-
-
-LAWS = {
-    "guidance": TokenLaw(guidance_scale=2.5),
-    "guidance of two steps": TokenLaw(guidance_scale=2.5, guidance_until=2),
-    "top-k": TokenLaw(top_k=2),
-    "greedy": TokenLaw(temperature=0.0),
-    "allowed": TokenLaw(allowed=(1, 3)),
-    "all": TokenLaw(guidance_scale=1.7, temperature=1.3, top_k=2, top_p=0.9),
-}
 
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
@@ -279,12 +249,6 @@ def plant(monkeypatch, mistaken: Any) -> None:
     """mistaken(real, sampler, run, state) in the place of the step."""
     real = ColumnJacobiSampler.step
     monkeypatch.setattr(ColumnJacobiSampler, "step", lambda *given: mistaken(real, *given))
-
-
-def one_by_one(target: Tensor, draft_law: Tensor, drafts: Tensor) -> Tensor:
-    at = drafts[..., None]
-    ratio = (target.gather(-1, at) - draft_law.gather(-1, at)).exp().clamp(max=1)
-    return ratio.squeeze(-1).prod(-1)
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
@@ -491,20 +455,6 @@ def test_a_rule_that_relaxes_nothing_moves_nothing(coupling):
 
 
 # ------------------------------------------------------------------------------------- whole decodes, real noise
-
-SAMPLES = 100_000
-STATISTICAL = TabularColumnModel(PATTERNS["longer delay"], 3, dtype=torch.float32)
-
-
-def p_of(sampler, seed: int = 0) -> float:
-    valid = STATISTICAL.valid
-    powers = 3 ** torch.arange(int(valid.sum()) - 1, -1, -1)
-    total = torch.zeros(3 ** len(powers), dtype=torch.long)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(SAMPLES // 50_000):
-        tokens = sampler(STATISTICAL, None, law=PLAIN, generator=generator, batch_size=50_000).tokens
-        total += torch.bincount(tokens[:, valid] @ powers, minlength=len(total))
-    return p_value(total, STATISTICAL.law_of_sequences(PLAIN))
 
 
 def test_autoregressive_sampling_follows_the_law(keys_in_bulk):

@@ -1,7 +1,6 @@
 """Loop level, relaxed rules: the divergence meter and the sequence law, by enumeration of the real sampler step."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,39 +10,18 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.planted import labels, observing
 from tests.exactness.regions import distinct, hash_rows, quantised, total_variation
-from tests.exactness.test_relaxed_rules import one_slot, tv
+from tests.helpers.relaxed_rules import CODEBOOK, ONE_SIDED, RELAXATIONS, one_slot, settings_of, tv
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxed import Relaxation
 from visual_spec.samplers.jacobi import JacobiState, SpeculativeJacobiSampler
-
-CODEBOOK = torch.tensor(
-    [[1.0, 0.0], [0.6, 0.8], [-1.0, 0.0]]
-)  # of three tokens; the last one is far from the others
-RELAXATIONS = {
-    "grouped": Relaxation("grouped", group_size=3, probability_gap=0.3, code_distance=3.0),
-    "raised": Relaxation("grouped", 2, probability_gap=0.4, code_distance=None, delta=1.0, bounded=True),
-    "clustered": Relaxation("clustered", group_size=2),
-    "lantern": Relaxation("lantern", delta=0.3, neighbours=2),
-    "lantern++": Relaxation("lantern", factor=2.0, neighbours=2),
-    "bounded": Relaxation("lantern", delta=0.05, neighbours=2, factor=4.0, bounded=True),
-}
-# Rules that keep no draft less often than the exact one and replace refused ones from the plain residual.
-ONE_SIDED = ("raised", "bounded")
 
 
 def three_tokens(height: int = 2, width: int = 2, **changes) -> TabularModel:
     return TabularModel(TokenGrid(height, width), 3, **changes)
-
-
-def settings_of(relaxation: Relaxation) -> dict[str, Any]:
-    """A relaxation as samplers take it."""
-    numbers = {name: value for name, value in vars(relaxation).items() if name != "acceptance"}
-    return {"acceptance": relaxation.acceptance, "relaxation": numbers}
 
 
 def sampler_of(name: str, window: int, coupling: str, initial_draft: str) -> SpeculativeJacobiSampler:

@@ -7,8 +7,8 @@ import torch
 
 from tests.exactness.enumeration import Enumeration, Enumerator
 from tests.exactness.regions import total_variation
-from tests.exactness.test_column_law import LAWS, PATTERNS, PLAIN, model, one_by_one, p_of, with_tries
-from tests.exactness.test_statistics import LEAST_P
+from tests.helpers.column_laws import LAWS, PATTERNS, PLAIN, model, one_by_one, p_of, with_tries
+from tests.helpers.statistics import LEAST_P
 from tests.helpers.tabular import TabularColumnModel
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.core import pattern as pattern_module

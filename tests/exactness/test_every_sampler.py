@@ -13,10 +13,9 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.mixtures import Mixture, MixtureModel, far_apart, straight_chain
 from tests.exactness.regions import total_variation
-from tests.exactness.test_any_order_law import joint_along
-from tests.exactness.test_masked_speculative import ORDERS, one_a_call
-from tests.exactness.test_scales_law import parts as pyramid
-from tests.exactness.test_scales_law import product_law
+from tests.helpers.order_laws import ORDERS, joint_along, one_a_call
+from tests.helpers.scale_laws import parts as pyramid
+from tests.helpers.scale_laws import product_law
 from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW

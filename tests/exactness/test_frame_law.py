@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.exactness.plain_masking import Plain, Tokens
-from tests.exactness.test_masked_laws import ForcedNoise, distance, law_of_sampler
+from tests.helpers.masked_laws import ForcedNoise, distance, law_of_sampler
 from tests.samplers.frame_tables import TableFrameModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers import frames

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumerator
-from tests.exactness.plain_masking import Plain
 from tests.exactness.regions import total_variation
+from tests.helpers.order_laws import ORDERS, one_a_call
 from tests.helpers.tabular import TabularMaskedModel
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
@@ -20,28 +19,9 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order
 from visual_spec.samplers.masked_speculative import OrderedModel, SpeculativeMaskedSampler
 
-ORDERS = {"raster": [0, 1, 2, 3], "halton": halton_order(1, 2, 2).tolist()}
-
 
 def table(seed: int = 0) -> TabularMaskedModel:
     return TabularMaskedModel(TokenGrid(2, 2), 2, seed=seed)
-
-
-def one_a_call(model: TabularMaskedModel, order: list[int], law: TokenLaw = PLAIN) -> Tensor:
-    """The law of four tokens in the order of decoding, by a second writing of masked decoding with four steps."""
-    second = Plain(
-        model,
-        [4],
-        schedule="linear",
-        orders=[order],
-        scale=law.guidance_scale,
-        temperature=max(law.temperature, 1e-3),
-        top_p=law.top_p,
-    )
-    found = second.law()
-    every = itertools.product(range(model.vocab_size), repeat=4)
-    placed = [tuple(tokens[order.index(slot)] for slot in range(4)) for tokens in every]
-    return torch.tensor([found.get(tokens, 0.0) for tokens in placed], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("order", ORDERS)

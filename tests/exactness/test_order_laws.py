@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
+from tests.helpers.nar import gated, straight_line
 from tests.helpers.tabular import TabularModel, TabularOrderModel, TabularState
-from tests.models.next_token.test_flashar import gated
-from tests.models.next_token.test_nar import straight_line
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers import ordered

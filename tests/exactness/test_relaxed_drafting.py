@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.exactness.enumeration import PLAIN
 from tests.exactness.plain_drafting import (
     PlainBranches,
     PlainChain,
@@ -21,9 +22,8 @@ from tests.exactness.plain_drafting import (
 )
 from tests.exactness.plain_drafting import without as plain_without
 from tests.exactness.regions import total_variation
-from tests.exactness.test_divergence import CODEBOOK, ONE_SIDED, RELAXATIONS, settings_of
-from tests.exactness.test_drafting_sequence_law import LAWS, PLAIN, branches, chain, distance, pair
-from tests.exactness.test_relaxed_rules import codes, many_laws
+from tests.helpers.drafting_sequences import LAWS, branches, chain, distance, pair
+from tests.helpers.relaxed_rules import CODEBOOK, ONE_SIDED, RELAXATIONS, codes, many_laws, settings_of
 from visual_spec.samplers.core import siblings
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.law import TokenLaw

@@ -1,13 +1,12 @@
 """Kernel level: the one-slot law of every relaxed rule, in float64, against the papers' definitions in plain Python."""
 
-import math
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.test_acceptance import pairs
+from tests.helpers.relaxed_rules import codes, gsd_acceptance, lent, many_laws, nearest, one_slot, pairs, tv
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
 from visual_spec.samplers.core.relaxed import (
     Relaxation,
@@ -22,14 +21,6 @@ from visual_spec.samplers.core.relaxed import (
 ROUNDING = 1e-12
 
 
-def codes(vocab_size: int, seed: int = 0) -> Tensor:
-    """Unit codes [V, 3]; some tokens share one, as the dead codes of a trained codebook may."""
-    generator = torch.Generator().manual_seed(1000 * seed + vocab_size)
-    values = torch.randn(vocab_size, 3, generator=generator)
-    values[vocab_size // 2] = values[0]
-    return torch.nn.functional.normalize(values, dim=-1)
-
-
 def laws(vocab_size: int) -> tuple[Tensor, Tensor]:
     """Target and draft laws [N, V]: those of the exact rule's tests, and targets with many equal probabilities."""
     target, draft = (law[:, 0] for law in pairs(vocab_size, count=40))
@@ -38,68 +29,11 @@ def laws(vocab_size: int) -> tuple[Tensor, Tensor]:
     return torch.cat([target, tied]), torch.cat([draft, draft[:80]])
 
 
-def every_draft(law: Tensor) -> tuple[Tensor, Tensor]:
-    """A law [N, V] and all its drafts as a window of V slots: [N, V, V], [N, V]."""
-    size = law.shape[-1]
-    return law[:, None].expand(-1, size, -1), torch.arange(size).expand(len(law), -1)
-
-
-def one_slot(rule: AcceptanceRule, target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
-    """Acceptance of every draft, and the law of the committed token: [N, V] each."""
-    wide, drafts = every_draft(target)
-    draft_law, _ = every_draft(draft)
-    chance = draft.exp()
-    keep = torch.where(chance > 0, rule.probability(wide, draft_law, drafts), 0)
-    replaced = residual(rule.refused_target(wide, drafts), draft_law).exp()  # [N, V, V], by the refused draft
-    law = chance * keep + ((chance * (1 - keep))[..., None] * replaced).sum(1)
-    return keep, law
-
-
-def tv(law: Tensor, target: Tensor) -> Tensor:
-    return (law - target.exp()).abs().sum(-1) / 2
-
-
 def moved(keep: Tensor, target: Tensor, draft: Tensor) -> Tensor:
     return (draft.exp() * keep - target.exp()).clamp(min=0).sum(-1)
 
 
 # ------------------------------------------------------------------------------------- the papers, in plain Python
-
-
-def gsd_acceptance(
-    log_p: list, q: list, x: int, size: int, gap: float, limit: float | None, code: list
-) -> float:
-    p = [math.exp(value) for value in log_p]
-    if p[x] == 0:
-        return 0
-    order = sorted((v for v in range(len(p)) if p[v] > 0), key=lambda v: (log_p[v], v))
-    place = order.index(x)
-    group = order[max(0, place - size // 2) : place + (size - 1) // 2 + 1]
-    near = [y for y in group if y == x or abs(p[y] - p[x]) < gap]
-    if limit is not None:
-        near = [
-            y
-            for y in near
-            if y == x or sum((a - b) ** 2 for a, b in zip(code[x], code[y], strict=True)) < limit
-        ]
-    return min(1, sum(p[y] for y in near) / sum(q[y] for y in near))
-
-
-def nearest(code: list, x: int) -> list:
-    others = [y for y in range(len(code)) if y != x]
-    return sorted(others, key=lambda y: (math.dist(code[x], code[y]), y))
-
-
-def lent(p: list, x: int, near: list, delta: float, factor: float | None) -> list:
-    """The tokens whose mass LANTERN lends to x."""
-    limit = delta if factor is None else (factor - 1) * p[x]
-    tokens, total = [], 0.0
-    for y in near if p[x] > 0 else []:
-        total += p[y]
-        if total > limit:
-            break
-        tokens.append(y)
-    return tokens
 
 
 def lantern_law(p: list, q: list, code: list, count: int, delta: float, factor: float | None) -> list:
@@ -318,21 +252,6 @@ def bounded(rule: AcceptanceRule, delta: float) -> AcceptanceRule:
         return bounded_acceptance(rule.probability(target, draft, drafts), target, draft, drafts, delta=delta)
 
     return AcceptanceRule(probability)
-
-
-def many_laws(vocab_size: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Pairs [count, V] of any sharpness and likeness, down to disjoint and equal ones."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    sharp, apart = 3 * random(count, 1).abs(), 3 * random(count, 1).abs() * (random(count, 1) > -1.5)
-    target = sharp * random(count, vocab_size)
-    draft = target + apart * random(count, vocab_size)
-    cut = random(count, vocab_size) < 0.3 - 2 * (random(count, 1) < 0.5)
-    target, draft = target.masked_fill(cut, -9.0), draft.masked_fill(~cut & (apart > 4), -9.0)
-    return target.log_softmax(-1), draft.log_softmax(-1)
 
 
 @pytest.mark.parametrize("name", ["grouped", "clustered", "lantern", "lantern++", "everything"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.test_siblings_law import RULES, one_slot_law
+from tests.helpers.sibling_laws import RULES, one_slot_law
 from visual_spec.eval.quality.sibling_gaps import optimal_acceptance, sibling_gaps
 
 NAMES = {

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness.planted import batch_minimum_step, old_label_step, target_for_residual
+from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
@@ -14,7 +15,6 @@ from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 SAMPLES, ROWS = 400_000, 50_000
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-LEAST_P = 1e-4
 MODEL = TabularModel(TokenGrid(1, 5), 4, dtype=torch.float32)
 LAW = TokenLaw()
 
@@ -39,22 +39,6 @@ def counts(sampler, seed: int) -> Tensor:
         result = sampler(MODEL, None, law=LAW, generator=generator, batch_size=ROWS)
         total += torch.bincount(result.tokens @ powers, minlength=len(total))
     return total
-
-
-def p_value(observed: Tensor, law: Tensor) -> float:
-    """Chi-square test; cells that expect fewer than 5 are pooled."""
-    expected = law.double() * observed.sum()
-    rare = expected < 5
-    observed = torch.cat([observed[~rare], observed[rare].sum()[None]]).double()
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    if expected[-1] < 5:  # the pool itself: join the smallest cell
-        smallest = int(expected[:-1].argmin())
-        observed[smallest] += observed[-1]
-        expected[smallest] += expected[-1]
-        observed, expected = observed[:-1], expected[:-1]
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(float(len(expected) - 1), dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
 def p_of(sampler, seed: int = 0) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.next_token.test_cached_decoder import case, rows_of, text
+from tests.helpers.cached_decoders import case, rows_of, text
 from visual_spec.kernels import launch, window_attention
 from visual_spec.models.core import cache as core_cache
 from visual_spec.models.next_token import cached_decoder

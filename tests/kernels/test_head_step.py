@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers.compiled_kernels import Recorder, compiled, spilled
 from tests.kernels.heads import case
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.test_compile import Recorder, compiled, spilled
 from visual_spec.kernels import head_step as module
 from visual_spec.kernels.head_step import head_step, head_step_reference
 

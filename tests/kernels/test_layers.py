@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers.compiled_kernels import Recorder, compiled, spilled
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.layers import PLACES, opened, summed, window_case, write_case
-from tests.kernels.test_compile import Recorder, compiled, spilled
 from visual_spec.kernels import add_norm as add_norm_module
 from visual_spec.kernels import gated as gated_module
 from visual_spec.kernels import launch

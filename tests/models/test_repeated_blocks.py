@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.mage import tiny_mage
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
-from tests.models.masked.test_image_models import tiny_mage
 from tests.tiny import seeded, tiny_masked_transformer, tiny_transformer
 from tests.tiny_infinity import captions, tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_var, tiny_var_vq

@@ -15,7 +15,7 @@ from diffusers.models.unets.uvit_2d import UVit2DModel
 from diffusers.schedulers.scheduling_amused import AmusedScheduler
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-from tests.models.masked.test_amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
+from tests.helpers.amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
 from tests.odd_addresses import misplaced, put_at_odd_addresses
 from tests.tiny import seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts import assemble
-from tests.pipelines.test_latent_image import generators, tiny_model, tiny_vae
+from tests.helpers.latent_image import generators, tiny_model, tiny_vae
 from visual_spec.data.shapes_classes import CLASS_NAMES
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.pipelines.embedded import embedded_folder

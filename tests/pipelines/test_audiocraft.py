@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.audiocraft_files import MUSICGEN_SETTINGS, SETTINGS, TEXT, changed, write_language_model
-from tests.models.columns.test_musicgen_checkpoint import write_musicgen
+from tests.helpers.musicgen import write_musicgen
 from tests.tiny import seeded
 from tests.tiny_t5 import tiny_t5, tiny_tokenizer
 from visual_spec.models.columns.encodec import decode_codes

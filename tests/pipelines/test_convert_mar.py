@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.continuous.test_mar_checkpoint import ldm_shapes, random_weights
+from tests.helpers.mar import ldm_shapes, random_weights
 from tests.official import write_tokenizer
 from tests.tiny import seeded
 from visual_spec import cli

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.distilled_pipelines import class_student_pipeline
 from tests.official import VQ_SHAPES, add_tiny_presets, write_class_model, write_text_model, write_tokenizer
 from tests.tiny import seeded, tiny_transformer, tiny_vq_model
-from tests.tiny_students import SIDE, SIZE, tiny_student, write_student
+from tests.tiny_students import SIDE, SIZE, write_student
 from visual_spec import cli
 from visual_spec.models.next_token import llamagen_student
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
@@ -22,17 +23,6 @@ from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.distilled import DistilledSampler
-
-
-def tiny_pipeline(teacher: bool = False, **settings: Any) -> Any:
-    pipe = DistilledImagePipeline(
-        tiny_student(torch.float32),
-        tiny_vq_model(),
-        make_sampler("distilled", **settings),
-        teacher=tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1) if teacher else None,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 @pytest.fixture
@@ -52,7 +42,7 @@ def convert(out: Path, *arguments: Any) -> int:
 
 
 def test_pictures_are_the_vectors_of_the_sampler_decoded_as_they_are():
-    pipe = tiny_pipeline(steps=2)
+    pipe = class_student_pipeline(steps=2)
     found = pipe([5, 1], generator=seeded(3, 4), output_type="pt")
     book = torch.nn.functional.normalize(pipe.vq_model.quantize.embedding.weight, dim=-1)
     tokens = DistilledSampler(steps=2)(
@@ -73,7 +63,7 @@ def test_pictures_are_the_vectors_of_the_sampler_decoded_as_they_are():
 
 
 def test_the_teacher_draws_with_the_law_of_the_call_and_with_its_default():
-    pipe = tiny_pipeline(teacher=True, steps=2, teacher_from=0)
+    pipe = class_student_pipeline(teacher=True, steps=2, teacher_from=0)
     assert pipe.default_settings()["guidance_scale"] == 2.0
     codes = pipe.vq_model.quantize.codes
     for asked, scale in (({}, 2.0), ({"guidance_scale": 1.3}, 1.3)):
@@ -136,7 +126,7 @@ def test_files_that_make_no_pipeline_are_refused(files, tmp_path, capsys, names,
 
 
 def test_what_does_not_fit_is_refused_by_name(files, tmp_path):
-    pipe = tiny_pipeline()
+    pipe = class_student_pipeline()
     with pytest.raises(ValueError, match="guidance_scale=3.* the student draws alone"):
         pipe(1, guidance_scale=3.0)
     with pytest.raises(ValueError, match="temperature=0.5.* the student draws alone"):

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.distilled_pipelines import scale_student_pipeline
 from tests.official import write_tokenizer
 from tests.tiny import seeded
 from tests.tiny_scales import SIDES, TINY_VQ, tiny_var, tiny_var_vq
-from tests.tiny_students import VAR_SIZE, tiny_var_student, write_var_student
+from tests.tiny_students import VAR_SIZE, write_var_student
 from visual_spec import cli
 from visual_spec.models.next_scale import var_student
 from visual_spec.models.next_scale.var_student import VARStudent
@@ -26,17 +27,6 @@ from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.distilled import DistilledSampler
 from visual_spec.samplers.scales import ScaleWiseSampler
-
-
-def tiny_pipeline(teacher: bool = False, **settings: Any) -> Any:
-    pipe = DistilledScalePipeline(
-        tiny_var_student(torch.float32),
-        tiny_var_vq(),
-        make_sampler("distilled", **settings),
-        teacher=tiny_var(4, torch.float32) if teacher else None,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 @pytest.fixture
@@ -65,7 +55,7 @@ def convert(out: Path, *arguments: Any) -> int:
 
 @torch.no_grad()
 def test_pictures_are_the_vectors_of_the_sampler_added_up():
-    pipe = tiny_pipeline(steps=2)
+    pipe = scale_student_pipeline(steps=2)
     found = pipe([3, 1], generator=seeded(3, 4), output_type="pt")
     tokens = DistilledSampler(steps=2)(
         pipe.transformer,
@@ -92,13 +82,16 @@ def test_pictures_are_the_vectors_of_the_sampler_added_up():
 
 
 def test_ids_are_decoded_as_the_pipeline_of_the_teacher_decodes_them():
-    pipe, ids = tiny_pipeline(), torch.randint(0, 12, (2, 30), generator=torch.Generator().manual_seed(1))
+    pipe, ids = (
+        scale_student_pipeline(),
+        torch.randint(0, 12, (2, 30), generator=torch.Generator().manual_seed(1)),
+    )
     other = ScaleImagePipeline(tiny_var(4, torch.float32), pipe.vq_model, ScaleWiseSampler())
     assert torch.allclose(pipe.decode_tokens(ids, "latent"), other.decode_tokens(ids, "latent"), atol=1e-6)
 
 
 def test_the_teacher_draws_with_the_law_of_the_call_and_with_its_default():
-    pipe = tiny_pipeline(teacher=True, steps=2, teacher_from=0)
+    pipe = scale_student_pipeline(teacher=True, steps=2, teacher_from=0)
     assert pipe.default_settings() | {"guidance_scale": 3.0, "top_k": 900} == pipe.default_settings()
     codes = pipe.vq_model.codebook
     for asked, law in (
@@ -169,7 +162,7 @@ def test_files_that_make_no_pipeline_are_refused(files, tmp_path, capsys, names,
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    pipe = tiny_pipeline()
+    pipe = scale_student_pipeline()
     with pytest.raises(ValueError, match="guidance_scale=3.* the student draws alone"):
         pipe(1, guidance_scale=3.0)
     pipe.sampler = make_sampler("distilled", steps=2, teacher_from=1)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from scripts.assemble import RECIPES, assemble
-from tests.tiny import seeded, tiny_text_encoder, tiny_transformer, tiny_vq_model
-from tests.tiny_students import SIDE, SIZE, tiny_student, tiny_text_student
+from tests.helpers.distilled_pipelines import text_student_pipeline
+from tests.tiny import seeded, tiny_transformer
+from tests.tiny_students import SIDE, SIZE, tiny_student
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline, DistilledTextImagePipeline
@@ -24,21 +25,9 @@ from visual_spec.training.loop import round_matrices
 PROMPTS = ["a red circle", "a large blue square"]
 
 
-def tiny_pipeline(teacher: bool = True, **settings: Any) -> Any:
-    pipe = DistilledTextImagePipeline(
-        tiny_text_student(),
-        tiny_vq_model(),
-        tiny_text_encoder(),
-        make_sampler("distilled", **settings),
-        teacher=tiny_transformer(zero_prefix_keys=False) if teacher else None,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_prompts_become_codes_of_the_students_calls(steps):
-    pipe = tiny_pipeline(steps=steps)
+    pipe = text_student_pipeline(steps=steps)
     found = pipe(PROMPTS, generator=seeded(3, 4), output_type="latent")
     model, told = pipe.transformer, pipe.encode_prompt(PROMPTS)
     codes = pipe.vq_model.quantize.codes
@@ -73,7 +62,7 @@ def _noise(pipe: Any) -> torch.Tensor:
 
 
 def test_the_teacher_draws_from_the_prompt_with_its_guidance():
-    pipe = tiny_pipeline(steps=2, teacher_from=0)
+    pipe = text_student_pipeline(steps=2, teacher_from=0)
     found = pipe(PROMPTS, generator=seeded(3, 4), output_type="latent", guidance_scale=1.4)
     plain = AutoregressiveSampler()(
         pipe.teacher, pipe.encode_prompt(PROMPTS), law=TokenLaw(1.4), generator=seeded(3, 4), batch_size=2
@@ -83,7 +72,7 @@ def test_the_teacher_draws_from_the_prompt_with_its_guidance():
 
 
 def test_it_is_saved_with_parts_of_another_pipeline_and_measured(tmp_path, monkeypatch):
-    pipe, home = tiny_pipeline(steps=2), tmp_path
+    pipe, home = text_student_pipeline(steps=2), tmp_path
     for part, owned in (
         ("vq_model", "vq_model"),
         ("text_encoder", "text_encoder"),
@@ -132,7 +121,7 @@ def test_it_is_saved_with_parts_of_another_pipeline_and_measured(tmp_path, monke
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    pipe = tiny_pipeline(teacher=False)
+    pipe = text_student_pipeline(teacher=False)
     with pytest.raises(ValueError, match="guidance_scale=3.* the student draws alone"):
         pipe(PROMPTS, guidance_scale=3.0)
     pipe.sampler = make_sampler("distilled", steps=2, teacher_from=2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import visual_spec
-from tests.models.columns.test_musicgen import IDS, MASK
+from tests.helpers.musicgen import IDS, MASK
 from tests.tiny import seeded
 from tests.tiny_audio import PROMPT, tiny_audio_pipeline, tiny_decoder, tiny_musicgen
 from visual_spec.eval.defaults import settings_of_model

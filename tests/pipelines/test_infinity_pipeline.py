@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.infinity import PROMPTS, TIGHT, tiny_pipeline
 from tests.tiny import seeded
 from tests.tiny_infinity import SIDES, tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_scale_pipeline
@@ -16,29 +17,12 @@ from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for, size_by_name
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage
-
-PROMPTS = ["a red circle", "blue square on a circle"]
-TIGHT = ScaleBudget(SIDES, ((0, 0), (1, 1), (4, 5), (9, 11)))
-
-
-def tiny_pipeline(**changes: Any) -> InfinityPipeline:
-    text = T5Features(tiny_t5(), tiny_tokenizer(), max_words=7, clean=False).eval()
-    pipe = InfinityPipeline(
-        tiny_infinity(dtype=torch.float32, caption_dim=8),
-        tiny_bits(dtype=torch.float32),
-        text,
-        ScaleWiseSampler(ramp=False),
-        **changes,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def by_hand(pipe: InfinityPipeline, condition: Any, laws: list[TokenLaw], seeds: tuple[int, ...]):

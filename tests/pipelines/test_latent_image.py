@@ -7,39 +7,14 @@ import pytest
 import torch
 
 import visual_spec
-from scripts.train.kl_tokenizer import new_tokenizer
-from scripts.train.mar import initialise
+from tests.helpers.latent_image import generators, tiny_model, tiny_vae
 from visual_spec.eval.settings import sampler_settings
-from visual_spec.models.continuous.causal import CausalLatentTransformer
-from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.pipelines.latent_image import LatentImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.core.law import TokenLaw
 
 NAMES = ["red circle", "blue square", "green star"]
-
-
-def tiny_vae(latent_channels=3, seed=0):
-    torch.manual_seed(seed)
-    return new_tokenizer(channels=(4, 4, 4), latent_channels=latent_channels, image_size=16).eval()
-
-
-def tiny_model(kind, dim=16, seed=0, **changes):
-    torch.manual_seed(seed)
-    shared: dict[str, Any] = dict(
-        grid_size=4, token_dim=3, dim=dim, num_layers=1, num_heads=2, head_width=8, head_depth=1
-    )
-    shared |= dict(num_classes=3, head_kind="velocity", head_steps=5, **changes)
-    model = (
-        MARTransformer(buffer_size=2, **shared)
-        if kind == "mar"
-        else CausalLatentTransformer(prefix_length=1, **shared)
-    )
-    initialise(model)
-    for parameter in model.parameters():  # nothing stays at the zeros that training starts from
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.eval()
 
 
 def tiny_pipeline(kind="mar", *, drafter=False, sampler="continuous", **settings) -> Any:
@@ -53,10 +28,6 @@ def tiny_pipeline(kind="mar", *, drafter=False, sampler="continuous", **settings
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def generators(*seeds):
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 @pytest.mark.parametrize("kind", ["mar", "causal"])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.models.masked.test_image_models import CODES, official_weights, tiny_mage
+from tests.helpers.mage import CODES, official_weights, tiny_mage
 from tests.tiny import seeded, tiny_vq_model
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
 from visual_spec.pipelines.convert import convert

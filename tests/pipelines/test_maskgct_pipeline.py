@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import SeamlessM4TFeatureExtractor, Wav2Vec2BertConfig, Wav2Vec2BertModel
 
+from tests.helpers.maskgct import random_codes, write_codecs
 from tests.models.masked import maskgct_straight as straight
 from tests.models.masked.maskgct_straight import BOOKS, CODES, HEADS, PHONES
-from tests.models.masked.test_maskgct import random_codes, write_codecs
 from tests.tiny import seeded
 from visual_spec.models.masked.maskgct import (
     AcousticCondition,

@@ -17,7 +17,7 @@ from transformers import (
 
 import visual_spec
 from scripts.train.codec import initialise
-from tests.models.columns.test_musicgen import CODES, FRAMES, IDS, MASK, musicgen, native_codes
+from tests.helpers.musicgen import CODES, FRAMES, IDS, MASK, musicgen, native_codes
 from tests.models.next_token.tiny_transformers import _ready
 from tests.tiny import seeded
 from tests.tiny_audio import fill_codebooks

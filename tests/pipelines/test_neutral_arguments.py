@@ -15,10 +15,10 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
-from tests.models.columns.test_musicgen import FRAMES
+from tests.helpers.diffusers_video import SMALL, tiny_pipeline
+from tests.helpers.musicgen import FRAMES
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
-from tests.pipelines.test_diffusers_video import SMALL, tiny_pipeline
 from tests.tiny_audio import tiny_musicgen
 from tests.tiny_wan import prompts as embeddings
 from visual_spec.pipelines.generate_arguments import NEUTRAL

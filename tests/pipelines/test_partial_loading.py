@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from scripts.train.causal_video import new_model
-from tests.pipelines import test_distilled_image, test_distilled_scales, test_distilled_text
+from tests.helpers.distilled_pipelines import (
+    class_student_pipeline,
+    scale_student_pipeline,
+    text_student_pipeline,
+)
 from tests.tiny_latents import tiny_latent_pipeline
 from tests.tiny_pipelines import KINDS, Kind, _quiet
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
@@ -21,9 +25,9 @@ def _chunks() -> Any:
 
 SMALL = {"num_frames": 2, "steps": 1}
 ALL = KINDS | {
-    "students": Kind(_quiet(test_distilled_image.tiny_pipeline), 3, "num_images_per_label"),
-    "students of scales": Kind(_quiet(test_distilled_scales.tiny_pipeline), 3, "num_images_per_label"),
-    "students of captions": Kind(_quiet(test_distilled_text.tiny_pipeline), "a red circle"),
+    "students": Kind(_quiet(class_student_pipeline), 3, "num_images_per_label"),
+    "students of scales": Kind(_quiet(scale_student_pipeline), 3, "num_images_per_label"),
+    "students of captions": Kind(_quiet(text_student_pipeline), "a red circle"),
     "latents": Kind(_quiet(tiny_latent_pipeline), 3, "num_images_per_label"),
     "chunks": Kind(_quiet(_chunks), "a small red star moves right", "num_videos_per_prompt", SMALL),
 }

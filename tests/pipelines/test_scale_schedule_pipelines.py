@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 import torch
 
-from tests.pipelines.test_infinity_pipeline import PROMPTS, TIGHT, tiny_pipeline
+from tests.helpers.infinity import PROMPTS, TIGHT, tiny_pipeline
 from tests.tiny import seeded
 from tests.tiny_scales import tiny_scale_pipeline
 from visual_spec import cli

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.models.columns.test_musicgen import musicgen
+from tests.helpers.musicgen import musicgen
 from tests.tiny import seeded, tiny_transformer
 from tests.tiny_audio import tiny_decoder, tiny_musicgen
 from tests.tiny_pipelines import KINDS

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 import visual_spec
-from tests.models.columns.test_musicgen import IDS, MASK
+from tests.helpers.musicgen import IDS, MASK
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
 from tests.tiny import seeded

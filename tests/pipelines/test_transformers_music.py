@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 import visual_spec
-from tests.models.columns.test_musicgen import CODES, FRAMES, IDS, MASK, native_codes
+from tests.helpers.musicgen import CODES, FRAMES, IDS, MASK, native_codes
 from tests.tiny import seeded
 from tests.tiny_audio import tiny_musicgen
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.llamagen import make, text_condition
 from tests.helpers.tabular import TabularModel
-from tests.models.next_token.test_llamagen import make, text_condition
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.columns import MODEL as COLUMN_MODEL
+from tests.helpers.columns import POOR as COLUMN_DRAFTER
 from tests.helpers.tabular import TabularModel
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from tests.models.continuous.tiny import calm, tiny_causal
 from tests.samplers.causal_tables import TabularCausalLayer, TabularFeatureModel
 from tests.samplers.frame_tables import TableFrameModel
-from tests.samplers.test_columns import MODEL as COLUMN_MODEL
-from tests.samplers.test_columns_drafted import POOR as COLUMN_DRAFTER
 from tests.tiny import seeded, tiny_transformer
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
 from tests.tiny_students import tiny_student

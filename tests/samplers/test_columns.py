@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.columns import FRAMES, LAW, LAWS, MODEL, MODELS, PATTERNS, STEPS, decode
 from tests.helpers.tabular import TabularColumnModel, TabularModel
 from tests.samplers.settings import lossy, settings_of
 from tests.tiny import seeded
@@ -23,37 +24,10 @@ from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.drafts import Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.pattern import UNITS
-from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 EXACT_ROWS = [(coupling, "exact", unit) for coupling in COUPLINGS for unit in UNITS]
 ROWS = [("gumbel", "identical", "column"), *EXACT_ROWS]
-LAW = TokenLaw()
-LAWS = {
-    "plain": LAW,
-    "guided": TokenLaw(guidance_scale=3.0, temperature=0.9, top_k=5, top_p=0.95),
-    "guided halfway": TokenLaw(guidance_scale=4.0, top_k=5, guidance_until=9),
-    "allowed": TokenLaw(allowed=(2, 6)),
-    "greedy": TokenLaw(temperature=0.0),
-}
-FRAMES = 14
-PATTERNS = {
-    "musicgen": CodebookPattern.delay([0, 1, 2, 3]),
-    "gap": CodebookPattern.delay([0, 3, 4]),
-    "parallel": CodebookPattern.parallel(3),
-    "partial flat": CodebookPattern.flat(3, [0, 1, 1]),
-    "coarse first": CodebookPattern.coarse_first(3, [0, 1]),
-}
-
-
-def tabular(pattern: str = "musicgen", **changes) -> TabularColumnModel:
-    arguments: dict[str, Any] = dict(order=1, conditions=3, dependence=0.15)
-    return TabularColumnModel(PATTERNS[pattern].valid(FRAMES).T, 7, **{**arguments, **changes})
-
-
-MODELS = {name: tabular(name) for name in PATTERNS}
-MODEL = MODELS["musicgen"]
-STEPS = MODEL.grid.num_tokens
 
 
 def as_kind(kind: type[TabularColumnModel]) -> Any:
@@ -61,17 +35,6 @@ def as_kind(kind: type[TabularColumnModel]) -> Any:
     model: Any = copy.copy(MODEL)
     model.__class__ = kind
     return model
-
-
-def decode(
-    sampler: Any, model: Any = MODEL, law: TokenLaw = LAW, rows: Any = range(4), **options
-) -> SampleResult:
-    """Samples 0, 1, ... of a model, decoded as one batch."""
-    rows = list(rows)
-    condition = torch.tensor([row % 3 for row in rows])
-    generator = seeded(*(100 + row for row in rows))
-    arguments = dict(law=law, generator=generator, batch_size=len(rows))
-    return sampler(model, condition, **{**arguments, **options})
 
 
 # --------------------------------------------------------------------------------------------------------- identity

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.column_drafters import columns, condition, drafter_for
+from tests.helpers.columns import LAW, LAWS, PATTERNS, POOR, STEPS, decode, poor, tabular
 from tests.helpers.tabular import TabularColumnModel, TabularModel
-from tests.models.drafters.test_column_eagle import columns, condition, drafter_for
-from tests.samplers.test_columns import LAW, LAWS, PATTERNS, STEPS, decode, tabular
 from tests.tiny import seeded
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid
@@ -18,16 +18,6 @@ from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
-
-
-def poor(pattern: str = "musicgen") -> Any:
-    """A model that knows `MODEL` poorly."""
-    drafter = tabular(pattern, seed=8)
-    drafter.logits = 0.6 * tabular(pattern).logits + 0.4 * drafter.logits
-    return drafter
-
-
-POOR = poor()
 
 
 def drafted(acceptance: str = "exact", num_drafts: int = 3, **options: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.continuous import LABELS, LAW, noise_of, token
 from tests.models.continuous import straight
 from tests.models.continuous.tiny import calm, tiny_causal, tiny_mar
 from tests.tiny import seeded
@@ -19,38 +20,11 @@ from visual_spec.samplers.continuous_jacobi import ContinuousJacobiSampler
 from visual_spec.samplers.core.chains import Chains
 from visual_spec.samplers.core.latent_base import LatentTrace
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import CHAIN, ORDER, CounterNoise, draw_keys
-
-LAW = TokenLaw(guidance_scale=3.0, temperature=0.9)
-LABELS = torch.tensor([3, 1])
+from visual_spec.samplers.core.noise import ORDER
 
 
 def calm_one(make: Any, size: float = 0.1, **settings: Any) -> Any:
     return calm(make(**settings), size)
-
-
-def noise_of(seed: int) -> CounterNoise:
-    return CounterNoise(draw_keys(seeded(seed), 1), "cpu")
-
-
-def token(
-    model: Any, name: str, z: Tensor, other: Tensor, scale: float, place: int, noise: Any, **chain: Any
-) -> Tensor:
-    """One token [d] from its condition and the null class's, point by point, with the noise of its place."""
-    schedule, weights = model.schedule(chain["head_steps"], chain.get("eta")), model.state_dict()
-
-    def normal(level: int) -> Tensor:
-        return noise.normal(torch.tensor([[place]]), 3, CHAIN, level, torch.float64)[0, 0]
-
-    x = normal(schedule.num_steps) * (0.9 if schedule.deterministic else 1.0)
-    for level in range(schedule.num_steps - 1, -1, -1):
-        time = float(schedule.times[level])
-        with_class, without = (straight.head(weights, name, x, time, c) for c in (z, other))
-        mixed = without[:3] + scale * (with_class[:3] - without[:3])
-        mean, sigma = schedule.kernel(x[None], level, torch.cat([mixed, with_class[3:]])[None])
-        width = sigma[0] if level else chain.get("final_noise", 0.0)
-        x = mean[0] + 0.9 * width * normal(level)
-    return x
 
 
 def check(found: Tensor, expected: Tensor) -> None:

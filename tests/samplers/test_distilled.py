@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.next_scale import test_var_student
-from tests.models.next_token.test_llamagen_student import straight_line
+from tests.helpers.llamagen_student import straight_line
+from tests.helpers.var import student_logits
 from tests.tiny import seeded, tiny_transformer
 from tests.tiny_scales import SIDES, FormulaTokenizer, tiny_var
 from tests.tiny_students import LENGTH, SIDE, SIZE, VOCAB, student_weights, tiny_student, tiny_var_student
@@ -184,7 +184,7 @@ def draw_scales(law: TokenLaw = PLAIN, model: Any = VAR_STUDENT, **settings: Any
 
 def scales_by_hand(label: int, vectors: Tensor, known: int) -> Tensor:
     """Tokens [L, D] after one call of the student of VAR."""
-    logits, drawn = test_var_student.straight_line(VAR_STUDENT, label, vectors, known)
+    logits, drawn = student_logits(VAR_STUDENT, label, vectors, known)
     split = max(known, 14)
     return torch.cat([vectors[:known], MAPS.codebook[logits.argmax(-1)][known:split], drawn[split:]])
 

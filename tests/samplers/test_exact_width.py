@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.transformers_models import INPUTS, draw
 from tests.models.next_token import tiny_transformers
-from tests.pipelines.test_transformers_models import INPUTS, draw
 from tests.tiny import tiny_transformer
 from tests.tiny_audio import tiny_decoder
 from visual_spec.models.columns.musicgen import MusicgenColumnModel

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.masked import FRAMES, LAW, MAGNET, STEPS, magnet, text
+from tests.helpers.musicgen import CODES, musicgen
 from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel
-from tests.models.columns.test_musicgen import CODES, IDS, MASK, musicgen, rows_of
 from tests.tiny import seeded
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
-from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
+from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core import masking
@@ -31,9 +32,6 @@ from visual_spec.samplers.core.masking import (
 )
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.masked import MaskedSampler
-
-FRAMES = 10
-
 
 # -- pieces -----------------------------------------------------------------------------------------------------------
 
@@ -190,15 +188,6 @@ def test_spans_cover_the_slots_and_the_last_one_is_cut_off():
 # -- MAGNeT, clip by clip ---------------------------------------------------------------------------------------------
 
 
-def magnet(frames: int = FRAMES, **changes: Any) -> MagnetModel:
-    return MagnetModel(musicgen(), frames, reach=2, **changes)
-
-
-def text(rows: list[int] | None = None) -> TextCondition:
-    condition = text_condition(musicgen(), IDS, MASK)
-    return condition if rows is None else rows_of(condition, rows)
-
-
 def nucleus(law: Tensor, top_p: float) -> Tensor:
     kept, mass = torch.zeros_like(law), 0.0
     for token in law.argsort(descending=True).tolist():
@@ -255,11 +244,6 @@ def plain_magnet(
                 probability = share * probability + (1 - share) * other.gather(1, codes[stage][:, None])[:, 0]
             scores = {s: max(float(probability[t]) for t in spans[s] if t in hidden) for s in open_spans}
     return codes
-
-
-MAGNET = dict(clock="magnet", span=3, temperature="falling", guidance="falling")
-LAW = TokenLaw(guidance_scale=4.0, temperature=2.0, top_p=0.9)
-STEPS = [5, 3, 2, 1]
 
 
 @pytest.mark.parametrize("greedy", [False, True])

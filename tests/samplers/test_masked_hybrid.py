@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.columns.test_musicgen import musicgen
-from tests.samplers.test_masked import FRAMES, LAW, MAGNET, STEPS, magnet, text
+from tests.helpers.masked import FRAMES, LAW, MAGNET, STEPS, magnet, text
+from tests.helpers.musicgen import musicgen
 from tests.tiny import seeded
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.masked_reuse import Watched
 from tests.helpers.tabular import TabularMaskedModel
-from tests.samplers.test_masked_reuse import Watched
 from tests.tiny import seeded
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.protocol import TokenGrid

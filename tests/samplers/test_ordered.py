@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.llamagen import make, text_condition
 from tests.helpers.tabular import TabularModel, TabularOrderModel
-from tests.models.next_token.test_llamagen import make, text_condition
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.base import STOP

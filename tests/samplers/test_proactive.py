@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.test_statistics import LEAST_P, p_value
+from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tabular import TabularModel
 from tests.samplers.settings import settings_of
 from tests.tiny import seeded, tiny_transformer

@@ -11,17 +11,8 @@ from torch import Tensor
 
 from tests import straight_scales
 from tests.exactness.regions import total_variation
-from tests.exactness.test_scales_law import LAWS, enumerated, every_sequence, known_maps, parts, product_law
-from tests.samplers.test_scales import (
-    GUIDED,
-    LABELS,
-    SIDES,
-    STARTS,
-    TOKENIZER,
-    decode,
-    plain_loop,
-    real_tokenizer,
-)
+from tests.helpers.scale_laws import LAWS, enumerated, every_sequence, known_maps, parts, product_law
+from tests.helpers.scales import GUIDED, LABELS, SIDES, STARTS, TOKENIZER, decode, plain_loop, real_tokenizer
 from tests.straight_scales import chosen_places, straight_logits
 from tests.tiny import seeded
 from tests.tiny_infinity import captions, tiny_bits, tiny_infinity

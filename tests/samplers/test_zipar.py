@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.llamagen import event_logits, make, text_condition
+from tests.helpers.row_simulation import Simulation
 from tests.helpers.tabular import TabularModel
-from tests.models.next_token.test_llamagen import make, text_condition
-from tests.models.next_token.test_written_slots import event_logits
 from tests.official import random_weights, transformer_shapes
-from tests.samplers.core.test_row_order import Simulation
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.autoregressive import AutoregressiveSampler

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import MusicgenForCausalLM
 
 from scripts.train.music import initialise, music_config, tunes_vocabulary
+from tests.helpers.music_training import BOOKS, DIM, SIZE, coding_codec, equal
 from tests.training.interrupted import killed_after
-from tests.training.test_music_training import BOOKS, DIM, SIZE, coding_codec, equal
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, sample_tunes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 
-from scripts.train.ar import shapes_vocabulary
+from tests.helpers.drafter_training import SIDE, VOCAB, Draw, fresh, models, train_tiny_drafter
 from tests.training.interrupted import killed_after
 from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.training.drafter import (
@@ -26,55 +23,7 @@ from visual_spec.training.drafter import (
     drafter_loss,
     guided_logits,
     target_features,
-    train_drafter,
 )
-
-VOCAB, SIDE = 12, 4
-TINY: dict[str, Any] = dict(
-    pictures=24, held_out_pictures=8, shard_size=12, steps=40, batch_size=4, unroll=2, learning_rate=1e-2
-)
-
-
-def models() -> tuple[LlamaGenTransformer, CaptionEncoder]:
-    torch.manual_seed(0)
-    encoder = CaptionEncoder(shapes_vocabulary(), dim=8, num_layers=1, num_heads=2, max_words=20).eval()
-    target = LlamaGenTransformer(
-        vocab_size=VOCAB, dim=16, num_layers=2, num_heads=2, grid_size=SIDE, prefix_length=20, num_classes=None,
-        caption_dim=8,
-    ).eval()  # fmt: skip
-    with torch.no_grad():
-        for parameter in target.parameters():  # larger than a fresh network's, so that the laws differ
-            parameter.mul_(8) if parameter.ndim == 2 else None
-    return target, encoder
-
-
-def fresh(target: LlamaGenTransformer) -> EagleDrafter:
-    torch.manual_seed(1)
-    return EagleDrafter.for_target(target)
-
-
-class Draw:
-    """The target's own pictures; counts how often it was asked, and can fail."""
-
-    def __init__(self, target: LlamaGenTransformer, encoder: CaptionEncoder) -> None:
-        self.target, self.encoder, self.calls = target, encoder, 0
-
-    def __call__(self, prompts: list[str], guidance: float, seed: int) -> Tensor:
-        self.calls += 1
-        law = TokenLaw(guidance_scale=guidance)
-        generator = torch.Generator().manual_seed(seed)
-        sampler = AutoregressiveSampler()
-        return sampler(
-            self.target, self.encoder(prompts), law=law, generator=generator, batch_size=len(prompts)
-        ).tokens
-
-
-def run(out: Path, **changes: Any) -> tuple[dict, EagleDrafter, Draw]:
-    target, encoder = models()
-    drafter, draw = fresh(target), Draw(target, encoder)
-    every = changes.pop("every", 10)
-    settings = DrafterTraining(**{**TINY, **changes})
-    return train_drafter(drafter, target, draw, encoder, settings, out, every=every), drafter, draw
 
 
 def drawn(target: LlamaGenTransformer, encoder: CaptionEncoder, guidance: float) -> DrawnPictures:
@@ -87,7 +36,7 @@ def drawn(target: LlamaGenTransformer, encoder: CaptionEncoder, guidance: float)
 def test_training_raises_the_acceptance_at_every_depth_and_leaves_a_record(tmp_path):
     target, encoder = models()
     before = acceptance_rates(fresh(target), target, drawn(target, encoder, 3.0), 3)
-    record, drafter, _ = run(tmp_path)
+    record, drafter, _ = train_tiny_drafter(tmp_path)
     after = acceptance_rates(drafter, target, drawn(target, encoder, 3.0), 3)
     assert all(late > early + 0.1 for early, late in zip(before, after, strict=True))
     losses = [loss for _, loss in record["loss"]]
@@ -104,19 +53,19 @@ def test_training_raises_the_acceptance_at_every_depth_and_leaves_a_record(tmp_p
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
-    _, whole, _ = run(tmp_path / "whole")
+    _, whole, _ = train_tiny_drafter(tmp_path / "whole")
     with killed_after(26):
-        run(tmp_path / "broken")
-    record, resumed, draw = run(tmp_path / "broken")
+        train_tiny_drafter(tmp_path / "broken")
+    record, resumed, draw = train_tiny_drafter(tmp_path / "broken")
     assert draw.calls == 0  # the pictures are read, not drawn again
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
     assert [step for step, _ in record["loss"]] == list(range(0, 40, 10))
 
 
 def test_refuses_pictures_of_another_run(tmp_path):
-    run(tmp_path, steps=1)
+    train_tiny_drafter(tmp_path, steps=1)
     with pytest.raises(ValueError, match="other prompts or guidance; pass another --out folder"):
-        run(tmp_path, steps=1, seed=1)
+        train_tiny_drafter(tmp_path, steps=1, seed=1)
 
 
 def test_refuses_settings_that_train_nothing():
@@ -170,7 +119,7 @@ def test_loss_of_a_drafter_that_is_right_is_the_entropy_of_the_target(monkeypatc
 
 def test_predicted_acceptance_is_what_the_sampler_meets(tmp_path):
     """The rate of depth 1 against decodes with one draft a call: how many are kept."""
-    _, drafter, _ = run(tmp_path)
+    _, drafter, _ = train_tiny_drafter(tmp_path)
     target, encoder = models()
     prompts = training_prompts(64, (0, 3))
     law = TokenLaw(guidance_scale=3.0)

@@ -40,6 +40,7 @@ from scripts.train.music import (
     train_music,
     tunes_vocabulary,
 )
+from tests.helpers.music_training import BOOKS, DIM, SIZE, coding_codec, equal, tiny_codec
 from tests.training.interrupted import killed_after
 from visual_spec.data.tunes import (
     ATTRIBUTES,
@@ -58,7 +59,6 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.training import tokens
 from visual_spec.training.tokens import tokenize_tunes
 
-BOOKS, SIZE, DIM = 2, 16, 16
 CPU = torch.device("cpu")
 CODEC: dict[str, Any] = dict(
     steps=14, batch_size=2, crop=10, continuous_steps=4, clips=2, held_out_clips=1, learning_rate=3e-3
@@ -66,23 +66,6 @@ CODEC: dict[str, Any] = dict(
 MUSIC: dict[str, Any] = dict(
     steps=16, batch_size=3, clips=3, held_out_clips=1, learning_rate=0.1
 )  # of which warm-up leaves little
-
-
-def tiny_codec() -> EncodecModel:
-    torch.manual_seed(0)
-    config = codec_config(num_filters=2, hidden_size=8, codebook_size=SIZE, num_codebooks=BOOKS)
-    model = EncodecModel(config)
-    codec_module.initialise(model)
-    return model
-
-
-@functools.cache
-def coding_codec() -> EncodecModel:
-    """With codes, unlike a fresh one."""
-    model = tiny_codec().eval()
-    for layer in model.quantizer.layers:
-        layer.codebook.embed.normal_(std=0.1)  # pyright: ignore
-    return model
 
 
 def run_codec(out: Path, **changes: Any) -> tuple[dict, EncodecModel]:
@@ -101,13 +84,6 @@ def run_music(out: Path, **changes: Any) -> tuple[dict, MusicgenForCausalLM, Cap
     (model, encoder), every = networks(), changes.pop("every", 5)
     settings = MusicTraining(**{**MUSIC, **changes})
     return train_music(model, encoder, coding_codec(), settings, out, every=every), model, encoder
-
-
-def equal(mine: torch.nn.Module, theirs: torch.nn.Module) -> bool:
-    states = mine.state_dict(), theirs.state_dict()
-    return states[0].keys() == states[1].keys() and all(
-        torch.equal(states[0][name], states[1][name]) for name in states[0]
-    )
 
 
 def failing_at(call: int, function: Any) -> Any:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import ClapConfig, ClapFeatureExtractor, ClapModel, PreTrainedTokenizerFast
+from transformers import ClapFeatureExtractor, ClapModel
 
+from tests.helpers.networks import save_clap
 from visual_spec.eval.quality import audio, discrepancy
 from visual_spec.eval.quality import metrics as quality
 from visual_spec.eval.quality.audio import (
@@ -209,46 +209,6 @@ def test_bad_pairs_of_clips_are_refused():
     for windows in ((4096,), (), (30,), (66,)):
         with pytest.raises(ValueError, match="for 3000 samples; pass multiples of 4"):
             spectral_distance(good, good, windows=windows)
-
-
-def save_clap(folder: Path, *, fusion: bool = False) -> ClapModel:
-    """A CLAP model of real architecture, tiny and random, saved with its tokenizer and a default extractor."""
-    torch.manual_seed(0)
-    text = dict(
-        vocab_size=12,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=12,
-    )
-    sound = dict(
-        patch_embeds_hidden_size=8,
-        depths=[1, 1],
-        num_attention_heads=[1, 2],
-        hidden_size=16,
-        enable_fusion=fusion,
-        fusion_type="channel_map" if fusion else None,
-    )
-    model = ClapModel(ClapConfig(text_config=text, audio_config=sound, projection_dim=6)).eval()
-    for parameter in model.parameters():  # larger than usual, so that a random network tells its inputs apart
-        parameter.data.add_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    words = ["<s>", "<pad>", "</s>", "<unk>", "a", "slow", "fast", "organ", "bell", "melody"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    ends = [("<s>", 0), ("</s>", 2)]
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)  # type: ignore
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        model_max_length=10,
-    ).save_pretrained(folder)
-    ClapFeatureExtractor().save_pretrained(folder)  # the default truncation, as released models have it
-    return model
 
 
 @pytest.fixture(scope="module")

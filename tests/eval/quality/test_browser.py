@@ -10,9 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.eval.quality.test_sample_set import Prompts
-from tests.eval.quality.test_sets_page import scored
-from tests.eval.report.test_pages import row as comparison_row
+from tests.helpers.pages import row as comparison_row
+from tests.helpers.sample_sets import Prompts, scored
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.sets_page import write_sets_page
 from visual_spec.eval.report.drawing import png_bytes

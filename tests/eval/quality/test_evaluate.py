@@ -9,52 +9,15 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers.evaluation import LAW, PROMPTS, ROWS, evaluate_tiny, make_judge, make_task, score, timeless
 from tests.tiny import tiny_pipeline
 from visual_spec.eval.draws import draw
 from visual_spec.eval.media import pictures_of
 from visual_spec.eval.quality import command, figures, tasks
-from visual_spec.eval.quality.evaluate import evaluate
 from visual_spec.eval.quality.figures import clock_figures, quality_table
 from visual_spec.eval.quality.metrics import frechet_distance
-from visual_spec.eval.quality.samples import Judge
-from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.settings import parse_setting
-from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.samplers.core.law import TokenLaw
-
-PROMPTS = [f"a {colour} {shape}" for colour in ("red", "blue") for shape in ("circle", "square")] * 4
-LAW = TokenLaw(guidance_scale=2.0)
-ROWS = (
-    "autoregressive",
-    "autoregressive:temperature=0.5",
-    "speculative-jacobi:window=4",
-    "speculative-jacobi:window=4,coupling=independent,acceptance=exact",
-)
-
-
-def score(prompt, picture):
-    """Depends on the prompt and on every pixel; some prompts ask for less than others."""
-    total = int(picture.astype(np.int64).sum())
-    hits = {"colour": bool(total % 2), "shape": total % 3 == 0}
-    return hits if "red" in prompt else {"colour": hits["colour"]}
-
-
-def make_judge() -> Judge:
-    torch.manual_seed(3)
-    network = ShapesFeatures({"a": 2}, num_features=4, image_size=16, channels=2).eval()
-    network.spread.fill_(0.01)  # features of an untrained network hardly vary
-    return Judge(score, {"shapes": network})
-
-
-def make_task(count: int = 16) -> Task:
-    pictures = np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), np.uint8)
-    return Task(PROMPTS[:count], pictures)
-
-
-def run(folder, *, pipe=None, rows=ROWS, law=LAW, **changes):
-    settings = [parse_setting(text, law, changes.pop("seed", 0)) for text in rows]
-    options = {"samples": 7, "batch_size": 3, **changes}
-    return evaluate(pipe or tiny_pipeline(), settings, make_task(), make_judge(), folder, **options)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,20 +28,10 @@ def few_resamples():
         yield
 
 
-def timeless(document):
-    """A document without what differs from run to run."""
-    assert document is not None
-    rows = [
-        {key: value for key, value in row.items() if key not in ("wall_clock", "processor_time")}
-        for row in document["rows"]
-    ]
-    return {**document, "rows": rows, "environment": None}
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    return folder, run(folder)
+    return folder, evaluate_tiny(folder)
 
 
 class Stop(Exception):
@@ -95,7 +48,7 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(whole, tmp_pa
 
     monkeypatch.setattr("visual_spec.eval.draws.draw", stopping)
     with pytest.raises(Stop):
-        run(tmp_path)
+        evaluate_tiny(tmp_path)
     assert (
         not (tmp_path / "results.json").exists() and len(list(tmp_path.glob("*/draws-*"))) == 6
     )  # 5, tokenizer
@@ -103,11 +56,11 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(whole, tmp_pa
     one_judged.unlink()  # the machine stopped between drawing and judging
     calls.clear()
     calls += ["counted"] * 100
-    assert timeless(run(tmp_path)) == timeless(whole[1])
+    assert timeless(evaluate_tiny(tmp_path)) == timeless(whole[1])
     assert len(calls) - 100 == 4 * 3 - 5  # what was there is not drawn again
     calls.clear()
     calls += ["counted"] * 100
-    assert timeless(run(tmp_path)) == timeless(whole[1]) and len(calls) == 100
+    assert timeless(evaluate_tiny(tmp_path)) == timeless(whole[1]) and len(calls) == 100
 
 
 def test_damaged_files_are_named_set_aside_and_made_again(whole, tmp_path, monkeypatch):
@@ -130,7 +83,7 @@ def test_damaged_files_are_named_set_aside_and_made_again(whole, tmp_path, monke
 
     monkeypatch.setattr("visual_spec.eval.draws.draw", counting)
     with pytest.warns(UserWarning) as found:
-        assert timeless(run(tmp_path)) == timeless(whole[1])
+        assert timeless(evaluate_tiny(tmp_path)) == timeless(whole[1])
     said = " ".join(str(warning.message) for warning in found)
     assert all(f"{path} is damaged" in said for path in (one, two, three, judged[0]))
     assert "it lacks calls" in said and len(drawn) == 3
@@ -142,7 +95,7 @@ def test_damaged_settings_are_named(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "autoregressive" / "settings.json").write_text('{"model"')
     with pytest.raises(ValueError, match="settings.json is damaged .* pass another folder"):
-        run(tmp_path)
+        evaluate_tiny(tmp_path)
 
 
 class Interrupted:
@@ -166,17 +119,17 @@ class Interrupted:
 
 
 def test_processes_share_the_blocks(whole, tmp_path):
-    assert run(tmp_path, rank=1, shards=2) is None
+    assert evaluate_tiny(tmp_path, rank=1, shards=2) is None
     assert sorted(path.name for path in tmp_path.glob("autoregressive/draws-*")) == [
         "draws-000003-000006.npz"
     ]
-    assert timeless(run(tmp_path, rank=0, shards=2)) == timeless(whole[1])
+    assert timeless(evaluate_tiny(tmp_path, rank=0, shards=2)) == timeless(whole[1])
     assert timeless(json.loads((tmp_path / "results.json").read_text())) == timeless(whole[1])
 
 
 def test_a_run_can_be_extended_and_shortened(whole, tmp_path):
-    run(tmp_path, samples=4)
-    grown = run(tmp_path)
+    evaluate_tiny(tmp_path, samples=4)
+    grown = evaluate_tiny(tmp_path)
     assert timeless(grown)["rows"][0]["accuracy"] == whole[1]["rows"][0]["accuracy"]
     assert [path.name for path in sorted(tmp_path.glob("autoregressive/draws-*"))] == [
         "draws-000000-000003.npz",
@@ -191,7 +144,7 @@ def test_a_run_can_be_extended_and_shortened(whole, tmp_path):
         for folder in (tmp_path, whole[0])
     ]
     assert np.array_equal(tokens[0], tokens[1])
-    shorter = run(tmp_path, samples=4)
+    shorter = evaluate_tiny(tmp_path, samples=4)
     assert shorter is not None and shorter["rows"][0]["samples"] == 4
 
 
@@ -206,7 +159,7 @@ def test_a_run_can_be_extended_and_shortened(whole, tmp_path):
 )
 def test_a_folder_holds_one_setting(whole, changes, message):
     with pytest.raises(ValueError, match=message):
-        run(whole[0], **changes)
+        evaluate_tiny(whole[0], **changes)
 
 
 def test_a_folder_holds_one_model(whole):
@@ -214,7 +167,7 @@ def test_a_folder_holds_one_model(whole):
     with torch.no_grad():
         pipe.transformer.output.weight[0, 0] += 1e-3
     with pytest.raises(ValueError, match="weights: [0-9a-f]{12} there, [0-9a-f]{12} here"):
-        run(whole[0], pipe=pipe)
+        evaluate_tiny(whole[0], pipe=pipe)
 
 
 def test_the_figures_are_plain_counts(whole):
@@ -262,7 +215,7 @@ def test_a_lossy_sampler_is_called_so(whole, tmp_path, monkeypatch):
 
     monkeypatch.setattr(SpeculativeJacobiSampler, "lossless", False)
     monkeypatch.setattr(SpeculativeJacobiSampler, "identical", False)
-    document = run(tmp_path, rows=ROWS[::2], samples=3)
+    document = evaluate_tiny(tmp_path, rows=ROWS[::2], samples=3)
     assert document is not None
     assert [row["kind"] for row in document["rows"]] == ["plain", "lossy"]
 
@@ -277,13 +230,13 @@ def test_clocks_by_hand():
 
 
 def test_pictures_are_timed_alone_once(tmp_path):
-    document = run(tmp_path, rows=ROWS[::2], samples=3, alone=2)
+    document = evaluate_tiny(tmp_path, rows=ROWS[::2], samples=3, alone=2)
     assert document is not None
     for row in document["rows"]:
         for clock in ("wall_clock", "processor_time"):
             assert 0 < row[clock]["alone_seconds"]["p50"]
     assert document["rows"][0]["wall_clock"]["alone_speed_up"] == {"p20": 1.0, "p50": 1.0, "p80": 1.0}
-    again = run(tmp_path, rows=ROWS[::2], samples=3, alone=2)
+    again = evaluate_tiny(tmp_path, rows=ROWS[::2], samples=3, alone=2)
     assert again is not None and again["rows"] == document["rows"]  # to the last digit: not measured anew
 
 
@@ -298,7 +251,7 @@ def test_pictures_are_timed_alone_once(tmp_path):
 )
 def test_bad_input_is_refused_before_a_folder_is_made(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        run(tmp_path / "new", **changes)
+        evaluate_tiny(tmp_path / "new", **changes)
     assert not (tmp_path / "new").exists()
 
 
@@ -323,7 +276,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     document = json.loads(captured.out.splitlines()[-1])
     assert document == json.loads((tmp_path / "out" / "results.json").read_text())
     assert [row["name"] for row in document["rows"]] == list(ROWS)  # plain decoding first, and once
-    expected = run(tmp_path / "again")
+    expected = evaluate_tiny(tmp_path / "again")
     assert expected is not None
     assert timeless(document)["rows"] == timeless(expected)["rows"]
     assert "block 1 of 1" in captured.err and "| autoregressive " in captured.out

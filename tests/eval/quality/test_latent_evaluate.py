@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.eval.quality.test_scale_evaluate import make_judge, score
+from tests.helpers.scale_judge import make_judge, score
 from tests.tiny import seeded
 from tests.tiny_latents import tiny_latent_pipeline
 from visual_spec.eval.defaults import settings_of_model

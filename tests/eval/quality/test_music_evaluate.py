@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.audio_utils import mel_filter_bank
 
-from tests.eval.speed.test_music_bench import LAW, MASKED, MASKED_LAW, PROMPTS, masked_pipeline
+from tests.helpers.music_settings import LAW, MASKED, MASKED_LAW, PROMPTS, masked_pipeline
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_audio import HOP, RATE, tiny_audio_pipeline, tiny_codec
 from visual_spec.data import tunes, tunes_parser

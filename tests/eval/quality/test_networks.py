@@ -25,8 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.eval.quality.test_audio import save_clap
-from tests.eval.quality.test_score import exact_distance, make_pictures
+from tests.helpers.networks import exact_distance, make_pictures, save_clap
 from visual_spec.cli import main
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import load_shapes_features

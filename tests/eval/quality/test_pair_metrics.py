@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.eval.quality.test_score import exact_distance, make_pictures
+from tests.helpers.networks import exact_distance, make_pictures
 from visual_spec.cli import main
 from visual_spec.eval.quality import published
 from visual_spec.eval.quality.feature_sets import SampleFiles

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.eval.quality.test_sample_set import content, work_in
+from tests.helpers.sample_sets import content, work_in
 from visual_spec.cli import main
 from visual_spec.eval.quality.ray_engine import sample_with_ray
 from visual_spec.eval.quality.sample_set import SampleSet, sample

@@ -14,36 +14,15 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from tests.helpers.sample_sets import TEXTS, content, work_in
 from tests.tiny import tiny_pipeline, tiny_video_pipeline
 from visual_spec.eval.quality import sample_set
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.prompt_files import Prompts
 from visual_spec.eval.quality.sample_set import SampleSet
-from visual_spec.eval.settings import parse_setting
 from visual_spec.pipelines.video_files import pixels_of
-from visual_spec.samplers.core.law import TokenLaw
 
-TEXTS = ("a red circle", "a blue square", "a red square")
 sample: Any = sample_set.sample  # one process finds a document, never None
-LAW = TokenLaw(guidance_scale=2.0)
-
-
-def work_in(
-    folder, *, num=7, batch_size=3, text="autoregressive", prompts=None, seed=0, pipe=None
-) -> SampleSet:
-    setting = parse_setting(text, LAW, seed)
-    return SampleSet(
-        pipe or tiny_pipeline(), setting, prompts or Prompts(TEXTS), Path(folder), num, batch_size, "tiny"
-    )
-
-
-def content(folder):
-    """All that a set holds, but for times and locks."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(Path(folder).rglob("*"))
-        if path.is_file() and not path.name.startswith(".") and "seconds" not in path.name
-    }
 
 
 @pytest.fixture(scope="module")

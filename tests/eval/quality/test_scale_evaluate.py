@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.scale_judge import make_judge, score
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import SIDES, tiny_scale_pipeline
 from visual_spec.eval.defaults import scale_settings, settings_of_model
@@ -15,12 +16,10 @@ from visual_spec.eval.media import pictures_of
 from visual_spec.eval.quality import command, figures, tasks
 from visual_spec.eval.quality.evaluate import evaluate, folder_name
 from visual_spec.eval.quality.figures import quality_table
-from visual_spec.eval.quality.samples import Judge
 from visual_spec.eval.quality.tasks import Task, classes_task, task_of
 from visual_spec.eval.report import frontier
 from visual_spec.eval.settings import check_samplers, parse_setting
 from visual_spec.models.next_scale.scale_budget import cache_bytes
-from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler
 
@@ -37,18 +36,6 @@ ROWS = (
     "scale-wise:num_draft_scales=2,measure=true",
 )
 KINDS = ["plain", "control", "lossy", "lossy", "lossy", "lossless", "lossy"]
-
-
-def score(label, picture):
-    total = int(picture.astype(np.int64).sum())
-    return {"one_object": bool(total % 2), "colour": total % 3 == 0, "shape": total % 5 < int(label)}
-
-
-def make_judge() -> Judge:
-    torch.manual_seed(3)
-    network = ShapesFeatures({"a": 2}, num_features=4, image_size=16, channels=2).eval()
-    network.spread.fill_(0.01)
-    return Judge(score, {"shapes": network})
 
 
 def run(folder, rows=ROWS, pipe=None, **changes):

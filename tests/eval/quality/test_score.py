@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from tests.eval.quality.test_sample_set import work_in
+from tests.helpers.networks import exact_distance, make_pictures
+from tests.helpers.sample_sets import work_in
 from visual_spec.cli import main
 from visual_spec.eval.quality import extractors, feature_sets, features, score_command, statistics
 from visual_spec.eval.quality import score as scoring
@@ -28,16 +29,6 @@ from visual_spec.eval.quality.score import Scoring
 from visual_spec.models.shapes_features import ShapesFeatures
 
 score: Any = scoring.score  # one process finds a document, never None
-
-
-def make_pictures(folder, count, seed, size=24):
-    """Smooth pictures that differ in colour, as PNG files."""
-    rng = np.random.default_rng(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    for index in range(count):
-        small = Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8))
-        small.resize((size, size), Image.Resampling.BICUBIC).save(folder / f"{index:03d}.png")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +56,6 @@ def small_network(monkeypatch):
     network.spread.fill_(0.01)
     monkeypatch.setattr(extractors, "load_shapes_features", lambda: network)
     return network
-
-
-def exact_distance(one, other):
-    """Squared Frechet distance of few samples of many features: the root of a product by its singular values."""
-    one, other = one.double(), other.double()
-    first, second = ((part - part.mean(0)) / (len(part) - 1) ** 0.5 for part in (one, other))
-    inner = torch.linalg.svdvals(first @ second.T).sum()
-    return float(
-        (one.mean(0) - other.mean(0)).square().sum()
-        + first.square().sum()
-        + second.square().sum()
-        - 2 * inner
-    )
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.eval.quality.test_sets_page import scored
+from tests.helpers.sample_sets import scored
 from visual_spec.cli import main
 from visual_spec.eval.quality.sample_set import held
 

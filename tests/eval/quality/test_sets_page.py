@@ -9,21 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.eval.quality.test_sample_set import work_in
+from tests.helpers.sample_sets import scored, work_in
 from visual_spec.cli import main
 from visual_spec.eval.quality.beside import STATEMENTS, summary
 from visual_spec.eval.quality.sample_set import sample
 from visual_spec.eval.report.chart import points_svg
-
-
-def scored(folder, value, **settings):
-    """A set with scores as `visual-spec score` writes them."""
-    sample(work_in(folder, **settings))
-    figure = {"value": value, "low": value - 1, "high": value + 1, "samples": 7, "extractor": "inception"}
-    found = {"reference": "true", "figures": {"fid": figure | {"weights": "abc123"}}}
-    (folder / "scores").mkdir()
-    (folder / "scores" / "scores.json").write_text(json.dumps(found))
-    return folder
 
 
 def test_the_page_holds_the_files_the_scores_and_the_comparison(tmp_path, capsys):

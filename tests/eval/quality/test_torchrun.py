@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.eval.quality.test_sample_set import LAW, content, work_in
-from tests.eval.quality.test_score import make_pictures
+from tests.helpers.networks import make_pictures
+from tests.helpers.sample_sets import LAW, content, work_in
 from visual_spec.eval.quality.sample_set import sample
 
 # Chunks of three samples, so that every process has features to extract.

@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image, ImageChops
 
+from tests.helpers.pages import calls_of, row
 from tests.tiny import tiny_pipeline
 from visual_spec.eval.report import drawing
 from visual_spec.eval.report.drawing import MAP_GROUND, PAPER, RUN_COLOURS, text_width
 from visual_spec.eval.report.pages import (
-    ComparisonRow,
     ScaleComparisonRow,
     acceptance_map,
     contact_sheet,
@@ -27,19 +27,6 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 RUNS = [[1, 4, 1, 1, 9], [16], [1] * 16, [1, 15], [3, 3, 3, 3, 3, 1], [7, 2, 7]]
-
-
-def calls_of(runs: list[int]) -> torch.Tensor:
-    return torch.tensor([call for call, length in enumerate(runs) for _ in range(length)])
-
-
-def row(prompt="a red circle", runs=(1, 4, 1, 1, 9), size=8, **changes) -> ComparisonRow:
-    picture = Image.new("RGB", (size, size), (200, 30, 30))
-    settings = dict(plain_image=picture, fast_image=picture.copy(), commit_call=calls_of(list(runs)))
-    settings |= dict(
-        grid=TokenGrid(4, 4), plain_calls=16, fast_calls=len(runs), plain_seconds=2.0, fast_seconds=0.5
-    )
-    return ComparisonRow(prompt=prompt, **{**settings, "identical": True, **changes})
 
 
 def test_long_words_are_cut_to_the_width_without_measuring_every_length(monkeypatch):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.eval.speed.test_official_sizes import tiny
+from tests.helpers.official_sizes import tiny
 from tests.models.next_token import tiny_transformers
 from visual_spec.eval.speed import baselines
 from visual_spec.eval.speed.baselines import Marks, baselines_of, time_baseline

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.music_settings import LAW, MASKED, MASKED_LAW, PROMPTS, masked_pipeline
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_audio import tiny_audio_pipeline
 from visual_spec.eval import draws
@@ -16,25 +17,13 @@ from visual_spec.eval.settings import parse_setting
 from visual_spec.eval.speed import bench, groups, measure, music_bench, timing
 from visual_spec.eval.speed.curve import curve
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.registry import by_name
 
-PROMPTS = ["a slow sad organ", "melody", "organ in minor", "a melody"]
-LAW = TokenLaw(guidance_scale=2.0, top_k=6)
-MASKED_LAW = TokenLaw(guidance_scale=2.0, temperature=1.7)
 # Three codebooks of 20 frames in the delay pattern; a masked model has no delay, and fills whole spans of three.
 COLUMNS, FRAMES = 22, 18
 IDENTICAL = "column-jacobi:window=4,coupling=gumbel,acceptance=identical"
 MAXIMAL = "column-jacobi:window=4,coupling=maximal,acceptance=exact,unit=codebook"
 INDEPENDENT = "column-jacobi:coupling=independent,acceptance=exact"
-MASKED = "masked:steps=4/2/2,clock=magnet,span=3,temperature=falling,guidance=falling"
-
-
-def masked_pipeline():
-    sampler = MaskedSampler((4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling")
-    return tiny_audio_pipeline(
-        sampler, masked=True, reach=4, default_guidance_scale=2.0, default_temperature=1.7
-    )
 
 
 @pytest.fixture(scope="module")

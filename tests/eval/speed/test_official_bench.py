@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.eval.speed.test_official_sizes import tiny as tiny_of
+from tests.helpers.official_sizes import tiny as tiny_of
 from tests.official import add_tiny_presets
 from visual_spec.eval.speed import bench, measure, official_bench, official_sizes, token_bench
 from visual_spec.samplers.autoregressive import AutoregressiveSampler

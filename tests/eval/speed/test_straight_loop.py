@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models.next_token.test_llamagen import make, text_condition
+from tests.helpers.llamagen import make, text_condition
 from tests.tiny import seeded, tiny_video_pipeline
 from visual_spec.eval.speed.straight_loop import fits, straight_loop
 from visual_spec.models.core.projections import fuse_projections

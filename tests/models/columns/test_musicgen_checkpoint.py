@@ -14,7 +14,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from tests.audiocraft_files import (
     BOOKS,
-    CODEC_SETTINGS,
     CODES,
     DIM,
     LAYERS,
@@ -23,13 +22,13 @@ from tests.audiocraft_files import (
     STEREO_SETTINGS,
     TEXT,
     changed,
-    codec_weights,
     language_model_weights,
     random,
     straight_logits,
     write,
     write_language_model,
 )
+from tests.helpers.musicgen import write_musicgen
 from tests.tiny_t5 import tiny_t5
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes
@@ -40,13 +39,6 @@ from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 
 FRAMES = 7
-
-
-def write_musicgen(folder: Path, channels: int = 1, **changes: Any) -> Path:
-    settings = STEREO_SETTINGS if channels == 2 else MUSICGEN_SETTINGS
-    write_language_model(folder, settings, changes or None, BOOKS * channels)
-    write(folder, "compression_state_dict.bin", codec_weights(), CODEC_SETTINGS)
-    return folder
 
 
 def load(folder: Path, **settings: Any) -> MusicgenCheckpoint:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.columns.test_musicgen import CODES, IDS, MASK, greedy, musicgen, random_codes
+from tests.helpers.musicgen import CODES, IDS, MASK, greedy, musicgen, random_codes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.models.next_token.test_llamagen import make, text_condition
-from tests.models.next_token.test_written_slots import event_logits
+from tests.helpers.llamagen import event_logits, make, text_condition
 from tests.samplers.without_numbers import NoHost, without_numbers
 from visual_spec.models.core import cache as core_cache
 from visual_spec.models.core.cache import (

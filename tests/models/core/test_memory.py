@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.next_token.test_cached_decoder import case
+from tests.helpers.cached_decoders import case
 from tests.tiny import tiny_transformer
 from visual_spec.models.core import memory
 from visual_spec.models.next_token.llamagen import TextCondition

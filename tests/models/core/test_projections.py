@@ -24,9 +24,9 @@ from transformers import (
 )
 from transformers.models.musicgen.modeling_musicgen import MusicgenModel
 
+from tests.helpers.cached_decoders import case, text
+from tests.helpers.llamagen import make, text_condition
 from tests.models.next_token import tiny_transformers as tiny
-from tests.models.next_token.test_cached_decoder import case, text
-from tests.models.next_token.test_llamagen import make, text_condition
 from tests.tiny import tiny_transformer
 from visual_spec.models.core.projections import JoinedProjections, fuse_projections
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer

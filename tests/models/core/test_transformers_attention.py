@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers.cached_decoders import case
 from tests.kernels.interpreter import run_interpreted
-from tests.models.next_token.test_cached_decoder import case
 from visual_spec.models.core.transformers_attention import window_calls
 
 

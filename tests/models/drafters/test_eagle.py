@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.next_token.test_llamagen import make, text_condition
+from tests.helpers.llamagen import make, text_condition
 from visual_spec.models.drafters.eagle import EagleDrafter, EagleState, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 

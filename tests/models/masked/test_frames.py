@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.next_token.test_llamagen_frames import condition
+from tests.helpers.llamagen import condition
 from tests.tiny import tiny_frame_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.frames import FrameMaskedTransformer

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.var import normed, silu, straight_layers
 from tests.tiny_scales import tiny_var
 from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer, load_var_checkpoint
 
@@ -23,10 +22,6 @@ def random_maps(batch_size: int = 2, sides=SIDES, channels: int = 2) -> list[Ten
         torch.randn(batch_size, channels, side, side, generator=generator, dtype=torch.float64)
         for side in sides[1:]
     ]
-
-
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
 
 
 def straight_line(model: VARTransformer, label: int, maps: list[Tensor]) -> Tensor:
@@ -53,56 +48,6 @@ def straight_line(model: VARTransformer, label: int, maps: list[Tensor]) -> Tens
     dim = model.config["dim"]
     scale, shift = (w["head_nm.ada_lin.1.weight"] @ condition + w["head_nm.ada_lin.1.bias"]).view(2, dim)
     return normed(x, scale, shift) @ w["head.weight"].T + w["head.bias"]
-
-
-def normed(v: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    centred = v - v.mean(-1, keepdim=True)
-    unit = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-    return unit * (1 + scale) + shift
-
-
-def straight_layers(
-    model: Any,
-    x: Tensor,
-    label: int,
-    sees: Callable[[int, int], bool],
-    between: Callable[[int], Tensor] = lambda layer: torch.tensor(0.0),
-) -> Tensor:
-    """All layers on inputs x [L, dim] of one picture: loops over heads and tokens. Place i sees j if `sees(i, j)`.
-
-    `between(layer)` is added between attention and feed-forward layer.
-    """
-    w = model.state_dict()
-    dim, heads = model.config["dim"], model.config["num_heads"]
-    size, condition = dim // heads, silu(w["class_emb.weight"][label])
-    for layer in range(model.config["num_layers"]):
-        p = f"blocks.{layer}."
-        if model.config.get("shared_adaln"):
-            six = w["shared_ada_lin.1.weight"] @ condition + w["shared_ada_lin.1.bias"]
-            six = six.view(6, dim) + w[p + "ada_gss"][0, 0]
-        else:
-            six = (w[p + "ada_lin.1.weight"] @ condition + w[p + "ada_lin.1.bias"]).view(6, dim)
-        gamma1, gamma2, scale1, scale2, shift1, shift2 = six
-        h = normed(x, scale1, shift1) @ w[p + "attn.mat_qkv.weight"].T
-        q, k, v = (
-            h[:, :dim] + w[p + "attn.q_bias"],
-            h[:, dim : 2 * dim],
-            h[:, 2 * dim :] + w[p + "attn.v_bias"],
-        )
-        mixed = torch.zeros_like(x)
-        for head in range(heads):
-            part = slice(head * size, (head + 1) * size)
-            sharpness = min(math.exp(w[p + "attn.scale_mul_1H11"][0, head, 0, 0]), 100.0)
-            for i in range(len(x)):
-                seen = [j for j in range(len(x)) if sees(i, j)]
-                cosines = [(q[i, part] @ k[j, part]) / (q[i, part].norm() * k[j, part].norm()) for j in seen]
-                mixed[i, part] = (sharpness * torch.stack(cosines)).softmax(0) @ v[seen][:, part]
-        x = x + (mixed @ w[p + "attn.proj.weight"].T + w[p + "attn.proj.bias"]) * gamma1
-        x = x + between(layer)
-        h = normed(x, scale2, shift2) @ w[p + "ffn.fc1.weight"].T + w[p + "ffn.fc1.bias"]
-        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-        x = x + (h @ w[p + "ffn.fc2.weight"].T + w[p + "ffn.fc2.bias"]) * gamma2
-    return x
 
 
 def decode(

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.models.next_scale.test_var import normed, silu, straight_layers
-from tests.models.next_token.test_llamagen_checkpoint import on_meta
+from tests.helpers.llamagen import on_meta
+from tests.helpers.var import LEVELS, student_logits
 from tests.tiny_scales import SIDES, tiny_var
 from tests.tiny_students import (
     VAR_SIZE,
@@ -25,32 +24,6 @@ from visual_spec.models.next_scale.var_student import STUDENTS, VARStudent, load
 
 VECTORS = torch.randn(3, VAR_SLOTS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 LABELS = torch.tensor([2, 0, 4])
-# The class stands in front, as a scale of its own.
-LEVELS = [0] + [scale for scale, side in enumerate(SIDES, 1) for _ in range(side * side)]
-
-
-def straight_line(model: Any, label: int, vectors: Tensor, known: int) -> tuple[Tensor, Tensor]:
-    """Logits [L, V] and vectors [L, D] of every slot of one picture, from tokens [L, D] of which `known` are drawn."""
-    w = model.state_dict()
-    start = w["class_emb.weight"][label]
-    rows = [start + w["pos_start"][0, 0]]
-    rows += [w["word_embed.weight"] @ vector + w["word_embed.bias"] for vector in vectors]
-    # The class and the tokens behind it that are known are told from noise.
-    told = torch.stack([w["n_d_embed.weight"][1 if place <= known else 0] for place in range(len(rows))])
-    x = torch.stack([row + w["lvl_embed.weight"][level] for row, level in zip(rows, LEVELS, strict=True)])
-    x = x + w["pos_1LC"][0] + told
-
-    def moved(layer: int) -> Tensor:
-        return told @ w[f"layerwise_n_d_embed.{layer}.weight"].T + w[f"layerwise_n_d_embed.{layer}.bias"]
-
-    x = straight_layers(model, x, label, lambda i, j: LEVELS[j] < LEVELS[i] or i == j, moved)
-    x = (x + moved(2))[1:]
-    condition = silu(start)
-    scale, shift = (w["head_nm.ada_lin.1.weight"] @ condition + w["head_nm.ada_lin.1.bias"]).view(2, 16)
-    logits = normed(x, scale, shift) @ w["head.weight"].T + w["head.bias"]
-    shift, scale = w["final_layer_conti.scale_shift_table"] + start
-    drawn = normed(x, scale, shift) @ w["final_layer_conti.linear.weight"].T
-    return logits, drawn + w["final_layer_conti.linear.bias"]
 
 
 @pytest.mark.parametrize("known", [0, 5])
@@ -62,7 +35,7 @@ def test_a_call_computes_what_the_layout_says(known, split):
     assert answer.logits.shape == (3, behind - known, 12)
     assert answer.vectors.shape == (3, VAR_SLOTS - behind, 2)
     for row in (0, 2):
-        logits, vectors = straight_line(model, int(LABELS[row]), VECTORS[row], known)
+        logits, vectors = student_logits(model, int(LABELS[row]), VECTORS[row], known)
         assert torch.allclose(answer.logits[row], logits[known:behind], atol=1e-9)
         assert torch.allclose(answer.vectors[row], vectors[behind:], atol=1e-9)
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
+from tests.helpers.llamagen import on_meta
 from tests.models.next_token import straight
-from tests.models.next_token.test_llamagen_checkpoint import on_meta
 from tests.official import transformer_shapes, write_text_model
 from tests.tiny import seeded
 from tests.tiny_controlar import (

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.models.next_token.test_llamagen_checkpoint import on_meta
-from tests.models.next_token.test_nar import (
+from tests.helpers.llamagen import on_meta
+from tests.helpers.nar import (
     CLASSES,
     LABELS,
     SIDE,
@@ -20,6 +19,7 @@ from tests.models.next_token.test_nar import (
     WORDS,
     captions,
     expected,
+    gated,
     nar_shapes,
     scores,
 )
@@ -63,21 +63,6 @@ def file_of(
     args = {} if training is None else {"args": argparse.Namespace(**training)}
     torch.save({"model": weights | {"hv_mix_logit": fixed}} | args, tmp_path / "flashar.pt")
     return weights, load_transformer(tmp_path / "flashar.pt", image_size=2 * SIDE, patch_size=2)
-
-
-def gated(weights: dict[str, Tensor], right: Tensor, below: Tensor) -> Tensor:
-    """The merge, number by number, as the notes give it."""
-    both = [*right.tolist(), *below.tolist()]
-    middle = sum(both) / len(both)
-    size = (sum((value - middle) ** 2 for value in both) / len(both)) ** 0.5
-    read = [max(-6.0, min(6.0, (value - middle) / size)) for value in both]
-    inner = [
-        sum(w * x for w, x in zip(row, read, strict=True)) for row in weights["hv_gate_mlp.0.weight"].tolist()
-    ]
-    active = torch.tensor([x / (1 + math.exp(-x)) for x in inner], dtype=torch.float64)
-    logit = float(weights["hv_gate_mlp.2.weight"][0] @ active + weights["hv_gate_mlp.2.bias"][0])
-    share = 1 / (1 + math.exp(-logit))
-    return share * right + (1 - share) * below
 
 
 CASES = [

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
-from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer, TextCondition
+from tests.helpers.llamagen import caption_prefix, make, text_condition
+from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import feed_forward_width, rotary_table
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-
-
-def make(**changes) -> LlamaGenTransformer:
-    torch.manual_seed(0)
-    settings: dict[str, Any] = dict(
-        vocab_size=40,
-        dim=32,
-        num_layers=2,
-        num_heads=2,
-        grid_size=4,
-        prefix_length=5,
-        num_classes=None,
-        caption_dim=12,
-    )
-    model = LlamaGenTransformer(**(settings | changes)).double().eval()
-    for parameter in model.parameters():  # weights of order one, so that attention is not uniform by accident
-        parameter.data = torch.randn_like(parameter) * (0.25 if parameter.ndim == 2 else 1.0)
-    return model
-
-
-def text_condition(batch_size: int, valid: list[int], length: int = 5, width: int = 12) -> TextCondition:
-    mask = torch.arange(length) >= length - torch.tensor(valid)[:, None]
-    return TextCondition(torch.randn(batch_size, length, width, dtype=torch.float64), mask)
 
 
 def straight_line(
@@ -80,13 +57,6 @@ def straight_line(
         up = h @ weights[name + "feed_forward.w3.weight"].T
         x = x + (gate * torch.sigmoid(gate) * up) @ weights[name + "feed_forward.w2.weight"].T
     return norm(x, weights["norm.weight"]) @ weights["output.weight"].T
-
-
-def caption_prefix(model: LlamaGenTransformer, features: torch.Tensor) -> torch.Tensor:
-    weights = model.state_dict()
-    h = features @ weights["cls_embedding.cap_proj.fc1.weight"].T
-    h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-    return h @ weights["cls_embedding.cap_proj.fc2.weight"].T
 
 
 @pytest.mark.parametrize("zero_prefix_keys", [True, False])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.llamagen import on_meta
 from tests.official import (
     CLASS_SHAPES,
     TEXT_SHAPES,
@@ -49,11 +50,6 @@ def tiny_presets(monkeypatch):
             return tensor if tensor.is_meta else fill(tensor, *args, **kwargs)
 
         monkeypatch.setattr(torch.nn.init, name, skip)
-
-
-def on_meta(shapes) -> Checkpoint:
-    weights = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
-    return Checkpoint(Path("weights.pt"), weights)
 
 
 def write(path: Path, content: Any) -> Path:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.helpers.llamagen import condition
 from tests.tiny import tiny_transformer
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import rotary_table
 
 
@@ -15,13 +15,6 @@ def tiny_video(**changes):
         for table in model.place_embeddings:
             torch.nn.init.normal_(table, std=0.5)
     return model.double().eval()
-
-
-def condition(rows: int) -> TextCondition:
-    torch.manual_seed(5)
-    mask = torch.ones(rows, 6, dtype=torch.bool)
-    mask[0, :2] = False
-    return TextCondition(torch.randn(rows, 6, 8, dtype=torch.float64), mask)
 
 
 def test_the_table_rotates_by_frame_row_and_column():

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.llamagen import on_meta
+from tests.helpers.llamagen_student import SLOTS, straight_line
 from tests.models.next_token import straight
-from tests.models.next_token.test_llamagen_checkpoint import on_meta
 from tests.official import transformer_shapes, write_class_model
 from tests.tiny_students import (
     CLASSES,
@@ -29,38 +30,8 @@ from visual_spec.models.next_token import llamagen_student
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent, load_llamagen_student
 
-SLOTS = SIDE * SIDE
 VECTORS = torch.randn(3, SLOTS, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 LABELS = torch.tensor([2, 0, CLASSES - 1])
-
-
-def straight_line(
-    weights: dict[str, Tensor], label: int, vectors: Tensor, known: int
-) -> tuple[Tensor, Tensor]:
-    """Logits [L, V] and vectors [L, D] of every slot of one picture, from tokens [L, D] of which `known` are drawn."""
-    start = weights["cls_embedding.embedding_table.weight"][label]
-    words = vectors @ weights["tok_embeddings.weight"].T + weights["tok_embeddings.bias"]
-    x = torch.cat([start[None], words])
-    for place in range(len(x)):
-        # The class and the tokens behind it that are known are told from noise.
-        x[place] = x[place] + weights["n_d_embed.weight"][1 if place <= known else 0]
-    size = DIM // 2
-    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
-    row, column = torch.arange(SLOTS) // SIDE, torch.arange(SLOTS) % SIDE
-    angles = torch.cat([row[:, None] * frequencies, column[:, None] * frequencies], 1)
-    turn = torch.polar(torch.ones_like(angles), angles)
-    turn = torch.cat([torch.zeros_like(turn[:1]), turn])[:, None]  # of the class nothing is left
-    mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    for index in range(2):
-        x = straight.layer(weights, index, x, mask, turn)
-    x = x[1:]
-    logits = straight.norm(weights, x, "norm") @ weights["output.weight"].T
-    shift, scale = weights["final_layer_conti.scale_shift_table"] + start
-    centred = x - x.mean(-1, keepdim=True)
-    normed = centred * (centred.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-    moved = normed * (1 + scale) + shift
-    drawn = moved @ weights["final_layer_conti.linear.weight"].T + weights["final_layer_conti.linear.bias"]
-    return logits, drawn
 
 
 @pytest.mark.parametrize("known", [0, SIZE["restart"]])

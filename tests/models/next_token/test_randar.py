@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.llamagen import on_meta, text_condition
 from tests.models.next_token import straight
-from tests.models.next_token.test_llamagen import text_condition
-from tests.models.next_token.test_llamagen_checkpoint import on_meta
 from tests.official import add_tiny_presets, random_weights, transformer_shapes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.llamagen import make, text_condition
 from tests.helpers.tabular import TabularModel
-from tests.models.next_token.test_llamagen import make, text_condition
 from visual_spec.models.core.protocol import TokenGrid
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 5]  # two branches under the root; node 6 is the deepest

@@ -2,83 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.cached_decoders import case
+from tests.helpers.llamagen import event_logits, make, text_condition
 from tests.helpers.tabular import TabularModel
-from tests.models.next_token.test_cached_decoder import case
-from tests.models.next_token.test_llamagen import caption_prefix, make, text_condition
 from visual_spec.models.core import protocol
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
-
-
-def event_logits(
-    model: LlamaGenTransformer,
-    condition: TextCondition,
-    row: int,
-    guided: bool,
-    events: list[tuple[int, int, set[int]]],
-) -> Tensor:
-    """Logits [E, V] of everything that was ever fed, in one pass without a cache, under an explicit mask.
-
-    Args:
-        row: the sample; `guided`: its unconditional row instead.
-        events: (token, slot, events seen) in the order of feeding; an event always sees itself and the condition.
-    """
-    weights = model.state_dict()
-    heads, dim = model.config["num_heads"], model.config["dim"]
-    size, side = dim // heads, model.config["grid_size"]
-    words = condition.mask[row]
-    features = condition.features[row] * words[:, None]
-    if guided:
-        features = weights["cls_embedding.uncond_embedding"]
-    prefix = caption_prefix(model, features)
-    start = len(prefix)
-    x = torch.cat([prefix, weights["tok_embeddings.weight"][[token for token, _, _ in events]]])
-    mask = torch.eye(len(x), dtype=torch.bool)
-    for i in range(start):
-        mask[i, : i + 1] |= words[: i + 1]
-    for i, (_, _, seen) in enumerate(events):
-        mask[start + i, :start] = words
-        mask[start + i, [start + j for j in seen]] = True
-
-    def norm(v: Tensor, weight: Tensor) -> Tensor:
-        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-
-    angles = torch.zeros(len(x), size // 2, dtype=torch.float64)
-    length = (torch.arange(len(x)) >= start).double()[:, None]  # zero over the prefix: it has no keys
-    for i, (_, slot, _) in enumerate(events):
-        for pair in range(size // 2):
-            place = divmod(slot, side)[0 if pair < size // 4 else 1]
-            angles[start + i, pair] = place * 10000.0 ** (-2 * (pair % (size // 4)) / (size / 2))
-    turn = torch.polar(length.expand_as(angles).contiguous(), angles)
-
-    def turned(v: Tensor) -> Tensor:
-        return torch.view_as_real(
-            torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous()) * turn
-        ).flatten(-2)
-
-    for layer in range(model.config["num_layers"]):
-        name = f"layers.{layer}."
-        h = norm(x, weights[name + "attention_norm.weight"])
-        q, k, v = (h @ weights[name + "attention.wqkv.weight"].T).split(dim, -1)
-        mixed = []
-        for head in range(heads):
-            part = slice(head * size, (head + 1) * size)
-            scores = turned(q[:, part]) @ turned(k[:, part]).T / math.sqrt(size)
-            mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v[:, part])
-        x = x + torch.cat(mixed, -1) @ weights[name + "attention.wo.weight"].T
-        h = norm(x, weights[name + "ffn_norm.weight"])
-        gate = h @ weights[name + "feed_forward.w1.weight"].T
-        up = h @ weights[name + "feed_forward.w3.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ weights[name + "feed_forward.w2.weight"].T
-    return (norm(x, weights["norm.weight"]) @ weights["output.weight"].T)[start:]
-
 
 # Slots of three calls (window 4, grid 3 x 3); slot 5 is fed in two calls, and columns past the grid (9 ..) are unused.
 CALLS = [[[0, 5, 9, 10], [3, 1, 0, 9]], [[1, 2, 5, 10], [5, 9, 10, 11]], [[7, 4, 3, 9], [4, 2, 6, 7]]]

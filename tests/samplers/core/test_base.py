@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.cached_decoders import case, rows_of
 from tests.helpers.tabular import TabularModel, TabularState
-from tests.models.next_token.test_cached_decoder import case, rows_of
 from tests.samplers.drafting import (
     CONDITION,
     GUIDED,

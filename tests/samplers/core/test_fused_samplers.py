@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.musicgen import IDS, MASK, musicgen
 from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
 from tests.kernels.interpreter import run_interpreted
-from tests.models.columns.test_musicgen import IDS, MASK, musicgen
 from tests.samplers.drafting import MODEL, NEAR
 from tests.samplers.settings import lossy
 from visual_spec.kernels import clustered_mass, grouped_mass, lantern_mass, neighbour_mass

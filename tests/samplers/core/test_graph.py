@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers.cached_decoders import case, rows_of
+from tests.helpers.columns import MODEL as COLUMNS
+from tests.helpers.columns import POOR as POOR_COLUMNS
 from tests.helpers.tabular import TabularColumnState, TabularModel
-from tests.models.next_token.test_cached_decoder import case, rows_of
 from tests.samplers.settings import lossy
-from tests.samplers.test_columns import MODEL as COLUMNS
-from tests.samplers.test_columns_drafted import POOR as POOR_COLUMNS
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny import seeded, tiny_transformer
 from visual_spec.models.core.protocol import DecodeState, TokenGrid

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.models.next_token.test_cached_decoder import case, rows_of
+from tests.helpers.cached_decoders import case, rows_of
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny import seeded, tiny_transformer
 from visual_spec.models.core import cache

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.masked_reuse import made
 from tests.helpers.tabular import TabularMaskedModel
 from tests.models.masked import maskgct_straight as straight
 from tests.models.masked.maskgct_straight import DIM, HEADS, LAYERS, PHONES, SEMANTIC
-from tests.samplers.core.test_recorded_function import recordings  # noqa: F401
-from tests.samplers.test_masked_reuse import made
 from tests.tiny import seeded
 from visual_spec.models.core import cache
 from visual_spec.models.core.protocol import TokenGrid

@@ -9,23 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from visual_spec.samplers.core import graph
 from visual_spec.samplers.core.graph import RecordedFunction
-
-
-@pytest.fixture
-def recordings(monkeypatch) -> list[Any]:
-    """Record the operations on the CPU."""
-    made: list[Any] = []
-
-    def capture(run: Callable[[], Any], memory: Any) -> tuple[Callable[[], Any], Any]:
-        made.append(make_fx(run)())
-        return made[-1], "the pool"
-
-    monkeypatch.setattr(graph, "_capture", capture)
-    return made
 
 
 def points(rows: int, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.samplers.test_columns import MODEL as COLUMNS
+from tests.helpers.columns import MODEL as COLUMNS
 from tests.tiny import seeded, tiny_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler

@@ -1,0 +1,69 @@
+"""Triton kernels compiled for a GPU that this machine need not have."""
+
+import re
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+
+class Recorder:
+    """In the place of a kernel: keeps what it is launched with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.args, self.kwargs = args, kwargs
+
+        return launch
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: Any) -> Any:
+    """A kernel as `call` launches it, compiled for an H100 or H200."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, recorder = getattr(module, name), Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, recorder)
+        call()
+    warps = recorder.kwargs.pop("num_warps", 4)  # Triton's own
+    names = {
+        torch.float64: "fp64",
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.int64: "i64",
+        torch.int32: "i32",
+        torch.bool: "i1",
+    }
+    signature, constants, attributes = {}, dict(recorder.kwargs), {}
+    for index, (parameter, value) in enumerate(zip(kernel.arg_names, recorder.args, strict=False)):
+        if isinstance(value, Tensor):
+            signature[parameter] = "*" + names[value.dtype]
+            attributes[index,] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+    signature |= dict.fromkeys(constants, "constexpr")
+    assert list(signature) == kernel.arg_names
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+def spilled(binary: Any, folder: Any) -> int:
+    """Bytes that the assembler moves between registers that are too few and memory.
+
+    PTX has registers without end, so nothing of this can be seen there.
+    """
+    (folder / "kernel.ptx").write_text(binary.asm["ptx"])
+    assembler = triton.knobs.nvidia.ptxas.path
+    command = [assembler, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
+    assert len(found) == 2, done.stderr
+    return sum(map(int, found))

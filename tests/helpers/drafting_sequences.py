@@ -1,0 +1,50 @@
+"""A target and a draft model of few tokens, and the exact law of what drafting with them returns."""
+
+from typing import Any
+
+import pytest
+
+from tests.exactness.enumeration import Enumeration, Enumerator
+from tests.exactness.regions import total_variation
+from tests.helpers.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.drafted import DraftedSampler
+from visual_spec.samplers.tree import TreeSampler
+
+LAWS = {
+    "guidance": TokenLaw(guidance_scale=2.5),
+    "top-k": TokenLaw(top_k=2),
+    "top-p": TokenLaw(top_p=0.8),
+    "greedy": TokenLaw(temperature=0.0),
+    "allowed": TokenLaw(allowed=(1, 3)),
+    "all": TokenLaw(guidance_scale=1.7, temperature=1.3, top_k=2, top_p=0.9, guidance_until=2),
+}
+
+
+def pair(seed: int = 0, width: int = 2) -> tuple[TabularModel, TabularModel]:
+    """A target, and a drafter that is about half right."""
+    model, other = (TabularModel(TokenGrid(2, width), 3, seed=seed + shift) for shift in (0, 100))
+    other.logits = 0.6 * model.logits + 0.6 * other.logits
+    return model, other
+
+
+Networks = tuple[TabularModel, TabularModel]
+
+
+def chain(networks: Networks, law: TokenLaw, *settings: Any, parts: Any = None, **more: Any) -> Enumeration:
+    """The law of `DraftedSampler(*settings, **more)`; parts: of the enumerator."""
+    model, drafter = networks
+    return Enumerator(DraftedSampler(*settings, **more), model, law, drafter=drafter, **parts or {}).run()
+
+
+def branches(networks: Networks, law: TokenLaw, parts: Any = None, **settings: Any) -> Enumeration:
+    """The law of `TreeSampler(**settings)`, of a tree that has siblings; parts: of the enumerator."""
+    model, drafter = networks
+    sampler = TreeSampler(**{"expected_acceptance": 0.3, **settings})
+    return Enumerator(sampler, model, law, drafter=drafter, **parts or {}).run()
+
+
+def distance(found: Enumeration, model: TabularModel, law: TokenLaw) -> float:
+    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
+    return total_variation(found.law, model.law_of_sequences(law, guided=law.guided))

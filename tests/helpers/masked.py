@@ -1,0 +1,25 @@
+"""A tiny MAGNeT, with the settings that tests of masked samplers draw by."""
+
+from typing import Any
+
+from tests.helpers.musicgen import IDS, MASK, musicgen, rows_of
+from visual_spec.models.columns.musicgen import MagnetModel
+from visual_spec.models.columns.musicgen_modules import text_condition
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.samplers.core.law import TokenLaw
+
+FRAMES = 10
+
+
+def magnet(frames: int = FRAMES, **changes: Any) -> MagnetModel:
+    return MagnetModel(musicgen(), frames, reach=2, **changes)
+
+
+def text(rows: list[int] | None = None) -> TextCondition:
+    condition = text_condition(musicgen(), IDS, MASK)
+    return condition if rows is None else rows_of(condition, rows)
+
+
+MAGNET = dict(clock="magnet", span=3, temperature="falling", guidance="falling")
+LAW = TokenLaw(guidance_scale=4.0, temperature=2.0, top_p=0.9)
+STEPS = [5, 3, 2, 1]

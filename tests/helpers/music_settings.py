@@ -1,0 +1,17 @@
+"""A tiny pipeline of MAGNeT, with the settings that benches and evaluations of music run."""
+
+from tests.tiny_audio import tiny_audio_pipeline
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.masked import MaskedSampler
+
+PROMPTS = ["a slow sad organ", "melody", "organ in minor", "a melody"]
+LAW = TokenLaw(guidance_scale=2.0, top_k=6)
+MASKED_LAW = TokenLaw(guidance_scale=2.0, temperature=1.7)
+MASKED = "masked:steps=4/2/2,clock=magnet,span=3,temperature=falling,guidance=falling"
+
+
+def masked_pipeline():
+    sampler = MaskedSampler((4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling")
+    return tiny_audio_pipeline(
+        sampler, masked=True, reach=4, default_guidance_scale=2.0, default_temperature=1.7
+    )
