@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ from tests.tiny_audio import tiny_audio_pipeline
 from tests.tiny_latents import tiny_latent_pipeline
 from tests.tiny_scales import tiny_scale_pipeline
 from visual_spec import cli
-from visual_spec.eval.quality.samples import SampleFolder
 from visual_spec.pipelines.convert import convert
 
 PROMPTS = {"pictures": "a red circle", "scales": "3", "music": "a slow sad organ"}
@@ -44,28 +41,9 @@ class Ground:
         convert(self.files, folder / "converted", image_size=8)
         self.drafter = folder / "drafter"
         shutil.copytree(folder / "pictures" / "transformer", self.drafter)
-        self.samples = self._samples(folder / "samples")
         self.latents, self.drawn = folder / "latents", folder / "drawn"
         tiny_latent_pipeline().save_pretrained(self.latents)
         scored(self.drawn, 10.0)
-
-    def _samples(self, folder: Path) -> Path:
-        """A folder of an evaluation: the samples of one setting, drawn and judged."""
-        place = SampleFolder(folder, {"sampler": "x", "batch_size": 4})
-        for first in (0, 4):
-            draws = {name: np.arange(4.0) for name in ("moved_mass", "calls")}
-            draws |= {"tokens": np.zeros((4, 16), np.int16), "prompts": np.array(json.dumps(["a"] * 4))}
-            draws |= {
-                name: np.array(1.0) for name in ("seconds", "processor_seconds", "divergence", "length")
-            }
-            place.write("draws", first, first + 4, draws)
-            judged = {
-                "hits": np.array(json.dumps([{"a": True}] * 4)),
-                "judge": np.array("j"),
-                "x": np.ones((4, 2)),
-            }
-            place.write("judged", first, first + 4, judged)
-        return folder
 
     def output(self, kind: str) -> bytes:
         """What the undamaged pipeline makes."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.attack import sent
@@ -27,7 +26,6 @@ from tests.attack.typed import (
     sampler_cases,
     special_cases,
 )
-from visual_spec.eval.quality.samples import SampleFolder
 from visual_spec.pipelines.folders import MANIFEST
 from visual_spec.pipelines.loading import load_pipeline
 
@@ -265,53 +263,6 @@ def drafter_cases(ground: Ground, rng: Random, count: int) -> Iterator[Case]:
         yield Case("drafters", f"{file}: {name}", prepare, partial(_same_in, ground, "pictures"))
 
 
-def shard_cases(ground: Ground, rng: Random, count: int) -> Iterator[Case]:
-    """Samples of an evaluation: a damaged file is set aside, and its samples are missing; settings are refused."""
-    files = sorted(path.name for path in ground.samples.iterdir())
-    for _ in range(count):
-        file = rng.choice(files)
-        whole = (ground.samples / file).read_bytes()
-        data, name = damaged_bytes(whole, rng)
-        if rng.random() < 0.2:
-            data, name = rng.choice(
-                ((b"", "empty"), (b"PK\x05\x06" + bytes(18), "an empty archive"), (b"x", "x"))
-            )
-
-        def prepare(folder: Path, file: str = file, data: bytes = data) -> Callable[[], Any]:
-            place = Path(shutil.copytree(ground.samples, folder / "samples"))
-            (place / file).write_bytes(data)
-            return partial(_read_samples, place)
-
-        yield Case("evaluation shards", f"{file}: {name}", prepare, partial(_right_samples, ground, file))
-
-
-def _read_samples(place: Path) -> None:
-    """What an evaluation does: open, draw what is missing, judge what is not judged, and read all."""
-    found = SampleFolder(place, {"sampler": "x", "batch_size": 4})
-    if found.complete(8, "j"):
-        found.samples(8)
-
-
-def _right_samples(ground: Ground, file: str, folder: Path) -> bool | str:
-    place = folder / "samples"
-    if not (place / file).exists():
-        return (place / f"{file}.damaged").exists() or "the file is gone:"
-    found, expected = (
-        SampleFolder(path, {"sampler": "x", "batch_size": 4}) for path in (place, ground.samples)
-    )
-    if not file.endswith(".npz"):
-        return True  # settings that read the same
-    if not found.complete(8, "j"):
-        return True  # judged by another judge: judged again
-    one, two = found.samples(8), expected.samples(8)
-    equal = (
-        np.array_equal(one.stored, two.stored)
-        and np.array_equal(one.calls, two.calls)
-        and one.hits == two.hits
-    )
-    return bool(equal) or "other samples were read:"
-
-
 # {kind of inputs: (its cases, how many)}; `scripts/attack.py` multiplies the numbers.
 COUNTS: dict[str, tuple[Callable[[Ground, Random, int], Iterator[Case]], int]] = {
     "checkpoints": (pickle_cases, 200),
@@ -325,7 +276,6 @@ COUNTS: dict[str, tuple[Callable[[Ground, Random, int], Iterator[Case]], int]] =
     "model_index.json": (partial(settings_cases, pattern="model_index.json", kind_of_case="model_index.json"), 150),
     "drafters": (drafter_cases, 50),
     "manifests": (manifest_cases, 30),
-    "evaluation shards": (shard_cases, 80),
     "results for report": (result_cases, 60),
     "prompts": (prompt_cases, 70),
     "flags and seeds": (flag_cases, 140),

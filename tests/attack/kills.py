@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from tests.attack.ground import Ground, generate
 from tests.helpers.drafter_training import train_tiny_drafter
-from tests.helpers.evaluation import evaluate_tiny, timeless
+from tests.helpers.evaluation import evaluated, timeless
 from tests.helpers.sample_sets import content, work_in
 from tests.tiny import tiny_pipeline
 from visual_spec import cli
@@ -83,7 +83,7 @@ def works(ground: Ground) -> dict[str, Work]:
 
     return {
         "generate": Work(draw, _files),
-        "eval": Work(lambda folder: evaluate_tiny(folder / "out"), _results),
+        "eval": Work(lambda folder: evaluated("tokens", folder / "out"), _results),
         "training": Work(lambda folder: train_tiny_drafter(folder / "out", every=2), _files_but_seconds),
         "convert": Work(change, _files, earlier),
         "save": Work(save, _files, other),

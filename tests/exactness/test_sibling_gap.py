@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.sibling_gaps import optimal_acceptance, sibling_gaps
 from tests.helpers.sibling_laws import RULES, one_slot_law
-from visual_spec.eval.quality.sibling_gaps import optimal_acceptance, sibling_gaps
 
 NAMES = {
     "recursive": "recursive rejection, without replacement",

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.sibling_gaps import optimal_acceptance
 from tests.helpers.sibling_laws import RULES, Given, one_slot_law, tuples
-from visual_spec.eval.quality.sibling_gaps import optimal_acceptance
 from visual_spec.samplers.core import siblings
 from visual_spec.samplers.core.siblings import (
     k_seq,

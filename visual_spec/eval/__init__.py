@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from visual_spec.eval.intervals import wilson_interval as wilson_interval
     from visual_spec.eval.quality.accuracy import summarise as summarise
-    from visual_spec.eval.quality.metrics import frechet_distance as frechet_distance
     from visual_spec.eval.quality.neighbours import density_coverage as density_coverage
     from visual_spec.eval.quality.neighbours import precision_recall as precision_recall
+    from visual_spec.eval.quality.published import frechet_distance as frechet_distance
     from visual_spec.eval.report.pages import ComparisonRow as ComparisonRow
     from visual_spec.eval.report.pages import contact_sheet as contact_sheet
     from visual_spec.eval.report.pages import write_html as write_html
@@ -21,7 +21,7 @@ _HOME = {
     "acceptance_map": "report.pictures",
     "contact_sheet": "report.pages",
     "density_coverage": "quality.neighbours",
-    "frechet_distance": "quality.metrics",
+    "frechet_distance": "quality.published",
     "paid_slots": "report.pictures",
     "precision_recall": "quality.neighbours",
     "summarise": "quality.accuracy",

@@ -1,8 +1,7 @@
-"""Draw one batch of a setting by the pipeline itself, as arrays that can be kept."""
+"""Draw one batch of a setting by the pipeline itself, as arrays."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visual_spec.eval.media import medium_of, stored_samples
+from visual_spec.eval.media import medium_of, show, stored_samples
 from visual_spec.eval.settings import Setting
 from visual_spec.models.next_scale.scale_budget import CacheBytes, cache_bytes
 from visual_spec.samplers.core.trace import MEASURE
@@ -20,16 +19,15 @@ from visual_spec.samplers.scales import ScaleTrace, Stage, drawn_stages, draws_g
 
 
 def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:
-    """Draw one batch, the samples from index `first`, as the arrays of a file; leaves the pipeline its sampler.
+    """Draw one batch, the samples from index `first`, as arrays; leaves the pipeline its sampler.
 
     Returns:
         tokens, the ids [N, ...], or canvas [N, D, h, w] where the pipeline is stored as that; length: what a call
         commits one or more of, the tokens of a picture or the columns of a clip; calls [N]; moved_mass [N] and
         divergence, nan for a sampler that measures none; promises, whether its tokens are those of plain decoding
-        without a condition; promise, see `DecodeTrace.promise`; seconds and processor_seconds of the batch; prompts, as
-        JSON.
-        Of continuous tokens head_calls [N]; on a GPU peak_memory; of a next-scale pipeline also cache_held,
-        cache_peak and lossless.
+        without a condition; promise, see `DecodeTrace.promise`; seconds and processor_seconds of the batch. Of
+        continuous tokens head_calls [N]; on a GPU peak_memory; of a next-scale pipeline also cache_held, cache_peak
+        and lossless.
     """
     with setting.on(pipe):
         busy = time.process_time()
@@ -62,7 +60,6 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
         "seconds": np.array(trace.seconds),
         # On a processor that others use too, these tell more than the clock.
         "processor_seconds": np.array(busy),
-        "prompts": np.array(json.dumps(list(prompts))),
         **more,
     }
 
@@ -109,20 +106,15 @@ def caches_of(
     return found
 
 
-def encode(pipe: Any, prompts: Sequence[str], pictures: np.ndarray) -> dict[str, np.ndarray]:
-    """True pictures uint8 [N, H, W, 3], or clips float32 [N, samples], as the arrays of a file.
+def through_tokenizer(pipe: Any, samples: np.ndarray) -> np.ndarray:
+    """What the tokenizer, or the codec, makes of true samples, as `media.show` gives them; no call is spent."""
+    arrays = _stored(pipe, medium_of(pipe).encode(pipe, samples))
+    return show(pipe, arrays[stored_name(arrays)])
 
-    They are what a tokenizer, or a codec, makes of them; no call is spent.
-    """
-    return {
-        **_stored(pipe, medium_of(pipe).encode(pipe, pictures)),
-        "calls": np.zeros(len(prompts), np.int64),
-        "moved_mass": np.full(len(prompts), np.nan),
-        "divergence": np.array(np.nan),
-        "seconds": np.array(0.0),
-        "processor_seconds": np.array(0.0),
-        "prompts": np.array(json.dumps(list(prompts))),
-    }
+
+def stored_name(arrays: dict[str, np.ndarray]) -> str:
+    """The array of a batch that holds the samples."""
+    return "canvas" if "canvas" in arrays else "tokens"
 
 
 def _stored(pipe: Any, samples: Tensor) -> dict[str, np.ndarray]:

@@ -51,11 +51,6 @@ class Words:
         """Whether kernel distances are told beside Frechet distances."""
         return self.medium == "audio"
 
-    @property
-    def fewest(self) -> int:
-        """The fewest samples whose figures have intervals."""
-        return 3 if self.kernels else 2
-
 
 def words_of(document: Mapping[str, Any]) -> Words:
     """The words for the results of an evaluation; those of older versions hold neither their medium nor their unit."""

@@ -146,8 +146,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         initial_draft: as in `SpeculativeJacobiSampler`. A copied token has no siblings: a slot gets them after a call
             has scored it.
         sibling_rule: "recursive" (different siblings, tested by recursive rejection), or "k-seq" (independent
-            siblings, K-SEQ of SpecTr). Both are exact; not used by acceptance "identical". `sibling_gaps` of
-            `visual_spec.eval.quality` measures how far each is from the best possible rule.
+            siblings, K-SEQ of SpecTr). Both are exact; not used by acceptance "identical".
         graph: as in `SpeculativeJacobiSampler`.
 
     Raises:

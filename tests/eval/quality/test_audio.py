@@ -8,25 +8,28 @@ import numpy as np
 import pytest
 import torch
 from transformers import ClapFeatureExtractor, ClapModel
+from transformers.audio_utils import mel_filter_bank
 
 from tests.helpers.networks import save_clap
-from visual_spec.eval.quality import audio, discrepancy
-from visual_spec.eval.quality import metrics as quality
+from visual_spec.eval.intervals import Z_95
+from visual_spec.eval.quality import audio, discrepancy, published
 from visual_spec.eval.quality.audio import (
     ClapScorer,
     frechet_distance,
     kernel_audio_distance,
+    kernel_figure,
     si_sdr,
     spectral_distance,
 )
+from visual_spec.eval.quality.features import MelStatistics
 
 
 def sample(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_the_frechet_distance_is_that_of_quality_and_of_gaussians():
-    assert frechet_distance is quality.frechet_distance
+def test_the_frechet_distance_is_that_of_pictures_and_of_gaussians():
+    assert frechet_distance is published.frechet_distance
     first = sample(400, 3, seed=0)
     # Whitened exactly, so the moments are known: N(0, I) and N(m, diag(s^2)).
     first = first - first.mean(0)
@@ -302,3 +305,51 @@ def test_clap_says_what_it_lacks(clap, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchaudio.functional", None)
     with pytest.raises(ImportError, match=r"install visual-spec\[audio\]"):
         scorer.embed_audio([clip(1, 9)], 16_000)
+
+
+def test_mel_statistics_by_hand():
+    clips, rate = np.random.default_rng(1).uniform(-1, 1, (2, 1500)), 16_000
+    clips[1, 700:] = 0  # silence counts as -60 dB
+    filters = mel_filter_bank(513, 64, 0.0, rate / 2, rate, None, "htk")
+    window = np.array([0.5 - 0.5 * math.cos(2 * math.pi * i / 1024) for i in range(1024)])
+    found = MelStatistics(rate)(torch.from_numpy(clips))
+    for clip, features in zip(clips, found, strict=True):
+        padded, frames = np.pad(clip, 512), []
+        for start in range(0, len(clip) + 1, 256):
+            magnitude = np.abs(np.fft.rfft(padded[start : start + 1024] * window)) * 2 / window.sum()
+            frames.append(20 * np.log10(np.maximum(magnitude @ filters, 1e-3)))
+        expected = np.concatenate([np.mean(frames, 0), np.std(frames, 0)])
+        assert np.abs(features.numpy() - expected).max() < 1e-3
+    assert found.shape == (2, MelStatistics.num_features) and found.dtype == torch.float32
+
+
+def test_the_interval_of_the_kernel_distance_leaves_one_prompt_out_at_a_time():
+    generator = torch.Generator().manual_seed(0)
+    reference, drawn = (torch.randn(9, 3, generator=generator) + shift for shift in (0.0, 0.4))
+    width = torch.pdist(reference.double()).median().item()
+    found = kernel_figure(reference, drawn)
+    assert found["value"] == pytest.approx(kernel_audio_distance(reference, drawn), abs=1e-9)
+
+    def others(count, out):
+        return [place for place in range(count) if place != out]
+
+    left = [
+        kernel_audio_distance(reference[others(9, out)], drawn[others(9, out)], bandwidth=width)
+        for out in range(9)
+    ]
+    error = math.sqrt(8 / 9 * sum((one - np.mean(left)) ** 2 for one in left))
+    assert found["high"] - found["value"] == pytest.approx(Z_95 * error)
+    assert found["value"] - found["low"] == pytest.approx(Z_95 * error)
+    # Sets of different size: the variance is the sum of what the samples of either set do.
+    apart = kernel_figure(reference, drawn[:8])
+    wide = [
+        [kernel_audio_distance(reference[others(9, out)], drawn[:8], bandwidth=width) for out in range(9)]
+    ]
+    wide += [[kernel_audio_distance(reference, drawn[others(8, out)], bandwidth=width) for out in range(8)]]
+    variance = sum((len(one) - 1) * np.var(one) for one in wide)
+    assert apart["value"] == pytest.approx(kernel_audio_distance(reference, drawn[:8]), abs=1e-9)
+    assert apart["high"] - apart["value"] == pytest.approx(Z_95 * math.sqrt(variance))
+    with pytest.raises(ValueError, match="9 and 8 clips given; pass at least 3 of each, and pairs"):
+        kernel_figure(reference, drawn[:8], paired=True)
+    with pytest.raises(ValueError, match="2 and 2 clips"):
+        kernel_figure(reference[:2], drawn[:2])

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from scripts.train import classifier
 from scripts.train.classifier import HEADS, ClassifierTraining, judge, labels, train_classifier
@@ -120,32 +119,3 @@ def test_inception_weights_are_looked_for_in_the_cache_only(tmp_path, monkeypatc
     path.parent.mkdir()
     path.write_bytes(b"")
     assert features.find_inception() == path
-    with pytest.raises(FileNotFoundError, match="no Inception weights at"):
-        features.InceptionFeatures(tmp_path / "none.pth")
-
-
-def test_weights_that_would_run_code_are_refused(tmp_path):
-    import pathlib
-
-    torch.save({"weight": torch.zeros(1), "more": pathlib.PurePosixPath("x")}, tmp_path / "bad.pth")
-    with pytest.raises(ValueError, match="bad.pth holds the Python object pathlib"):
-        features.InceptionFeatures(tmp_path / "bad.pth")
-
-
-@pytest.mark.slow
-def test_inception_features_are_those_of_torchmetrics(tmp_path):
-    fid = pytest.importorskip("torchmetrics.image.fid")
-    source = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
-    torch.manual_seed(0)
-    with pytest.MonkeyPatch.context() as patch:  # random weights in place of the download
-        patch.setattr(source, "load_state_dict_from_url", lambda *_, **__: {})
-        patch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: None)
-        weights = source.FeatureExtractorInceptionV3("x", ["2048"]).state_dict()
-    torch.save(weights, tmp_path / "weights.pth")
-    network = features.InceptionFeatures(tmp_path / "weights.pth")
-    pictures = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
-    found = features_of(network, pictures, chunk=4)
-    assert found.shape == (6, 2048) and network.num_features == 2048
-    metric = fid.FrechetInceptionDistance(feature_extractor_weights_path=str(tmp_path / "weights.pth"))
-    metric.update(torch.from_numpy(pictures).permute(0, 3, 1, 2), real=True)
-    assert F.mse_loss(metric.real_features_sum.float() / 6, found.mean(0)) < 1e-8

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from visual_spec.eval.quality.metrics import frechet_distance, frechet_figure
+from visual_spec.eval.quality.published import Gaussian, frechet, frechet_distance, frechet_of_pairs
 from visual_spec.models.shapes_features import ShapesFeatures
 
 
@@ -93,31 +93,22 @@ def test_features_that_hardly_vary_lose_no_digits():
     assert frechet_distance(first, second) == pytest.approx(shifted, rel=1e-4)
 
 
-def test_the_standard_error_is_that_of_drawing_anew():
-    values = [
-        frechet_distance(sample(150, 3, 2 * i), 1.3 * sample(150, 3, 2 * i + 1) + 1) for i in range(200)
-    ]
-    spread = torch.tensor(values).std().item()
-    reaches = []
-    for seed in range(8):
-        first, second = sample(150, 3, 1000 + seed), 1.3 * sample(150, 3, 2000 + seed) + 1
-        figure = frechet_figure(first, second, paired=False, resamples=100)
-        assert figure["value"] == frechet_distance(first, second)
-        reaches.append(figure["high"] - figure["value"])
-    assert sum(reaches) / len(reaches) == pytest.approx(1.96 * spread, rel=0.2)
-
-
-def test_pairs_are_resampled_together():
+def test_pairs_are_left_out_together():
     first = sample(200, 3, 20)
     second = first + 0.5  # the noise is common, so the distance is known exactly, but only to one who pairs
-    paired, apart = (frechet_figure(first, second, paired=paired, resamples=20) for paired in (True, False))
-    assert paired["value"] == apart["value"] == pytest.approx(0.75)
+    paired, apart = frechet_of_pairs(first, second), frechet(first, Gaussian.of(second))
+    assert paired["value"] == pytest.approx(0.75) and apart["value"] == pytest.approx(0.75)
     assert paired["high"] - paired["low"] < 1e-9 < 0.1 < apart["high"] - apart["low"]
 
 
-def test_a_figure_is_the_same_every_time():
-    first, second = sample(50, 3, 21), sample(50, 3, 22)
-    assert frechet_figure(first, second, resamples=5) == frechet_figure(first, second, resamples=5)
+def test_the_standard_error_of_pairs_is_that_of_drawing_anew():
+    def drawn(seed):
+        return sample(150, 3, 2 * seed), 1.3 * sample(150, 3, 2 * seed + 1) + 1
+
+    spread = torch.tensor([frechet_distance(*drawn(seed)) for seed in range(200)]).std().item()
+    figures = [frechet_of_pairs(*drawn(seed)) for seed in range(1000, 1024)]
+    reaches = [figure["high"] - figure["value"] for figure in figures]
+    assert sum(reaches) / len(reaches) == pytest.approx(1.96 * spread, rel=0.2)
 
 
 def test_bad_input_is_refused():
@@ -128,5 +119,5 @@ def test_bad_input_is_refused():
         frechet_distance(good, good[:1])
     with pytest.raises(ValueError, match="not finite"):
         frechet_distance(good, good / 0)
-    with pytest.raises(ValueError, match="10 and 9 pictures given; paired sets have one size"):
-        frechet_figure(good, good[:9])
+    with pytest.raises(ValueError, match="10 and 9 samples given"):
+        frechet_of_pairs(good, good[:9])

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from visual_spec.eval.quality import published
-from visual_spec.eval.quality.metrics import frechet_distance
 from visual_spec.eval.quality.neighbours import precision_recall
-from visual_spec.eval.quality.published import Gaussian, frechet, frechet_difference
+from visual_spec.eval.quality.published import Gaussian, frechet, frechet_difference, frechet_distance
 
 WIDTH = 6
 

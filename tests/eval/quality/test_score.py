@@ -21,9 +21,9 @@ from visual_spec.eval.quality import score as scoring
 from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.metric_table import EXTRACTORS, METRICS
-from visual_spec.eval.quality.metrics import frechet_distance
 from visual_spec.eval.quality.neighbours import precision_recall
 from visual_spec.eval.quality.prompt_files import Prompts
+from visual_spec.eval.quality.published import frechet_distance
 from visual_spec.eval.quality.sample_set import sample
 from visual_spec.eval.quality.score import Scoring
 from visual_spec.models.shapes_features import ShapesFeatures

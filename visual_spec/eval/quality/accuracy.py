@@ -5,8 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
+from visual_spec.data import tunes
 from visual_spec.eval.intervals import rate, share_figure
 from visual_spec.eval.tables import markdown
+
+# All that the parsers of the procedural data read, in the order of tables.
+ATTRIBUTES = tuple(
+    dict.fromkeys(
+        (
+            *("one_object", "shape", "colour", "size", "count", "relation", "direction", "speed", "ending"),
+            *("background", "texture", "camera", "consistency", *tunes.ATTRIBUTES),
+        )
+    )
+)
+
+
+def hits_of(attributes: Tensor) -> list[dict[str, bool]]:
+    """What a parser said of each sample, from what `extractors.parsed_attributes` keeps of it, [N, A]."""
+    return [
+        {name: value == 1 for name, value in zip(ATTRIBUTES, row, strict=True) if value >= 0}
+        for row in attributes.tolist()
+    ]
 
 
 def summarise(hits: Sequence[dict[str, bool]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.eval.intervals import Figure
 from visual_spec.eval.quality.discrepancy import Sums, gaussian_kernel
-from visual_spec.eval.quality.metrics import check_features, frechet_distance
+from visual_spec.eval.quality.published import check_features, frechet_distance
 
 __all__ = [
     "ClapScorer",

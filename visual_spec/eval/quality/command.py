@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from visual_spec.eval.arguments import add_threads
+from visual_spec.eval.arguments import add_law, add_machine, add_model, add_share, progress, share
 
 if TYPE_CHECKING:
     from visual_spec.eval.defaults import ModelSettings
@@ -29,23 +28,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec eval`."""
-    _add_compared(parser)
-    _add_run(parser)
-    _add_law(parser)
-    parser.add_argument(
-        "--inception",
-        type=Path,
-        metavar="FILE",
-        help="Inception weights (default: torch-fidelity's, if in the cache)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
-
-
-def _add_compared(parser: argparse.ArgumentParser) -> None:
-    """What is compared."""
-    parser.add_argument(
-        "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--samplers",
         nargs="+",
@@ -56,9 +39,7 @@ def _add_compared(parser: argparse.ArgumentParser) -> None:
         "that the list of samplers names for the model; for next-scale models all that it has)",
     )
     parser.add_argument(
-        "--masked",
-        metavar="MODEL",
-        help="a masked model of the same tokens, measured beside --model",
+        "--masked", metavar="MODEL", help="a masked model of the same tokens, measured beside --model"
     )
     parser.add_argument(
         "--controls",
@@ -66,10 +47,6 @@ def _add_compared(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="further settings of plain decoding (default: at 0.9 of the temperature, and with other seeds)",
     )
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    """How much is drawn, where, and by which process."""
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="samples and results; goes on if there"
     )
@@ -85,28 +62,22 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="pictures timed at batch 1 too (default: 8; 0: none)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of sample 0; sample i has seed + i")
-    parser.add_argument(
-        "--rank", type=int, metavar="R", help="share of this process (default: as torchrun says, or 0)"
-    )
-    parser.add_argument(
-        "--shards", type=int, metavar="N", help="number of processes (default: as torchrun says, or 1)"
-    )
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
-    add_threads(parser)
-
-
-def _add_law(parser: argparse.ArgumentParser) -> None:
-    """The law that tokens are drawn from."""
+    add_share(parser)
+    add_machine(parser)
     parser.add_argument(
         "--guidance-scale",
         type=float,
         metavar="S",
-        help="1: without (default, as of the next three: the model's)",
+        help="1 turns guidance off (default, as of the next three: the model's)",
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
-    parser.add_argument("--top-k", type=int, metavar="K", help="0: off")
-    parser.add_argument("--top-p", type=float, metavar="P", help="1: off")
+    add_law(parser)
+    parser.add_argument(
+        "--inception",
+        type=Path,
+        metavar="FILE",
+        help="Inception weights, which add FID (default: torch-fidelity's, if in the cache)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,32 +130,34 @@ def run(args: argparse.Namespace) -> int:
     ready_folder(args.out)
     known = settings_of_model(args.model)
     settings = read_settings(args, known, settings_beside(args.masked, known))  # before anything is loaded
-    if args.samples < 2 or args.batch_size < 1:
+    if args.samples < 4 or args.batch_size < 1:
         raise ValueError(
-            f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 2 samples and a batch of 1"
+            f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 4 samples and a batch of 1"
         )
     from visual_spec.eval.machine import load, own_device
-    from visual_spec.eval.quality.evaluate import evaluate
-    from visual_spec.eval.quality.features import extractors_of
-    from visual_spec.eval.quality.samples import Judge
+    from visual_spec.eval.quality.evaluate import FEATURES, evaluate
+    from visual_spec.eval.quality.extractors import Setup
+    from visual_spec.eval.quality.features import find_inception
     from visual_spec.eval.quality.tasks import task_of
 
     pipe = load(args.model, own_device(args.device), args.dtype, args.threads, args.masked)
-    extractors = extractors_of(pipe, args.inception)
-    task, score = task_of(pipe, -(-args.samples // args.batch_size) * args.batch_size)
+    weights = args.inception or find_inception()
+    extractors = FEATURES[pipe.medium]
+    if pipe.medium == "image" and weights is not None:
+        extractors += ("inception",)
     document = evaluate(
         pipe,
         settings,
-        task,
-        Judge(score, extractors),
+        task_of(pipe, -(-args.samples // args.batch_size) * args.batch_size),
         args.out,
         samples=args.samples,
         batch_size=args.batch_size,
-        rank=int(os.environ.get("RANK", 0)) if args.rank is None else args.rank,
-        shards=int(os.environ.get("WORLD_SIZE", 1)) if args.shards is None else args.shards,
+        extractors=extractors,
+        setup=Setup({} if weights is None else {"feature_weights": weights}, device=str(pipe.device)),
         alone=args.alone,
         model=args.model,
-        report=lambda text: print(text, file=sys.stderr, flush=True),
+        report=progress,
+        **share(args),
     )
     if document is None:
         print("this process is done; other processes have samples to draw", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""An evaluation: draw samples with every setting, judge them, and compare them as sets.
+"""An evaluation: a set of samples for every setting (`sample_set`), judged by extractors (`score`), and one table.
 
-Settings are drawn block by block in turn, so a drift of the machine hits all of them alike, and every block that is
-done is kept. Processes may share the blocks; whichever finds that nothing is missing writes `results.json`.
+Settings are drawn batch by batch in turn, so a drift of the machine hits all of them alike, and every batch that is
+done is kept. Processes may share the batches; whichever finds that nothing is missing judges the sets and writes
+`results.json`.
 """
 
 from __future__ import annotations
@@ -11,24 +12,34 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from visual_spec.eval import draws
 from visual_spec.eval.machine import environment
-from visual_spec.eval.media import show
-from visual_spec.eval.quality.figures import figures_of, picture_sheet, thumbnails
-from visual_spec.eval.quality.samples import Judge, SampleFolder, Samples, judge_draws
+from visual_spec.eval.quality.extractors import Setup
+from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.figures import Judged, figures_of, picture_sheet, thumbnails
+from visual_spec.eval.quality.prompt_files import Prompts
+from visual_spec.eval.quality.sample_set import SampleSet, held, keep_true_samples, weights_of
+from visual_spec.eval.quality.score import Scoring
+from visual_spec.eval.quality.set_files import read_times
 from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.words import Words
 from visual_spec.files.records import COUNT, LIST, read_object
 from visual_spec.files.whole import write_atomically
-from visual_spec.models.core.fingerprint import fingerprint
 
 Report = Callable[[str], Any]
+PARSER = "parser"
+# Features by which sets of a medium are compared, beside what the parser of the data reads.
+FEATURES = {"image": ("shapes",), "audio": ("mel",), "video": ("frames",)}
+FEWEST = 4  # samples whose figures have intervals
 _SHOWN = 8  # prompts on the sheet of samples
 
 
@@ -36,11 +47,12 @@ def evaluate(
     pipe: Any,
     settings: Sequence[Setting],
     task: Task,
-    judge: Judge,
     folder: str | Path,
     *,
     samples: int,
     batch_size: int,
+    extractors: Sequence[str] | None = None,
+    setup: Setup | None = None,
     rank: int = 0,
     shards: int = 1,
     alone: int = 0,
@@ -53,9 +65,12 @@ def evaluate(
         pipe: draws; its sampler is left as it was.
         settings: what is measured. The first one is plain decoding, which the others are compared with.
         task: at least `samples` prompts, rounded up to whole batches.
-        folder: a folder for each setting, `alone.json`, and once complete `results.json` and `pictures.png`.
-        samples: of each setting; may be raised later.
-        rank, shards: this process takes every `shards`-th block of `batch_size` samples, from block `rank`.
+        folder: a set of samples for each setting, the true samples and what the tokenizer makes of them, features,
+            `alone.json`, and once complete `results.json` and `pictures.png`.
+        samples: of each setting; may be raised later, not lowered.
+        extractors: names of `metric_table.EXTRACTORS` that sets are compared by; None: `FEATURES` of the medium.
+        setup: what extractors are made of.
+        rank, shards: this process takes every `shards`-th batch of `batch_size` samples, from batch `rank`.
         alone: time that many samples of each setting at batch 1 too, in turn.
         model: its name, for the record.
 
@@ -64,107 +79,102 @@ def evaluate(
 
     Raises:
         ValueError: sizes out of range, too few prompts, or a folder with samples of other settings or prompts.
+        OSError: another process is at this share.
     """
-    run = _Run(pipe, list(settings), task, judge, Path(folder), samples, batch_size, report)
+    setup = setup or Setup(device=str(pipe.device))
+    extractors = FEATURES[pipe.medium] if extractors is None else tuple(extractors)
+    run = _Run(
+        pipe, list(settings), task, Path(folder), samples, batch_size, extractors, setup, model, report
+    )
     run.check(rank, shards, alone)
-    run.open_folders(model)
-    run.draw_blocks(rank, shards)
-    timings = run.timings(alone, measure=rank == 0)
-    if timings is None or not run.complete():
-        return (
-            None  # where only the timings are missing, process 0 is at it, and writes the document afterwards
-        )
-    report("comparing")
-    drawn, encoded = [place.samples(samples) for place in run.places], run.tokenizer.samples(samples)
-    document = run.document(drawn, encoded, timings or None)
-    run.write_sheet(drawn, encoded)
-    results = run.folder / "results.json"
-    write_atomically(results, json.dumps(document, indent=1) + "\n", overwrite=True)
+    run.open()
+    with held(run.folder / f".lock-{rank}"):
+        run.draw(rank, shards)
+        timings = run.timings(alone, measure=rank == 0)
+        # Where only the timings are missing, process 0 is at it, and writes the document afterwards.
+        finished = [one.finish() for one in run.sets]
+        if timings is None or None in finished:
+            return None
+        report("comparing")
+        run.keep_references()
+        document = run.document(timings or None)
+        write_atomically(run.folder / "results.json", json.dumps(document, indent=1) + "\n", overwrite=True)
+        run.write_sheet()
     return document
 
 
 @dataclass
 class _Run:
-    """What `evaluate` was asked for, and the folders of its samples: `places` in the order of the settings."""
+    """What `evaluate` was asked for, and the sets of its settings, in their order."""
 
     pipe: Any
     settings: list[Setting]
     task: Task
-    judge: Judge
     folder: Path
     samples: int
     batch_size: int
+    extractors: Sequence[str]
+    setup: Setup
+    model: str
     report: Report
+    sets: list[SampleSet] = field(default_factory=list)
 
     @property
     def words(self) -> Words:
         """What its samples are called."""
         return Words(self.pipe.medium, self.pipe.unit)
 
-    @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """Half-open ranges of samples."""
-        starts = range(0, self.samples, self.batch_size)
-        return [(first, min(first + self.batch_size, self.samples)) for first in starts]
+    @cached_property
+    def shared(self) -> dict[str, Any]:
+        """What all sets have in common."""
+        found = {
+            "model": self.model,
+            "weights": weights_of(self.pipe),
+            "batch_size": self.batch_size,
+            "dtype": str(self.pipe.transformer.dtype).removeprefix("torch."),
+            "device": self.pipe.device.type,
+        }
+        return found | ({"sampling_rate": self.pipe.sampling_rate} if self.pipe.medium == "audio" else {})
 
     def check(self, rank: int, shards: int, alone: int) -> None:
         """Refuse sizes out of range."""
-        fewest = self.words.fewest
-        if self.samples < fewest or self.batch_size < 1 or alone < 0 or not 0 <= rank < shards:
+        if self.samples < FEWEST or self.batch_size < 1 or alone < 0 or not 0 <= rank < shards:
             raise ValueError(
                 f"samples={self.samples}, batch_size={self.batch_size}, alone={alone}, rank={rank} of {shards}; pass "
-                f"at least {fewest} samples, a batch of at least 1, and a rank from 0 to shards - 1"
+                f"at least {FEWEST} samples, a batch of at least 1, and a rank from 0 to shards - 1"
             )
-        needed = len(self.blocks) * self.batch_size
+        needed = -(-self.samples // self.batch_size) * self.batch_size
         if len(self.task.prompts) < needed:
             raise ValueError(
                 f"{len(self.task.prompts)} prompts for {self.samples} samples in batches of {self.batch_size}; pass "
                 f"{needed}"
             )
 
-    def open_folders(self, model: str) -> None:
-        """Open the folders of samples, which refuse samples of another model or of other settings."""
-        parts = (part for part in self.pipe.components.values() if hasattr(part, "state_dict"))
-        self.shared = {
-            "model": model,
-            "weights": fingerprint(parts),
-            "batch_size": self.batch_size,
-            "dtype": str(self.pipe.transformer.dtype).removeprefix("torch."),
-            "device": self.pipe.device.type,
-        }
-        if self.pipe.medium == "audio":
-            self.shared["sampling_rate"] = self.pipe.sampling_rate
+    def open(self) -> None:
+        """Open the sets, which refuse samples of another model or of other settings."""
         check_samplers(self.pipe, self.settings)
-        self.places = [
-            SampleFolder(self.folder / folder_name(setting.text), {**self.shared, **setting.describe()})
+        prompts = Prompts(tuple(self.task.prompts), source=self.task.source)
+        self.sets = [
+            SampleSet(
+                self.pipe, setting, prompts, self.folder / folder_name(setting.text), self.samples, self.batch_size,
+                self.model, self.shared["weights"],
+            )
             for setting in self.settings
-        ]
-        # What the tokenizer alone makes of true samples: the best that any sampler of its tokens can reach.
-        self.tokenizer = SampleFolder(self.folder / "tokenizer", {**self.shared, "sampler": None})
+        ]  # fmt: skip
+        for one in self.sets:
+            one.open()
 
-    def draw_blocks(self, rank: int, shards: int) -> None:
-        """Draw and judge what is missing of this process's share."""
-        started, mine = time.monotonic(), self.blocks[rank::shards]
-        for number, block in enumerate(mine):
-            # Every second block runs backwards, so that no setting always follows the same one.
-            for setting, place in list(zip(self.settings, self.places, strict=True))[:: (-1) ** number]:
-                if missing := place.missing(*block):
-                    prompts = self.task.prompts[slice(*missing)]
-                    place.write("draws", *missing, draws.draw(self.pipe, setting, prompts, missing[0]))
-                self._judge(place, block)
-            if missing := self.tokenizer.missing(*block):
-                part = slice(*missing)
-                arrays = draws.encode(self.pipe, self.task.prompts[part], self.task.pictures[part])
-                self.tokenizer.write("draws", *missing, arrays)
-            self._judge(self.tokenizer, block)
+    def draw(self, rank: int, shards: int) -> None:
+        """Draw what is missing of this process's share."""
+        started, mine = time.monotonic(), self.sets[0].batches[rank::shards]
+        for number, first in enumerate(mine):
+            # Every second batch runs backwards, so that no setting always follows the same one.
+            for one in self.sets[:: (-1) ** number]:
+                if one.done(first) is None:
+                    one.draw(first)
             spent = time.monotonic() - started
             left = spent / (number + 1) * (len(mine) - number - 1)
             self.report(f"block {number + 1} of {len(mine)}: {spent:.0f} s, about {left:.0f} s left")
-
-    def _judge(self, place: SampleFolder, block: tuple[int, int]) -> None:
-        # The block without the cut at the number of samples, as an earlier run with more samples saw it.
-        whole = block[0], block[0] + self.batch_size
-        judge_draws(self.pipe, place, self.task.prompts, self.judge, whole)
 
     def timings(self, rounds: int, *, measure: bool) -> dict[str, Any] | None:
         """What `alone.json` holds, measured now if it is not there; {} for no rounds, None where it is not there yet.
@@ -177,21 +187,52 @@ class _Run:
         path, texts = self.folder / "alone.json", [setting.text for setting in self.settings]
         found = _read_timings(path, texts, rounds)
         if found is None and measure:
-            noun = self.words.samples
-            self.report(f"timing {rounds} {noun} of each setting at batch 1")
+            self.report(f"timing {rounds} {self.words.samples} of each setting at batch 1")
             seconds = time_alone(self.pipe, self.settings, self.task.prompts, rounds)
             found = {"settings": texts, "pictures": rounds, **seconds}
             write_atomically(path, json.dumps(found, indent=1) + "\n", overwrite=True)
         return found
 
-    def complete(self) -> bool:
-        """Whether all samples of all settings are there and judged."""
-        known = self.judge.fingerprint
-        return all(place.complete(self.samples, known) for place in [*self.places, self.tokenizer])
+    def keep_references(self) -> None:
+        """Write the true samples, and what the tokenizer makes of them: the best that samplers of its tokens reach."""
+        prompts, true = self.task.prompts[: self.samples], self.task.pictures
+        facts = {"medium": self.pipe.medium, "prompts": self.task.source}
 
-    def document(
-        self, drawn: list[Samples], encoded: Samples, timings: dict[str, Any] | None
-    ) -> dict[str, Any]:
+        def coded(index: int) -> Any:
+            return draws.through_tokenizer(self.pipe, true[index : index + 1])[0]
+
+        keep_true_samples(self.folder / "true", self.pipe, facts, prompts, lambda index: true[index])
+        keep_true_samples(self.folder / "tokenizer", self.pipe, {**self.shared, **facts}, prompts, coded)
+
+    @cached_property
+    def scoring(self) -> Scoring:
+        """Extractors, each made once, and where features are kept."""
+        return Scoring(self.true, None, None, (), self.folder / "features", self.setup)
+
+    @cached_property
+    def true(self) -> SampleFiles:
+        """The true samples."""
+        return SampleFiles.open(self.folder / "true")
+
+    def features(self, samples: SampleFiles, name: str) -> Tensor:
+        """Features of a set, extracted where they are not there yet."""
+        self.scoring.extractor(name).extract_share(samples, 0, 1, self.report)
+        return self.scoring.features(name, samples)
+
+    def judged(self, folder: Path) -> Judged:
+        """A set, and what was read off it.
+
+        Raises:
+            ValueError: its samples were drawn for other prompts.
+        """
+        samples = SampleFiles.open(folder)
+        if samples.prompts != self.task.prompts[: self.samples]:
+            raise ValueError(f"the samples in {folder} were drawn for other prompts; pass another folder")
+        features = {name: self.features(samples, name) for name in self.extractors}
+        times = read_times(folder) if folder.name != "tokenizer" else []
+        return Judged(samples, times, self.features(samples, PARSER), features)
+
+    def document(self, timings: dict[str, Any] | None) -> dict[str, Any]:
         """The results, with what they were measured on."""
         first = self.settings[0]
         return {
@@ -203,29 +244,27 @@ class _Run:
                 "samples": self.samples,
                 "seed": first.seed,
                 "law": first.pipeline_law,
-                "judge": self.judge.fingerprint,
+                "judge": " ".join(self.scoring.extractor(name).key for name in self.extractors),
             },
             "environment": environment(self.pipe.device, self.pipe.transformer.dtype),
             **figures_of(
                 self.settings,
-                drawn,
-                encoded,
-                self.task.pictures[: self.samples],
-                self.judge,
+                [self.judged(one.folder) for one in self.sets],
+                self.judged(self.folder / "tokenizer"),
+                {name: self.features(self.true, name) for name in self.extractors},
                 timings,
                 on_processor=self.pipe.device.type == "cpu",
                 kernels=self.words.kernels,
             ),
         }
 
-    def write_sheet(self, drawn: list[Samples], encoded: Samples) -> None:
+    def write_sheet(self) -> None:
         """Write `pictures.png`: the first samples of every setting below the true ones."""
+        names = {f"true {self.words.truth}": "true", "tokenizer alone": "tokenizer"}
+        folders = {title: self.folder / name for title, name in names.items()}
+        folders |= {one.setting.text: one.folder for one in self.sets}
         shown = min(self.samples, _SHOWN)
-        sheet = {f"true {self.words.truth}": self.task.pictures[:shown]}
-        titles = ["tokenizer alone", *(setting.text for setting in self.settings)]
-        for title, found in zip(titles, [encoded, *drawn], strict=True):
-            sheet[title] = show(self.pipe, found.stored[:shown])
-        sheet = {title: thumbnails(self.pipe, samples) for title, samples in sheet.items()}
+        sheet = {title: thumbnails(SampleFiles.open(path), shown) for title, path in folders.items()}
         write_atomically(self.folder / "pictures.png", png_bytes(picture_sheet(sheet)), overwrite=True)
 
 

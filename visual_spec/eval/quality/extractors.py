@@ -6,7 +6,7 @@ Each function takes a `Setup` and returns (extract, networks, variant): `extract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visual_spec.data import motion_parser, shapes_classes, shapes_parser, tunes, tunes_parser
+from visual_spec.eval.quality.accuracy import ATTRIBUTES
 from visual_spec.eval.quality.audio import ClapScorer
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import (
@@ -108,6 +110,46 @@ def inception_features(setup: Setup) -> Extractor:
         return _joined(found)
 
     return extract, [network], _resize_variant(setup.size)
+
+
+def parsed_attributes(setup: Setup) -> Extractor:
+    """What the parser of the procedural data reads: [N, A], 1 or 0 for each of `ATTRIBUTES`, -1 if it is not asked for.
+
+    Prompts are captions of `shapes`, `motion` or `tunes`, or names of classes of `shapes`.
+    """
+
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        assert samples.prompts is not None
+        prompts, rows = samples.prompts[first:end], []
+        for prompt, sample in zip(prompts, _one_by_one(samples, first, end), strict=True):
+            hits = _parse(samples.medium, prompt, sample)
+            rows.append([float(hits.get(name, -1)) for name in ATTRIBUTES])
+        return {"features": torch.tensor(rows)}
+
+    return extract, [], ""
+
+
+def _one_by_one(samples: SampleFiles, first: int, end: int) -> Iterator[np.ndarray]:
+    """Samples as parsers take them."""
+    if samples.medium == "video":
+        yield from samples.videos(first, end)
+    elif samples.medium == "image":
+        yield from (samples.pictures(index, index + 1)[0] for index in range(first, end))
+    else:
+        for clip, rate in samples.clips(first, end):
+            if rate != tunes.SAMPLE_RATE:
+                raise ValueError(
+                    f"{samples.path} holds clips at {rate} Hz, and the parser reads tunes at {tunes.SAMPLE_RATE} Hz"
+                )
+            yield clip.numpy()
+
+
+def _parse(medium: str, prompt: str, sample: np.ndarray) -> dict[str, bool]:
+    if medium == "image" and prompt in shapes_classes.CLASS_NAMES:
+        return shapes_classes.score_class(prompt, sample)
+    return {"image": shapes_parser, "video": motion_parser, "audio": tunes_parser}[medium].score(
+        prompt, sample
+    )
 
 
 def shapes_features(setup: Setup) -> Extractor:

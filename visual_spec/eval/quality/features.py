@@ -74,42 +74,6 @@ def load_inception(make: Callable[[], Any], weights: str | Path) -> Any:
         ) from error
 
 
-class InceptionFeatures(nn.Module):
-    """The 2048 numbers of Inception v3 behind the usual Frechet distance, for uint8 pictures [B, 3, H, W].
-
-    The network and its resampling are torchmetrics', so the distances compare with those torchmetrics gives.
-
-    Args:
-        weights: the file that torch-fidelity releases (`INCEPTION_FILE`).
-
-    Raises:
-        ImportError: torchmetrics or torch-fidelity is missing (extra `eval`).
-        FileNotFoundError, ValueError: no such file, or one that holds more than tensors.
-    """
-
-    num_features = 2048
-
-    def __init__(self, weights: str | Path):
-        super().__init__()
-        if not Path(weights).is_file():
-            raise FileNotFoundError(
-                f"no Inception weights at {weights}; download {INCEPTION_FILE} of torch-fidelity"
-            )
-        try:
-            from torchmetrics.image.fid import NoTrainInceptionV3
-        except ImportError as error:
-            raise ImportError(
-                "Inception features need torchmetrics and torch-fidelity: install visual-spec[eval]"
-            ) from error
-        self.network = load_inception(
-            lambda: NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights)), weights
-        )
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Features [B, 2048] of uint8 pictures [B, 3, H, W]."""
-        return self.network(pictures).flatten(1)
-
-
 class MelStatistics(nn.Module):
     """Statistics of a clip's log mel spectrogram: no network, nothing to download, the same on every machine.
 
@@ -156,25 +120,6 @@ class FrameStatistics(nn.Module):
         frames = clips.flatten(0, 1).permute(0, 3, 1, 2)
         features = self.network(frames).float().unflatten(0, clips.shape[:2])  # [B, T, D]
         return torch.cat([features.mean(1), features.diff(dim=1).abs().mean(1)], -1)
-
-
-def extractors_of(pipe: Any, inception: Path | None = None) -> dict[str, Any]:
-    """Networks whose features are compared: of pictures of `shapes`, and Inception; of music mel statistics.
-
-    Of clips those of the frames, by the classifier of `shapes` (`FrameStatistics`).
-
-    Args:
-        inception: its weights; None: those in the cache, if they are there.
-    """
-    if pipe.medium == "audio":
-        return {"mel": MelStatistics(pipe.sampling_rate).to(pipe.device)}
-    network: Any = load_shapes_features()
-    if pipe.medium == "video":
-        return {"frames": FrameStatistics(network).to(pipe.device)}
-    extractors = {"shapes": network.to(pipe.device)}
-    if (weights := inception or find_inception()) is not None:
-        extractors["inception"] = InceptionFeatures(weights).to(pipe.device)
-    return extractors
 
 
 @torch.no_grad()

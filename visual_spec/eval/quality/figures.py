@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,27 +12,53 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from visual_spec.eval.intervals import mean_figure, quantiles, ratio_figure
-from visual_spec.eval.quality.accuracy import per_cent, summarise
+from visual_spec.eval.quality.accuracy import hits_of, per_cent, summarise
 from visual_spec.eval.quality.audio import kernel_figure
-from visual_spec.eval.quality.features import features_of
-from visual_spec.eval.quality.metrics import frechet_figure
+from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.neighbours import density_coverage, precision_recall
-from visual_spec.eval.quality.samples import Judge, Samples
+from visual_spec.eval.quality.published import frechet_of_pairs
 from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, wrap_text
 from visual_spec.eval.report.music_pages import mel_picture
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.tables import markdown
 from visual_spec.eval.words import words_of
 
-_RESAMPLES = 200  # bootstrap resamples of a Frechet distance
+
+@dataclass(frozen=True)
+class Judged:
+    """The samples of a setting, and what was read off them.
+
+    Attributes:
+        samples: the set.
+        times: its batches, see `set_files.read_times`; none where no sampler drew it.
+        attributes: what the parser of the data says, [N, A], see `extractors.parsed_attributes`.
+        features: by extractor, [N, D].
+    """
+
+    samples: SampleFiles
+    times: list[dict[str, Any]]
+    attributes: Tensor
+    features: dict[str, Tensor]
+
+    def each(self, name: str) -> list[Any]:
+        """An entry of the manifest, of every sample that has it."""
+        return [line[name] for line in self.samples.lines if name in line]
+
+    def batches(self, name: str) -> list[Any]:
+        """A fact of every batch that has it."""
+        return [time[name] for time in self.times if name in time]
+
+    @property
+    def accuracy(self) -> dict[str, Any]:
+        """See `accuracy.summarise`."""
+        return summarise(hits_of(self.attributes))
 
 
 def figures_of(
     settings: Sequence[Setting],
-    drawn: Sequence[Samples],
-    tokenizer: Samples,
-    pictures: np.ndarray,
-    judge: Judge,
+    drawn: Sequence[Judged],
+    tokenizer: Judged,
+    real: dict[str, Tensor],
     alone: dict[str, Any] | None,
     *,
     on_processor: bool,
@@ -42,7 +69,7 @@ def figures_of(
     Args:
         drawn: samples of each setting; the first is plain decoding.
         tokenizer: true samples that the tokenizer encoded and decoded.
-        pictures: the true samples.
+        real: features of the true samples.
         alone: seconds at batch 1, see `evaluate.time_alone`; None: not timed.
         on_processor: whether the model ran on a processor.
         kernels: kernel distances too.
@@ -55,23 +82,24 @@ def figures_of(
         frechet_to_real, frechet_to_plain, precision, recall, density,
         coverage}, against the true samples of the same prompts, and with `kernels` kernel_to_real, kernel_to_plain (see
         `audio.kernel_figure`); divergence and moved_mass: what `DivergenceMeter` measures a tested token and a sample,
-        means over batches and over samples, None for a sampler that has none; identical_samples: how many have the
-        tokens of plain decoding, None where not promised; wall_clock: {batch_size, seconds_per_picture and speed_up at
-        that batch, alone_seconds and alone_speed_up at batch 1 or None}, quantiles p20, p50 and p80, the speed-ups
-        those of one block or round; processor_time: the same in seconds of the processor, which others on the machine
-        do not change, None unless `on_processor`. cache: of a next-scale pipeline, bytes of keys and values a picture,
-        {held, peak: with the copies that attention makes, share: held over plain decoding's}, else None. peak_memory:
-        the most bytes that PyTorch held on a GPU in a batch, else None.
+        means over batches and over samples, None for a sampler that has none; identical_samples: how many are, byte
+        for byte, those of plain decoding, None where not promised; wall_clock: {batch_size, seconds_per_picture and
+        speed_up at that batch, alone_seconds and alone_speed_up at batch 1 or None}, quantiles p20, p50 and p80, the
+        speed-ups those of one batch or round; processor_time: the same in seconds of the processor, which others on the
+        machine do not change, None unless `on_processor`. cache: of a next-scale pipeline, bytes of keys and values a
+        picture, {held, peak: with the copies that attention makes, share: held over plain decoding's}, else None.
+        peak_memory: the most bytes that PyTorch held on a GPU in a batch, else None.
         references: {tokenizer: accuracy and features of `tokenizer`}.
     """
-    real = {name: features_of(network, pictures) for name, network in judge.extractors.items()}
 
-    def compared(found: Samples, plain: Samples | None = None) -> dict[str, Any]:
+    def compared(found: Judged, plain: Judged | None = None) -> dict[str, Any]:
+        strata = found.samples.prompts
         return {
             name: compare_features(
                 real[name],
                 found.features[name],
                 None if plain is None else plain.features[name],
+                strata=strata,
                 kernel=kernels,
             )
             for name in real
@@ -87,30 +115,31 @@ def figures_of(
         rows.append(
             {
                 **setting_figures(setting, settings[0], found, drawn[0]),
-                "accuracy": summarise(found.hits),
+                "accuracy": found.accuracy,
                 "features": compared(found, drawn[0]),
                 **clocks_of(found, drawn[0], seconds, on_processor=on_processor),
                 "cache": cache_figures(found, drawn[0]),
-                "peak_memory": max(found.batch_peak_memory, default=None),
+                "peak_memory": max(found.batches("peak_memory"), default=None),
             }
         )
-    reference = {"accuracy": summarise(tokenizer.hits), "features": compared(tokenizer)}
+    reference = {"accuracy": tokenizer.accuracy, "features": compared(tokenizer)}
     return {"references": {"tokenizer": reference}, "rows": rows}
 
 
-def setting_figures(setting: Setting, first: Setting, found: Samples, plain: Samples) -> dict[str, Any]:
+def setting_figures(setting: Setting, first: Setting, found: Judged, plain: Judged) -> dict[str, Any]:
     """What a setting is, what it promises, and its calls; see `figures_of`.
 
     Args:
         first: plain decoding, and `plain` its samples.
     """
-    exact = all(found.batch_lossless)
-    measured = [value for value in found.batch_divergence if not np.isnan(value)]
-    moved = found.moved_mass[~np.isnan(found.moved_mass)]
+    exact = all(found.batches("lossless"))
+    calls, divergence, moved, heads = (
+        found.each("calls"), found.batches("divergence"), found.each("moved_mass"), found.each("head_calls")
+    )  # fmt: skip
     own = _laws_of(setting.sampler) == _laws_of(first.sampler)
     same = setting.sampler.identical and setting.plan.same_model and exact and own
     # With `exact_width` the tokens are those of plain decoding with `exact_width`.
-    kept = all(found.batch_promises) and _exact_width(setting) == _exact_width(first)
+    kept = all(found.batches("promises")) and _exact_width(setting) == _exact_width(first)
     promised = same and (setting.law, setting.seed) == (first.law, first.seed)
     return {
         "name": setting.text,
@@ -118,13 +147,13 @@ def setting_figures(setting: Setting, first: Setting, found: Samples, plain: Sam
         **setting.describe(),
         "lossless": bool(setting.sampler.lossless) and exact and own,
         "identical": bool(setting.sampler.identical) and exact and kept and own,
-        "samples": len(found.calls),
-        "tokens_per_call": ratio_figure([found.length] * len(found.calls), found.calls.tolist()),
-        "speed_up_calls": ratio_figure(plain.calls.tolist(), found.calls.tolist()),
-        "head_calls": None if found.head_calls is None else mean_figure(found.head_calls.tolist()),
-        "divergence": mean_figure(measured) if measured else None,
-        "moved_mass": mean_figure(moved.tolist()) if len(moved) else None,
-        "identical_samples": same_samples(found.stored, plain.stored) if promised else None,
+        "samples": len(calls),
+        "tokens_per_call": ratio_figure([found.times[0]["length"]] * len(calls), calls),
+        "speed_up_calls": ratio_figure(plain.each("calls"), calls),
+        "head_calls": mean_figure(heads) if heads else None,
+        "divergence": mean_figure(divergence) if divergence else None,
+        "moved_mass": mean_figure(moved) if moved else None,
+        "identical_samples": same_samples(found, plain) if promised else None,
     }
 
 
@@ -133,16 +162,13 @@ def _exact_width(setting: Setting) -> bool:
 
 
 def clocks_of(
-    found: Samples, plain: Samples, alone: dict[str, tuple[list[float], list[float]]], *, on_processor: bool
+    found: Judged, plain: Judged, alone: dict[str, tuple[list[float], list[float]]], *, on_processor: bool
 ) -> dict[str, Any]:
     """wall_clock and processor_time of a setting; see `figures_of`."""
 
     def clocked(kind: str) -> dict[str, Any]:
-        return clock_figures(
-            (found.batch_sizes, plain.batch_sizes),
-            (getattr(found, f"batch_{kind}"), getattr(plain, f"batch_{kind}")),
-            alone.get(kind),
-        )
+        seconds = found.batches(kind), plain.batches(kind)
+        return clock_figures(found.times[0]["samples"], seconds, alone.get(kind))
 
     return {
         "wall_clock": clocked("seconds"),
@@ -150,9 +176,11 @@ def clocks_of(
     }
 
 
-def same_samples(stored: np.ndarray, others: np.ndarray) -> int:
-    """How many samples of [N, ...] are equal, number for number."""
-    return int((stored == others).reshape(len(stored), -1).all(1).sum())
+def same_samples(found: Judged, plain: Judged) -> int:
+    """How many samples are equal, byte for byte."""
+    names = ("crc32", "bytes")
+    pairs = zip(found.samples.lines, plain.samples.lines, strict=True)
+    return sum(all(one[name] == other[name] for name in names) for one, other in pairs)
 
 
 def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:
@@ -179,37 +207,38 @@ def _laws_of(sampler: Any) -> Any:
     return getattr(sampler, "law_settings", None) or {}
 
 
-def cache_figures(found: Samples, plain: Samples) -> dict[str, float] | None:
+def cache_figures(found: Judged, plain: Judged) -> dict[str, float] | None:
     """Bytes of keys and values a picture, at most over batches; see `figures_of`."""
-    if not found.batch_cache_held:
+    if not found.batches("cache_held"):
         return None
 
-    def largest(samples: Samples, values: list[int]) -> float:
-        return max(value / size for value, size in zip(values, samples.batch_sizes, strict=True))
+    def largest(judged: Judged, name: str) -> float:
+        return max(judged.batches(name)) / judged.times[0]["samples"]
 
-    held = largest(found, found.batch_cache_held)
-    whole = largest(plain, plain.batch_cache_held)
-    peak = largest(found, found.batch_cache_peak)
-    return {"held": held, "peak": peak, "share": held / whole if whole else 1.0}
+    held, whole = largest(found, "cache_held"), largest(plain, "cache_held")
+    return {"held": held, "peak": largest(found, "cache_peak"), "share": held / whole if whole else 1.0}
 
 
 def compare_features(
-    real: Tensor, drawn: Tensor, plain: Tensor | None = None, *, kernel: bool = False
+    real: Tensor,
+    drawn: Tensor,
+    plain: Tensor | None = None,
+    *,
+    strata: Sequence[str] | None = None,
+    kernel: bool = False,
 ) -> dict[str, Any]:
-    """Distances of the features `[N, D]` of drawn pictures to those of the true scenes and of plain decoding.
+    """Distances of the features `[N, D]` of drawn samples to those of the true ones and of plain decoding.
 
     Args:
+        strata: what each sample was asked for; see `published.deal`.
         kernel: kernel audio distances too.
     """
-    # A resample of wide features takes seconds; few of them give a rougher interval.
-    resamples = _RESAMPLES if real.shape[1] <= 256 else 10
-    found: dict[str, Any] = {"frechet_to_real": frechet_figure(drawn, real, resamples=resamples)}
-    if plain is not None:
-        found["frechet_to_plain"] = frechet_figure(drawn, plain, resamples=resamples)
-    if kernel:
-        found["kernel_to_real"] = kernel_figure(real, drawn)
-        if plain is not None:
-            found["kernel_to_plain"] = kernel_figure(plain, drawn)
+    found: dict[str, Any] = {}
+    for name, other in (("real", real), ("plain", plain)):
+        if other is not None:
+            found[f"frechet_to_{name}"] = frechet_of_pairs(drawn, other, strata)
+            if kernel:
+                found[f"kernel_to_{name}"] = kernel_figure(other, drawn)
     most = len(real) - 1
     return (
         found
@@ -219,44 +248,41 @@ def compare_features(
 
 
 def clock_figures(
-    sizes: tuple[list[int], list[int]],
-    seconds: tuple[list[float], list[float]],
+    batch_size: int,
+    seconds: tuple[Sequence[float], Sequence[float]],
     alone: tuple[list[float], list[float]] | None,
 ) -> dict[str, Any]:
     """Quantiles of seconds a picture and of speed-ups over plain decoding; see `figures_of`.
 
     Args:
-        sizes, seconds: of every batch of the setting, and of plain decoding.
+        seconds: of every batch of the setting, and of plain decoding.
         alone: seconds of every picture at batch 1, likewise.
     """
-    own, base = (
-        [spent / size for spent, size in zip(part, batch, strict=True)]
-        for part, batch in zip(seconds, sizes, strict=True)
-    )
-    pairs = [(b, o) for b, o in zip(base, own, strict=True)] if sizes[0] == sizes[1] else []
-    if not pairs:  # one of the two was drawn in more goes than the other
-        pairs = [(quantiles(base)["p50"], quantiles(own)["p50"])]
+    own, base = seconds
     return {
-        "batch_size": max(sizes[0]),
-        "seconds_per_picture": quantiles(own),
-        "speed_up": quantiles([b / o for b, o in pairs]),
+        "batch_size": batch_size,
+        "seconds_per_picture": quantiles([spent / batch_size for spent in own]),
+        "speed_up": quantiles([b / o for b, o in zip(base, own, strict=True)]),
         "alone_seconds": quantiles(alone[0]) if alone else None,
         "alone_speed_up": quantiles([b / o for o, b in zip(*alone, strict=True)]) if alone else None,
     }
 
 
-def thumbnails(pipe: Any, samples: np.ndarray, side: int = 96) -> np.ndarray:
-    """Samples at a glance, uint8 [N, H, W, 3].
+def thumbnails(samples: SampleFiles, count: int, side: int = 96) -> np.ndarray:
+    """The first samples of a set at a glance, uint8 [N, H, W, 3].
 
-    Pictures as they are; of clips of frames [N, T, h, w, 3] four frames in two rows, the first and the last among them;
-    of clips of sound [N, samples] log mel spectrograms.
+    Pictures as they are; of clips of frames four frames in two rows, the first and the last among them; of clips of
+    sound log mel spectrograms.
     """
-    if pipe.medium == "image":
-        return samples
-    if pipe.medium == "video":
-        places = np.linspace(0, samples.shape[1] - 1, 4).round().astype(int)
-        return rearrange(samples[:, places], "n (a b) h w c -> n (a h) (b w) c", a=2)
-    return np.stack([np.asarray(mel_picture(clip, pipe.sampling_rate, side, side)) for clip in samples])
+    if samples.medium == "image":
+        return samples.pictures(0, count)
+    if samples.medium == "video":
+        clips = np.stack(list(samples.videos(0, count)))
+        places = np.linspace(0, clips.shape[1] - 1, 4).round().astype(int)
+        return rearrange(clips[:, places], "n (a b) h w c -> n (a h) (b w) c", a=2)
+    return np.stack(
+        [np.asarray(mel_picture(clip, rate, side, side)) for clip, rate in samples.clips(0, count)]
+    )
 
 
 def picture_sheet(rows: dict[str, np.ndarray]) -> Image.Image:

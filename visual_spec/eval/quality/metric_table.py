@@ -19,7 +19,7 @@ class Metric:
     """A metric.
 
     Attributes:
-        medium: "image", "audio" or "video".
+        medium: "image", "audio" or "video"; "" for all of them.
         figure: what its figure is called in `scores.json`.
         label: what it measures, in words.
         features: of which extractor.
@@ -186,8 +186,19 @@ METRICS: dict[str, Metric] = {
         "Frechet distance of the classifier of `shapes` over the frames; no FVD",
         "frames",
     ),
+    "parser": Metric(
+        "",
+        "all_correct",
+        "share of samples of the procedural data with all that their prompts ask for, and of each attribute",
+        "parser",
+        "parsed",
+        "Wilson",
+        reference=False,
+        prompts=True,
+    ),
 }
 EXTRACTORS: dict[str, Source] = {
+    "parser": Source("parsed_attributes"),
     "inception": Source(
         "inception_features",
         "feature_weights",
@@ -222,7 +233,7 @@ DISTANCES = tuple(metric.figure for metric in METRICS.values() if metric.distanc
 
 def names_of(medium: str) -> tuple[str, ...]:
     """The metrics of a medium."""
-    return tuple(name for name, metric in METRICS.items() if metric.medium == medium)
+    return tuple(name for name, metric in METRICS.items() if metric.medium in ("", medium))
 
 
 def options() -> dict[str, Source]:

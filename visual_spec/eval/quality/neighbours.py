@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.eval.intervals import Figure, mean_figure, share_interval
-from visual_spec.eval.quality.metrics import check_features
+from visual_spec.eval.quality.published import check_features
 
 Report = Callable[[str], Any]
 _ROWS = 512  # of a distance matrix held at once: 100 MB for 50,000 samples

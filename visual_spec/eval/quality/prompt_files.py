@@ -43,6 +43,7 @@ class Prompts:
         labels: what the pipeline is asked for in place of the texts: numbers of classes, as two may share a name.
         names: of DPG-Bench, the name of each prompt's file, without its ending.
         records: of GenEval, the line of each prompt.
+        source: what tells them all, in place of the texts: of prompts without end.
     """
 
     texts: tuple[str, ...]
@@ -50,6 +51,7 @@ class Prompts:
     labels: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def per_prompt(self) -> int:
@@ -59,6 +61,8 @@ class Prompts:
     @property
     def fingerprint(self) -> str:
         """Changes with any prompt, their order and the layout."""
+        if self.source:
+            return self.source
         text = json.dumps([self.layout, self.texts, self.names, self.records])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from visual_spec.eval.intervals import Z_95, Figure
 from visual_spec.eval.quality.discrepancy import Sums, cubic_kernel
-from visual_spec.eval.quality.metrics import check_features
 
 GROUPS = 20  # of the jackknife
 _SUBSETS = 100  # of KID, as torch-fidelity takes them
@@ -31,6 +30,41 @@ _SPLITS, _T_95 = (
     10,
     2.2621571628,
 )  # of the Inception score, and the 97.5 % point of Student's law of 9 degrees
+
+
+def check_features(first: Tensor, second: Tensor) -> None:
+    """Refuse sets that cannot be compared.
+
+    Raises:
+        ValueError: fewer than 2 samples in a set, features of different width, or features that are not finite.
+    """
+    if first.ndim != 2 or second.ndim != 2 or first.shape[1] != second.shape[1]:
+        raise ValueError(
+            f"features have shapes {list(first.shape)} and {list(second.shape)}; pass [N, D] and [M, D], "
+            "both of one extractor"
+        )
+    if min(len(first), len(second)) < 2:
+        raise ValueError(f"{len(first)} and {len(second)} pictures given; each set needs at least 2")
+    if not (first.isfinite().all() and second.isfinite().all()):
+        raise ValueError(
+            "the features hold values that are not finite; look at the pictures they were taken from"
+        )
+
+
+def frechet_distance(first: Tensor, second: Tensor) -> float:
+    """Squared Frechet distance of two Gaussians with the moments of two sets (Heusel et al. 2017, eq. 6).
+
+    In double precision. A set smaller than its number of features gives a covariance without full rank, which is legal
+    here.
+
+    Args:
+        first, second: features [N, D] and [M, D].
+
+    Raises:
+        ValueError: as `check_features`.
+    """
+    check_features(first, second)
+    return gaussian_distance(Gaussian.of(first), Gaussian.of(second))
 
 
 @dataclass(frozen=True)
@@ -112,6 +146,26 @@ def frechet_with_limit(
         reach = figure["high"] - whole
         limit = {"value": value, "low": value - reach, "high": value + reach}
     return figure | {"low": max(0.0, figure["low"])}, limit
+
+
+def frechet_of_pairs(drawn: Tensor, other: Tensor, strata: Sequence[str] | None = None) -> Figure:
+    """The distance of two sets, and its interval over other prompts: sample i of both has the same prompt.
+
+    Both are left out together, so the distance of a set to itself is known exactly.
+
+    Raises:
+        ValueError: as `frechet`, or sets of different size.
+    """
+    check_features(drawn, other)
+    if len(drawn) != len(other):
+        raise ValueError(f"{len(drawn)} and {len(other)} samples given; paired sets have one size")
+    count = min(GROUPS, len(drawn) // 2)
+    dealt = deal(len(drawn), count, strata)
+    left_out = [
+        frechet_distance(drawn[dealt != place], other[dealt != place]) for place in range(count) if count > 1
+    ]
+    figure = _jackknife(frechet_distance(drawn, other), left_out)
+    return figure | {"low": max(0.0, figure["low"])}
 
 
 def limit_size(width: int) -> int:

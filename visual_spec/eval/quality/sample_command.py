@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.eval.arguments import add_threads
+from visual_spec.eval.arguments import add_machine, add_model, add_share, progress, share
 
 if TYPE_CHECKING:
     from visual_spec.eval.quality.prompt_files import Prompts
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec sample`."""
-    parser.add_argument(
-        "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--prompts",
         required=True,
@@ -53,10 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=int, default=50, metavar="B", help="decoded together (default: 50)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of sample 0; sample i has seed + i")
-    parser.add_argument(
-        "--rank", type=int, metavar="R", help="share of this process (default: torchrun's, or 0)"
-    )
-    parser.add_argument("--shards", type=int, metavar="N", help="processes (default: torchrun's, or 1)")
+    add_share(parser)
     parser.add_argument(
         "--engine",
         default="processes",
@@ -69,9 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="actors of Ray (default: as many as its cluster has GPUs or cores)",
     )
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
-    add_threads(parser)
+    add_machine(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON document as the last line")
 
 
@@ -142,12 +134,7 @@ def sample_set(args: argparse.Namespace) -> SampleSet:
 def _here(args: argparse.Namespace) -> dict[str, Any] | None:
     from visual_spec.eval.quality.sample_set import sample
 
-    return sample(
-        sample_set(args),
-        rank=int(os.environ.get("RANK", 0)) if args.rank is None else args.rank,
-        shards=int(os.environ.get("WORLD_SIZE", 1)) if args.shards is None else args.shards,
-        report=_report,
-    )
+    return sample(sample_set(args), report=progress, **share(args))
 
 
 def _by_ray(
@@ -168,11 +155,7 @@ def _by_ray(
     prompts = prompts or Prompts(("",))
     num = len(prompts) if args.num is None else args.num
     outline = SampleSet(facts, setting, prompts, args.out, num, args.batch_size, args.model)
-    return sample_with_ray(lambda: sample_set(args), outline, workers=args.workers, report=_report)
-
-
-def _report(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return sample_with_ray(lambda: sample_set(args), outline, workers=args.workers, report=progress)
 
 
 def class_names(pipe: Any) -> list[str] | None:

@@ -2,7 +2,7 @@
 
     000000.png 000001.png ...   the samples; GenEval's layout has folders of its own, DPG-Bench's grids are under grids/
     manifest.jsonl              one line a sample: index, file, prompt, seed, sampler, law, promise, calls, checksum
-    seconds.jsonl               one line a batch: its first sample and its seconds
+    seconds.jsonl               one line a batch: its first sample, its seconds, and what else was measured of it
     run.json                    all that fixes the samples
     batches/                    the lines of every batch that is done, from which the two files above are joined
 
@@ -23,7 +23,7 @@ import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +36,12 @@ from visual_spec.eval import draws
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.media_files import read_picture
 from visual_spec.eval.quality.prompt_files import DPG, FLAT, GENEVAL, Prompts
-from visual_spec.eval.quality.samples import settle, stored_name
-from visual_spec.eval.quality.set_files import MANIFEST, RUN, TIMES, read_manifest, read_times
+from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.families import MEDIA
 from visual_spec.files.names import inside, read_regular, refuse_link
+from visual_spec.files.records import read_object
 from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
@@ -63,6 +63,7 @@ class SampleSet:
         num: samples. It may be raised later, not lowered.
         batch_size: samples decoded together. The last batch is whole too, so a longer run has the same samples.
         model: its name, for the record.
+        weights: fingerprint of the pipeline's weights, where it is known already.
     """
 
     pipe: Any
@@ -72,6 +73,7 @@ class SampleSet:
     num: int
     batch_size: int
     model: str = ""
+    weights: str = ""
 
     @property
     def batches(self) -> range:
@@ -80,10 +82,9 @@ class SampleSet:
 
     def facts(self) -> dict[str, Any]:
         """All that fixes the samples; JSON types only."""
-        parts = (part for part in self.pipe.components.values() if hasattr(part, "state_dict"))
         return {
             "model": self.model,
-            "weights": fingerprint(parts),
+            "weights": self.weights or weights_of(self.pipe),
             "medium": self.pipe.medium,
             "prompts": self.prompts.fingerprint,
             "layout": self.prompts.layout,
@@ -134,10 +135,10 @@ class SampleSet:
         """Draw one batch and write its files, its lines last."""
         indices = range(first, first + self.batch_size)
         arrays = draws.draw(self.pipe, self.setting, [self.prompts.asked(index) for index in indices], first)
-        shown = show(self.pipe, arrays[stored_name(arrays)])
+        shown = show(self.pipe, arrays[draws.stored_name(arrays)])
         lines = []
         for index in (index for index in indices if index < self.num):
-            content, name = self._content(shown[index - first]), self.file_of(index)
+            content, name = file_bytes(self.pipe, shown[index - first]), self.file_of(index)
             write_atomically(self._place(name), content, overwrite=True)
             lines.append(
                 {
@@ -149,14 +150,14 @@ class SampleSet:
                     "law": self.setting.pipeline_law,
                     "calls": int(arrays["calls"][index - first]),
                     "promise": str(arrays["promise"]),
-                    **_divergence(arrays, index - first),
+                    **_sample_facts(arrays, index - first),
                     "bytes": len(content),
                     "crc32": zlib.crc32(content),
                 }
             )
-        seconds = json.dumps(
-            {"first": first, "samples": self.batch_size, "seconds": float(arrays["seconds"])}
-        )
+        facts = {name: arrays[name].item() for name in BATCH_FACTS if name in arrays}
+        facts = {name: fact for name, fact in facts.items() if fact == fact}  # a divergence of nan is none
+        seconds = json.dumps({"first": first, "samples": self.batch_size, **facts})
         write_atomically(self._place(self._batch(first, "seconds")), seconds + "\n", overwrite=True)
         text = "".join(json.dumps(line) + "\n" for line in lines)
         write_atomically(self._place(self._batch(first, "jsonl")), text, overwrite=True)
@@ -165,15 +166,11 @@ class SampleSet:
         """The lines of a batch, if all its files are there and whole; else None."""
         try:
             lines = read_manifest(self.folder, self._batch(first, "jsonl"), whole=True)
-            whole = len(lines) >= min(self.batch_size, self.num - first) and all(map(self._whole, lines))
+            whole = len(lines) >= min(self.batch_size, self.num - first) and all_whole(self.folder, lines)
             read_times(self.folder, self._batch(first, "seconds"))
         except (OSError, ValueError):
             return None
         return lines if whole else None
-
-    def _whole(self, line: dict[str, Any]) -> bool:
-        content = read_regular(self.folder / line["file"])
-        return len(content) == line["bytes"] and zlib.crc32(content) == line["crc32"]
 
     def _place(self, name: str) -> Path:
         """Where a file of the set is written: in its folder, through no link."""
@@ -185,15 +182,6 @@ class SampleSet:
             turn, place = divmod(index, self.prompts.per_prompt)
             return f"{turn:05d}/samples/{place:05d}.png"
         return f"{index:06d}.{MEDIA[self.pipe.medium].ending}"
-
-    def _content(self, sample: np.ndarray) -> bytes:
-        if self.pipe.medium == "image":
-            return png_bytes(Image.fromarray(sample))
-        if self.pipe.medium == "video":
-            buffer = io.BytesIO()
-            np.save(buffer, sample, allow_pickle=False)
-            return buffer.getvalue()
-        return audio_bytes(sample, self.pipe.sampling_rate)
 
     def _batch(self, first: int, kind: str) -> str:
         return f"{BATCHES}/{first:06d}.{kind}"
@@ -331,10 +319,92 @@ def held(path: Path) -> Iterator[None]:
         yield
 
 
-def _divergence(arrays: dict[str, np.ndarray], place: int) -> dict[str, float]:
-    """What a lossy sampler measured of a sample, and of a token of its batch; nothing for others."""
+def _sample_facts(arrays: dict[str, np.ndarray], place: int) -> dict[str, float]:
+    """What a lossy sampler measured of a sample, and of a token of its batch; the head's calls, where there is one."""
     moved = float(arrays["moved_mass"][place])
-    return {} if np.isnan(moved) else {"moved_mass": moved, "divergence": float(arrays["divergence"])}
+    measured = {} if np.isnan(moved) else {"moved_mass": moved, "divergence": float(arrays["divergence"])}
+    return measured | ({"head_calls": int(arrays["head_calls"][place])} if "head_calls" in arrays else {})
+
+
+def file_bytes(pipe: Any, sample: np.ndarray) -> bytes:
+    """The file that keeps a sample of a pipeline, as `media.show` gives it."""
+    if pipe.medium == "image":
+        return png_bytes(Image.fromarray(sample))
+    if pipe.medium == "video":
+        buffer = io.BytesIO()
+        np.save(buffer, sample, allow_pickle=False)
+        return buffer.getvalue()
+    return audio_bytes(sample, pipe.sampling_rate)
+
+
+def all_whole(folder: Path, lines: Sequence[dict[str, Any]]) -> bool:
+    """Whether the files of all lines of a manifest have their checksums.
+
+    Raises:
+        OSError, ValueError: a file that is not there, or no regular one.
+    """
+    contents = ((line, read_regular(folder / line["file"])) for line in lines)
+    return all(
+        len(content) == line["bytes"] and zlib.crc32(content) == line["crc32"] for line, content in contents
+    )
+
+
+def keep_true_samples(
+    folder: Path, pipe: Any, facts: dict[str, Any], prompts: Sequence[str], make: Callable[[int], np.ndarray]
+) -> None:
+    """Write samples that no sampler drew as a set that scorers read, unless they are there whole.
+
+    Args:
+        facts: what fixes them, for `run.json`.
+        make: (index) -> the sample, as `media.show` gives it.
+
+    Raises:
+        ValueError: the folder holds other samples.
+    """
+    ready_folder(folder)
+    settle(folder / RUN, facts)
+    with suppress(OSError, ValueError):
+        lines = read_manifest(folder)
+        if [line["prompt"] for line in lines] == list(prompts) and all_whole(folder, lines):
+            return
+    lines = []
+    for index, prompt in enumerate(prompts):
+        content, name = file_bytes(pipe, make(index)), f"{index:06d}.{MEDIA[pipe.medium].ending}"
+        write_atomically(inside(folder, name, folder), content, overwrite=True)
+        lines.append(
+            {"index": index, "file": name, "prompt": prompt, "seed": index}
+            | {"bytes": len(content), "crc32": zlib.crc32(content)}
+        )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    write_atomically(inside(folder, MANIFEST, folder), text, overwrite=True)
+
+
+def weights_of(pipe: Any) -> str:
+    """The fingerprint of all weights of a pipeline."""
+    return fingerprint(part for part in pipe.components.values() if hasattr(part, "state_dict"))
+
+
+def settle(path: Path, settings: dict[str, Any]) -> None:
+    """Write the settings of a folder, or compare them with those its samples were drawn under.
+
+    Raises:
+        ValueError: they differ, which names where; or the file is damaged.
+    """
+    text = json.dumps(settings, indent=1) + "\n"
+    if not path.exists():
+        write_atomically(path, text, overwrite=True)
+        return
+    try:
+        there = read_object(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}), so nothing tells what the samples beside it are; pass another folder"
+        ) from error
+    here = json.loads(text)
+    differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    if differing:
+        changes = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)
+        raise ValueError(f"{path.parent} holds samples of other settings ({changes}); pass another folder")
 
 
 def _grid(pictures: list[Image.Image]) -> Image.Image:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import add_threads
+from visual_spec.eval.arguments import add_machine, add_share, progress, share
 
 _DEFAULT = {"image": "shapes", "audio": "mel", "video": "frames"}
 
@@ -79,12 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=int, default=50, metavar="B", help="samples in a network (default: 50)"
     )
-    parser.add_argument(
-        "--rank", type=int, metavar="R", help="share of this process (default: torchrun's, or 0)"
-    )
-    parser.add_argument("--shards", type=int, metavar="N", help="processes (default: torchrun's, or 1)")
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    add_threads(parser)
+    add_share(parser)
+    add_machine(parser, dtype=False)
     parser.add_argument("--json", action="store_true", help="print the document as the last line")
 
 
@@ -139,12 +134,7 @@ def run(args: argparse.Namespace) -> int:
         if drawn.medium != "image":
             raise ValueError(f"--write-npz is for pictures; {drawn.path} holds {drawn.medium}")
         drawn.write_npz(refuse_existing(args.write_npz, False))
-    found = score(
-        work,
-        rank=int(os.environ.get("RANK", 0)) if args.rank is None else args.rank,
-        shards=int(os.environ.get("WORLD_SIZE", 1)) if args.shards is None else args.shards,
-        report=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    found = score(work, report=progress, **share(args))
     if found is None:
         print("this process is done; other processes have features to extract", file=sys.stderr)
         return 0

@@ -9,6 +9,7 @@ from visual_spec.eval.quality.media_files import MEDIA
 from visual_spec.files.names import inside
 from visual_spec.files.records import (
     COUNT,
+    FLAG,
     FLOAT,
     NULL,
     NUMBER,
@@ -34,12 +35,25 @@ _LINE = {
     "promise": TEXT,
     "moved_mass": NUMBER,
     "divergence": NUMBER,
+    "head_calls": COUNT,
     "bytes": COUNT,
     "crc32": COUNT,
 }
 _PAIRED = ("index", "prompt", "seed", "bytes", "crc32")  # what two sets are compared by
 _DRAWN = ("sampler", "calls")  # what visual-spec sample writes too
 _TIME = {"first": COUNT, "samples": POSITIVE, "seconds": SECONDS}
+# What else is known of a batch, where it is; see `visual_spec.eval.draws.draw`.
+BATCH_FACTS = {
+    "seconds": SECONDS,
+    "processor_seconds": SECONDS,
+    "length": POSITIVE,
+    "promises": FLAG,
+    "divergence": NUMBER,
+    "lossless": FLAG,
+    "cache_held": COUNT,
+    "cache_peak": COUNT,
+    "peak_memory": COUNT,
+}
 _FIGURE = {"value": FLOAT, "low": FLOAT, "high": FLOAT, "extractor": TEXT, "weights": TEXT}
 
 
@@ -78,12 +92,12 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def read_times(folder: Path, name: str = TIMES) -> list[dict[str, Any]]:
-    """The seconds of every batch.
+    """The seconds of every batch, and its `BATCH_FACTS`.
 
     Raises:
         ValueError, OSError: as `read_objects`; no batch.
     """
-    found = _refused_again(read_objects, inside(folder, name, folder), _TIME)
+    found = _refused_again(read_objects, inside(folder, name, folder), _TIME, BATCH_FACTS)
     if not found:
         raise ValueError(f"{folder / name} is empty{_AGAIN}")
     return found

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from visual_spec.eval.quality import neighbours, published
+from visual_spec.eval.quality.accuracy import hits_of, summarise
 from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.discrepancy import Sums, gaussian_product_kernel
 from visual_spec.eval.quality.feature_sets import SampleFiles
@@ -106,6 +107,13 @@ def kernel_audio(sets: Sets) -> Figures:
     assert sets.reference is not None
     paired = sets.drawn.prompts is not None and sets.drawn.prompts == sets.reference.prompts
     return {sets.figure: kernel_figure(sets.truth(), sets.features(), paired=paired)}
+
+
+def parsed(sets: Sets) -> Figures:
+    """Shares of samples with all attributes of their prompts, of attributes, and of samples with each attribute."""
+    found = summarise(hits_of(sets.features()))
+    each = {f"attribute_{name}": figure for name, figure in found["attributes"].items()}
+    return {sets.figure: found["all_correct"], "attributes_correct": found["mean_attribute"], **each}
 
 
 def scores(sets: Sets) -> Tensor:

@@ -1,37 +1,29 @@
-"""What an evaluation asks a model for: held-out prompts, the true samples they describe, and what scores them."""
+"""What an evaluation asks a model for: held-out prompts, and the true samples they describe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from visual_spec.data import (
-    motion,
-    motion_parser,
-    shapes_classes,
-    shapes_parser,
-    tunes,
-    tunes_parser,
-    tunes_synth,
-)
+from visual_spec.data import motion, shapes_classes, tunes, tunes_synth
 
 _OTHER_CLASSES = 1_000_003  # seed of the scenes that class models are compared with
-
-Score = Callable[..., dict[str, bool]]
 
 
 @dataclass
 class Task:
     """What is asked for: prompts, and for each the true sample.
 
-    Pictures are uint8 [N, H, W, 3], clips uint8 [N, T, H, W, 3], music float32 [N, samples].
+    Attributes:
+        pictures: uint8 [N, H, W, 3], of clips uint8 [N, T, H, W, 3], of music float32 [N, samples].
+        source: what tells all prompts, however many are drawn.
     """
 
     prompts: list[str]
     pictures: np.ndarray
+    source: str = "held-out captions"
 
 
 def shapes_task(count: int, image_size: int) -> Task:
@@ -48,7 +40,8 @@ def classes_task(count: int, image_size: int) -> Task:
 
     scenes = shapes_classes.sample_scenes_by_class(count, _OTHER_CLASSES)
     pictures = np.stack([render(scene, image_size) for scene in scenes])
-    return Task([shapes_classes.CLASS_NAMES[shapes_classes.class_of(scene)] for scene in scenes], pictures)
+    names = [shapes_classes.CLASS_NAMES[shapes_classes.class_of(scene)] for scene in scenes]
+    return Task(names, pictures, "classes of shapes in turn")
 
 
 def tunes_task(count: int) -> Task:
@@ -63,8 +56,8 @@ def motion_task(count: int) -> Task:
     return Task([motion.caption(clip) for clip in clips], np.stack([motion.render(clip) for clip in clips]))
 
 
-def task_of(pipe: Any, count: int) -> tuple[Task, Score]:
-    """What a pipeline is asked for, and what scores it: captions, or classes where it draws those of `shapes`.
+def task_of(pipe: Any, count: int) -> Task:
+    """What a pipeline is asked for: captions, or classes where it draws the classes of `shapes`.
 
     Raises:
         ValueError: a pipeline that draws or plays something else.
@@ -76,7 +69,7 @@ def task_of(pipe: Any, count: int) -> tuple[Task, Score]:
                 f"this model plays {length} samples at {rate} Hz, and the tunes that the parser reads have "
                 f"{tunes.NUM_SAMPLES} at {tunes.SAMPLE_RATE} Hz; pass a model such as tunes."
             )
-        return tunes_task(count), tunes_parser.score
+        return tunes_task(count)
     if pipe.medium == "video":
         size, frames = pipe.image_size[0], pipe.num_frames
         if (size, frames) != (motion.FRAME_SIZE, motion.NUM_FRAMES):
@@ -84,12 +77,12 @@ def task_of(pipe: Any, count: int) -> tuple[Task, Score]:
                 f"this model draws {frames} frames of {size} pixels, and the clips that the parser reads have "
                 f"{motion.NUM_FRAMES} of {motion.FRAME_SIZE}; pass a model such as motion."
             )
-        return motion_task(count), motion_parser.score
+        return motion_task(count)
     if getattr(pipe, "num_classes", None) is None:
-        return shapes_task(count, pipe.image_size[0]), shapes_parser.score
+        return shapes_task(count, pipe.image_size[0])
     if tuple(pipe.config.get("id2label") or ()) != shapes_classes.CLASS_NAMES:
         raise ValueError(
             "this model draws other classes than those of `shapes`, which no parser reads; pass a model such as "
             "shapes_var. (Models of official size are timed by visual-spec bench.)"
         )
-    return classes_task(count, pipe.image_size[0]), shapes_classes.score_class
+    return classes_task(count, pipe.image_size[0])

@@ -1,23 +1,29 @@
-"""How rows are written on the command line, and how samples are drawn, kept and read again."""
+"""How rows are written on the command line, and how samples are drawn."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers.evaluation import KINDS
 from tests.tiny import seeded, tiny_pipeline
-from visual_spec.eval.draws import draw, encode, small_tokens
-from visual_spec.eval.media import pictures_of
-from visual_spec.eval.quality.samples import Judge, SampleFolder, judge_draws
+from tests.tiny_audio import HOP, tiny_audio_pipeline
+from tests.tiny_latents import tiny_latent_pipeline
+from tests.tiny_scales import tiny_scale_pipeline
+from visual_spec.eval.draws import draw, small_tokens, through_tokenizer
+from visual_spec.eval.media import clips_of, codes_of, pictures_of
 from visual_spec.eval.settings import check_samplers, parse_setting
+from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.models.drafters.eagle import EagleDrafter
-from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 LAW = TokenLaw(guidance_scale=2.0, top_k=5)
+SCALE_LAW, MUSIC_LAW = KINDS["scales"].law, KINDS["columns"].law
+SONGS = KINDS["columns"].task().prompts
 PROMPTS = [f"a {colour} {shape}" for colour in ("red", "blue") for shape in ("circle", "square")] * 3
 
 
@@ -97,7 +103,7 @@ def test_samples_are_those_of_drawing_each_alone():
         and np.isnan(arrays["moved_mass"]).all()
         and np.isnan(arrays["divergence"])
     )
-    assert json.loads(str(arrays["prompts"])) == PROMPTS[2:7] and arrays["seconds"] > 0
+    assert arrays["seconds"] > 0
 
 
 def test_what_a_lossy_sampler_measures_is_kept(monkeypatch):
@@ -138,93 +144,9 @@ def test_true_pictures_as_the_tokenizer_sees_them():
     pipe = tiny_pipeline()
     tokens = torch.randint(12, (3, 16), generator=torch.Generator().manual_seed(0))
     pictures = pictures_of(pipe, tokens.numpy())
-    arrays = encode(pipe, PROMPTS[:3], pictures)
     signed = torch.from_numpy(pictures).permute(0, 3, 1, 2) / 127.5 - 1
-    assert np.array_equal(arrays["tokens"], pipe.vq_model.encode_tokens(signed).numpy())
-
-
-def make_draws(folder: SampleFolder, first: int, end: int) -> None:
-    numbers = np.arange(first, end)
-    folder.write(
-        "draws",
-        first,
-        end,
-        {
-            "tokens": (numbers[:, None] + np.arange(16)).astype(np.int16) % 12,
-            "calls": numbers,
-            "moved_mass": numbers / 10,
-            "divergence": np.array(first / 8),
-            "seconds": np.array(1.5 * (end - first)),
-            "processor_seconds": np.array(0.5 * (end - first)),
-            "prompts": np.array(json.dumps(PROMPTS[first:end])),
-        },
-    )
-
-
-def simple_score(prompt, picture):
-    return {"red": "red" in prompt, "bright": bool(picture.astype(int).sum() % 2)}
-
-
-def test_a_folder_gives_back_what_was_written(tmp_path):
-    pipe, folder = tiny_pipeline(), SampleFolder(tmp_path / "x", {"seed": 1})
-    judge = Judge(
-        simple_score, {"net": ShapesFeatures({"a": 2}, num_features=5, image_size=16, channels=2).eval()}
-    )
-    assert folder.missing(0, 4) == (0, 4) and not folder.complete(4, judge.fingerprint)
-    make_draws(folder, 0, 4)
-    make_draws(folder, 4, 6)  # a run of 6 samples ended here
-    assert (
-        folder.missing(0, 4) is None and folder.missing(4, 8) == (6, 8) and folder.missing(8, 10) == (8, 10)
-    )
-    assert not folder.complete(6, judge.fingerprint)
-    judge_draws(pipe, folder, PROMPTS, judge, (0, 4))
-    assert not folder.complete(6, judge.fingerprint) and folder.complete(3, judge.fingerprint)
-    judge_draws(pipe, folder, PROMPTS, judge, (4, 8))
-    assert folder.complete(6, judge.fingerprint) and not folder.complete(7, judge.fingerprint)
-    found = folder.samples(5)
-    assert found.calls.tolist() == [0, 1, 2, 3, 4] and found.batch_sizes == [4, 2]
-    assert (
-        found.batch_seconds == [6.0, 3.0]
-        and found.batch_processor_seconds == [2.0, 1.0]
-        and found.moved_mass.tolist() == [0, 0.1, 0.2, 0.3, 0.4]
-    )
-    assert found.batch_divergence == [0, 0.5]
-    pictures = pictures_of(pipe, found.stored)
-    expected = judge(PROMPTS[:5], pictures)
-    assert found.hits == json.loads(str(expected["hits"])) and len(found.hits) == 5
-    assert torch.allclose(found.features["net"], torch.from_numpy(expected["net"]), atol=1e-5)
-
-
-def test_another_judge_looks_again(tmp_path):
-    pipe, folder = tiny_pipeline(), SampleFolder(tmp_path, {})
-    make_draws(folder, 0, 2)
-    networks = [ShapesFeatures({"a": 2}, num_features=5, image_size=16, channels=2).eval() for _ in range(2)]
-    first, second = (Judge(simple_score, {"net": network}) for network in networks)
-    assert first.fingerprint != second.fingerprint
-    judge_draws(pipe, folder, PROMPTS, first, (0, 2))
-    before = folder.samples(2).features["net"]
-    judge_draws(pipe, folder, PROMPTS, second, (0, 2))
-    assert folder.complete(2, second.fingerprint) and not folder.complete(2, first.fingerprint)
-    assert not torch.allclose(before, folder.samples(2).features["net"])
-
-
-def test_a_folder_holds_one_setting_and_one_list_of_prompts(tmp_path):
-    folder = SampleFolder(tmp_path, {"seed": 1, "law": {"top_k": 2}})
-    with pytest.raises(
-        ValueError, match=r"other settings \(law: .*2.* there, .*3.* here\); pass another folder"
-    ):
-        SampleFolder(tmp_path, {"seed": 1, "law": {"top_k": 3}})
-    make_draws(folder, 0, 2)
-    with pytest.raises(ValueError, match="'a red circle' there, 'a blue circle' here.*; pass another folder"):
-        judge_draws(tiny_pipeline(), folder, ["a blue circle"] * 2, Judge(simple_score), (0, 2))
-
-
-def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
-    folder = SampleFolder(tmp_path, {})
-    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        make_draws(folder, 0, 2)
-    assert folder.draws() == [] and [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+    expected = pictures_of(pipe, pipe.vq_model.encode_tokens(signed).numpy())
+    assert np.array_equal(through_tokenizer(pipe, pictures), expected)
 
 
 def test_a_row_with_a_drafter_of_its_own(tmp_path):
@@ -252,3 +174,39 @@ def test_unknown_drafters(tmp_path):
     with pytest.raises(ValueError, match="holds a VQModel; a drafter is one of .*, EagleDrafter"):
         draw(pipe, parse_setting(f"tree:drafter={tmp_path / 'vq'}", LAW, 0), PROMPTS[:1], 0)
     assert pipe.drafter is None
+
+
+def test_scales_are_those_that_the_pipeline_draws():
+    pipe = tiny_scale_pipeline()
+    arrays = draw(
+        pipe, parse_setting("scale-wise:num_draft_scales=1,top_k=3", SCALE_LAW, 40), list("01234")[2:6], 2
+    )
+    for place, label in enumerate(list("01234")[2:6]):
+        alone = pipe(
+            label, generator=seeded(42 + place), num_draft_scales=1, guidance_scale=2.5, top_k=3, top_p=1.0
+        )
+        assert np.array_equal(alone.tokens[0].numpy(), arrays["tokens"][place])
+        shown = pictures_of(pipe, arrays["tokens"][place : place + 1])[0]
+        assert np.array_equal(shown, np.asarray(alone.images[0]))
+    assert not arrays["lossless"] and pipe.config["num_draft_scales"] is None
+
+
+def test_vectors_are_those_that_the_pipeline_draws():
+    pipe: Any = tiny_latent_pipeline()
+    arrays = draw(pipe, parse_setting("continuous:steps=5", KINDS["vectors"].law, 40), list("01234")[1:3], 1)
+    with parse_setting("continuous:steps=5", KINDS["vectors"].law, 40).on(pipe):
+        alone = pipe(list("01234")[2], generator=seeded(42)[0], guidance_scale=2.0)
+    shown = pictures_of(pipe, arrays["canvas"])[1].astype(int)
+    assert np.abs(shown - np.asarray(alone.images[0]).astype(int)).max() <= 1  # a batch rounds otherwise
+
+
+def test_clips_are_those_of_the_pipeline_and_codes_those_of_its_codec():
+    pipe = tiny_audio_pipeline()
+    arrays = draw(pipe, parse_setting("column-jacobi:window=4", MUSIC_LAW, 40), SONGS[2:5], 2)
+    assert arrays["tokens"].shape == (3, 3, 20) and arrays["length"] == 22
+    for place, prompt in enumerate(SONGS[2:5]):
+        output = pipe(prompt, generator=seeded(42 + place), guidance_scale=2.0, top_k=6)
+        assert np.array_equal(output.codes[0].numpy(), arrays["tokens"][place])
+        assert np.array_equal(clips_of(pipe, arrays["tokens"][place : place + 1]), output.audios[:, 0])
+    waves = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 20 * HOP)).astype(np.float32)
+    assert codes_of(pipe, waves).equal(encode_waves(pipe.codec, torch.from_numpy(waves)[:, None]))
