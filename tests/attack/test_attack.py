@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.attack import inputs, kills, outcome
@@ -85,10 +86,10 @@ def test_another_sample_is_no_right_one(ground, tmp_path):
 
 def test_half_written_files_are_seen(ground, tmp_path):
     out = Path(shutil.copytree(ground.folder / "pictures", tmp_path / "work" / "out"))
-    shutil.copytree(ground.samples, tmp_path / "work" / "samples")
+    np.savez_compressed(tmp_path / "work" / "features.npz", features=np.arange(1000.0))
     (out / "picture.png").write_bytes(ground.output("pictures"))
     assert kills.half_written(tmp_path / "work") == []
-    for name in ("out/picture.png", "out/transformer/config.json", "samples/draws-000000-000004.npz"):
+    for name in ("out/picture.png", "out/transformer/config.json", "features.npz"):
         path = tmp_path / "work" / name
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
