@@ -49,7 +49,8 @@ def _bench(name: str, limit: int, text: str) -> Job:
 
 def _script(name: str, limit: int, text: str) -> Job:
     script, *options = text.split()
-    return Job(name, limit, (f"scripts/{script}", *options, "--out", OUT))
+    program = (f"scripts/{script}",) if script.endswith(".py") else ("-m", script)
+    return Job(name, limit, (*program, *options, "--out", OUT))
 
 
 def _jobs() -> list[Job]:
@@ -83,7 +84,7 @@ def _jobs() -> list[Job]:
     for batch in windows:
         options = f"{random} {batch} --model var-d30+var-d16 --samplers {samplers}"
         jobs.append(_bench(f"bench-var-d30-{batch}", 120, options))
-        jobs.append(_script(f"musicgen-medium-{batch}", 120, f"bench_sizes.py music --batch {batch}"))
+        jobs.append(_script(f"musicgen-medium-{batch}", 120, f"benchmarks.sizes music --batch {batch}"))
     jobs.append(_script("kernels", 120, "bench_kernels.py --window 1 32"))
     jobs.append(_script("kernels-64", 120, "bench_kernels.py --vocab 16384 --window 1 32 --batch 64"))
     for model, text, graph in product(
@@ -92,12 +93,14 @@ def _jobs() -> list[Job]:
         ("false", "true"),
     ):
         name = f"profile-{model}-{text.split(':')[0]}-graph-{graph}"
-        options = f"bench_sizes.py profile --size {model} --sampler {text}graph={graph}"
+        options = f"benchmarks.sizes profile --size {model} --sampler {text}graph={graph}"
         jobs.append(_script(name, 90, options))
     for batch, size in product((1, 64, 8), "lbh"):
         jobs.append(_bench(f"bench-mar-{size}-{batch}", 120, f"{random} {batch} --model mar-{size}"))
-    jobs += [_script(f"vibevoice-{batch}", 120, f"bench_sizes.py speech --batch {batch}") for batch in (1, 8)]
-    return [*jobs, _script("wan-causal", 180, "bench_sizes.py video")]
+    jobs += [
+        _script(f"vibevoice-{batch}", 120, f"benchmarks.sizes speech --batch {batch}") for batch in (1, 8)
+    ]
+    return [*jobs, _script("wan-causal", 180, "benchmarks.sizes video")]
 
 
 JOBS = _jobs()

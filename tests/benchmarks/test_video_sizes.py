@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from visual_spec.eval.speed import video_sizes
+from benchmarks.sizes import video as video_sizes
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
 from visual_spec.samplers.core.chunk_rollout import ChunkSchedule

@@ -3,7 +3,7 @@
 What a latent costs depends on sizes, not on what the weights are. Every step is made to say audio, so that every step
 makes a latent. Both share one set of weights and take turns, round by round.
 
-    python scripts/bench_sizes.py speech [--size SIZE] [--batch 1]
+    python -m benchmarks.sizes speech [--size SIZE] [--batch 1]
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from visual_spec.eval.speed import speech_sizes
+from benchmarks.sizes import speech as speech_sizes
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """Time models of official size that `visual-spec bench` does not time, and profile a call. Weights are random.
 
-python scripts/bench_sizes.py music --size medium --batch 8       MusicGen: milliseconds a step
-python scripts/bench_sizes.py speech --size 1.5b                  VibeVoice: milliseconds a latent
-python scripts/bench_sizes.py video --size 1.3b                   causal Wan: milliseconds a chunk, by cache
-python scripts/bench_sizes.py profile --size janus-pro-7b --sampler speculative-jacobi:window=32,graph=true
+python -m benchmarks.sizes music --size medium --batch 8       MusicGen: milliseconds a step
+python -m benchmarks.sizes speech --size 1.5b                  VibeVoice: milliseconds a latent
+python -m benchmarks.sizes video --size 1.3b                   causal Wan: milliseconds a chunk, by cache
+python -m benchmarks.sizes profile --size janus-pro-7b --sampler speculative-jacobi:window=32,graph=true
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.sizes import music as music_sizes
+from benchmarks.sizes import speech as speech_sizes
+from benchmarks.sizes import video as video_sizes
+from benchmarks.sizes.call_profile import profile_calls
 from visual_spec.eval.machine import choose_device, environment
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import music_sizes, official_sizes, speech_sizes, video_sizes
-from visual_spec.eval.speed.call_profile import profile_calls
+from visual_spec.eval.speed import official_sizes
 from visual_spec.eval.speed.official_bench import Middle
 from visual_spec.samplers.core.law import TokenLaw
 

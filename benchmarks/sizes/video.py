@@ -4,7 +4,7 @@ What a chunk costs depends on sizes and on how many frames attention reads, not 
 draws one long clip by the loop of Self-Forcing, five calls a chunk; the last chunks are timed, where bounded caches
 have long been full. The full cache goes on growing, so its chunks there are those of a clip of that length.
 
-    python scripts/bench_sizes.py video [--size SIZE] [--batch 1]
+    python -m benchmarks.sizes video [--size SIZE] [--batch 1]
 """
 
 from __future__ import annotations
