@@ -1,4 +1,4 @@
-# make demo | test | test-bitwise | test-all | test-vllm | lint | bench.
+# make demo | test | test-bitwise | test-all | test-vllm | lint | bench | docs.
 # PYTHON=python3.12 make test  picks another interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
@@ -29,7 +29,7 @@ DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 
-.PHONY: demo test test-all test-bitwise test-vllm lint bench clean
+.PHONY: demo test test-all test-bitwise test-vllm lint bench docs clean
 
 $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
@@ -74,5 +74,10 @@ bench: $(STAMP)
 	$(BIN)/visual-spec bench --samplers speculative-jacobi --windows 8 16 32 64 --batch-sizes 1
 	$(BIN)/visual-spec bench --samplers speculative-jacobi --windows 2 4 8 16 --batch-sizes 8
 
+# Pages open as files; their search needs a server: .venv/bin/python -m http.server --directory site
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
+	env NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 clean:
-	rm -rf .venv .venv-vllm build demo *.egg-info
+	rm -rf .venv .venv-vllm build demo site *.egg-info

@@ -1,4 +1,4 @@
-"""Write `visual_spec/__init__.pyi`, from which editors know the names that the package loads at first use.
+"""Write `visual_spec/__init__.pyi`, from which editors and the site know the names that are loaded at first use.
 
 python scripts/write_stub.py
 """
@@ -13,11 +13,13 @@ STUB = Path(visual_spec.__file__).with_suffix(".pyi")
 
 
 def stub() -> str:
-    """The text of the stub: one import a name."""
+    """The text of the stub: one import a name, and the list of all."""
     homes = sorted((module, name) for name, module in visual_spec.HOMES.items())
     names = [f"from {module} import {name} as {name}" for module, name in homes]
+    listed = [f'    "{name}",' for name in sorted(visual_spec.HOMES)]
     return "\n".join(
-        ["# Written by scripts/write_stub.py.", "# fmt: off", *names, "", "__version__: str", ""]
+        ["# Written by scripts/write_stub.py.", "# fmt: off", *names]
+        + ["", "__version__: str", "__all__ = [", *listed, "]", ""]
     )
 
 
