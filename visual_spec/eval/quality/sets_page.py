@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from visual_spec.eval.charts import Point, draw_points, inline_svg
 from visual_spec.eval.files import render_page
 from visual_spec.eval.quality.beside import compared, summary
 from visual_spec.eval.quality.feature_sets import SampleFiles
@@ -24,7 +25,6 @@ from visual_spec.eval.quality.media_files import read_picture, read_video
 from visual_spec.eval.quality.metric_table import DISTANCES
 from visual_spec.eval.quality.score import key
 from visual_spec.eval.quality.set_files import read_manifest, read_run, read_scores, read_times
-from visual_spec.eval.report.chart import points_svg
 from visual_spec.files.names import read_regular
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.video_files import video_bytes
@@ -109,7 +109,8 @@ def write_sets_page(
         ),
         compared=[summary(compared(one.samples, first.samples)) for one in sets[1:]],
         distance=(distance := _common_distance(sets)),
-        chart=_chart(sets, distance) if distance else None,
+        points=(points := _points(sets, distance) if distance else []),
+        chart=_chart(points, distance) if distance else None,
         rows=[_row(sets, index) for index in range(min(shown, len(first.samples)))],
         sound=first.samples.medium == "audio",
     )
@@ -125,14 +126,19 @@ def _common_distance(sets: Sequence[ScoredSet]) -> str | None:
     return known[0] if known and len(sets) > 1 else None
 
 
-def _chart(sets: Sequence[ScoredSet], distance: str) -> str:
-    points = []
-    for one in sets:
-        figure = one.figure(distance)
-        assert figure is not None
-        speed_up = sets[0].calls / one.calls
-        points.append((one.name, speed_up, figure["value"], figure["low"], figure["high"]))
-    return points_svg(points, "speed-up in model calls", distance.replace("_", " ") + ", low is good")
+def _points(sets: Sequence[ScoredSet], distance: str) -> list[Point]:
+    """Speed-ups and distances."""
+    figures = [one.figure(distance) for one in sets]
+    return [
+        (one.name, sets[0].calls / one.calls, figure["value"], figure["low"], figure["high"])
+        for one, figure in zip(sets, figures, strict=True)
+        if figure is not None
+    ]
+
+
+def _chart(points: Sequence[Point], distance: str) -> str:
+    up = distance.replace("_", " ") + ", low is good"
+    return inline_svg(draw_points(points, "speed-up in model calls", up), "chart-")
 
 
 def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import argparse
 import base64
-import io
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visual_spec.eval.charts import (
+    BAND,
+    GOOD,
+    INK,
+    LINE,
+    LOSSY,
+    MUTED,
+    WHITE,
+    figure_class,
+    image_bytes,
+    inline_svg,
+)
 from visual_spec.eval.files import render_page
 from visual_spec.eval.words import words_of
 from visual_spec.files.records import read_object
@@ -50,24 +60,11 @@ class Style:
     glyph: str
 
 
-_WHITE, _LINE, _BAND = "#ffffff", "#b9b5aa", "#f0eee8"
 STYLES = {
-    "plain": Style("plain decoding", "*", "#1c1e24", "★"),
-    "control": Style("plain decoding otherwise (control)", "s", "#686a72", "■"),
-    "lossless": Style("lossless", "o", "#187642", "●"),
-    "lossy": Style("lossy", "^", "#b4430f", "▲"),
-}
-
-
-# The colours of a chart, and what they are called in the style of the page, which has them light and dark.
-_PAGE_COLOURS = {
-    "#1c1e24": "--ink",
-    "#686a72": "--muted",
-    "#187642": "--good",
-    "#b4430f": "--lossy",
-    _WHITE: "--card",
-    _LINE: "--axis",
-    _BAND: "--band",
+    "plain": Style("plain decoding", "*", INK, "★"),
+    "control": Style("plain decoding otherwise (control)", "s", MUTED, "■"),
+    "lossless": Style("lossless", "o", GOOD, "●"),
+    "lossy": Style("lossy", "^", LOSSY, "▲"),
 }
 
 
@@ -161,15 +158,11 @@ def draw_frontier(document: dict[str, Any], extractor: str | None = None) -> Any
     Raises:
         ImportError: matplotlib is missing (extra `eval`).
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("charts need matplotlib: install visual-spec[eval]") from error
-
+    make = figure_class()
     rows = document["rows"]
     across, up = axes_of(document, extractor or next(iter(rows[0]["features"])))
     lines = -(-len(rows) // _KEY_COLUMNS)
-    figure = Figure(figsize=(12.4, 9.6 + 0.26 * lines), layout="constrained")
+    figure = make(figsize=(12.4, 9.6 + 0.26 * lines), layout="constrained")
     panels = figure.subplots(
         len(up) + 1, len(across), squeeze=False, height_ratios=[*[4.6] * len(up), 0.26 * lines]
     )
@@ -204,7 +197,7 @@ def _draw_key(panel: Any, rows: Sequence[Row], lines: int) -> None:
         # A point of no size shows the shape in front of the text.
         panel.plot([x + 0.004], [y], STYLES[row["kind"]].marker, color=colour, markersize=7)
         panel.text(x + 0.022, y, f"{number}", fontsize=10, fontweight="bold", color=colour, va="center")
-        panel.text(x + 0.046, y, _shortened(row["name"]), fontsize=9.5, color="#1c1e24", va="center")
+        panel.text(x + 0.046, y, _shortened(row["name"]), fontsize=9.5, color=INK, va="center")
     panel.set(xlim=(0, 1), ylim=(0, 1))
 
 
@@ -215,12 +208,12 @@ def _shortened(name: str, most: int = 66) -> str:
 def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axis) -> list[_Point]:
     """Draw the points of a panel with their bars; returns those it has room for numbers beside."""
     plain = rows[0]
-    panel.axhline(1, color=_LINE, linewidth=1, zorder=0)
-    panel.axvline(1, color=_LINE, linewidth=1, zorder=0)
+    panel.axhline(1, color=LINE, linewidth=1, zorder=0)
+    panel.axvline(1, color=LINE, linewidth=1, zorder=0)
     # What plain decoding itself is known to: quality within the band is not told apart from it.
     band = vertical.read(plain, plain)
     assert band is not None
-    panel.axhspan(band[1], band[2], color=_BAND, zorder=-1)
+    panel.axhspan(band[1], band[2], color=BAND, zorder=-1)
     points: list[_Point] = []
     for number, row in enumerate(rows):
         x, y = horizontal.read(row, plain), vertical.read(row, plain)
@@ -235,7 +228,7 @@ def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axi
             fmt=style.marker,
             color=style.colour,
             markersize=17 if row["kind"] == "plain" else 9,
-            markeredgecolor=_WHITE,
+            markeredgecolor=WHITE,
             markeredgewidth=1,
             elinewidth=1.2,
             alpha=0.95,
@@ -253,14 +246,14 @@ def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axi
     panel.set_xlabel(horizontal.title, fontsize=11)
     panel.set_ylabel(vertical.title + (" (axis turned)" if vertical.lower_is_better else ""), fontsize=11)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.tick_params(labelsize=10, color=_LINE)
+    panel.tick_params(labelsize=10, color=LINE)
     for side in ("left", "bottom"):
-        panel.spines[side].set_color(_LINE)
+        panel.spines[side].set_color(LINE)
     if vertical.absolute is not None:
         one = vertical.absolute(plain)
         other = panel.secondary_yaxis("right", functions=(lambda y: y * one, lambda y: y / (one or 1.0)))
-        other.set_ylabel(vertical.unit, fontsize=10, color="#686a72")
-        other.tick_params(labelsize=9, colors="#686a72")
+        other.set_ylabel(vertical.unit, fontsize=10, color=MUTED)
+        other.tick_params(labelsize=9, colors=MUTED)
         other.spines["right"].set_visible(False)
     return points
 
@@ -370,27 +363,6 @@ def _sheet(path: Path) -> str | None:
     return "data:image/png;base64," + base64.b64encode(sheet.read_bytes()).decode()
 
 
-def _image(figure: Any, kind: str) -> bytes:
-    import matplotlib
-
-    buffer = io.BytesIO()
-    # Neither the date nor random names in the file: the same results give the same page.
-    with matplotlib.rc_context({"svg.hashsalt": "visual-spec"}):
-        figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=160)
-    return buffer.getvalue()
-
-
-def _inline_svg(drawing: str, prefix: str) -> str:
-    """An SVG file as a part of a page: as wide as the page, in the page's colours, its ids told apart by `prefix`."""
-    content = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
-    content = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", content, count=1)
-    content = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", content, count=1)
-    content = re.sub(r'( id="|href="#|url\(#)', rf"\1{prefix}", content)
-    for colour, variable in _PAGE_COLOURS.items():
-        content = content.replace(colour, f"var({variable})")
-    return content
-
-
 def write_page(
     documents: Sequence[dict[str, Any]], path: Path, title: str, *, overwrite: bool = False
 ) -> Path:
@@ -406,8 +378,8 @@ def write_page(
     for document in documents:
         charts = []
         for extractor in document["rows"][0]["features"]:
-            drawn = _image(draw_frontier(document, extractor), "svg").decode()
-            charts.append((extractor, _inline_svg(drawn, f"chart{len(sections)}-{len(charts)}-")))
+            drawn = inline_svg(draw_frontier(document, extractor), f"chart{len(sections)}-{len(charts)}-")
+            charts.append((extractor, drawn))
         sections.append(_section(document, charts))
     page = render_page("frontier.html.jinja", title=title, sections=sections, styles=STYLES)
     return write_atomically(path, page, overwrite=overwrite)
@@ -454,7 +426,7 @@ def main(
         ready_folder(refuse_existing(args.chart, args.overwrite).parent)
     documents = read_results(args.results)
     if args.chart is not None:
-        content = _image(draw_frontier(documents[0]), args.chart.suffix[1:])
+        content = image_bytes(draw_frontier(documents[0]), args.chart.suffix[1:])
         write_atomically(args.chart, content, overwrite=args.overwrite)
     write_page(documents, args.out, args.title or "Speed-up against quality", overwrite=args.overwrite)
     print(f"wrote {args.out}" + (f" and {args.chart}" if args.chart else ""))

@@ -8,12 +8,12 @@ right: more operations for the same bytes.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visual_spec.eval.charts import figure_class, image_bytes
 from visual_spec.eval.speed.timing import median_ms
 from visual_spec.files.whole import write_atomically
 
@@ -66,8 +66,7 @@ def draw_roofline(points: Sequence[Point], bandwidth: float, peak: float, title:
     Raises:
         ImportError: matplotlib is missing (extra `eval`).
     """
-    figure_class = _figure_class()
-    figure = figure_class(figsize=(11.0, 6.2 + 0.17 * len(points)), layout="constrained")
+    figure = figure_class()(figsize=(11.0, 6.2 + 0.17 * len(points)), layout="constrained")
     panel, key = figure.subplots(2, 1, height_ratios=[6.0, 0.17 * len(points) + 0.2])
     ridge = peak / bandwidth
     low = min([ridge, *(point.intensity for point in points)]) / 3
@@ -111,13 +110,7 @@ def write_roofline(document: dict[str, Any], path: Path, *, overwrite: bool = Fa
     model = document["settings"]["model"]
     title = f"{model}, {environment['dtype']}, {environment['device_name']}"
     figure = draw_roofline(points, bandwidth, peak, title)
-    import matplotlib
-
-    buffer, kind = io.BytesIO(), path.suffix[1:]
-    # Neither the date nor random names in the file: the same results give the same chart.
-    with matplotlib.rc_context({"svg.hashsalt": "visual-spec"}):
-        figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=160)
-    write_atomically(path, buffer.getvalue(), overwrite=overwrite)
+    write_atomically(path, image_bytes(figure, path.suffix[1:]), overwrite=overwrite)
     return points
 
 
@@ -130,12 +123,4 @@ def refuse_plot(path: Path) -> None:
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"--plot {path} given; the name must end in .png or .svg")
-    _figure_class()
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("charts need matplotlib: install visual-spec[eval]") from error
-    return Figure
+    figure_class()

@@ -1,0 +1,82 @@
+"""What all charts have in common: matplotlib without a screen, files that are the same every time, parts of a page."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+INK, MUTED, GOOD, LOSSY = "#1c1e24", "#686a72", "#187642", "#b4430f"
+WHITE, LINE, BAND = "#ffffff", "#b9b5aa", "#f0eee8"
+# What these colours are called in the style of a page, which has them light and dark.
+_PAGE_COLOURS = {
+    INK: "--ink",
+    MUTED: "--muted",
+    GOOD: "--good",
+    LOSSY: "--lossy",
+    WHITE: "--card",
+    LINE: "--axis",
+    BAND: "--band",
+}
+
+Point = tuple[str, float, float, float, float]  # name, x, y, low, high
+
+
+def figure_class() -> Any:
+    """matplotlib's `Figure`.
+
+    Raises:
+        ImportError: matplotlib is missing (extra `eval`).
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("charts need matplotlib: install visual-spec[eval]") from error
+    return Figure
+
+
+def image_bytes(figure: Any, kind: str) -> bytes:
+    """A figure as a file, "svg" or "png"; without date and random names, so the same results give the same file."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "visual-spec"}):
+        figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=160)
+    return buffer.getvalue()
+
+
+def inline_svg(figure: Any, prefix: str) -> str:
+    """A figure as a part of a page: as wide as the page, in the page's colours, its ids told apart by `prefix`."""
+    drawing = image_bytes(figure, "svg").decode()
+    content = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
+    content = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", content, count=1)
+    content = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", content, count=1)
+    content = re.sub(r'( id="|href="#|url\(#)', rf"\1{prefix}", content)
+    for colour, variable in _PAGE_COLOURS.items():
+        content = content.replace(colour, f"var({variable})")
+    return content
+
+
+def draw_points(points: Sequence[Point], across: str, up: str) -> Any:
+    """Numbered points at (x, y) with a bar from low to high, as a figure; without a bar where it has no end.
+
+    Raises:
+        ImportError: as `figure_class`.
+    """
+    figure = figure_class()(figsize=(6.4, 3.6), layout="constrained")
+    panel = figure.subplots()
+    for number, (_, x, y, low, high) in enumerate(points, 1):
+        bounds = [[y - low], [high - y]] if math.isfinite(low) and math.isfinite(high) else None
+        panel.errorbar(x, y, yerr=bounds, fmt="o", color=GOOD, markersize=7, elinewidth=2)
+        panel.annotate(str(number), (x, y), (7, 5), textcoords="offset points", color=INK, fontweight="bold")
+    panel.margins(0.12)
+    panel.set_xlabel(across, color=INK)
+    panel.set_ylabel(up, color=INK)
+    panel.tick_params(color=MUTED, labelcolor=MUTED)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color(MUTED)
+    panel.patch.set_visible(False)
+    figure.patch.set_visible(False)
+    return figure
