@@ -1,4 +1,4 @@
-"""A stand-in for recorded CUDA graphs on the CPU."""
+"""A stand-in for recorded CUDA graphs on the CPU, for all tests of this folder."""
 
 from collections.abc import Callable
 from typing import Any
