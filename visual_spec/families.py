@@ -251,10 +251,12 @@ FAMILIES = (
         plain="autoregressive", fast="speculative-jacobi:window=128,initial_draft=previous_frame",
     ),
     Family(
-        "NAR, FlashAR, PAR", (OWN_ORDER,), (*_PICTURES, "VideoPipeline"), samplers=("OrderedSampler",), plain="ordered",
+        "NAR, FlashAR, PAR", (OWN_ORDER,), (*_PICTURES, "VideoPipeline"),
+        ("next_token.llamagen_two_heads:LlamaGenTwoHeads", "next_token.llamagen_regions:LlamaGenRegions"),
+        samplers=("OrderedSampler",), plain="ordered",
     ),
     Family(
-        "RandAR", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"),
+        "RandAR", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"), ("next_token.llamagen_any_order:LlamaGenAnyOrder",),
         samplers=tuple(entry.class_name for entry in fitting((ANY_ORDER,))),
         plain="any-order:order=...", fast="speculative-any-order:...order",
     ),

@@ -25,8 +25,8 @@ from tests.helpers.nar import (
 )
 from tests.official import add_tiny_presets, random_weights
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_blocks import HeadGate
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, official_defaults, recognise
+from visual_spec.models.next_token.llamagen_two_heads import HeadGate
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.orders import order_of
 from visual_spec.samplers.ordered import OrderedSampler
@@ -186,15 +186,6 @@ def test_both_heads_in_one_pass_with_gradients(tmp_path):
     merged = model.merge(*dropped, answers)
     want[1] = expected(weights, condition, TOKENS, gated)[4]
     assert float((merged.detach() - want[:, order]).abs().max()) < 1e-12 * float(want.abs().max())
-
-
-def test_one_head_has_no_second():
-    model = LlamaGenTransformer(dim=16, num_heads=2, num_layers=1, vocab_size=VOCAB, grid_size=SIDE)
-    one = torch.zeros(1, dtype=torch.long)
-    with pytest.raises(ValueError, match="order 'raster' and one head; only those of orders nar and flashar"):
-        model.teacher_forced_heads(
-            TOKENS[:, :1], LABELS, slots=one, seen=torch.ones(1, 1).bool(), answers=one.expand(1, 2)
-        )
 
 
 def test_a_fresh_gate_is_the_mean_and_passes_no_gradient_to_the_heads():

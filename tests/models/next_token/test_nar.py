@@ -128,6 +128,6 @@ def test_refuses_calls_in_raster_order(tmp_path):
     for order, frames in (("spiral", 1), ("nar", 2)):
         with pytest.raises(
             ValueError,
-            match=f"order='{order}' of {frames} frames; pass raster, or nar, flashar, par4, par16 or any of one frame",
+            match=f"order='{order}' of {frames} frames of a LlamaGen",
         ):
             LlamaGenTransformer(dim=16, num_heads=2, num_layers=1, order=order, num_frames=frames)

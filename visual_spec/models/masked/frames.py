@@ -179,5 +179,5 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
         """
         slots = torch.arange(tokens.shape[1], device=tokens.device)
         frame = slots // self.frame_tokens
-        trunk, _ = self.transformer.forced(tokens, slots, frame[:, None] >= frame, condition, dropped)
+        trunk = self.transformer.forced(tokens, slots, frame[:, None] >= frame, condition, dropped)
         return self.transformer.output(self.transformer.norm(trunk[:, 1:]))

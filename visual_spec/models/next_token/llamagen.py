@@ -1,16 +1,19 @@
 """LlamaGen: a Llama-style transformer over raster-ordered image tokens (Sun et al. 2024, section 3.2).
 
 One class serves the embedded size and the official class- and text-conditional checkpoints; parameter names are the
-official keys. Decoding uses a static cache that is written by slot: each row of a batch advances at its own pace, and a
-rejected slot is written again.
+official keys. Models that were trained for other orders are its subclasses (`ORDERS`).
+
+Decoding uses a static cache that is written by slot: each row of a batch advances at its own pace, and a rejected slot
+is written again.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from copy import copy
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +25,17 @@ from visual_spec.kernels.window_attention import takes
 from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.labels import check_labels
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, Within, whole
-from visual_spec.models.core.trained_order import LEARNED_TOKENS, RASTER_ORDER
-from visual_spec.models.next_token import llamagen_any_order
+from visual_spec.models.core.trained_order import RASTER_ORDER
 from visual_spec.models.next_token.llamagen_blocks import (
-    GATE,
-    MERGES,
-    HeadGate,
     RMSNorm,
     Shared,
     TransformerBlock,
+    Turns,
     feed_forward_width,
     rotary_table,
     turns_of,
@@ -45,7 +44,7 @@ from visual_spec.models.next_token.llamagen_prefix import (
     CaptionEmbedding,
     LabelEmbedding,
     TextCondition,
-    check_captions,
+    check_condition,
     condition_of,
     entered,
     tensors_of,
@@ -63,6 +62,16 @@ PRESETS: dict[str, dict[str, int]] = {
     "7B": {"num_layers": 32, "num_heads": 32, "dim": 4096},
 }
 
+# Classes of the orders that a model can be trained for, by module.
+ORDERS = {
+    RASTER_ORDER: "llamagen:LlamaGenTransformer",
+    "nar": "llamagen_two_heads:LlamaGenTwoHeads",
+    "flashar": "llamagen_two_heads:LlamaGenTwoHeads",
+    "par4": "llamagen_regions:LlamaGenRegions",
+    "par16": "llamagen_regions:LlamaGenRegions",
+    ANY_ORDER: "llamagen_any_order:LlamaGenAnyOrder",
+}
+
 
 class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A `NextTokenModel` over a square grid of image tokens, or over the frames of a clip.
@@ -78,27 +87,32 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         zero_prefix_keys: as in the official models, whose rotary table is zero over the prefix: its keys vanish, and
             image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so image tokens can
             attend to single words; a small model then learns captions far sooner.
-        order: the order the model was trained for (`TrainedOrderModel`): "raster"; "nar", near to far, with a second
-            head that predicts the slot below and reads `branch_layers` blocks of its own; "flashar", the same with a
-            learned gate between the heads (`HeadGate`); "par4" or "par16", regions, with learned tokens, whose keys
-            vanish like those of the prefix; "any", RandAR's any-order model (`llamagen_any_order`).
-        branch_start: block of the trunk before which the lower head's blocks leave it; None: after the last.
+        order: the order the model was trained for, one of `ORDERS`, which names its class: an object of another order
+            than "raster" is of that class.
+        branch_layers, branch_start: of `LlamaGenTwoHeads`.
         num_frames: frames of the grid. With several, the rotary table has a part for them (`rotary_table`), and
             learned embeddings of the frame, row and column of a token are added to it.
-
         rotary_size: side of the grid that the rotary table was made for, where it is another than `grid_size`: slot i
             of any picture stands at (i // rotary_size, i % rotary_size), as in ControlAR. None: the grid's own.
 
     Raises:
         ValueError: not exactly one of `num_classes` and `caption_dim` is given, the head size is not a multiple of 4,
-            the order is unknown or has several frames, a branch starts in no block of the trunk or of a model without
-            one, or the rotary table is smaller than the grid or of frames.
+            the order is unknown, has several frames or is of another class, a branch starts in no block of the trunk
+            or of a model without one, or the rotary table is smaller than the grid or of frames.
     """
 
     _repeated_blocks = ["TransformerBlock"]
     _no_split_modules = ["TransformerBlock"]
 
     stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train motion`
+    branched: ClassVar[bool] = False  # whether `branch_layers` blocks follow those of the trunk
+
+    def __new__(cls, *args: Any, order: str = RASTER_ORDER, **settings: Any) -> Self:
+        """Make an object of the class of its order: folders of every order may name this one."""
+        if cls is LlamaGenTransformer and order in ORDERS:
+            module, name = ORDERS[order].split(":")
+            cls = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        return super().__new__(cls)
 
     @register_to_config
     def __init__(
@@ -120,10 +134,12 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         branch_start: int | None = None,
     ):
         super().__init__()
-        known = (RASTER_ORDER, *MERGES, *LEARNED_TOKENS, ANY_ORDER)
-        if order not in known or (order != RASTER_ORDER and num_frames > 1):
+        if ORDERS.get(order, ":").split(":")[1] != type(self).__name__ or (
+            order != RASTER_ORDER and num_frames > 1
+        ):
             raise ValueError(
-                f"order={order!r} of {num_frames} frames; pass raster, or nar, flashar, par4, par16 or any of one frame"
+                f"order={order!r} of {num_frames} frames of a {type(self).__name__}; pass raster, or "
+                f"{', '.join(list(ORDERS)[1:])} of one frame, to LlamaGenTransformer"
             )
         if (num_classes is None) == (caption_dim is None):
             raise ValueError(
@@ -134,10 +150,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
                 f"rotary_size={rotary_size} of {grid_size} x {grid_size} tokens and {num_frames} frames; pass at least "
                 "grid_size, of one frame"
             )
-        if branch_start is not None and (order not in MERGES or not 0 <= branch_start <= num_layers):
+        if branch_start is not None and not (self.branched and 0 <= branch_start <= num_layers):
             raise ValueError(
-                f"branch_start={branch_start} of order {order!r} with {num_layers} blocks; pass 0 to {num_layers} for "
-                f"order {' or '.join(MERGES)}, else None"
+                f"branch_start={branch_start} of order {order!r} with {num_layers} blocks; pass 0 to {num_layers} to a "
+                "model with a lower head, else None"
             )
         if dim % num_heads or dim // num_heads % 4:
             raise ValueError(
@@ -152,29 +168,27 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         hidden = feed_forward_width(dim)
         self.layers = nn.ModuleList(
             TransformerBlock(dim, num_heads, hidden, norm_eps)
-            for _ in range(num_layers + (branch_layers if order in MERGES else 0))
+            for _ in range(num_layers + branch_layers * self.branched)
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
-        if order in MERGES:
-            self.medusa_norm = RMSNorm(dim, norm_eps)
-            self.medusa_output = nn.Linear(dim, vocab_size, bias=False)
-        if order in LEARNED_TOKENS:
-            learned = nn.Embedding(LEARNED_TOKENS[order], dim)
-            self.spe_tok_embeddings = nn.ModuleDict({"special_embeddings": learned})
-        if order == ANY_ORDER:
-            self.pos_instruct_embeddings = nn.Parameter(torch.randn(1, dim) * 0.02)
+        self.add_parts()
         self.grid = TokenGrid(grid_size, grid_size, num_frames)
         if num_frames > 1:
             self.place_embeddings = nn.ParameterList(
                 nn.Parameter(torch.zeros(number, dim)) for number in (num_frames, grid_size, grid_size)
             )
         self.vocab_size = vocab_size
-        for parameter_name, parameter in self.named_parameters():
-            if parameter.ndim == 2 and "uncond" not in parameter_name:
+        self.initialise()
+
+    def add_parts(self) -> None:
+        """Make the parameters that only models of an order have."""
+
+    def initialise(self) -> None:
+        """Draw the initial weights, but for those of the unconditional caption."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
-        if MERGES.get(order) == GATE:
-            self.hv_gate_mlp = HeadGate(vocab_size)
 
     @property
     def trained_order(self) -> str:
@@ -184,7 +198,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     @property
     def learned_tokens(self) -> int:
         """K, learned tokens that have ids and places behind those of the picture."""
-        return LEARNED_TOKENS.get(self.trained_order, 0)
+        return 0
 
     @property
     def prefix_length(self) -> int:
@@ -197,9 +211,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         dtype = torch.promote_types(self.dtype, torch.float32)
         side = self.config["rotary_size"] or self.grid.width
         table = rotary_table(side, head_dim, dtype=dtype, frames=self.config["num_frames"])
-        table = table[: self.grid.num_tokens]
-        # Behind the grid, cosine 0 and sine 0: the keys of learned tokens vanish.
-        return torch.cat([table, torch.zeros_like(table[:1])]) if self.learned_tokens else table
+        return table[: self.grid.num_tokens]
 
     def first_frames(self, count: int) -> Self:
         """Return this model over the first `count` frames only, with the same weights.
@@ -235,12 +247,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     def embed(self, tokens: Tensor, slots: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return embeddings `[B, W, dim]` of `tokens [B, W]` at `slots [B, W]`; `hidden` ones show only their place."""
-        if self.learned_tokens:
-            learned = self.spe_tok_embeddings["special_embeddings"]((tokens - self.vocab_size).clamp(min=0))
-            embedded = self.tok_embeddings(tokens.clamp(max=self.vocab_size - 1))
-            embedded = torch.where((tokens >= self.vocab_size)[..., None], learned, embedded)
-        else:
-            embedded = self.tok_embeddings(tokens)
+        embedded = self.tok_embeddings(tokens)
         if hidden is not None:
             embedded = embedded.masked_fill(hidden[..., None], 0.0)
         if self.config["num_frames"] == 1:
@@ -262,9 +269,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             TypeError: a class-conditional model gets captions, or a text-conditional model gets labels.
             ValueError: a wrong batch, prefix or feature size, a label out of range, or an empty caption.
         """
-        if isinstance(self.cls_embedding, LabelEmbedding):
-            return check_labels(condition, batch_size, self.cls_embedding.num_classes)
-        check_captions(condition, (batch_size, self.prefix_length, self.config["caption_dim"]))
+        assert isinstance(self.cls_embedding, LabelEmbedding | CaptionEmbedding)
+        check_condition(self.cls_embedding, condition, batch_size)
 
     def embed_condition(
         self, condition: TextCondition | Tensor, *, guided: bool = False, dropped: Tensor | None = None
@@ -309,23 +315,18 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         batch_size: int,
         guided: bool,
         window: int,
-        asked: Tensor | None = None,
         side: Tensor | None = None,
     ) -> LlamaGenState:
         """Run the prefix, allocate the cache and return the state whose `logits [R, V]` predict slot 0.
 
         Args:
-            asked: long `[B, P]`, of a model of any order, whose logits are `[R, P, V]`; see `AnyOrderModel`.
             side: see `entered`.
 
         Raises:
-            TypeError, ValueError: as in `check_condition`; the cache of the batch does not fit the GPU; or a model of
-                any order is not told `asked`.
+            TypeError, ValueError: as in `check_condition`; or the cache of the batch does not fit the GPU.
         """
-        if self.trained_order == ANY_ORDER and asked is None:
-            raise ValueError("this model decodes in any order; pass asked, the first slots to predict.")
         prompt = self.prompt_of(condition, batch_size=batch_size)
-        return self.run_prompt(prompt, guided=guided, window=window, asked=asked, side=side)
+        return self.run_prompt(prompt, guided=guided, window=window, side=side)
 
     def prompt_of(self, condition: Any, *, batch_size: int, guided: bool = False) -> tuple[Tensor, ...]:
         """Check a condition, and return its tensors, see `PromptModel`; guidance makes no difference."""
@@ -341,23 +342,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         guided: bool,
         window: int,
         held: LlamaGenState | None = None,
-        asked: Tensor | None = None,
         side: Tensor | None = None,
     ) -> LlamaGenState:
-        """Run the prefix of a checked condition, see `PromptModel`; `asked` and `side` as in `prefill`."""
-        hidden, prefix_mask = self.embed_condition(condition_of(prompt), guided=guided)
+        """Run the prefix of a checked condition, see `PromptModel`; `side` as in `prefill`."""
+        hidden, prefix_mask, cache, table = self._begin(prompt, guided, window, held)
         rows, prefix, _ = hidden.shape
-        if held is None:
-            cache = self._allocate(hidden, rows // (1 + guided), window)
-            table = self.rotary_table().to(hidden.device)
-        else:
-            cache, table = held.cache, held.rotary
-            cache.clear()
-        if self.trained_order == ANY_ORDER:
-            assert asked is not None
-            given = cache, hidden, prefix_mask, table, asked.to(hidden.device)
-            features = llamagen_any_order.prefill(self, *given)  # [R, P, dim]
-            return LlamaGenState(self._head(features), guided, window, cache, table, prefix_mask, features)
         cache.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
         turns = turns_of(self.unturned(table).expand(1, prefix, -1, -1))
         mask = None
@@ -369,18 +358,23 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             mask = mask[:, None]
         features, hidden = self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask), side)
         features = features[:, -1:]
-        branched = self.trained_order in MERGES
-        answers = torch.zeros(1, 2, dtype=torch.long, device=hidden.device) if branched else None
-        return LlamaGenState(
-            logits=self._merged(features, hidden[:, -1:], answers)[:, 0],
-            guided=guided,
-            window=window,
-            cache=cache,
-            rotary=table,
-            prefix_mask=prefix_mask,
-            features=features,
-            side=side,
-        )
+        first = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)  # the last position answers
+        logits = self.logits(features, hidden[:, -1:], first)[:, 0]
+        return LlamaGenState(logits, guided, window, cache, table, prefix_mask, features, side)
+
+    def _begin(
+        self, prompt: tuple[Tensor, ...], guided: bool, window: int, held: LlamaGenState | None
+    ) -> tuple[Tensor, Tensor, StaticCache, Tensor]:
+        """Return prefix embeddings `[R, T, dim]`, their mask, an empty cache and the rotary table.
+
+        Cache and table of an earlier state are used again.
+        """
+        hidden, prefix_mask = self.embed_condition(condition_of(prompt), guided=guided)
+        if held is not None:
+            held.cache.clear()
+            return hidden, prefix_mask, held.cache, held.rotary
+        cache = self._allocate(hidden, len(hidden) // (1 + guided), window)
+        return hidden, prefix_mask, cache, self.rotary_table().to(hidden.device)
 
     @loads_weights
     @torch.no_grad()
@@ -393,29 +387,17 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         seen: Tensor | None = None,
         predicted: Tensor | None = None,
         answers: Tensor | None = None,
-        together: bool = False,
     ) -> Tensor:
         """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
         Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
         `visible`, tokens are nodes of a tree, see `TreeModel`. With `seen`, slots come in any order, see `OrderModel`.
-        A model that was trained for another order is called as a `TrainedOrderModel`, one of any order as an
-        `AnyOrderModel`.
+        A model that was trained for another order is called as a `TrainedOrderModel`.
 
         Raises:
-            ValueError: as in `check_raster`; or a model that was trained for another order is not told `answers`.
+            ValueError: as in `check_call`.
         """
-        if self.trained_order == ANY_ORDER:
-            if seen is None:
-                raise ValueError("this model decodes in any order; pass seen.")
-            state.features = llamagen_any_order.forward(self, state, tokens, slots, seen, together)
-            return self._head(state.features)
-        if self.trained_order == RASTER_ORDER:
-            check_raster(slots, predicted, self.grid.num_tokens)
-        elif seen is None or answers is None:
-            raise ValueError(
-                f"this model was trained for order {self.trained_order!r}; pass seen and answers."
-            )
+        self.check_call(slots, seen, predicted, answers)
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
@@ -445,7 +427,22 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         turns = turns_of(state.rotary[slots.clamp_max(len(state.rotary) - 1)])
         shared = Shared(turns, cache.places, mask, state.prefix_mask)
         state.features, hidden = self.run(hidden, cache, shared, state.side, slots)
-        return self._merged(state.features, hidden, answers)
+        return self.logits(state.features, hidden, answers)
+
+    def check_call(
+        self, slots: Tensor, seen: Tensor | None, predicted: Tensor | None, answers: Tensor | None
+    ) -> None:
+        """Refuse a call that this model cannot answer.
+
+        Raises:
+            ValueError: as in `check_raster`; or a model that was trained for another order is not told `answers`.
+        """
+        if self.trained_order == RASTER_ORDER:
+            check_raster(slots, predicted, self.grid.num_tokens)
+        elif seen is None or answers is None:
+            raise ValueError(
+                f"this model was trained for order {self.trained_order!r}; pass seen and answers."
+            )
 
     @torch.no_grad()
     def keep(self, state: LlamaGenState, nodes: Tensor, slots: Tensor) -> None:
@@ -463,33 +460,31 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         side: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return what the head reads, and what the last block leaves for the head of a branch, `[R, W, dim]` each.
+        """Return what the head reads, and what the last block leaves, `[R, W, dim]` each.
 
         Args:
             side, slots: see `entered`.
         """
-        features, change, branch = hidden, None, None
+        change = None
         for index, block in enumerate(self.layers):
-            if index == self.config["branch_start"]:
-                branch = hidden if change is None else hidden + change
             if side is not None:
                 hidden, change = hidden if change is None else hidden + change, None
                 hidden = entered(hidden, side, index, self.config["num_layers"], slots)
             hidden, change = block(hidden, change, cache.layer(index), shared)
-            if index + 1 == self.config["num_layers"]:
-                (hidden, features), change = self.norm.after(hidden, change), None
-                hidden = hidden if branch is None else branch
-        return features, hidden if change is None else hidden + change
+        hidden, features = self.norm.after(hidden, change)
+        return features, hidden
 
     def _allocate(self, hidden: Tensor, batch_size: int, window: int) -> StaticCache:
         """Return an empty cache for a prefix [R, T, dim] and the slots behind it."""
         (rows, prefix, dim), heads = hidden.shape, self.config["num_heads"]
-        tokens = self.grid.num_tokens + self.learned_tokens + window
-        places = prefix + (tokens if self.trained_order != ANY_ORDER else 2 * tokens)
-        shape = (len(self.layers), rows, heads, places, dim // heads)
+        shape = (len(self.layers), rows, heads, prefix + self.num_places(window), dim // heads)
         sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
         check_cache_fits(sample_bytes, batch_size, hidden.device)
         return StaticCache.allocate(hidden, shape)
+
+    def num_places(self, window: int) -> int:
+        """Return the places of the cache behind the prefix."""
+        return self.grid.num_tokens + self.learned_tokens + window
 
     def _reads_windows(self, hidden: Tensor) -> bool:
         """Return whether attention takes the places of a window in place of a mask."""
@@ -506,39 +501,15 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         logits = self.output(features)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _merged(self, features: Tensor, hidden: Tensor, answers: Tensor | None) -> Tensor:
-        """Return logits [R, P, V] of the only head, or of the two of a near-to-far model, merged.
+    def logits(self, features: Tensor, hidden: Tensor, answers: Tensor | None) -> Tensor:
+        """Return logits [R, P, V].
 
         Args:
-            features: [R, W, dim], what the first head reads.
-            hidden: [R, W, dim], output of the last block, which the lower head reads.
+            features: [R, W, dim], what the head reads.
+            hidden: [R, W, dim], output of the last block.
             answers: long [P, H], the position that answers with each head, or -1; None: all, with the first head.
         """
-        if answers is None:
-            return self._head(features)
-        if answers.shape[1] == 1:
-            return self._head(features[:, answers[:, 0]])
-        return self.merge(*self._two_heads(features, hidden, answers), answers)
-
-    def _two_heads(self, features: Tensor, hidden: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [R, P, V] of the right head and of the lower one; arbitrary where a head has no answer."""
-        right, below = answers.clamp(min=0).unbind(1)
-        lower = self.medusa_output(self.medusa_norm(hidden)[:, below])
-        return self._head(features[:, right]), lower.to(torch.promote_types(lower.dtype, torch.float32))
-
-    def merge(self, right: Tensor, below: Tensor, answers: Tensor) -> Tensor:
-        """Return the logits [R, P, V] of slots from what the two heads predict there, [R, P, V] each.
-
-        Where both answer: their mean (NAR), or what the gate makes of them (FlashAR).
-
-        Args:
-            answers: long [P, 2], negative where a head has no answer.
-        """
-        gated = MERGES[self.trained_order] == GATE
-        share = self.hv_gate_mlp(right, below) if gated else 0.5  # of the right head
-        answered = (answers >= 0)[..., None]  # [P, 2, 1]
-        share = answered[:, 0].to(right.dtype).where(~answered.all(1), share)
-        return share * right + (1 - share) * below
+        return self._head(features if answers is None else features[:, answers[:, 0]])
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -565,43 +536,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             )
         length = tokens.shape[1] - 1  # the last token predicts nothing
         slots = torch.arange(length, device=tokens.device)
-        trunk, _ = self.forced(
-            tokens[:, :-1], slots, slots[:, None] >= slots, condition, dropped, hidden_tokens
+        seen = slots[:, None] >= slots
+        return self._head(
+            self.norm(self.forced(tokens[:, :-1], slots, seen, condition, dropped, hidden_tokens))
         )
-        return self._head(self.norm(trunk))
-
-    def teacher_forced_heads(
-        self,
-        tokens: Tensor,
-        condition: TextCondition | Tensor,
-        *,
-        slots: Tensor,
-        seen: Tensor,
-        answers: Tensor,
-        dropped: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits `[B, P, V]` of the right head and of the lower one, for slots of whole pictures, in one pass.
-
-        Gradients flow. What is arbitrary where a head has no answer, `merge` leaves out.
-
-        Args:
-            tokens: long `[B, N]`, those that are fed.
-            condition, dropped: as in `teacher_forced`.
-            slots: long `[N]`, where they are fed.
-            seen: bool `[N, N]`, which of them each attends to.
-            answers: long `[P, 2]`, the position that answers with each head: 0 is the last of the prefix, 1 + n the
-                n-th token, negative: none.
-
-        Raises:
-            ValueError: the model has no second head.
-        """
-        if self.trained_order not in MERGES:
-            raise ValueError(
-                f"this model has order {self.trained_order!r} and one head; only those of orders "
-                f"{' and '.join(MERGES)} have two."
-            )
-        trunk, hidden = self.forced(tokens, slots, seen, condition, dropped)
-        return self._two_heads(self.norm(trunk), hidden, answers)
 
     def forced(
         self,
@@ -611,32 +549,36 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         condition: TextCondition | Tensor,
         dropped: Tensor | None,
         hidden_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the first head reads before its norm, and the last block's output, `[B, 1 + N, dim]` each.
+    ) -> Tensor:
+        """Return the last block's output `[B, 1 + N, dim]`. Gradients flow.
 
-        They are of the last prefix position and of `tokens [B, N]`, fed at `slots [N]`, seeing each other as
+        It is of the last prefix position and of `tokens [B, N]`, fed at `slots [N]`, seeing each other as
         `seen [N, N]` says. For the rest see `teacher_forced`.
         """
+        hidden, turns, mask = self.sequence(tokens, slots, seen, condition, dropped, hidden_tokens)
+        for block in self.layers:
+            assert isinstance(block, TransformerBlock)
+            hidden = block.whole(hidden, turns, mask)
+        return hidden[:, -1 - tokens.shape[1] :]
+
+    def sequence(
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        seen: Tensor,
+        condition: TextCondition | Tensor,
+        dropped: Tensor | None,
+        hidden_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Turns, Tensor]:
+        """Return what the first block reads `[B, T + N, dim]`, its turns and its mask; arguments as of `forced`."""
         prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
         prefix, length = prefix_mask.shape[1], tokens.shape[1]
         total = prefix + length
         embedded = self.embed(tokens, slots.expand(len(tokens), -1), hidden_tokens)
-        hidden = torch.cat([prefix_embeddings, embedded], 1)
-        table = self.rotary_table()
-        table = table.to(tokens.device)
+        table = self.rotary_table().to(tokens.device)
         turns = turns_of(torch.cat([self.unturned(table).expand(prefix, -1, -1), table[slots]])[None])
         mask = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
         mask[prefix:, prefix:] = seen
         words = F.pad(prefix_mask, (0, length), value=True)
         mask = (mask & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
-        trunk, branch, last = hidden, None, self.config["num_layers"] - 1
-        for index, block in enumerate(self.layers):
-            assert isinstance(block, TransformerBlock)
-            branch = hidden if index == self.config["branch_start"] else branch
-            q, k, v = block.attention.project(block.attention_norm(hidden), turns)
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-            hidden = hidden + block.attention.attend(q, k, v, mask[:, None])
-            hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-            trunk = hidden if index <= last else trunk
-            hidden = branch if index == last and branch is not None else hidden
-        return trunk[:, prefix - 1 :], hidden[:, prefix - 1 :]
+        return torch.cat([prefix_embeddings, embedded], 1), turns, mask[:, None]

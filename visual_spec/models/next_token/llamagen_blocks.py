@@ -1,7 +1,4 @@
-"""The parts of LlamaGen's transformer: rotary table, norm, attention, feed-forward layer, block (Sun et al. 2024).
-
-And the gate between the two heads of FlashAR.
-"""
+"""The parts of LlamaGen's transformer: rotary table, norm, attention, feed-forward layer, block (Sun et al. 2024)."""
 
 from __future__ import annotations
 
@@ -167,31 +164,8 @@ class TransformerBlock(nn.Module):
         hidden, x = self.ffn_norm.after(hidden, self.attention(x, held, shared))
         return hidden, self.feed_forward(x)
 
-
-# Near-to-far orders whose slots two heads predict, from the left and from above, and how the two become one.
-MEAN, GATE = "mean", "gate"
-MERGES = {"nar": MEAN, "flashar": GATE}
-
-
-class HeadGate(nn.Sequential):
-    """How much the right head counts against the lower one: FlashAR's gate (arXiv 2605.09430; its LlamaGen release).
-
-    It reads what both heads predict for the slot, joined, brought to mean 0 and mean square 1, and cut off at 6. It
-    starts at one half.
-    """
-
-    def __init__(self, vocab_size: int):
-        inner = max(32, vocab_size // 512)
-        first, last = nn.Linear(2 * vocab_size, inner, bias=False), nn.Linear(inner, 1)
-        nn.init.normal_(first.weight, std=(2 * vocab_size) ** -0.5)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        super().__init__(first, nn.SiLU(), last)
-
-    def forward(self, right: Tensor, below: Tensor) -> Tensor:
-        """Return the share [R, P, 1] of `right [R, P, V]`. No gradient reaches the heads through it."""
-        read = torch.cat([right, below], -1).detach()  # [R, P, 2V]
-        read = read - read.mean(-1, keepdim=True)
-        read = read / read.pow(2).mean(-1, keepdim=True).clamp(min=1e-6).sqrt()
-        dtype = next(self.parameters()).dtype
-        return super().forward(read.clamp(-6, 6).to(dtype)).sigmoid().to(right.dtype)
+    def whole(self, hidden: Tensor, turns: Turns, mask: Tensor) -> Tensor:
+        """Run the block on a whole sequence `[B, N, dim]` without a cache, with bool `mask [B, 1, N, N]`."""
+        q, k, v = self.attention.project(self.attention_norm(hidden), turns)
+        hidden = hidden + self.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), mask)
+        return hidden + self.feed_forward(self.ffn_norm(hidden))

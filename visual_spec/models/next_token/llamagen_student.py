@@ -211,10 +211,7 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         mask = ((causal & seen[:, None]) | itself)[:, None]  # [B, 1, T + L, T + L]
         for block in self.layers:
             assert isinstance(block, TransformerBlock)
-            q, k, v = block.attention.project(block.attention_norm(hidden), turns)
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-            hidden = hidden + block.attention.attend(q, k, v, mask)
-            hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
+            hidden = block.whole(hidden, turns, mask)
         return hidden[:, length:]
 
     def _head(self, hidden: Tensor) -> Tensor:
