@@ -7,17 +7,19 @@ a file in the way are answered at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import visual_spec
 from visual_spec.eval.arguments import add_threads, at_least
@@ -44,10 +46,24 @@ _OWN_ARGUMENTS = {
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors name the command or option that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        known = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                known += action.choices
+                known += [
+                    name for parser in action.choices.values() for name in parser._option_string_actions
+                ]
+        wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (-[^\s=]+)", message)
+        near = difflib.get_close_matches(wrong[1] or wrong[2], known, 1) if wrong else []
+        super().error(f"{message}; did you mean {near[0]}?" if near else message)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="visual-spec", description="Fast and exact token-by-token generation."
-    )
+    parser = _Parser(prog="visual-spec", description="Fast and exact token-by-token generation.")
     parser.add_argument("--version", action="version", version=f"visual-spec {visual_spec.__version__}")
     commands = parser.add_subparsers(
         dest="command",
