@@ -77,7 +77,7 @@ files = [sys.modules[name].__file__ for name in ours]
 print(sum(bool(open(path).read().strip()) for path in files if path))
 """
     # Of our files that are not empty; the design asks for 45. Lower this number, never raise it.
-    assert int(run_python(code).splitlines()[-1]) <= 95
+    assert int(run_python(code).splitlines()[-1]) <= 89
 
 
 def test_command_line_answers_without_torch():

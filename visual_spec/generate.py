@@ -7,7 +7,6 @@ before the work: files in the way, settings out of range, a sampler that does no
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import sys
@@ -397,7 +396,7 @@ def _control(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
     given = _given(args, _CONTROL)
     if not given:
         return {}
-    if "control" not in inspect.signature(pipe.check_inputs).parameters:
+    if not hasattr(getattr(pipe, "transformer", None), "control_size"):
         raise ValueError(f"--control is for a ControlAR, and {args.model} is none; leave it out.")
     if args.control is not None:
         from visual_spec.files.pictures import read_picture_file

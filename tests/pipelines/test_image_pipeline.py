@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 import visual_spec
 from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
-from visual_spec.pipelines.base import DecodeProgress
 from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.steps import DecodeProgress
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 

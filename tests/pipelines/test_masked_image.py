@@ -200,14 +200,16 @@ def test_official_files_are_guided_as_their_size_was_published(side, dim, scale,
     """The table of the release: w by model, and this scale is 1 + w."""
     from types import SimpleNamespace
 
+    from visual_spec.models.masked import maskgit_checkpoint
+    from visual_spec.models.next_token import llamagen_checkpoint
     from visual_spec.pipelines import masked_class_image
 
     made = []
     grid: Any = SimpleNamespace(width=side)
     model = SimpleNamespace(grid=grid, config={"dim": dim})
     tokenizer = SimpleNamespace(patch_size=16, register_to_config=lambda **settings: None)
-    monkeypatch.setattr(masked_class_image, "load_maskgit_checkpoint", lambda *args, **kwargs: model)
-    monkeypatch.setattr(masked_class_image, "load_tokenizer", lambda *args, **kwargs: tokenizer)
+    monkeypatch.setattr(maskgit_checkpoint, "load_maskgit_checkpoint", lambda *args, **kwargs: model)
+    monkeypatch.setattr(llamagen_checkpoint, "load_tokenizer", lambda *args, **kwargs: tokenizer)
 
     class Noted(masked_class_image.MaskedClassImagePipeline):
         def __init__(self, *parts: Any, default_guidance_scale: float) -> None:

@@ -1,6 +1,9 @@
 """Text to image by aMUSEd (Patil et al. 2024), from the folders that diffusers' pipeline of that name reads."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,10 +19,10 @@ from visual_spec.models.masked.amused import (
     ClipCondition,
     clip_condition,
 )
-from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.masked_image import given_parts
+from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.inputs import Asked
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.repaint import Pictures, check_repainting
+from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.saved_index import read_index_file
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
@@ -50,6 +53,7 @@ class AmusedImagePipeline(TokenImagePipeline):
     text_encoder: Any
     tokenizer: Any
 
+    @registers
     def __init__(
         self,
         transformer: AmusedTransformer,
@@ -60,15 +64,7 @@ class AmusedImagePipeline(TokenImagePipeline):
         default_guidance_scale: float = 10.0,
         default_top_k: int = 0,
     ):
-        super().__init__()
-        self.register_modules(
-            transformer=transformer,
-            vq_model=vq_model,
-            text_encoder=text_encoder,
-            tokenizer=tokenizer,
-            sampler=sampler,
-        )
-        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
+        self._finish_init()
 
     def _check_fit(self) -> None:
         codes, own = self.transformer.vocab_size, self.vq_model.config["num_vq_embeddings"]
@@ -115,39 +111,19 @@ class AmusedImagePipeline(TokenImagePipeline):
             return
         super()._refuse_other_class(name)
 
-    def check_inputs(
-        self,
-        prompt: str | list[str],
-        *,
-        negative_prompt: str = "",
-        height: int | None = None,
-        width: int | None = None,
-        num_images_per_prompt: int = 1,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        output_type: str = "pil",
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: list[str] | None = None,
-    ) -> None:
-        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
-
-        Raises:
-            ValueError, TypeError: names what was given, what is allowed, and what to do.
-        """
-        self._check_drawing(
-            height=height,
-            width=width,
-            pictures_each=num_images_per_prompt,
-            pictures_each_name="num_images_per_prompt",
-            output_type=output_type,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
-        )
+    def _asked(self, args: Mapping[str, Any]) -> Asked:
+        prompt, negative = args["prompt"], args["negative_prompt"]
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) for one in prompts):
             raise TypeError(f"prompt={prompt!r}; pass a text or a list of texts.")
-        if not isinstance(negative_prompt, str):
-            raise TypeError(f"negative_prompt={negative_prompt!r}; pass one text, which all pictures avoid.")
-        check_generator(generator, len(prompts) * num_images_per_prompt)
+        if not isinstance(negative, str):
+            raise TypeError(f"negative_prompt={negative!r}; pass one text, which all pictures avoid.")
+        each = "num_images_per_prompt"
+        return Asked(prompts, len(prompts), args[each], each, self._law(args))
+
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> ClipCondition:
+        negative = args["negative_prompt"]
+        return self.encode_prompt(asked.source, negative_prompt=negative, num_images_per_prompt=asked.each)
 
     def encode_prompt(
         self, prompt: str | list[str], *, negative_prompt: str = "", num_images_per_prompt: int = 1
@@ -192,30 +168,4 @@ class AmusedImagePipeline(TokenImagePipeline):
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
         """Draw. Guidance leads away from `negative_prompt`; all else is as in `MaskedImagePipeline.__call__`."""
-        law = self.make_law(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
-        self.check_inputs(
-            prompt,
-            negative_prompt=negative_prompt,
-            height=height,
-            width=width,
-            num_images_per_prompt=num_images_per_prompt,
-            generator=generator,
-            output_type=output_type,
-            callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-        )
-        count, each = 1 if isinstance(prompt, str) else len(prompt), num_images_per_prompt
-        check_repainting(self.image_size, image, mask, strength, count)
-        condition = self.encode_prompt(prompt, negative_prompt=negative_prompt, num_images_per_prompt=each)
-        given = given_parts(self, image, mask, strength, count=count, each=each, generator=generator)
-        return self._draw(
-            condition,
-            count * each,
-            law=law,
-            generator=generator,
-            output_type=output_type,
-            return_dict=return_dict,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
-            **given,
-        )
+        return self._run(locals())

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -16,18 +16,15 @@ from transformers import (
 from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, text_condition
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.core.settings import whole
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_parts import AudioParts
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
-from visual_spec.pipelines.inputs import check_generator, check_words
+from visual_spec.pipelines.inputs import Asked, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
-from visual_spec.pipelines.texts import Texts, tokenized, warn_unknown
-
-OUTPUT_TYPES = ("np", "pt", "latent")
+from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.texts import Texts, tokenized
 
 AudioListener = Callable[[Any, int, Tensor], Any]
 
@@ -182,60 +179,37 @@ class AudioPipeline(AudioParts):
 
     # -- input ---------------------------------------------------------------------------------------------------------
 
-    def check_inputs(
-        self,
-        prompt: str | list[str] | None,
-        *,
-        audio_length_in_s: float | None = None,
-        extend_stride_in_s: float | None = None,
-        stretch_in_s: float = 0.5,
-        audio: Any = None,
-        sampling_rate: int | None = None,
-        num_waveforms_per_prompt: int = 1,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        melody_features: Tensor | None = None,
-        output_type: str = "np",
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **texts: Any,
-    ) -> Tensor | None:
-        """Refuse what cannot be played, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
+    def _checked(self, args: Mapping[str, Any]) -> Asked:
+        asked = self._asked(args)
+        self._check_call(
+            args, asked, "transformer", "sampler", *([] if self._codec is not None else ["codec"])
+        )
+        stretch = args["stretch_in_s"]
+        if not (math.isfinite(stretch) and stretch > 0):
+            raise ValueError(f"stretch_in_s={stretch}; pass the seconds that are made audible at once.")
+        self._check_melody(args["melody_features"], asked.count)
+        clip = asked.known = self._clip(args)
+        if clip is not None and len(clip) not in (1, asked.count):
+            raise ValueError(
+                f"audio holds {len(clip)} clips for {asked.count} prompts; pass one for all, or one for each prompt."
+            )
+        frames = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
+        self.plan(args["audio_length_in_s"], args["extend_stride_in_s"], frames)
+        return asked
 
-        Returns:
-            The clip to go on from as [B or 1, C, N] at the codec's rate, or None.
+    def _clip(self, args: Mapping[str, Any]) -> Tensor | None:
+        """The clip to go on from as [B or 1, C, N] at the codec's rate, or None."""
+        audio, rate = args["audio"], args["sampling_rate"]
+        if audio is None:
+            if rate is not None:
+                raise ValueError(f"sampling_rate={rate} given without audio; leave it out.")
+            return None
+        return prepare_clip(audio, rate, rate=self.sampling_rate, channels=self.channels)
 
-        Raises:
-            ValueError, TypeError: names what was given, what is allowed, and what to do.
-            ImportError: a clip at another rate, and torchaudio is missing.
-        """
-        self.check_complete("transformer", "sampler", *([] if self._codec is not None else ["codec"]))
-        self.check_sampler()
-        each = num_waveforms_per_prompt
-        whole("num_waveforms_per_prompt", each)
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
-        if not (math.isfinite(stretch_in_s) and stretch_in_s > 0):
-            raise ValueError(f"stretch_in_s={stretch_in_s}; pass the seconds that are made audible at once.")
-        told = Texts(prompt, **texts)
+    def _check_words(self, texts: Texts) -> None:
         own = getattr(self._model, "text_encoder", None)
         encoder = own if self.text_encoder is None else self.text_encoder
-        check_words(encoder, self.tokenizer, told.prompts + told.negatives)
-        count = told.count
-        check_generator(generator, count * each, "clip")
-        self._check_melody(melody_features, count)
-        clip = None
-        if audio is not None:
-            clip = prepare_clip(audio, sampling_rate, rate=self.sampling_rate, channels=self.channels)
-            if len(clip) not in (1, count):
-                raise ValueError(
-                    f"audio holds {len(clip)} clips for {count} prompts; pass one for all, or one for each prompt."
-                )
-        elif sampling_rate is not None:
-            raise ValueError(f"sampling_rate={sampling_rate} given without audio; leave it out.")
-        given = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
-        self.plan(audio_length_in_s, extend_stride_in_s, given)
-        return clip
+        check_words(encoder, self.tokenizer, texts.prompts + texts.negatives)
 
     def _check_melody(self, features: Tensor | None, count: int) -> None:
         if features is None:
@@ -275,48 +249,40 @@ class AudioPipeline(AudioParts):
             span=self.sampler.config.get("span", 1) if self._fills_in else 1,
         )
 
-    def encode_prompt(
+    def encode_prompt(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         prompt: str | list[str] | None,
         *,
-        negative_prompt: str | list[str] | None = None,
         num_waveforms_per_prompt: int = 1,
-        prompt_embeds: Tensor | None = None,
-        prompt_attention_mask: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
-        negative_prompt_attention_mask: Tensor | None = None,
         melody_features: Tensor | None = None,
+        **texts: Any,
     ) -> MusicCondition:
-        """Features of the prompts, each repeated for its clips.
-
-        Words the text encoder was not trained on are named in a warning, and stand for nothing in the music. So is the
-        end of a prompt that is longer than the encoder reads.
+        """As `ImagePipeline.encode_prompt`, each repeated for its clips.
 
         Returns:
             MusicCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device, and the
             chroma of the tunes, if given; `negative` of it, of as many rows, where there is a negative prompt.
         """
-        texts = Texts(
-            prompt,
-            prompt_embeds,
-            prompt_attention_mask,
-            negative_prompt,
-            negative_prompt_embeds,
-            negative_prompt_attention_mask,
+        return self._with_melody(
+            self._features(Texts(prompt, **texts), num_waveforms_per_prompt), melody_features
         )
-        device = self._execution_device
-        told = texts.condition(self._features, num_waveforms_per_prompt, device)
-        melody = None
-        if melody_features is not None:
-            melody = melody_features.to(device).repeat_interleave(len(told.mask) // len(melody_features), 0)
+
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> MusicCondition:
+        return self._with_melody(self._features(asked.source, asked.each), args["melody_features"])
+
+    def _with_melody(self, told: TextCondition, melody: Tensor | None) -> MusicCondition:
+        if melody is not None:
+            melody = melody.to(told.mask.device).repeat_interleave(len(told.mask) // len(melody), 0)
         return MusicCondition(told.features, told.mask, melody=melody, negative=told.negative)
 
-    def _features(self, prompts: list[str]) -> TextCondition:
+    def _features(self, texts: Texts, each: int) -> TextCondition:
+        return texts.condition(self._encode, each, self._execution_device)
+
+    def _encode(self, texts: list[str]) -> TextCondition:
         encoder = self.text_encoder
         if hasattr(encoder, "word_ids"):
-            warn_unknown(encoder, prompts, "the music will not tell")
-            return encoder(prompts)
-        inputs = tokenized(self.tokenizer, prompts).to(self._execution_device)
+            return super()._encode(texts)
+        inputs = tokenized(self.tokenizer, texts).to(self._execution_device)
         owner = self._model if encoder is None else self
         with at_hand(self._model if encoder is None else encoder):
             return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
@@ -391,43 +357,14 @@ class AudioPipeline(AudioParts):
             ImportError: a clip at another rate than the codec's, and torchaudio is missing.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        law = self.make_law(
-            guidance_scale=guidance_scale,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            guidance_until=guidance_until,
-        )
-        texts: dict[str, Any] = dict(
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_attention_mask=negative_prompt_attention_mask,
-        )
-        Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
-        clip = self.check_inputs(
-            prompt,
-            audio_length_in_s=audio_length_in_s,
-            extend_stride_in_s=extend_stride_in_s,
-            stretch_in_s=stretch_in_s,
-            audio=audio,
-            sampling_rate=sampling_rate,
-            num_waveforms_per_prompt=num_waveforms_per_prompt,
-            generator=generator,
-            output_type=output_type,
-            callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-            melody_features=melody_features,
-            **texts,
-        )
-        asked = dict(num_waveforms_per_prompt=num_waveforms_per_prompt, melody_features=melody_features)
-        condition = self.encode_prompt(prompt, **asked, **texts)
-        given = self._given_codes(clip, len(condition.features))
+        args = locals()
+        asked = self._checked(args)
+        condition, law = self._condition(args, asked), asked.law
+        given = self._given_codes(asked.known, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
         stream = self._stream(output_type, stretch_in_s, callback_on_audio)
-        told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        heard = self._listener(args, asked)
         self._guidance_scale = law.guidance_scale
         drafter = self.drafter if getattr(self.sampler, "needs_drafter", False) else None
         with at_hand(self._model, self._codec, drafter):
@@ -440,7 +377,7 @@ class AudioPipeline(AudioParts):
                 progress_bar=self.progress_bar,
                 stream=stream,
                 streamed=callback_on_audio is not None and not self._fills_in,
-                listener=lambda step, lengths: told(step, lambda: int(lengths.min()), lengths=lengths),
+                listener=lambda step, lengths: heard(step, lambda: int(lengths.min()), lengths=lengths),
                 law=law,
                 generator=generator,
                 **self.sampler_parts(),

@@ -24,14 +24,15 @@ from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.texts import ReadsText
 
 _LONGEST = (
     3600  # seconds of a window: no model is trained on an hour, and what a window needs is allocated at once
 )
 
 
-class AudioParts(VisualPipeline):
+class AudioParts(ReadsText):
     """The components of an `AudioPipeline`, which says what they are.
 
     Raises:
@@ -43,6 +44,10 @@ class AudioParts(VisualPipeline):
     _exclude_from_cpu_offload = ["codec"]
     _optional_components = ["codec", "text_encoder", "tokenizer", "drafter"]
     _callback_tensor_inputs = ["lengths"]
+    _output_types = ("np", "pt", "latent")
+    _sample = "clip"
+    _each = "num_waveforms_per_prompt"
+    _unseen = "the music will not tell"
     _fitting_drafter = (
         "a ColumnEagleDrafter trained for this model (python -m visual_spec.training.column_drafter)"
     )
@@ -52,6 +57,7 @@ class AudioParts(VisualPipeline):
     text_encoder: Any
     tokenizer: Any
 
+    @registers
     def __init__(
         self,
         transformer: MusicgenForCausalLM
@@ -74,27 +80,6 @@ class AudioParts(VisualPipeline):
         drafter: ColumnEagleDrafter | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
         pattern_settings: dict[str, Any] | None = None,
     ):
-        super().__init__()
-        self.register_modules(
-            transformer=transformer,
-            codec=codec,
-            text_encoder=text_encoder,
-            sampler=sampler,
-            tokenizer=tokenizer,
-            drafter=drafter,
-        )
-        self.register_to_config(
-            default_guidance_scale=default_guidance_scale,
-            default_top_k=default_top_k,
-            max_audio_length_in_s=max_audio_length_in_s,
-            pattern=pattern,
-            pattern_settings=pattern_settings,
-            padding=padding,
-            default_temperature=default_temperature,
-            default_top_p=default_top_p,
-            masked=masked,
-            reach=reach,
-        )
         self._check_parts()
 
     # -- what the parts are --------------------------------------------------------------------------------------------

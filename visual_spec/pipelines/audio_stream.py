@@ -11,7 +11,7 @@ from torch import Tensor
 from visual_spec.models.columns.encodec import StreamingDecoder
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
-from visual_spec.pipelines.base import DecodeProgress
+from visual_spec.pipelines.steps import DecodeProgress
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.trace import DecodeTrace
 

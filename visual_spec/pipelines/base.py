@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
@@ -26,8 +26,10 @@ from visual_spec.files.whole import written_whole
 from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
 from visual_spec.models.core.saved import SavedModel, check_loaded, check_transformers_model
+from visual_spec.models.core.settings import whole
 from visual_spec.pipelines.card import COMPANIONS, write_companions
 from visual_spec.pipelines.components import resolved
+from visual_spec.pipelines.constructor import annotated_types
 from visual_spec.pipelines.embedded import (
     embedded_folder,
     embedded_models,
@@ -35,9 +37,11 @@ from visual_spec.pipelines.embedded import (
     part_folder,
     shared_parts,
 )
-from visual_spec.pipelines.facts import LAW_DEFAULTS, PipelineFacts
+from visual_spec.pipelines.facts import LAW_DEFAULTS, LAW_SETTINGS, PipelineFacts
+from visual_spec.pipelines.inputs import Asked, check_generator
 from visual_spec.pipelines.sampler_text import as_saved
 from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
+from visual_spec.pipelines.steps import StepListener, asked_tensors
 from visual_spec.samplers import registry
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -63,6 +67,8 @@ class VisualPipeline(DiffusionPipeline):
     _num_timesteps: int = 0
     _interrupt: bool = False
     _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
+    _output_types: tuple[str, ...] = ("pil", "np", "pt", "latent")
+    _sample = "picture"  # what it makes, where a generator belongs to each
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -369,6 +375,57 @@ class VisualPipeline(DiffusionPipeline):
         with _no_empty_float32_warning():
             return super().to(*args, **kwargs)
 
+    @classmethod
+    def _get_signature_types(cls) -> dict[str, tuple[Any, ...]]:
+        written = [one.annotation for one in inspect.signature(cls.__init__).parameters.values()]
+        if any(isinstance(one, str) for one in written):
+            return annotated_types(cls)
+        return super()._get_signature_types()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def check_inputs(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse what cannot be drawn or played, before any computation. Arguments as in `__call__`.
+
+        Raises:
+            ValueError, TypeError: names what was given, what is allowed, and what to do.
+        """
+        call = inspect.signature(type(self).__call__).bind(self, *args, **kwargs)
+        call.apply_defaults()
+        self._checked(call.arguments)
+
+    def _checked(self, args: Mapping[str, Any]) -> Asked:
+        """What is asked for, read and checked: every pipeline says how.
+
+        Args:
+            args: of `__call__`, by name.
+        """
+        raise NotImplementedError
+
+    def _law(self, args: Mapping[str, Any]) -> TokenLaw:
+        """The law that the arguments of a call ask for."""
+        return self.make_law(**{name: args[name] for name in LAW_SETTINGS if name in args})
+
+    def _check_call(self, args: Mapping[str, Any], asked: Asked, *parts: str) -> None:
+        """Refuse what no pipeline can do, whatever it draws from; `parts`: components that a call needs."""
+        self.check_complete(*parts)
+        self.check_sampler()
+        whole(asked.each_name, asked.each)
+        output_type = args["output_type"]
+        if output_type not in self._output_types:
+            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(self._output_types)}.")
+        callback, names = (
+            args[name] for name in ("callback_on_step_end", "callback_on_step_end_tensor_inputs")
+        )
+        asked.tensors = asked_tensors(callback, names, self._callback_tensor_inputs)
+        check_generator(args["generator"], asked.count * asked.each, self._sample)
+
+    def _listener(
+        self, args: Mapping[str, Any], asked: Asked, changeable: tuple[str, ...] = ()
+    ) -> StepListener:
+        """What tells the callback of this call about its steps."""
+        return StepListener(self, args["callback_on_step_end"], asked.tensors, changeable)
+
     def check_complete(self, *names: str) -> None:
         """Refuse to draw or play without one of these components.
 
@@ -495,59 +552,3 @@ def _no_empty_float32_warning() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(keep)
-
-
-class DecodeProgress:
-    """Sampler callback: moves a progress bar by committed tokens, and passes each target call on to a listener.
-
-    On CUDA the lengths are copied while the next call runs and shown one call late, so that watching costs no
-    synchronisation. A listener is called at once, and synchronises only if it looks at the tensor; what it returns is
-    passed on to the sampler.
-
-    Args:
-        bar: a tqdm bar over `batch_size * num_tokens` tokens.
-        num_tokens: tokens of one sample.
-        listener: called as (call_index, lengths [B]) after every target call.
-        unit: what is counted.
-    """
-
-    def __init__(
-        self,
-        bar: Any,
-        num_tokens: int,
-        listener: Callable[[int, torch.Tensor], Any] | None = None,
-        *,
-        unit: str = "tokens",
-    ):
-        self.bar = bar
-        bar.unit = f" {unit}"
-        self.num_tokens = num_tokens
-        self.listener = listener
-        self.unit = unit
-        self._pending: tuple[int, torch.Tensor, Any] | None = None
-
-    def __call__(self, call_index: int, lengths: torch.Tensor) -> Any:
-        if not self.bar.disable:
-            if lengths.is_cuda:
-                self.finish()
-                copied = torch.cuda.Event()
-                host = lengths.to("cpu", non_blocking=True)
-                copied.record()
-                self._pending = (call_index, host, copied)
-            else:
-                self._show(call_index, lengths)
-        return None if self.listener is None else self.listener(call_index, lengths)
-
-    def finish(self) -> None:
-        """Show the copy that is still on its way, if any."""
-        if self._pending is not None:
-            call_index, lengths, copied = self._pending
-            copied.synchronize()
-            self._pending = None
-            self._show(call_index, lengths)
-
-    def _show(self, call_index: int, lengths: torch.Tensor) -> None:
-        committed = int(lengths.clamp(max=self.num_tokens).sum())
-        per_call = committed / lengths.shape[0] / (call_index + 1)  # the prefill is call 0
-        self.bar.set_postfix_str(f"{per_call:.2f} {self.unit} per call", refresh=False)
-        self.bar.update(committed - self.bar.n)

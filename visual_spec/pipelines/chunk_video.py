@@ -20,13 +20,12 @@ from visual_spec.models.core.settings import whole
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import CachePolicy, HeadBudgets
-from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.diffusers_video import check_policy, read_text
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.shown import ShownPictures
-from visual_spec.pipelines.texts import Texts, warn_unknown
-from visual_spec.pipelines.token_image import OUTPUT_TYPES
+from visual_spec.pipelines.texts import ReadsText, Texts
 from visual_spec.pipelines.video_files import pixels_of, write_video
 from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, RolloutTrace, roll_out
 
@@ -63,7 +62,7 @@ class ChunkVideoPipelineOutput(BaseOutput):
         return write_video(path, pixels_of(self.frames[index]), self.frame_rate, overwrite=overwrite)
 
 
-class ChunkVideoPipeline(VisualPipeline):
+class ChunkVideoPipeline(ReadsText):
     """Draws clips as long as one likes, chunk after chunk, with a cache of frames that a policy bounds.
 
     Latents are small frames of three colours in -1 to 1. So there is no decoder: they are enlarged by cubic
@@ -93,10 +92,10 @@ class ChunkVideoPipeline(VisualPipeline):
 
     model_cpu_offload_seq = "text_encoder->transformer"
 
-    transformer: Any
-    text_encoder: Any
+    _unseen = "the clip will not show it"
     sampler = None  # of tokens; here a policy stands in its place
 
+    @registers
     def __init__(
         self,
         transformer: WanTransformer3DModel,
@@ -110,18 +109,6 @@ class ChunkVideoPipeline(VisualPipeline):
         default_shift: float = 3.0,
         frame_rate: float = 8.0,
     ):
-        super().__init__()
-        self.register_modules(transformer=transformer, text_encoder=text_encoder)
-        self.register_to_config(
-            chunk=chunk,
-            training_frames=training_frames,
-            frame_size=frame_size,
-            scale=scale,
-            default_policy=default_policy,
-            default_steps=default_steps,
-            default_shift=default_shift,
-            frame_rate=frame_rate,
-        )
         self.image_processor = ShownPictures()
         if self.transformer is None:
             return  # it encodes prompts
@@ -164,7 +151,7 @@ class ChunkVideoPipeline(VisualPipeline):
         level_shift = self.config["default_shift"] if shift is None else shift
         return ChunkSchedule(self.config["chunk"], tuple(asked), level_shift)
 
-    def check_inputs(
+    def check_inputs(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         prompt: str | list[str] | None,
         *,
@@ -189,8 +176,8 @@ class ChunkVideoPipeline(VisualPipeline):
             raise ValueError(
                 f"num_frames={num_frames} is no multiple of the chunk of {schedule.chunk} frames; pass {near}."
             )
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
+        if output_type not in self._output_types:
+            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(self._output_types)}.")
         told = Texts(prompt, prompt_embeds)
         if prompt_embeds is None:
             check_own_words(self.text_encoder, told.prompts)
@@ -272,7 +259,7 @@ class ChunkVideoPipeline(VisualPipeline):
         result = frames, latents, trace, self.frame_rate
         return ChunkVideoPipelineOutput(*result) if return_dict else result  # type: ignore[return-value]
 
-    def encode_prompt(
+    def encode_prompt(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         prompt: str | list[str] | None,
         num_videos_per_prompt: int = 1,
@@ -283,13 +270,7 @@ class ChunkVideoPipeline(VisualPipeline):
         Words the text encoder was not trained on, and the end of a prompt that is too long, are named in a warning.
         """
 
-        def encode(prompts: list[str]) -> Any:
-            warn_unknown(self.text_encoder, prompts, "the clip will not show it")
-            return self.text_encoder(prompts)
-
-        reader = self.text_encoder if self.transformer is None else self.transformer
-        texts = Texts(prompt, prompt_embeds)
-        return texts.condition(encode, num_videos_per_prompt, self._execution_device, reader.dtype).features
+        return self._features(Texts(prompt, prompt_embeds), num_videos_per_prompt).features
 
     def decode_latents(self, latents: Tensor, output_type: str = "pil") -> Any:
         """Clips of latents [B, 3, T, h, w] in the form `output_type` asks for (see `ChunkVideoPipelineOutput`)."""

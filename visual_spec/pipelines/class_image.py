@@ -1,20 +1,25 @@
 """Class to image by next-token models: label -> tokens -> picture."""
 
-from typing import Self
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.models.core.checkpoints import Source
-from visual_spec.models.drafters.eagle import EagleDrafter
-from visual_spec.models.drafters.mulo import MultiscaleDrafter
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.labels import DrawsClasses, Labels, one_of
+from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.labels import DrawsClasses, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.steps import StepCallback
-from visual_spec.pipelines.token_image import TokenImagePipeline, load_official, own_sampler
+from visual_spec.pipelines.token_image import TokenImagePipeline
+
+if TYPE_CHECKING:
+    from visual_spec.models.core.checkpoints import Source
+    from visual_spec.models.drafters.eagle import EagleDrafter
+    from visual_spec.models.drafters.mulo import MultiscaleDrafter
+    from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+    from visual_spec.models.next_token.llamagen_vq import VQModel
+    from visual_spec.pipelines.repaint import Pictures
 
 
 class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
@@ -42,7 +47,9 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
     model_cpu_offload_seq = "drafter->transformer->vq_model"
     _optional_components = ["drafter"]
 
-    # `from_pipe` hands a model on only if it is of exactly one of the annotated classes.
+    _of_texts = "ImagePipeline"
+
+    @registers
     def __init__(
         self,
         transformer: LlamaGenTransformer,
@@ -53,11 +60,8 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         default_top_k: int = 0,
         drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
     ):
-        super().__init__()
-        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, drafter=drafter)
-        self.register_to_config(id2label=None if id2label is None else list(id2label))
-        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        self.check_names("ImagePipeline")
+        self._finish_init()
+        self._check_draws_classes()
 
     @classmethod
     def from_official(
@@ -84,43 +88,12 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         Raises:
             ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.core.checkpoints`).
         """
+        from visual_spec.pipelines.families.llamagen import load_official, own_sampler
+
         model, tokenizer, defaults = load_official(
             transformer, vq_model, image_size=image_size, dtype=dtype, text=False
         )
         return cls(model, tokenizer, sampler or own_sampler(model), id2label, **defaults)
-
-    def check_inputs(
-        self,
-        labels: Labels,
-        *,
-        height: int | None = None,
-        width: int | None = None,
-        num_images_per_label: int = 1,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        output_type: str = "pil",
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: list[str] | None = None,
-    ) -> None:
-        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
-
-        Raises:
-            ValueError, TypeError: names what was given, what is allowed, and what to do.
-        """
-        self._check_drawing(
-            height=height,
-            width=width,
-            pictures_each=num_images_per_label,
-            pictures_each_name="num_images_per_label",
-            output_type=output_type,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
-        )
-        check_generator(generator, len(self.label_ids(labels)) * num_images_per_label)
-
-    def encode_prompt(self, labels: Labels, *, num_images_per_prompt: int = 1) -> torch.Tensor:
-        """The condition of labels: class numbers, long [labels * num_images_per_prompt], on the pipeline's device."""
-        ids = torch.tensor(self.label_ids(labels), device=self._execution_device)
-        return ids.repeat_interleave(num_images_per_prompt)
 
     @torch.no_grad()
     def __call__(
@@ -128,6 +101,9 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         labels: Labels | None = None,
         *,
         class_labels: Labels | None = None,
+        image: Pictures | None = None,
+        mask: Pictures | None = None,
+        strength: float | None = None,
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
@@ -153,35 +129,4 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
 
         All other arguments, and the errors, are those of `ImagePipeline.__call__`.
         """
-        asked: Labels = one_of(labels=labels, class_labels=class_labels)
-        if num_images_per_label is None and num_images_per_prompt is None:
-            num_images_per_label = 1
-        each = one_of(num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt)
-        law = self.make_law(
-            guidance_scale=guidance_scale,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            guidance_until=guidance_until,
-        )
-        self.check_inputs(
-            asked,
-            height=height,
-            width=width,
-            num_images_per_label=each,
-            generator=generator,
-            output_type=output_type,
-            callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-        )
-        condition = self.encode_prompt(asked, num_images_per_prompt=each)
-        return self._draw(
-            condition,
-            len(condition),
-            law=law,
-            generator=generator,
-            output_type=output_type,
-            return_dict=return_dict,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
-        )
+        return self._run(locals())

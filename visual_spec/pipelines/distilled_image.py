@@ -1,28 +1,30 @@
 """Pictures by students of Distilled Decoding: condition and noise -> all tokens in one call or two -> picture."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from einops import rearrange
 
-from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer
-from visual_spec.models.next_token.llamagen_student import LlamaGenStudent, load_llamagen_student
-from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.core.law import TokenLaw
+
+if TYPE_CHECKING:
+    from visual_spec.models.core.checkpoints import Source
+    from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+    from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
+    from visual_spec.models.next_token.llamagen_vq import VQModel
+    from visual_spec.models.text.caption_encoder import CaptionEncoder
 
 
 class StudentPipeline(TokenImagePipeline):
@@ -91,10 +93,9 @@ class StudentPipeline(TokenImagePipeline):
             parts: dict[str, Any] = {"codebook": self.vq_model.quantize.codes}
         return parts if self.teacher is None else parts | {"teacher": self.teacher}
 
-    def _draw(self, *args: Any, **kwargs: Any) -> ImagePipelineOutput:
+    def _used(self, parts: Mapping[str, Any]) -> tuple[Any, ...]:
         draws = self.sampler.config.get("teacher_from") is not None
-        with at_hand(self.teacher if draws else None):
-            return super()._draw(*args, **kwargs)
+        return (self.teacher,) if draws else ()
 
     @torch.no_grad()
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
@@ -141,7 +142,9 @@ class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
 
     model_cpu_offload_seq = "teacher->transformer->vq_model"
     _optional_components = ["teacher"]
+    _of_texts = "DistilledTextImagePipeline"
 
+    @registers
     def __init__(
         self,
         transformer: LlamaGenStudent,
@@ -152,11 +155,8 @@ class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
         default_top_k: int = 0,
         teacher: LlamaGenTransformer | None = None,
     ):
-        VisualPipeline.__init__(self)
-        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
-        self.register_to_config(id2label=None if id2label is None else list(id2label))
-        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        self.check_names("DistilledTextImagePipeline")
+        self._finish_init()
+        self._check_draws_classes()
 
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -182,6 +182,9 @@ class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
         Raises:
             ValueError, OSError: a file that is none of these; says what it is.
         """
+        from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer
+        from visual_spec.models.next_token.llamagen_student import load_llamagen_student
+
         model = load_llamagen_student(transformer, dtype=dtype)
         tokenizer = load_tokenizer(vq_model, dtype=dtype)
         side = model.grid.width * tokenizer.patch_size
@@ -223,7 +226,9 @@ class DistilledTextImagePipeline(StudentPipeline, ImagePipeline):
 
     model_cpu_offload_seq = "text_encoder->teacher->transformer->vq_model"
     _optional_components = ["text_encoder", "teacher"]
+    _of_classes = "DistilledImagePipeline"
 
+    @registers
     def __init__(
         self,
         transformer: LlamaGenStudent,
@@ -234,17 +239,8 @@ class DistilledTextImagePipeline(StudentPipeline, ImagePipeline):
         default_top_k: int = 0,
         teacher: LlamaGenTransformer | None = None,
     ):
-        VisualPipeline.__init__(self)
-        self.register_modules(
-            transformer=transformer,
-            vq_model=vq_model,
-            text_encoder=text_encoder,
-            sampler=sampler,
-            teacher=teacher,
-        )
-        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        if self.transformer is not None and self.transformer.config["num_classes"] is not None:
-            raise ValueError("the student draws from class labels; use DistilledImagePipeline.")
+        self._finish_init()
+        self._check_reads_text()
 
     @classmethod
     def from_official(cls, *files: Any, **settings: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,5 +1,7 @@
 """Pictures by students of VAR: class and noise -> the tokens of all scales in one call or two -> picture."""
 
+from __future__ import annotations
+
 import os
 from itertools import pairwise
 from typing import Any, Self
@@ -12,8 +14,8 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_student import VARStudent, load_var_student
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
-from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.distilled_image import StudentPipeline
 from visual_spec.pipelines.sampler_text import make_sampler
 
@@ -45,7 +47,9 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
     model_cpu_offload_seq = "teacher->transformer"
     _exclude_from_cpu_offload = ["vq_model"]  # a teacher reads its maps
     _optional_components = ["teacher"]
+    _of_texts = ""
 
+    @registers
     def __init__(
         self,
         transformer: VARStudent,
@@ -56,11 +60,8 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
         default_top_k: int = 900,
         teacher: VARTransformer | None = None,
     ):
-        VisualPipeline.__init__(self)
-        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
-        self.register_to_config(id2label=None if id2label is None else list(id2label))
-        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        self.check_names()
+        self._finish_init()
+        self._check_draws_classes()
 
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]

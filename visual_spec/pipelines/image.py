@@ -1,36 +1,34 @@
 """Text to image by next-token models: caption -> features -> tokens -> picture."""
 
-import math
+from __future__ import annotations
+
 import os
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.files.pictures import unit_pixels
-from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
-from visual_spec.models.drafters.eagle import EagleDrafter
-from visual_spec.models.drafters.mulo import MultiscaleDrafter
-from visual_spec.models.next_token.controlar import (
-    ControlARTransformer,
-    ControlledCondition,
-    is_controlar,
-    load_controlar_checkpoint,
-)
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer
-from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.models.text.t5_features import T5Features
-from visual_spec.pipelines.inputs import check_generator, check_own_words
+from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.inputs import Asked
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.repaint import Pictures, listed
 from visual_spec.pipelines.steps import StepCallback
-from visual_spec.pipelines.texts import Texts, warn_unknown
-from visual_spec.pipelines.token_image import TokenImagePipeline, load_official, own_sampler
+from visual_spec.pipelines.texts import ReadsText, Texts
+from visual_spec.pipelines.token_image import TokenImagePipeline
+
+if TYPE_CHECKING:
+    from visual_spec.models.core.checkpoints import Source
+    from visual_spec.models.drafters.eagle import EagleDrafter
+    from visual_spec.models.drafters.mulo import MultiscaleDrafter
+    from visual_spec.models.next_token.controlar import ControlARTransformer
+    from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+    from visual_spec.models.next_token.llamagen_vq import VQModel
+    from visual_spec.models.text.caption_encoder import CaptionEncoder
+    from visual_spec.models.text.t5_features import T5Features
+    from visual_spec.pipelines.repaint import Pictures
 
 
-class ImagePipeline(TokenImagePipeline):
+class ImagePipeline(ReadsText, TokenImagePipeline):
     """Draws pictures from prompts.
 
     Args:
@@ -57,9 +55,8 @@ class ImagePipeline(TokenImagePipeline):
     model_cpu_offload_seq = "text_encoder->drafter->transformer->vq_model"
     _optional_components = ["text_encoder", "drafter"]
 
-    text_encoder: Any
-
     # `from_pipe` hands a model on only if it is of exactly one of the annotated classes.
+    @registers
     def __init__(
         self,
         transformer: LlamaGenTransformer | ControlARTransformer | None,
@@ -72,22 +69,8 @@ class ImagePipeline(TokenImagePipeline):
         default_temperature: float = 1.0,
         default_top_p: float = 1.0,
     ):
-        super().__init__()
-        self.register_modules(
-            transformer=transformer,
-            vq_model=vq_model,
-            text_encoder=text_encoder,
-            sampler=sampler,
-            drafter=drafter,
-        )
-        self._finish_init(
-            default_guidance_scale=default_guidance_scale,
-            default_temperature=default_temperature,
-            default_top_k=default_top_k,
-            default_top_p=default_top_p,
-        )
-        if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
-            raise ValueError("the transformer draws from class labels; use ClassImagePipeline.")
+        self._finish_init()
+        self._check_reads_text()
 
     @classmethod
     def from_official(
@@ -120,141 +103,38 @@ class ImagePipeline(TokenImagePipeline):
         Raises:
             ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.core.checkpoints`).
         """
-        checkpoint = transformer if isinstance(transformer, Checkpoint) else read_checkpoint(transformer)
-        if is_controlar(checkpoint.weights):
-            model: Any = load_controlar_checkpoint(checkpoint, image_size=image_size, dtype=dtype)
-            tokenizer = load_tokenizer(vq_model, image_size=model.control_size[0], dtype=dtype)
-            defaults = {"default_guidance_scale": 4.0, "default_top_k": 2000}
-        else:
-            model, tokenizer, defaults = load_official(
-                checkpoint, vq_model, image_size=image_size, dtype=dtype, text=True
-            )
-        if isinstance(text_encoder, (str, os.PathLike)):
-            text_encoder = T5Features.from_pretrained(
-                text_encoder,
-                torch_dtype=dtype,
-                max_words=model.prefix_length,
-                cache_folder=feature_cache,
-            )
-        return cls(model, tokenizer, text_encoder, sampler or own_sampler(model), **defaults)
+        from visual_spec.pipelines.families import llamagen
 
-    def check_inputs(
-        self,
-        prompt: str | list[str] | None,
-        *,
-        control: Pictures | None = None,
-        control_strength: float = 1.0,
-        height: int | None = None,
-        width: int | None = None,
-        num_images_per_prompt: int = 1,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        output_type: str = "pil",
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **texts: Any,
-    ) -> None:
-        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
-
-        Raises:
-            ValueError, TypeError: names what was given, what is allowed, and what to do.
-        """
-        told = Texts(prompt, **texts)
-        height, width = self._check_control(control, control_strength, told.count, height, width)
-        self._check_drawing(
-            height=height,
-            width=width,
-            pictures_each=num_images_per_prompt,
-            pictures_each_name="num_images_per_prompt",
-            output_type=output_type,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
+        model, tokenizer, defaults = llamagen.load_for_texts(
+            transformer, vq_model, image_size=image_size, dtype=dtype
         )
-        check_own_words(self.text_encoder, told.prompts + told.negatives)
-        check_generator(generator, told.count * num_images_per_prompt)
+        encoder = llamagen.load_t5(
+            text_encoder, dtype=dtype, max_words=model.prefix_length, cache_folder=feature_cache
+        )
+        return cls(model, tokenizer, encoder, sampler or llamagen.own_sampler(model), **defaults)
 
-    def _check_control(
-        self, control: Pictures | None, strength: float, count: int, height: int | None, width: int | None
-    ) -> tuple[int | None, int | None]:
-        """Refuse control pictures that do not fit, or for a model that reads none. Arguments as in `__call__`.
+    def _sized(self, args: Mapping[str, Any]) -> Any:
+        control, strength = args.get("control"), args.get("control_strength", 1.0)
+        if hasattr(self.transformer, "control_size"):
+            from visual_spec.pipelines.families import controlar
 
-        Returns:
-            Height and width of the pictures that are drawn: of the control, where there is one.
-        """
-        if not isinstance(self.transformer, ControlARTransformer):
-            if control is not None or strength != 1.0:
-                raise ValueError(
-                    "control or control_strength given, but this model reads no control picture; leave them out, or "
-                    "load a ControlAR."
-                )
-            return height, width
-        if control is None:
-            raise ValueError("this model draws along a control picture; pass control.")
-        if not math.isfinite(strength):
-            raise ValueError(f"control_strength={strength}; pass a finite number, 1 for the trained one.")
-        pictures = listed(control)
-        if len(pictures) not in (1, count):
-            raise ValueError(f"{len(pictures)} control pictures for {count} prompts; pass 1 or {count}.")
-        sizes = {tuple(unit_pixels(picture, "control").shape[-2:]) for picture in pictures}
-        if len(sizes) > 1:
-            raise ValueError(f"control pictures of several sizes, {sorted(sizes)}; resize them to one.")
-        (own,) = sizes
-        if height not in (None, own[0]) or width not in (None, own[1]):
+            count = Texts.of(args["prompt"], args).count
+            size = controlar.check_control(control, strength, count, args["height"], args["width"])
+            return self.sized(*size)
+        if control is not None or strength != 1.0:
             raise ValueError(
-                f"control of {own[0]} x {own[1]} pixels for a picture of height={height}, width={width}; resize it, or "
-                "leave height and width out."
+                "control or control_strength given, but this model reads no control picture; leave them out, or load a "
+                "ControlAR."
             )
-        return own[0], own[1]
+        return super()._sized(args)
 
-    def _controlled(
-        self, condition: TextCondition, control: Pictures, strength: float
-    ) -> ControlledCondition:
-        """The condition with the control pictures of its rows."""
-        pictures = torch.stack([unit_pixels(picture, "control") for picture in listed(control)])
-        rows = len(condition.features)
-        each = rows if len(pictures) == 1 else rows // len(pictures)
-        return ControlledCondition(
-            condition.features,
-            condition.mask,
-            negative=condition.negative,
-            control=(2 * pictures - 1).repeat_interleave(each, 0).to(condition.features.device),
-            strength=strength,
-        )
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
+        condition = super()._condition(args, asked)
+        if args.get("control") is None:
+            return condition
+        from visual_spec.pipelines.families import controlar
 
-    def encode_prompt(
-        self,
-        prompt: str | list[str] | None,
-        *,
-        negative_prompt: str | list[str] | None = None,
-        num_images_per_prompt: int = 1,
-        prompt_embeds: torch.Tensor | None = None,
-        prompt_attention_mask: torch.Tensor | None = None,
-        negative_prompt_embeds: torch.Tensor | None = None,
-        negative_prompt_attention_mask: torch.Tensor | None = None,
-    ) -> TextCondition:
-        """Features of the prompts, each repeated for its pictures.
-
-        Words the text encoder was not trained on are named in a warning, and stand for nothing in the picture. So is
-        the end of a prompt that is longer than the encoder reads.
-
-        Returns:
-            TextCondition with features [prompts * num_images_per_prompt, T, C] on the pipeline's device; `negative` of
-            it, of as many rows, where there is a negative prompt.
-        """
-        reader = self.text_encoder if self.transformer is None else self.transformer
-
-        def encode(prompts: list[str]) -> TextCondition:
-            warn_unknown(self.text_encoder, prompts, "the picture will not show it")
-            return self.text_encoder(prompts)
-
-        texts = Texts(
-            prompt,
-            prompt_embeds,
-            prompt_attention_mask,
-            negative_prompt,
-            negative_prompt_embeds,
-            negative_prompt_attention_mask,
-        )
-        return texts.condition(encode, num_images_per_prompt, self._execution_device, reader.dtype)
+        return controlar.controlled(condition, args["control"], args["control_strength"])
 
     @torch.no_grad()
     def __call__(
@@ -264,6 +144,9 @@ class ImagePipeline(TokenImagePipeline):
         negative_prompt: str | list[str] | None = None,
         control: Pictures | None = None,
         control_strength: float = 1.0,
+        image: Pictures | None = None,
+        mask: Pictures | None = None,
+        strength: float | None = None,
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
@@ -292,6 +175,14 @@ class ImagePipeline(TokenImagePipeline):
                 for all prompts, or one for each: PIL, numpy [H, W, 3] (uint8, or floats in [0, 1]), or a tensor
                 [3, H, W] in [0, 1].
             control_strength: how strongly; 0 is not at all, 1 as trained.
+            image: for a masked model, a picture to draw into, or one for each prompt: PIL, numpy [H, W, 3] or a tensor
+                [3, H, W] in [0, 1], of the size that the model draws. Tokens that are not drawn anew stay, bit for bit;
+                pixels beside them may change, as the tokenizer's decoder looks around.
+            mask: white (1, True) where the picture is painted anew: inpainting. For outpainting, place the picture on a
+                canvas, and mask the rest of it. PIL, numpy or a tensor [H, W]. A token is drawn anew if the mask
+                touches its patch.
+            strength: share of the tokens (of those under the mask) that are drawn anew, chosen at random: a variation
+                of the picture. None: all of them.
             height, width: pixels; the model draws one size only, and others are refused. A ControlAR draws pictures of
                 the size of their control: any multiples of 16 with at most the tokens of its training.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
@@ -318,46 +209,4 @@ class ImagePipeline(TokenImagePipeline):
             ValueError, TypeError: bad input, before any computation.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        law = self.make_law(
-            guidance_scale=guidance_scale,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            guidance_until=guidance_until,
-        )
-        texts: dict[str, Any] = dict(
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_attention_mask=negative_prompt_attention_mask,
-        )
-        Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
-        self.check_inputs(
-            prompt,
-            control=control,
-            control_strength=control_strength,
-            height=height,
-            width=width,
-            num_images_per_prompt=num_images_per_prompt,
-            generator=generator,
-            output_type=output_type,
-            callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-            **texts,
-        )
-        condition = self.encode_prompt(prompt, num_images_per_prompt=num_images_per_prompt, **texts)
-        if control is not None:
-            condition = self._controlled(condition, control, control_strength)
-            height, width = condition.control.shape[-2:]
-        return self._draw(
-            condition,
-            condition.features.shape[0],
-            law=law,
-            generator=generator,
-            output_type=output_type,
-            return_dict=return_dict,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
-            model=self.sized(height, width),
-        )
+        return self._run(locals())

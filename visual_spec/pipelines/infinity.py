@@ -1,35 +1,34 @@
 """Text to image by Infinity: caption -> T5 features -> bits of token maps, coarse to fine -> picture."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source
-from visual_spec.models.core.offload import at_hand
-from visual_spec.models.core.protocol import area_of
-from visual_spec.models.core.settings import whole
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
 from visual_spec.models.next_scale.infinity_scales import SIZES, scales_for, size_by_name
 from visual_spec.models.next_scale.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
-from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
-from visual_spec.models.next_scale.scale_cache import CompressedVAR
-from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.models.text.t5_features import T5Features
-from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.inputs import check_generator, check_own_words
+from visual_spec.models.next_scale.scale_budget import ScaleBudget
+from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.inputs import Asked
+from visual_spec.pipelines.next_scale import Budget, NextScalePipeline
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.shown import ShownPictures
-from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
-from visual_spec.pipelines.texts import Texts
-from visual_spec.pipelines.token_image import OUTPUT_TYPES
+from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.texts import ReadsText
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import ScaleWiseSampler, Stage, drawn_stages
+from visual_spec.samplers.scales import ScaleWiseSampler, Stage
+
+if TYPE_CHECKING:
+    from visual_spec.models.text.t5_features import T5Features
 
 
-class InfinityPipeline(VisualPipeline):
+class InfinityPipeline(ReadsText, NextScalePipeline):
     """Draws pictures of prompts by next-scale prediction of bits.
 
     Args:
@@ -59,12 +58,9 @@ class InfinityPipeline(VisualPipeline):
     model_cpu_offload_seq = "text_encoder->transformer"
     _exclude_from_cpu_offload = ["vq_model"]
     _optional_components = ["text_encoder"]
-    _callback_tensor_inputs = ["canvas"]
+    _token = "bits"
 
-    transformer: Any
-    vq_model: Any
-    text_encoder: Any
-
+    @registers
     def __init__(
         self,
         transformer: InfinityTransformer | None,
@@ -76,17 +72,9 @@ class InfinityPipeline(VisualPipeline):
         default_top_p: float = 0.97,
         budget: ScaleBudget | dict[str, Any] | None = None,
     ):
-        super().__init__()
-        self.register_modules(
-            transformer=transformer, vq_model=vq_model, text_encoder=text_encoder, sampler=sampler
-        )
-        self.register_to_config(
-            default_guidance_scale=default_guidance_scale,
-            default_temperature=default_temperature,
-            default_top_p=default_top_p,
-        )
         self.image_processor = ShownPictures()
-        self._check_models()
+        if transformer is not None and vq_model is not None:
+            self._check_models()
         self.compress(budget)
 
     @classmethod
@@ -119,17 +107,15 @@ class InfinityPipeline(VisualPipeline):
         Raises:
             ValueError, OSError: a file that is none of these (says what it is), or one whose name tells no size.
         """
+        from visual_spec.pipelines.families.llamagen import load_t5
+
         scales = scales_for(infinity_size(transformer) if size is None else size, ratio)
         model = load_infinity_checkpoint(transformer, scales=scales, dtype=dtype)
         tokenizer = load_infinity_vq_checkpoint(vq_model, scales=scales, dtype=dtype)
-        if isinstance(text_encoder, (str, os.PathLike)):
-            text_encoder = T5Features.from_pretrained(
-                text_encoder,
-                torch_dtype=dtype,
-                max_words=model.config["caption_length"],
-                cache_folder=feature_cache,
-                clean=False,
-            )
+        length = model.config["caption_length"]
+        text_encoder = load_t5(
+            text_encoder, dtype=dtype, max_words=length, cache_folder=feature_cache, clean=False
+        )
         guidance, temperature = (3.0, 1.0) if tokenizer.config["patchify"] else (4.0, 0.5)
         return cls(
             model,
@@ -142,18 +128,7 @@ class InfinityPipeline(VisualPipeline):
 
     # -- what it is made of ------------------------------------------------------------------------------------------
 
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of the pictures in pixels."""
-        return self.vq_model.image_size
-
-    @property
-    def budget(self) -> ScaleBudget | None:
-        """What the cache may keep; None: everything."""
-        saved = self.config["budget"]
-        return saved if saved is None or isinstance(saved, ScaleBudget) else ScaleBudget.from_dict(saved)
-
-    def compress(self, budget: ScaleBudget | Mapping[str, Any] | None = None) -> Self:
+    def compress(self, budget: Budget = None) -> Self:
         """Decode with a compressed cache from now on (ScaleKV), also when saved and loaded; None: with a whole one.
 
         Returns the pipeline.
@@ -161,17 +136,11 @@ class InfinityPipeline(VisualPipeline):
         Raises:
             ValueError: a budget for another model.
         """
-        if budget is not None and not isinstance(budget, ScaleBudget):
-            budget = ScaleBudget.from_dict(budget)
-        if budget is not None and self.transformer is not None:
-            check_budget(budget, self.transformer.scales, self.transformer.config["num_layers"])
-        self.register_to_config(budget=None if budget is None else budget.to_dict())
+        self.register_to_config(budget=self._saved_budget(budget, self.transformer))
         return self
 
     def _check_models(self) -> None:
         model, tokenizer = self.transformer, self.vq_model
-        if model is None or tokenizer is None:
-            return  # it encodes prompts, or decodes a canvas
         given, wanted = ((tuple(part.scales), part.code_dim) for part in (model, tokenizer))
         if given != wanted:
             raise ValueError(
@@ -209,75 +178,23 @@ class InfinityPipeline(VisualPipeline):
 
         With a sampler that measures, the compressed transformer is compared with itself uncompressed.
         """
-        model = self.transformer if self.budget is None else CompressedVAR(self.transformer, self.budget)
+        model = self._compressed(self.transformer, self.budget)
         stages = [Stage(model, range(scale, scale + 1), law) for scale, law in enumerate(laws)]
         if self.budget is not None and self.sampler.config["measure"]:
             # The whole cache draws scale 0 alike: nothing is read there.
             stages[0] = Stage(self.transformer, range(1), laws[0])
         return stages
 
-    def check_inputs(
-        self,
-        prompt: str | list[str] | None,
-        *,
-        num_images_per_prompt: int = 1,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        output_type: str = "pil",
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
-        **texts: Any,
-    ) -> None:
-        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
+    def _law(self, args: Mapping[str, Any]) -> Any:
+        return self.make_laws(args["guidance_scale"], args["temperature"], args["top_p"])
 
-        Raises:
-            ValueError, TypeError: names what was given, what is allowed, and what to do.
-        """
-        self.check_sampler()
-        self._check_models()
-        count = num_images_per_prompt
-        whole("num_images_per_prompt", count)
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
-        told = Texts(prompt, **texts)
-        check_own_words(self.text_encoder, told.prompts + told.negatives)
-        check_generator(generator, told.count * count)
+    def _stages(self, args: Mapping[str, Any], asked: Asked) -> list[Stage]:
+        return self.stages(asked.law)
 
-    def encode_prompt(
-        self,
-        prompt: str | list[str] | None,
-        *,
-        negative_prompt: str | list[str] | None = None,
-        num_images_per_prompt: int = 1,
-        prompt_embeds: torch.Tensor | None = None,
-        prompt_attention_mask: torch.Tensor | None = None,
-        negative_prompt_embeds: torch.Tensor | None = None,
-        negative_prompt_attention_mask: torch.Tensor | None = None,
-    ) -> TextCondition:
-        """What the transformer is told: features of the prompts, each repeated for its pictures.
-
-        The end of a prompt that is longer than the encoder reads is cut off, with a warning.
-
-        Returns:
-            TextCondition with features [prompts * num_images_per_prompt, T, C] on the pipeline's device; `negative` of
-            it, of as many rows, where there is a negative prompt.
-        """
-        reader = self.text_encoder if self.transformer is None else self.transformer
-        texts = Texts(
-            prompt,
-            prompt_embeds,
-            prompt_attention_mask,
-            negative_prompt,
-            negative_prompt_embeds,
-            negative_prompt_attention_mask,
-        )
-        return texts.condition(self.text_encoder, num_images_per_prompt, self._execution_device, reader.dtype)
-
-    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of a canvas [B, D, h, w], finished or as a callback sees it, in the form `output_type` asks for."""
-        if output_type == "latent":
-            return canvas
-        return self.image_processor.postprocess(self.vq_model.decode_canvas(canvas), output_type=output_type)
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
+        condition = super()._condition(args, asked)
+        self.transformer.check_condition(condition, len(condition.mask))
+        return condition
 
     @torch.no_grad()
     def __call__(
@@ -328,59 +245,7 @@ class InfinityPipeline(VisualPipeline):
             ValueError, TypeError: a request that cannot be served; refused before any computation.
             FloatingPointError: logits that are not finite; names the slot.
         """
-        self.check_complete("transformer", "vq_model", "sampler")
-        laws = self.make_laws(guidance_scale, temperature, top_p)
-        texts: dict[str, Any] = dict(
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_attention_mask=negative_prompt_attention_mask,
-        )
-        guided = any(law.guided for law in laws)
-        Texts(prompt, **texts).check_guided(guided, laws[0].guidance_scale)
-        self.check_inputs(
-            prompt,
-            num_images_per_prompt=num_images_per_prompt,
-            generator=generator,
-            output_type=output_type,
-            callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-            **texts,
-        )
-        stages = self.stages(laws)
-        drawn = self.vq_model.scales[: drawn_stages(self.sampler, stages)[-1].scales.stop]
-        condition = self.encode_prompt(prompt, num_images_per_prompt=num_images_per_prompt, **texts)
-        batch_size = len(condition.mask)
-        self.transformer.check_condition(condition, batch_size)
-        sizes = [area_of(side) * self.vq_model.tokens_per_place for side in drawn]
-        scales = [one.guidance_scale for one in laws]
-        self._guidance_scale = scales[0] if len(set(scales)) == 1 else scales
-        self._num_timesteps = len(sizes)
-        told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ["canvas"])
-        models, total = (self.transformer, self.vq_model), batch_size * sum(sizes)
-        with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
-            bar.unit = " bits"
-
-            def after_scale(scale: int, canvas: torch.Tensor) -> Any:
-                bar.update(batch_size * sizes[scale])
-                return told(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas)
-
-            result = self.sampler(
-                stages,
-                self.vq_model,
-                condition,
-                law=laws[0],
-                generator=generator,
-                batch_size=batch_size,
-                callback=after_scale,
-            )
-        self.last_trace = result.trace
-        images = self.decode_canvas(result.canvas, output_type)
-        self.maybe_free_model_hooks()
-        if not return_dict:
-            return images, result.tokens, result.trace  # type: ignore[return-value]
-        return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)
+        return self._run(locals())
 
 
 def infinity_size(transformer: Source) -> int:

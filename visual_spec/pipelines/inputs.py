@@ -1,8 +1,34 @@
-"""Checks of what several pipelines are given: prompts, generators, callbacks."""
+"""What several pipelines are given: prompts, generators, callbacks."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass
+class Asked:
+    """What a call asks for, read and checked.
+
+    Attributes:
+        source: what the samples are drawn from: `Texts`, class numbers, or None for nothing.
+        count: prompts or classes.
+        each: samples of each of them; as `each_name` in the call.
+        law: the law of a token, or of each scale.
+        model: what draws: the transformer, for the size that is asked for, or who draws which scales.
+        known: the clip that music goes on from, or None.
+        tensors: names of the tensors that the callback is given.
+    """
+
+    source: Any
+    count: int
+    each: int
+    each_name: str
+    law: Any
+    model: Any = None
+    known: Any = None
+    tensors: Sequence[str] = ()
 
 
 def check_own_words(text_encoder: Any, texts: list[str]) -> None:

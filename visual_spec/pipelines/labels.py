@@ -1,11 +1,15 @@
-"""Class labels: numbers, or names where they are known."""
+"""Pipelines that draw classes: numbers, or names where they are known."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.inputs import Asked
 
 Labels = int | str | Sequence[int | str]
 
@@ -75,29 +79,46 @@ class ClassNames:
         return "numbers from 0" if self.num_classes is None else f"0 to {self.num_classes - 1}"
 
 
-class DrawsClasses:
-    """What pipelines share whose pictures are of classes: a part of `VisualPipeline`."""
+class DrawsClasses(VisualPipeline):
+    """What pipelines share whose pictures are of classes."""
 
     transformer: Any
-    config: Any
+
+    _of_texts = ""  # what takes a transformer of captions; "": no such transformer fits
+
+    def _check_draws_classes(self) -> None:
+        """Refuse a transformer that draws no classes, or other names than one of each class.
+
+        Raises:
+            ValueError: says so.
+        """
+        if (
+            self._of_texts
+            and self.transformer is not None
+            and self.transformer.config.get("num_classes") is None
+        ):
+            raise ValueError(f"the transformer draws from captions; use {self._of_texts}.")
+        self.class_names()
+
+    def _asked(self, args: Mapping[str, Any]) -> Asked:
+        labels = one_of(labels=args["labels"], class_labels=args["class_labels"])
+        each = {name: args[name] for name in ("num_images_per_label", "num_images_per_prompt")}
+        count = 1 if all(one is None for one in each.values()) else one_of(**each)
+        law, ids = self._law(args), self.label_ids(labels)
+        return Asked(ids, len(ids), count, "num_images_per_label", law)
+
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Tensor:
+        return self.encode_prompt(asked.source, num_images_per_prompt=asked.each)
+
+    def encode_prompt(self, labels: Labels, *, num_images_per_prompt: int = 1) -> Tensor:
+        """The condition of labels: class numbers, long [labels * num_images_per_prompt], on the pipeline's device."""
+        ids = torch.tensor(self.label_ids(labels), device=self._execution_device)
+        return ids.repeat_interleave(num_images_per_prompt)
 
     @property
     def num_classes(self) -> Any:
         """Number of classes, labelled 0 to num_classes - 1; None while the pipeline has no transformer."""
         return None if self.transformer is None else self.transformer.config["num_classes"]
-
-    def check_names(self, other: str = "") -> None:
-        """Refuse a transformer that draws no classes, or other names than one of each class.
-
-        Args:
-            other: the pipeline for captions.
-
-        Raises:
-            ValueError: says so.
-        """
-        if other and self.transformer is not None and self.transformer.config.get("num_classes") is None:
-            raise ValueError(f"the transformer draws from captions; use {other}.")
-        self.class_names()
 
     def class_names(self) -> ClassNames:
         """What the classes are called."""

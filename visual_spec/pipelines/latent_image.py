@@ -1,5 +1,7 @@
 """Class to image by models of continuous tokens: label -> vectors, each drawn by a small diffusion head -> picture."""
 
+from __future__ import annotations
+
 from typing import Any, Self
 
 import torch
@@ -15,10 +17,9 @@ from visual_spec.models.continuous.mar_checkpoint import (
     load_mar_checkpoint,
 )
 from visual_spec.models.core.offload import at_hand
-from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.pipelines.shown import ShownPictures
 
 
 class LatentImagePipeline(ClassImagePipeline):
@@ -46,10 +47,12 @@ class LatentImagePipeline(ClassImagePipeline):
     model_cpu_offload_seq = "drafter->transformer->vae"
     _optional_components = ["drafter"]
     _tokenizer_part = "vae"
+    _of_texts = ""
     _fitting_drafter = "a model trained by `python scripts/train mar --size small`"
 
     vae: Any
 
+    @registers
     def __init__(
         self,
         transformer: MARTransformer | CausalLatentTransformer,
@@ -59,16 +62,10 @@ class LatentImagePipeline(ClassImagePipeline):
         default_guidance_scale: float = 3.0,
         drafter: MARTransformer | CausalLatentTransformer | None = None,
     ):
-        VisualPipeline.__init__(self)
-        self.register_modules(transformer=transformer, vae=vae, sampler=sampler, drafter=drafter)
-        self.register_to_config(
-            id2label=None if id2label is None else list(id2label),
-            default_guidance_scale=default_guidance_scale,
-        )
-        self.image_processor = ShownPictures()
-        self.check_names()
-        if self.transformer is None or self.vae is None:
-            return
+        self._finish_init()
+        self._check_draws_classes()
+
+    def _check_fit(self) -> None:
         if self.vae.config["latent_channels"] != self.transformer.token_dim:
             raise ValueError(
                 f"the transformer draws tokens of {self.transformer.token_dim} numbers, but the autoencoder decodes "

@@ -1,5 +1,8 @@
 """Pictures of nothing in particular by MAGE (Li et al., CVPR 2023), which draws without a condition."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -8,10 +11,10 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
-from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.masked_image import given_parts
+from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.inputs import Asked
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.repaint import Pictures, check_repainting
+from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.core.masked_presets import PRESETS
@@ -37,6 +40,7 @@ class MageImagePipeline(TokenImagePipeline):
 
     model_cpu_offload_seq = "transformer->vq_model"
 
+    @registers
     def __init__(
         self,
         transformer: MageTransformer,
@@ -45,9 +49,7 @@ class MageImagePipeline(TokenImagePipeline):
         default_top_k: int = 0,
         default_guidance_scale: float = 1.0,
     ):
-        super().__init__()
-        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler)
-        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
+        self._finish_init()
 
     @classmethod
     def from_official(
@@ -78,6 +80,12 @@ class MageImagePipeline(TokenImagePipeline):
         tokenizer.register_to_config(image_size=model.grid.width * tokenizer.patch_size)
         return cls(model, tokenizer, sampler or MaskedSampler(**PRESETS["mage"].settings))
 
+    def _asked(self, args: Mapping[str, Any]) -> Asked:
+        return Asked(None, 1, args["num_images"], "num_images", self._law(args))
+
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> None:
+        return None
+
     @torch.no_grad()
     def __call__(
         self,
@@ -102,27 +110,4 @@ class MageImagePipeline(TokenImagePipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
-        law = self.make_law(temperature=temperature, top_k=top_k, top_p=top_p)
-        self._check_drawing(
-            height=height,
-            width=width,
-            pictures_each=num_images,
-            pictures_each_name="num_images",
-            output_type=output_type,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
-        )
-        check_generator(generator, num_images)
-        check_repainting(self.image_size, image, mask, strength, 1)
-        given = given_parts(self, image, mask, strength, count=1, each=num_images, generator=generator)
-        return self._draw(
-            None,
-            num_images,
-            law=law,
-            generator=generator,
-            output_type=output_type,
-            return_dict=return_dict,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
-            **given,
-        )
+        return self._run(locals())

@@ -38,10 +38,11 @@ from visual_spec.models.masked.maskgct_checkpoint import (
 )
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 from visual_spec.pipelines.audio_files import prepare_clip, write_audio
-from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, check_sampler
+from visual_spec.pipelines.base import VisualPipeline, check_sampler
+from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
+from visual_spec.pipelines.steps import DecodeProgress, StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_presets import PRESETS
@@ -112,6 +113,7 @@ class MaskgctPipeline(VisualPipeline):
     speech_encoder: Any
     semantic_codec: Any
 
+    @registers
     def __init__(
         self,
         semantic: SemanticNetwork,
@@ -128,24 +130,6 @@ class MaskgctPipeline(VisualPipeline):
         default_acoustic_temperature: float = 1.5,
         default_acoustic_top_k: int = 21,
     ):
-        super().__init__()
-        self.register_modules(
-            semantic=semantic,
-            acoustic_first=acoustic_first,
-            acoustic_rest=acoustic_rest,
-            codec=codec,
-            sampler=sampler,
-            acoustic_sampler=acoustic_sampler,
-            speech_encoder=speech_encoder,
-            semantic_codec=semantic_codec,
-        )
-        self.register_to_config(
-            default_guidance_scale=default_guidance_scale,
-            default_temperature=default_temperature,
-            default_top_k=default_top_k,
-            default_acoustic_temperature=default_acoustic_temperature,
-            default_acoustic_top_k=default_acoustic_top_k,
-        )
         check_networks(acoustic_first, acoustic_rest)
         for name, found, wanted in [
             ("semantic codes", semantic.config["vocab_size"], acoustic_rest.config["semantic_codes"]),
@@ -428,7 +412,9 @@ class MaskgctPipeline(VisualPipeline):
         """
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
+        names = asked_tensors(
+            callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs
+        )
         self.check_sampler()
         check_sampler(self.acoustic_sampler, self.calls)
         phones = self.check_inputs(phones)
@@ -447,7 +433,7 @@ class MaskgctPipeline(VisualPipeline):
         self._check_fit(self.acoustic_sampler, self._acoustic_decoder(1), acoustic_law, len(phones))
 
         self._guidance_scale, self._num_timesteps = chosen["guidance_scale"], max(lengths)
-        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        listener = StepListener(self, callback_on_step_end, names)
         said = [torch.cat(pair) for pair in zip(prompt_phones, phones, strict=True)]
         condition = SemanticCondition(said, told, lengths, **guidance)
         result = self._decode(self.sampler, decoder, condition, law, generator, listener, 0)

@@ -21,18 +21,18 @@ Pictures = Picture | Sequence[Picture]
 
 
 def check_repainting(
-    size: tuple[int, int], image: Pictures | None, mask: Pictures | None, strength: float | None, count: int
+    pipe: Any, image: Pictures | None, mask: Pictures | None, strength: float | None, count: int
 ) -> None:
     """Refuse what cannot be repainted, before any computation.
 
     Args:
-        size: height and width of the model's pictures.
+        pipe: a `TokenImagePipeline`.
         image, mask, strength: as `known_tokens`.
         count: pictures that are drawn from different prompts or classes.
 
     Raises:
         ValueError: a mask or strength without an image, an image with neither, another size than the model's, another
-            number of images than 1 or `count`, or a strength outside of (0, 1].
+            number of images than 1 or `count`, a strength outside of (0, 1], or a sampler that cannot keep tokens.
         TypeError: something that is no picture.
     """
     if image is None:
@@ -49,6 +49,12 @@ def check_repainting(
         raise ValueError(
             f"strength={strength}; pass the share of tokens to draw anew, above 0 and at most 1."
         )
+    if "given" not in getattr(pipe.sampler, "takes", ()):
+        raise ValueError(
+            f"{type(pipe.sampler).__name__} keeps no tokens of a picture; set pipe.sampler to a MaskedSampler, which "
+            "masked models take, or leave image out."
+        )
+    size = pipe.image_size
     for name, value in (("image", image), ("mask", mask)):
         if value is None:
             continue
@@ -71,10 +77,10 @@ def known_tokens(
     image: Pictures,
     mask: Pictures | None,
     strength: float | None,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
     *,
     count: int,
     each: int,
-    generator: torch.Generator | Sequence[torch.Generator] | None,
 ) -> Tensor:
     """Return what a `MaskedSampler` takes as `given`: long [count * each, L], the mask id where a token is drawn.
 
@@ -85,8 +91,8 @@ def known_tokens(
         mask: white, 1 or True where it is painted anew: PIL, numpy or tensor [H, W], see `unit_pixels`. A token is
             drawn if the mask touches its patch. None: everywhere.
         strength: the share of these tokens that is drawn, chosen at random; None: all.
-        count, each: prompts or classes, and the pictures of each.
         generator: of the draws; chooses the tokens too.
+        count, each: prompts or classes, and the pictures of each.
     """
     vq_model, grid = pipe.vq_model, pipe.transformer.grid
     device = pipe.transformer.device

@@ -1,7 +1,9 @@
 """Class to image scale by scale (VAR): label -> token maps, coarse to fine -> picture."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Self
@@ -11,20 +13,20 @@ import torch
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import Within, whole
-from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
-from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
+from visual_spec.models.next_scale.scale_budget import ScaleBudget
+from visual_spec.models.next_scale.scale_cache import calibrate
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
-from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.labels import DrawsClasses, Labels, one_of
+from visual_spec.pipelines.inputs import Asked, check_generator
+from visual_spec.pipelines.labels import DrawsClasses, Labels
+from visual_spec.pipelines.next_scale import Budget, NextScalePipeline, read_budget
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.pipelines.shown import ShownPictures
-from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
-from visual_spec.pipelines.token_image import OUTPUT_TYPES
+from visual_spec.pipelines.steps import StepCallback
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import (
     CODE_LAW,
@@ -34,11 +36,10 @@ from visual_spec.samplers.scales import (
     ScaleWiseSampler,
     Stage,
     code_stages,
-    drawn_stages,
 )
 
 
-class ScaleImagePipeline(DrawsClasses, VisualPipeline):
+class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
     """Draws pictures of classes by next-scale prediction: with one model, or with two (CoDe).
 
     Args:
@@ -74,12 +75,8 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
     model_cpu_offload_seq = "transformer"
     _exclude_from_cpu_offload = ["vq_model", "refiner"]
     _optional_components = ["refiner"]
-    _callback_tensor_inputs = ["canvas"]
 
-    transformer: Any
-    vq_model: Any
-    refiner: Any
-
+    @registers
     def __init__(
         self,
         transformer: VARTransformer,
@@ -98,27 +95,15 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
         warm_temperature: float = 1.0,
         num_warm_scales: int = CODE_WARM_SCALES,
     ):
-        super().__init__()
-        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, refiner=refiner)
-        self.register_to_config(
-            id2label=None if id2label is None else list(id2label),
-            default_guidance_scale=default_guidance_scale,
-            default_top_k=default_top_k,
-            default_top_p=default_top_p,
-            num_draft_scales=num_draft_scales,
-            refiner_guidance_scale=refiner_guidance_scale,
-            refiner_first_scale=refiner_first_scale,
-            warm_temperature=warm_temperature,
-            num_warm_scales=num_warm_scales,
-        )
         if not (math.isfinite(warm_temperature) and warm_temperature > 0):
             raise ValueError(f"warm_temperature={warm_temperature!r}; pass a finite number above 0.")
         if type(num_warm_scales) is not int or num_warm_scales < 0:
             raise ValueError(f"num_warm_scales={num_warm_scales!r}; pass an integer of at least 0.")
         self.refiner_law(self.make_law())  # refuses a guidance scale that is none
         self.image_processor = ShownPictures()
-        self.check_names()
-        self._check_models()
+        self._check_draws_classes()
+        if transformer is not None and vq_model is not None:
+            self._check_models()
         first, last = refiner_first_scale, 1 if transformer is None else len(transformer.scales) - 1
         if transformer is None:
             pass  # it reads labels, or decodes tokens
@@ -185,25 +170,11 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
         return replace(super().facts_of(settings, sampler), plain_sampler=plain, stored_as=stored)
 
     @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of the pictures in pixels."""
-        return (self.vq_model.image_size, self.vq_model.image_size)
-
-    @property
-    def budget(self) -> ScaleBudget | None:
-        """What the transformer's cache may keep; None: everything."""
-        return _read_budget(self.config["budget"])
-
-    @property
     def refiner_budget(self) -> ScaleBudget | None:
         """What the refiner's cache may keep; None: everything."""
-        return _read_budget(self.config["refiner_budget"])
+        return read_budget(self.config["refiner_budget"])
 
-    def compress(
-        self,
-        budget: ScaleBudget | Mapping[str, Any] | None = None,
-        refiner_budget: ScaleBudget | Mapping[str, Any] | None = None,
-    ) -> Self:
+    def compress(self, budget: Budget = None, refiner_budget: Budget = None) -> Self:
         """Decode with compressed caches from now on (ScaleKV), also when saved and loaded.
 
         Without arguments, with whole ones again. Returns the pipeline.
@@ -211,20 +182,14 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
         Raises:
             ValueError: a budget for another model, or one for a refiner that there is not.
         """
-        saved = {}
-        for name, given, model in [
-            ("budget", budget, self.transformer),
-            ("refiner_budget", refiner_budget, self.refiner),
-        ]:
-            read = _read_budget(given)
-            if read is not None and model is None and self.transformer is not None:
-                raise ValueError(
-                    "refiner_budget given, but this pipeline has no refiner; set pipe.refiner first."
-                )
-            if read is not None and model is not None:
-                check_budget(read, model.scales, model.config["num_layers"])
-            saved[name] = None if read is None else read.to_dict()
-        self.register_to_config(**saved)
+        if refiner_budget is not None and self.refiner is None and self.transformer is not None:
+            raise ValueError(
+                "refiner_budget given, but this pipeline has no refiner; set pipe.refiner first."
+            )
+        self.register_to_config(
+            budget=self._saved_budget(budget, self.transformer),
+            refiner_budget=self._saved_budget(refiner_budget, self.refiner),
+        )
         return self
 
     def calibrate(
@@ -274,11 +239,6 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
         self.maybe_free_model_hooks()
         return found[0], found[1] if len(found) > 1 else None
 
-    def encode_prompt(self, labels: Labels, *, num_images_per_prompt: int = 1) -> torch.Tensor:
-        """The condition of labels: class numbers, long [labels * num_images_per_prompt], on the pipeline's device."""
-        ids = torch.tensor(self.label_ids(labels), device=self._execution_device)
-        return ids.repeat_interleave(num_images_per_prompt)
-
     def refiner_law(self, law: TokenLaw) -> TokenLaw:
         """The law of the refiner where that of the call is `law`.
 
@@ -290,8 +250,6 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
 
     def _check_models(self) -> None:
         tokenizer = self.vq_model
-        if self.transformer is None or tokenizer is None:
-            return
         wanted = (tuple(tokenizer.scales), tokenizer.codebook_size, tokenizer.code_dim)
         for name in ("transformer", "refiner"):
             model = getattr(self, name)
@@ -344,13 +302,13 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
                 count if self.refiner is None else max(1, count - 2, self.config["refiner_first_scale"] or 1)
             )
         self._check_split(split)
-        large = self.transformer if self.budget is None else CompressedVAR(self.transformer, self.budget)
+        large = self._compressed(self.transformer, self.budget)
         if split == count:
             stages = [Stage(large, range(count))]
         else:
             law = law or self.make_law()
-            own = self.refiner_law(law)
-            stages = code_stages(large, self._small(), split, small_law=None if own == law else own)
+            own, small = self.refiner_law(law), self._compressed(self.refiner, self.refiner_budget)
+            stages = code_stages(large, small, split, small_law=None if own == law else own)
         if self.budget is not None and self.sampler.config["measure"] and count > 1:
             # Against the transformer with its whole cache, which draws scale 0 alike: nothing is read there.
             rest = [] if split == 1 else [Stage(large, range(1, split))]
@@ -380,54 +338,10 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
 
         return draw
 
-    def _small(self) -> Any:
-        small: Any = self.refiner
-        if self.refiner_budget is not None:
-            small = CompressedVAR(small, self.refiner_budget)
-        return small
-
     # -- drawing -----------------------------------------------------------------------------------------------------
 
-    def check_inputs(
-        self,
-        labels: Labels,
-        *,
-        height: int | None = None,
-        width: int | None = None,
-        num_images_per_label: int = 1,
-        num_draft_scales: int | None = None,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        output_type: str = "pil",
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
-    ) -> None:
-        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
-
-        Raises:
-            ValueError, TypeError: names what was given, what is allowed, and what to do.
-        """
-        self.check_complete("transformer", "vq_model", "sampler")
-        self.check_sampler()
-        self._check_models()
-        self.stages(num_draft_scales)
-        size = self.image_size
-        if height not in (None, size[0]) or width not in (None, size[1]):
-            raise ValueError(
-                f"height={height}, width={width}, but this model draws {size[0]} x {size[1]} pixels; leave height and "
-                "width out."
-            )
-        count = num_images_per_label
-        whole("num_images_per_label", count)
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
-        check_generator(generator, len(self.label_ids(labels)) * count)
-
-    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of a canvas [B, D, h, w], finished or as a callback sees it, in the form `output_type` asks for."""
-        if output_type == "latent":
-            return canvas
-        return self.image_processor.postprocess(self.vq_model.decode_canvas(canvas), output_type=output_type)
+    def _stages(self, args: Mapping[str, Any], asked: Asked) -> list[Stage]:
+        return self.stages(args["num_draft_scales"], law=asked.law)
 
     @torch.no_grad()
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
@@ -494,52 +408,4 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
             ValueError, TypeError: a request that cannot be served; refused before any computation.
             FloatingPointError: logits that are not finite; names the slot.
         """
-        asked: Labels = one_of(labels=labels, class_labels=class_labels)
-        if num_images_per_label is None and num_images_per_prompt is None:
-            num_images_per_label = 1
-        each = one_of(num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt)
-        law = self.make_law(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
-        self.check_inputs(
-            asked,
-            height=height,
-            width=width,
-            num_images_per_label=each,
-            num_draft_scales=num_draft_scales,
-            generator=generator,
-            output_type=output_type,
-            callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-        )
-        stages = self.stages(num_draft_scales, law=law)
-        drawn = self.vq_model.scales[: drawn_stages(self.sampler, stages)[-1].scales.stop]
-        condition = self.encode_prompt(asked, num_images_per_prompt=each)
-        told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ["canvas"])
-        sizes = [side * side for side in drawn]
-        self._guidance_scale, self._num_timesteps = law.guidance_scale, len(sizes)
-        models, total = (self.transformer, self.refiner, self.vq_model), len(condition) * sum(sizes)
-        with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
-            bar.unit = " tokens"
-
-            def after_scale(scale: int, canvas: torch.Tensor) -> Any:
-                bar.update(len(condition) * sizes[scale])
-                return told(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas)
-
-            result = self.sampler(
-                stages,
-                self.vq_model,
-                condition,
-                law=law,
-                generator=generator,
-                batch_size=len(condition),
-                callback=after_scale,
-            )
-        self.last_trace = result.trace
-        images = self.decode_canvas(result.canvas, output_type)
-        self.maybe_free_model_hooks()
-        if not return_dict:
-            return images, result.tokens, result.trace  # type: ignore[return-value]
-        return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)
-
-
-def _read_budget(given: ScaleBudget | Mapping[str, Any] | None) -> ScaleBudget | None:
-    return given if given is None or isinstance(given, ScaleBudget) else ScaleBudget.from_dict(given)
+        return self._run(locals())

@@ -1,4 +1,4 @@
-"""`callback_on_step_end` of a call, and `pipe._interrupt`, which ends it."""
+"""What follows the steps of a call: `callback_on_step_end`, `pipe._interrupt`, which ends it, and the progress bar."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepListener:
     Args:
         pipe: the pipeline; its `_interrupt` is cleared.
         callback: called as (pipe, step, timestep, tensors); None: nothing is called.
-        names: of the tensors that it asks for; None: all of them.
+        names: of the tensors that it asks for, as `asked_tensors` gives them.
         changeable: of the tensors that it may replace, by returning a dictionary with others.
     """
 
@@ -28,11 +28,10 @@ class StepListener:
         self,
         pipe: Any,
         callback: StepCallback | None,
-        names: Sequence[str] | None,
+        names: Sequence[str],
         changeable: Sequence[str] = (),
     ) -> None:
-        self.pipe, self.callback, self.changeable = pipe, callback, changeable
-        self.names = asked_tensors(callback, names, pipe._callback_tensor_inputs)
+        self.pipe, self.callback, self.names, self.changeable = pipe, callback, names, changeable
         pipe._interrupt = False
 
     def __call__(self, step: int, timestep: Callable[[], int], **tensors: Tensor) -> Any:
@@ -101,3 +100,59 @@ def asked_tensors(callback: Any, names: Sequence[str] | None, allowed: Sequence[
     if unknown:
         raise ValueError(f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {list(allowed)}.")
     return names
+
+
+class DecodeProgress:
+    """Sampler callback: moves a progress bar by committed tokens, and passes each target call on to a listener.
+
+    On CUDA the lengths are copied while the next call runs and shown one call late, so that watching costs no
+    synchronisation. A listener is called at once, and synchronises only if it looks at the tensor; what it returns is
+    passed on to the sampler.
+
+    Args:
+        bar: a tqdm bar over `batch_size * num_tokens` tokens.
+        num_tokens: tokens of one sample.
+        listener: called as (call_index, lengths [B]) after every target call.
+        unit: what is counted.
+    """
+
+    def __init__(
+        self,
+        bar: Any,
+        num_tokens: int,
+        listener: Callable[[int, Tensor], Any] | None = None,
+        *,
+        unit: str = "tokens",
+    ):
+        self.bar = bar
+        bar.unit = f" {unit}"
+        self.num_tokens = num_tokens
+        self.listener = listener
+        self.unit = unit
+        self._pending: tuple[int, Tensor, Any] | None = None
+
+    def __call__(self, call_index: int, lengths: Tensor) -> Any:
+        if not self.bar.disable:
+            if lengths.is_cuda:
+                self.finish()
+                copied = torch.cuda.Event()
+                host = lengths.to("cpu", non_blocking=True)
+                copied.record()
+                self._pending = (call_index, host, copied)
+            else:
+                self._show(call_index, lengths)
+        return None if self.listener is None else self.listener(call_index, lengths)
+
+    def finish(self) -> None:
+        """Show the copy that is still on its way, if any."""
+        if self._pending is not None:
+            call_index, lengths, copied = self._pending
+            copied.synchronize()
+            self._pending = None
+            self._show(call_index, lengths)
+
+    def _show(self, call_index: int, lengths: Tensor) -> None:
+        committed = int(lengths.clamp(max=self.num_tokens).sum())
+        per_call = committed / lengths.shape[0] / (call_index + 1)  # the prefill is call 0
+        self.bar.set_postfix_str(f"{per_call:.2f} {self.unit} per call", refresh=False)
+        self.bar.update(committed - self.bar.n)

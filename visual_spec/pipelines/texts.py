@@ -1,11 +1,11 @@
-"""What a text pipeline is told: prompts and negative prompts, or features in place of them."""
+"""Pipelines that draw from texts: prompts and negative prompts, or features in place of them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.cutting import warn_cut
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.inputs import Asked, check_own_words
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ class Texts:
                 f"{self.num_negatives} negative prompts for {self.count} prompts; pass one for all of them, or one for "
                 "each."
             )
+
+    @classmethod
+    def of(cls, prompt: Any, args: Mapping[str, Any]) -> Self:
+        """The texts of a prompt, unless it is these already; `args`: the other arguments by name, and others beside."""
+        if isinstance(prompt, cls):
+            return prompt
+        return cls(prompt, **{one.name: args[one.name] for one in fields(cls)[1:] if one.name in args})
 
     @property
     def prompts(self) -> list[str]:
@@ -126,6 +135,68 @@ class Texts:
                 own, own + others, self.negative_prompt_embeds, self.negative_prompt_attention_mask, repeats
             )
         return told
+
+
+class ReadsText(VisualPipeline):
+    """What pipelines share that draw from texts, whatever they draw."""
+
+    transformer: Any
+    text_encoder: Any
+
+    _each = "num_images_per_prompt"
+    _unseen = "the picture will not show it"  # of a word that the text encoder does not know
+    _of_classes = "ClassImagePipeline"  # what takes a transformer of classes
+
+    def _check_reads_text(self) -> None:
+        if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
+            raise ValueError(f"the transformer draws from class labels; use {self._of_classes}.")
+
+    def _asked(self, args: Mapping[str, Any]) -> Asked:
+        law, texts = self._law(args), Texts.of(args["prompt"], args)
+        laws = law if isinstance(law, list) else [law]
+        texts.check_guided(any(one.guided for one in laws), laws[0].guidance_scale)
+        return Asked(texts, texts.count, args[self._each], self._each, law)
+
+    def _check_call(self, args: Mapping[str, Any], asked: Asked, *parts: str) -> None:
+        super()._check_call(args, asked, *parts)
+        self._check_words(asked.source)
+
+    def _check_words(self, texts: Texts) -> None:
+        check_own_words(self.text_encoder, texts.prompts + texts.negatives)
+
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
+        return self._features(asked.source, asked.each)
+
+    def _features(self, texts: Texts, each: int) -> TextCondition:
+        """What the transformer reads: the features of texts on its device, those of each `each` times."""
+        reader = self.text_encoder if self.transformer is None else self.transformer
+        return texts.condition(self._encode, each, self._execution_device, reader.dtype)
+
+    def _encode(self, texts: list[str]) -> TextCondition:
+        warn_unknown(self.text_encoder, texts, self._unseen)
+        return self.text_encoder(texts)
+
+    def encode_prompt(
+        self,
+        prompt: str | list[str] | None,
+        *,
+        negative_prompt: str | list[str] | None = None,
+        num_images_per_prompt: int = 1,
+        prompt_embeds: Tensor | None = None,
+        prompt_attention_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+    ) -> Any:
+        """Features of the prompts, each repeated for its pictures.
+
+        Words the text encoder was not trained on are named in a warning, and stand for nothing in the picture. So is
+        the end of a prompt that is longer than the encoder reads.
+
+        Returns:
+            TextCondition with features [prompts * num_images_per_prompt, T, C] on the pipeline's device; `negative` of
+            it, of as many rows, where there is a negative prompt.
+        """
+        return self._features(Texts.of(prompt, locals()), num_images_per_prompt)
 
 
 def warn_unknown(encoder: Any, texts: list[str], effect: str) -> None:

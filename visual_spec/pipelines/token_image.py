@@ -1,51 +1,41 @@
-"""What the pipelines that draw one picture per grid of tokens share: input checks, decoding, tokens to pixels."""
+"""The body of pipelines that draw pictures or clips of a grid of tokens: checks, decoding, tokens to pixels."""
 
-import os
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from einops import rearrange
 
-from visual_spec.models.core import any_order
-from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.core.settings import whole
-from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
-from visual_spec.models.next_token.llamagen_checkpoint import load_pair, official_defaults
-from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.inputs import Asked
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.shown import ShownPictures
-from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
-from visual_spec.samplers.core.law import TokenLaw
-
-OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+from visual_spec.pipelines.steps import DecodeProgress
 
 
 class TokenImagePipeline(VisualPipeline):
-    """A next-token model over image tokens, the tokenizer that turns them into pictures, and a sampler.
+    """A model over image tokens, the tokenizer that turns them into pictures, and a sampler.
 
-    Subclasses register `transformer`, `vq_model` and `sampler`, and say what a picture is drawn from.
+    Subclasses register `transformer`, `vq_model` and `sampler`, and draw from texts (`ReadsText`), classes
+    (`DrawsClasses`) or nothing.
     """
 
     _callback_tensor_inputs = ["lengths"]
 
     _tokenizer_part = "vq_model"  # the component that turns tokens into pictures
+    _output: Any = ImagePipelineOutput
 
     transformer: Any
     vq_model: Any
     drafter: Any
 
-    def _finish_init(self, **law: float) -> None:
-        """To be called when the components are registered: checks that they fit each other.
-
-        Args:
-            law: the defaults of the law's settings, by the names of the constructor's arguments.
-        """
-        self.register_to_config(**law)
+    def _finish_init(self) -> None:
+        """To be called when the components are registered: checks that they fit each other."""
         self.image_processor = ShownPictures()
-        if self.transformer is None or self.vq_model is None:
+        if self.transformer is None or getattr(self, self._tokenizer_part) is None:
             return  # it encodes prompts, or decodes tokens
         self._check_fit()
 
@@ -74,30 +64,14 @@ class TokenImagePipeline(VisualPipeline):
         grid = self.transformer.grid
         return grid.height * self._patch, grid.width * self._patch
 
-    def _check_drawing(
-        self,
-        *,
-        height: int | None,
-        width: int | None,
-        pictures_each: Any,
-        pictures_each_name: str,
-        output_type: str,
-        callback: Any,
-        callback_tensors: Sequence[str] | None,
-    ) -> None:
-        """Refuse what no picture can be drawn with, whatever it is drawn from."""
-        self.check_complete("transformer", self._tokenizer_part, "sampler")
-        self.check_sampler()
-        self.sized(height, width)
-        whole(pictures_each_name, pictures_each)
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        asked_tensors(callback, callback_tensors, self._callback_tensor_inputs)
-
     def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
         if self.transformer is None or getattr(self, self._tokenizer_part) is None:
             return None
         return self.transformer, self.sampler_parts()
+
+    def _sized(self, args: Mapping[str, Any]) -> Any:
+        """The transformer over the pictures or clips that a call asks for."""
+        return self.sized(args["height"], args["width"])
 
     def sized(self, height: int | None = None, width: int | None = None) -> Any:
         """Return the transformer over pictures of this size in pixels; None is the model's own.
@@ -150,81 +124,75 @@ class TokenImagePipeline(VisualPipeline):
             pictures = self.vq_model.decode_tokens(tokens, *([] if size is None else [size]))
         return self.image_processor.postprocess(pictures, output_type=output_type)
 
-    def _draw(
-        self,
-        condition: Any,
-        batch_size: int,
-        *,
-        law: TokenLaw,
-        generator: torch.Generator | list[torch.Generator] | None,
-        output_type: str,
-        return_dict: bool,
-        callback: StepCallback | None,
-        callback_tensors: Sequence[str] | None,
-        model: Any = None,
-        **given: Any,
-    ) -> ImagePipelineOutput:
-        """Decode `batch_size` pictures, with a progress bar, and turn them into pixels.
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
-        `model`: what draws the tokens, in place of the transformer. `given`: what the sampler takes beside, other than
-        `sampler_parts`.
+    def _asked(self, args: Mapping[str, Any]) -> Asked:
+        """What a call draws from, its law, and how many samples it makes."""
+        raise NotImplementedError
+
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
+        """What the model draws from, a row for each sample."""
+        raise NotImplementedError
+
+    def _checked(self, args: Mapping[str, Any]) -> Asked:
+        asked = self._asked(args)
+        self._check_call(args, asked, "transformer", self._tokenizer_part, "sampler")
+        asked.model = self._sized(args)
+        picture = [args.get(name) for name in ("image", "mask", "strength")]
+        if any(part is not None for part in picture):
+            from visual_spec.pipelines.repaint import check_repainting  # most calls draw whole pictures
+
+            check_repainting(self, *picture, asked.count)
+        return asked
+
+    def _run(self, args: Mapping[str, Any]) -> Any:
+        """Draw: check, decode with a progress bar, turn tokens into pixels.
+
+        Args:
+            args: of `__call__`, by name.
         """
-        model = self.transformer if model is None else model
-        told = StepListener(self, callback, callback_tensors)
+        asked = self._checked(args)
+        condition = self._condition(args, asked)
+        model, law, count = asked.model, asked.law, asked.count * asked.each
+        parts = self.sampler_parts()
+        if args.get("image") is not None:
+            from visual_spec.pipelines.repaint import known_tokens
+
+            picture = [args[name] for name in ("image", "mask", "strength", "generator")]
+            parts["given"] = known_tokens(self, *picture, count=asked.count, each=asked.each)
+        heard = self._listener(args, asked)
 
         def listen(step: int, lengths: torch.Tensor) -> Any:
-            return told(step, lambda: int(lengths.min()), lengths=lengths)
+            return heard(step, lambda: int(lengths.min()), lengths=lengths)
 
         num_tokens = self._num_timesteps = model.grid.num_tokens
         self._guidance_scale = law.guidance_scale
-        parts = self.sampler_parts() | given
-        models = model, parts.get("drafter")
-        with at_hand(*models), self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
+        used = model, *self._used(parts)
+        with at_hand(*used), self.progress_bar(total=count * num_tokens) as bar:  # type: ignore[call-arg]
             progress = DecodeProgress(bar, num_tokens, listen, unit=self.unit)
             result = self.sampler(
                 model,
                 condition,
                 law=law,
-                generator=generator,
-                batch_size=batch_size,
+                generator=args["generator"],
+                batch_size=count,
                 callback=progress,
                 **parts,
             )
             progress.finish()
         self.last_trace = result.trace
         size, own = ((grid.height, grid.width) for grid in (model.grid, self.transformer.grid))
-        images = self.decode_tokens(result.tokens, output_type, **({} if size == own else {"size": size}))
+        made = self.decode_tokens(
+            result.tokens, args["output_type"], **({} if size == own else {"size": size})
+        )
         self.maybe_free_model_hooks()
-        if not return_dict:
-            return images, result.tokens, result.trace  # type: ignore[return-value]
-        return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)
+        output = made, result.tokens, result.trace, *self._more_output()
+        return self._output(*output) if args["return_dict"] else output
 
+    def _used(self, parts: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The models beside the transformer that decoding needs on the device throughout."""
+        return (parts.get("drafter"),)
 
-def own_sampler(model: Any) -> Any:
-    """Return the sampler of a model that none is chosen for: the tokens, or the law, of its own order."""
-    known = {RASTER_ORDER: "speculative-jacobi", any_order.ANY_ORDER: "speculative-any-order"}
-    return make_sampler(known.get(trained_order(model), "ordered"))
-
-
-def load_official(
-    transformer: Source,
-    vq_model: Source,
-    *,
-    image_size: int | None,
-    dtype: torch.dtype | None,
-    text: bool,
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Transformer, tokenizer and the pipeline's defaults from two official LlamaGen files.
-
-    Args:
-        text: whether the pipeline draws from captions (else from class labels).
-
-    Raises:
-        ValueError, OSError: as `load_pair`; a transformer of the other kind.
-    """
-    model, tokenizer = load_pair(transformer, vq_model, image_size=image_size, dtype=dtype)
-    if (model.config["caption_dim"] is not None) != text:
-        kind, other = ("class labels", "ClassImagePipeline") if text else ("captions", "ImagePipeline")
-        path = transformer.path if isinstance(transformer, Checkpoint) else os.fspath(transformer)
-        raise ValueError(f"{path} draws from {kind}; load it with {other}.from_official.")
-    return model, tokenizer, official_defaults(model)
+    def _more_output(self) -> tuple[Any, ...]:
+        """What the output holds after the trace."""
+        return ()

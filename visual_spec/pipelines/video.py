@@ -1,6 +1,9 @@
 """Text to video by models of tokens: caption -> features -> tokens of all frames -> clip."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -9,19 +12,21 @@ from einops import rearrange
 
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import Within, whole
-from visual_spec.models.drafters.eagle import EagleDrafter
-from visual_spec.models.masked.frames import FrameMaskedTransformer
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.pipelines.inputs import check_generator, check_own_words
+from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.output import VideoPipelineOutput
 from visual_spec.pipelines.steps import StepCallback
-from visual_spec.pipelines.texts import Texts, warn_unknown
+from visual_spec.pipelines.texts import ReadsText, Texts
 from visual_spec.pipelines.token_image import TokenImagePipeline
 
+if TYPE_CHECKING:
+    from visual_spec.models.drafters.eagle import EagleDrafter
+    from visual_spec.models.masked.frames import FrameMaskedTransformer
+    from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+    from visual_spec.models.next_token.llamagen_vq import VQModel
+    from visual_spec.models.text.caption_encoder import CaptionEncoder
 
-class VideoPipeline(TokenImagePipeline):
+
+class VideoPipeline(ReadsText, TokenImagePipeline):
     """Draws clips from prompts.
 
     Args:
@@ -51,8 +56,11 @@ class VideoPipeline(TokenImagePipeline):
     model_cpu_offload_seq = "text_encoder->drafter->transformer->vq_model"
     _optional_components = ["text_encoder", "drafter"]
 
-    text_encoder: Any
+    _output = VideoPipelineOutput
+    _each = "num_videos_per_prompt"
+    _unseen = "the clip will not show it"
 
+    @registers
     def __init__(
         self,
         transformer: LlamaGenTransformer | FrameMaskedTransformer | None,
@@ -66,21 +74,7 @@ class VideoPipeline(TokenImagePipeline):
         default_temperature: float = 1.0,
         default_top_p: float = 1.0,
     ):
-        super().__init__()
-        self.register_modules(
-            transformer=transformer,
-            vq_model=vq_model,
-            text_encoder=text_encoder,
-            sampler=sampler,
-            drafter=drafter,
-        )
-        self.register_to_config(frame_rate=frame_rate)
-        self._finish_init(
-            default_guidance_scale=default_guidance_scale,
-            default_temperature=default_temperature,
-            default_top_k=default_top_k,
-            default_top_p=default_top_p,
-        )
+        self._finish_init()
 
     def _check_fit(self) -> None:
         grid, codes = self.transformer.grid, self.vq_model.config["codebook_size"]
@@ -102,60 +96,21 @@ class VideoPipeline(TokenImagePipeline):
         """The most frames of a clip."""
         return self.transformer.grid.frames
 
-    def check_inputs(
-        self,
-        prompt: str | list[str] | None,
-        *,
-        num_frames: int | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        num_videos_per_prompt: int = 1,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        output_type: str = "pil",
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **texts: Any,
-    ) -> None:
-        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
+    def _sized(self, args: Mapping[str, Any]) -> Any:
+        model, count = super()._sized(args), args["num_frames"]
+        if count is None:
+            return model
+        whole("num_frames", count, Within(1, self.num_frames), f"; without it, {self.num_frames}")
+        return self.transformer.first_frames(count)
 
-        Raises:
-            ValueError, TypeError: names what was given, what is allowed, and what to do.
-        """
-        self._check_drawing(
-            height=height,
-            width=width,
-            pictures_each=num_videos_per_prompt,
-            pictures_each_name="num_videos_per_prompt",
-            output_type=output_type,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
-        )
-        if num_frames is not None:
-            whole("num_frames", num_frames, Within(1, self.num_frames), f"; without it, {self.num_frames}")
-        told = Texts(prompt, **texts)
-        check_own_words(self.text_encoder, told.prompts + told.negatives)
-        check_generator(generator, told.count * num_videos_per_prompt)
+    def _more_output(self) -> tuple[float]:
+        return (self.frame_rate,)
 
-    def encode_prompt(
-        self,
-        prompt: str | list[str] | None,
-        *,
-        num_videos_per_prompt: int = 1,
-        **texts: Any,
+    def encode_prompt(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, prompt: str | list[str] | None, *, num_videos_per_prompt: int = 1, **texts: Any
     ) -> TextCondition:
-        """Features of the prompts, each repeated for its clips, [prompts * num_videos_per_prompt, T, C].
-
-        Words the text encoder was not trained on, and the end of a prompt that is too long, are named in a warning.
-        `texts`: the other arguments of `Texts`, as in `__call__`.
-        """
-        reader = self.text_encoder if self.transformer is None else self.transformer
-
-        def encode(prompts: list[str]) -> TextCondition:
-            warn_unknown(self.text_encoder, prompts, "the clip will not show it")
-            return self.text_encoder(prompts)
-
-        told = Texts(prompt, **texts)
-        return told.condition(encode, num_videos_per_prompt, self._execution_device, reader.dtype)
+        """As `ImagePipeline.encode_prompt`, each repeated for its clips, [prompts * num_videos_per_prompt, T, C]."""
+        return self._features(Texts(prompt, **texts), num_videos_per_prompt)
 
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
         """Clips of tokens [B, T * h * w] in the form `output_type` asks for (see `VideoPipelineOutput`)."""
@@ -223,44 +178,4 @@ class VideoPipeline(TokenImagePipeline):
             ValueError, TypeError: bad input, before any computation.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        law = self.make_law(
-            guidance_scale=guidance_scale,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            guidance_until=guidance_until,
-        )
-        texts: dict[str, Any] = dict(
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_attention_mask=negative_prompt_attention_mask,
-        )
-        Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
-        self.check_inputs(
-            prompt,
-            num_frames=num_frames,
-            height=height,
-            width=width,
-            num_videos_per_prompt=num_videos_per_prompt,
-            generator=generator,
-            output_type=output_type,
-            callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-            **texts,
-        )
-        condition = self.encode_prompt(prompt, num_videos_per_prompt=num_videos_per_prompt, **texts)
-        drawn: Any = self._draw(
-            condition,
-            condition.features.shape[0],
-            law=law,
-            generator=generator,
-            output_type=output_type,
-            return_dict=False,
-            callback=callback_on_step_end,
-            callback_tensors=callback_on_step_end_tensor_inputs,
-            model=None if num_frames is None else self.transformer.first_frames(num_frames),
-        )
-        result = *drawn, self.frame_rate
-        return VideoPipelineOutput(*result) if return_dict else result  # type: ignore[return-value]
+        return self._run(locals())

@@ -1,0 +1,135 @@
+"""The body of pipelines that draw pictures scale by scale: checks, compressed caches, decoding, canvas to pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.protocol import area_of
+from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
+from visual_spec.models.next_scale.scale_cache import CompressedVAR
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.inputs import Asked
+from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.samplers.scales import Stage, drawn_stages
+
+Budget = ScaleBudget | Mapping[str, Any] | None
+
+
+class NextScalePipeline(VisualPipeline):
+    """A model over the token maps of all scales, the tokenizer that turns them into pictures, and a sampler."""
+
+    _callback_tensor_inputs = ["canvas"]
+    _token = "tokens"  # what the progress bar counts
+
+    transformer: Any
+    vq_model: Any
+    refiner: Any = None
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the pictures in pixels."""
+        size = self.vq_model.image_size
+        return (size, size) if isinstance(size, int) else size
+
+    # -- compressed caches ---------------------------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> ScaleBudget | None:
+        """What the transformer's cache may keep; None: everything."""
+        return read_budget(self.config["budget"])
+
+    @staticmethod
+    def _saved_budget(budget: Budget, model: Any) -> dict[str, Any] | None:
+        """What is saved of a budget; refuses one for another model than this one."""
+        read = read_budget(budget)
+        if read is not None and model is not None:
+            check_budget(read, model.scales, model.config["num_layers"])
+        return None if read is None else read.to_dict()
+
+    def _compressed(self, model: Any, budget: ScaleBudget | None) -> Any:
+        return model if budget is None else CompressedVAR(model, budget)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _asked(self, args: Mapping[str, Any]) -> Asked:
+        """What a call draws from, its law, or that of each scale, and how many pictures it makes."""
+        raise NotImplementedError
+
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
+        """What the model draws from, a row for each picture."""
+        raise NotImplementedError
+
+    def _check_models(self) -> None:
+        """Refuse models and a tokenizer of other scales or codes than each other's."""
+        raise NotImplementedError
+
+    def _stages(self, args: Mapping[str, Any], asked: Asked) -> list[Stage]:
+        """Who draws which scales in this call, by which law and with which cache."""
+        raise NotImplementedError
+
+    def _checked(self, args: Mapping[str, Any]) -> Asked:
+        self.check_complete("transformer", "vq_model", "sampler")
+        asked = self._asked(args)
+        self._check_call(args, asked)
+        self._check_models()
+        height, width = self.image_size
+        if args.get("height") not in (None, height) or args.get("width") not in (None, width):
+            raise ValueError(
+                f"height={args['height']}, width={args['width']}, but this model draws {height} x {width} pixels; "
+                "leave height and width out."
+            )
+        asked.model = self._stages(args, asked)
+        return asked
+
+    def _run(self, args: Mapping[str, Any]) -> Any:
+        """Draw: check, decode scale by scale with a progress bar, turn the canvas into pixels.
+
+        Args:
+            args: of `__call__`, by name.
+        """
+        asked = self._checked(args)
+        condition, stages, tokenizer = self._condition(args, asked), asked.model, self.vq_model
+        count, laws = asked.count * asked.each, asked.law if isinstance(asked.law, list) else [asked.law]
+        drawn = tokenizer.scales[: drawn_stages(self.sampler, stages)[-1].scales.stop]
+        sizes = [area_of(side) * getattr(tokenizer, "tokens_per_place", 1) for side in drawn]
+        scales = [law.guidance_scale for law in laws]
+        self._guidance_scale = scales[0] if len(set(scales)) == 1 else scales
+        self._num_timesteps = len(sizes)
+        heard = self._listener(args, asked, ("canvas",))
+        models, total = (self.transformer, self.refiner, tokenizer), count * sum(sizes)
+        with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
+            bar.unit = f" {self._token}"
+
+            def after_scale(scale: int, canvas: torch.Tensor) -> Any:
+                bar.update(count * sizes[scale])
+                return heard(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas)
+
+            result = self.sampler(
+                stages,
+                tokenizer,
+                condition,
+                law=laws[0],
+                generator=args["generator"],
+                batch_size=count,
+                callback=after_scale,
+            )
+        self.last_trace = result.trace
+        images = self.decode_canvas(result.canvas, args["output_type"])
+        self.maybe_free_model_hooks()
+        output = images, result.tokens, result.trace
+        return ImagePipelineOutput(*output) if args["return_dict"] else output
+
+    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of a canvas [B, D, h, w], finished or as a callback sees it, in the form `output_type` asks for."""
+        if output_type == "latent":
+            return canvas
+        return self.image_processor.postprocess(self.vq_model.decode_canvas(canvas), output_type=output_type)
+
+
+def read_budget(budget: Budget) -> ScaleBudget | None:
+    """A budget as it is, or as `ScaleBudget.to_dict` wrote it."""
+    return budget if budget is None or isinstance(budget, ScaleBudget) else ScaleBudget.from_dict(budget)
