@@ -55,6 +55,11 @@ def annotated_types(kind: Any) -> dict[str, tuple[Any, ...]]:
             getattr(sys.modules.get(homes[part]), part, None) if part in homes else names.get(part)
             for part in parts
         ]
-        classes = tuple(one for one in found if isinstance(one, type))
+        classes = tuple(kin for one in found if isinstance(one, type) for kin in _with_subclasses(one))
         types[name] = (*classes, type(None)) if classes else (inspect.Signature.empty,)
     return types
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    """A class and those derived from it that are loaded: diffusers compares classes, and knows no subclasses."""
+    return [kind, *(kin for below in kind.__subclasses__() for kin in _with_subclasses(below))]
