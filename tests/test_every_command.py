@@ -8,17 +8,27 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from visual_spec.cli import main
-from visual_spec.pipelines.embedded import embedded_models
+from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.samplers.core.base import STOP, Sampler
+from visual_spec.serving import command as serving
 
 # What a command cannot do with a model, and the words that say so.
 CANNOT = {
     ("generate", "motion_causal"): "chunk by chunk",
     **{(command, "motion_causal"): "ChunkVideoPipeline" for command in ("bench", "eval", "sample")},
+    **{("convert", name): "Pipeline already" for name in embedded_models()},
+    **{("serve", name): "pass --engine ray" for name in embedded_models() if name != "shapes"},
+    **{
+        (command, name): "serve draws pictures"
+        for command in ("serve", "serve --engine ray")
+        for name in embedded_models()
+        if name.startswith(("motion", "tunes"))
+    },
 }
 # What `bench` measures beside plain decoding.
 SAMPLERS = dict.fromkeys(embedded_models(), "speculative-jacobi") | {
@@ -75,17 +85,39 @@ def command_line(command: str, model: str, out: Path) -> list[str]:
                  "--alone", "0", "--out", str(out)],
         "sample": ["--model", model, "--prompts", str(prompts), "--num", "1", "--batch-size", "1",
                    "--out", str(out)],
+        "score": [str(out), "--json"],
+        "report": [str(out), "--out", str(out.with_name("page.html"))],
+        "convert": [str(embedded_folder(model)), "--out", str(out)],
+        "models": [model],
+        "serve": [model],
     }[name]  # fmt: skip
+
+
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens, and no engine starts: what `serve` asks before it does is what is tested."""
+    monkeypatch.setattr(serving, "_required", lambda name: MagicMock())
+    monkeypatch.setattr(serving, "_painter", lambda args: MagicMock())
 
 
 @pytest.mark.parametrize(
     ("command", "name"),
     [
         pytest.param(command, name, marks=[] if name in QUICK.get(command, [name]) else [pytest.mark.slow])
-        for command in ("generate", "bench", "eval", "sample")
+        for command in (
+            "generate",
+            "bench",
+            "eval",
+            "sample",
+            "convert",
+            "models",
+            "serve",
+            "serve --engine ray",
+        )
         for name in embedded_models()
     ],
 )
+@pytest.mark.usefixtures("no_server")
 def test_a_command_works_on_a_model_or_says_why_not(
     command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +128,32 @@ def test_a_command_works_on_a_model_or_says_why_not(
         assert status == 2 and len(lines) == 1 and CANNOT[command, name] in lines[0]
     else:
         assert status == 0 and not lines, said
+
+
+@pytest.mark.parametrize("name", sorted(set(embedded_models()) - {"motion_causal"}))
+def test_samples_of_every_model_are_scored_and_shown(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("sample", "score", "report"):
+        line = command_line(command, name, tmp_path / "out")
+        if command == "sample":
+            line[line.index("--num") + 1] = "4"  # the fewest that have three neighbours
+        if command == "score":
+            line += ["--reference", str(tmp_path / "out")]
+        status = main(line)
+        printed = capsys.readouterr()
+        assert status == 0 and "error" not in printed.err, printed.err
+    page = (tmp_path / "page.html").read_text()
+    assert name in page and PROMPTS.get(name, "a red circle") in page
+
+
+@pytest.mark.parametrize("command", ["score", "report"])
+def test_samples_that_are_not_there_are_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command_line(command, "shapes", tmp_path / "nowhere")) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and str(tmp_path / "nowhere") in lines[0] and "Errno" not in lines[0]
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "eval", "sample", "score"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from visual_spec.families import FAMILIES
+from visual_spec.families import FAMILIES, PIPELINES
 from visual_spec.models.columns.audiocraft import CODEC, LANGUAGE_MODEL, kind_of
 from visual_spec.models.continuous.mar_checkpoint import (
     is_kl16,
@@ -33,6 +33,7 @@ from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline, infinity_size
 from visual_spec.pipelines.latent_image import LatentImagePipeline
+from visual_spec.pipelines.saved_index import INDEX, read_index_file
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
 
@@ -107,8 +108,10 @@ def _named(path: str) -> Any:
 
 
 def _read(path: Path) -> Path | Checkpoint:
-    """A folder as it is, a file read."""
+    """A folder as it is, a file read. Refuses folders that are pipelines of ours already."""
     if path.is_dir():
+        if (path / INDEX).is_file() and (saved := read_index_file(path)["_class_name"]) in PIPELINES:
+            raise ValueError(f"{path} is a {saved} already; load it by its from_pretrained.")
         return path
     content = read_content(path)
     if isinstance(content, Mapping) and "best_state" in content:

@@ -14,6 +14,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from visual_spec.models.core.calls import RASTER
+
 # What vLLM reads when it is imported: one process, so that pairs enter together, and nothing that calls home.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
@@ -59,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     key = args.api_key or os.environ.get("VISUAL_SPEC_API_KEY")
     if key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
         raise ValueError(f"--host {args.host} without a key; pass --api-key, or anybody there may draw.")
+    _check_model(args)
     uvicorn = _required("uvicorn")
     http = _required("visual_spec.serving.http")
     painter = _painter(args)
@@ -68,6 +71,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         painter.close()
     return 0
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Refuse a model or a sampler that the engine does not draw with, before anything is loaded.
+
+    Raises:
+        ValueError: says what is served.
+    """
+    from visual_spec.pipelines.base import check_sampler
+    from visual_spec.pipelines.loading import read_facts
+    from visual_spec.pipelines.sampler_text import make_sampler
+
+    facts = read_facts(args.model)
+    if facts.medium != "image":
+        raise ValueError(f"{args.model} makes {facts.medium}; serve draws pictures.")
+    if args.engine == "vllm" and RASTER not in facts.calls:
+        raise ValueError(
+            f"{args.model} is no next-token model in raster order, which is what vLLM serves; pass --engine ray."
+        )
+    if args.engine == "ray" and args.sampler is not None:
+        try:
+            check_sampler(make_sampler(args.sampler), facts.calls)
+        except TypeError as error:
+            raise ValueError(f"{args.model}: {error}") from error
 
 
 def _painter(args: argparse.Namespace) -> Any:

@@ -417,6 +417,10 @@ def main(
     parser.add_argument("--overwrite", action="store_true", help="replace files that are already there")
     parser.add_argument("--json", action="store_true", help="print a JSON document as the last line")
     args = parser.parse_args(argv)
+    if missing := [str(path) for path in args.results if not path.exists()]:
+        raise FileNotFoundError(
+            f"there is nothing at {', '.join(missing)}; pass results.json of visual-spec eval, or folders of samples"
+        )
     ready_folder(refuse_existing(args.out, args.overwrite).parent)
     if of_folders is not None and any(path.is_dir() for path in args.results):
         return of_folders(args)
