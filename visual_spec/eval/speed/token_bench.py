@@ -39,6 +39,7 @@ from visual_spec.eval.speed.timing import (
     time_rounds,
 )
 from visual_spec.models.core.calls import CONTINUOUS, OWN_ORDER, RASTER
+from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.law import TokenLaw
@@ -357,10 +358,11 @@ def _straight_row(decoder: _Decoder, plain: Setting, rounds: Rounds, best: list[
 def call_costs(model: Any, setting: Setting, batch_size: int) -> dict[str, int | None]:
     """`weight_bytes` and `cache_bytes` that a call cannot but read, and `flops_per_call`, what it computes.
 
-    They are known of our own architecture; None for the model of someone else.
+    They are known of our own architecture in raster order; None for a model of another order, whose calls differ from
+    step to step, and for that of someone else.
     """
     official = described(model)
-    if official is None:
+    if official is None or trained_order(model) != RASTER_ORDER:
         return {"weight_bytes": None, "cache_bytes": None, "flops_per_call": None}
     guided, window = setting.law.guided, setting.window
     weights, cache = official.call_bytes(batch_size=batch_size, guided=guided)
