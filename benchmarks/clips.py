@@ -18,8 +18,8 @@ import torch
 from visual_spec.data.motion import held_out_prompts
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.video import VideoPipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 SOURCES = {
     "previous_frame": {"initial_draft": "previous_frame"},

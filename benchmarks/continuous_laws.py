@@ -19,8 +19,8 @@ from torch import Tensor
 from tests.exactness import mixtures
 from tests.exactness.mixtures import MaskedMixtureModel, Mixture, MixtureModel, directions
 from visual_spec.files.whole import write_atomically
-from visual_spec.samplers.continuous_drafted import SpeculativeContinuousSampler
-from visual_spec.samplers.continuous_head import HeadSpeculativeSampler
+from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler
+from visual_spec.samplers.continuous.head import HeadSpeculativeSampler
 from visual_spec.samplers.core.law import TokenLaw
 
 NOISY = dict(head_steps=20, eta=1.0, final_noise=0.05)

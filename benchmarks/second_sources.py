@@ -19,9 +19,9 @@ from visual_spec.data.shapes import held_out_prompts
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 SAMPLERS: dict[str, Any] = {
     f"{drafts}, window {window}": SpeculativeJacobiSampler(window, drafts=drafts)

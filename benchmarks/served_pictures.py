@@ -69,7 +69,7 @@ def reference(window: int, count: int) -> dict[str, Any]:
 
     from visual_spec.data.shapes import held_out_prompts
     from visual_spec.pipelines.image import ImagePipeline
-    from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+    from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
     pipe = ImagePipeline.from_pretrained("shapes")
     pipe.set_progress_bar_config(disable=True)

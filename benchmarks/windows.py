@@ -19,8 +19,8 @@ import torch
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 
 def keep_a_core_busy() -> None:

@@ -18,7 +18,7 @@ from tests.tiny import tiny_pipeline
 from visual_spec import cli
 from visual_spec.files.whole import ready_folder
 from visual_spec.pipelines import embedded
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 PROMPT = "a red circle"
 

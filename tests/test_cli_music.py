@@ -14,8 +14,8 @@ from tests.tiny_audio import RATE, tiny_audio_pipeline
 from visual_spec import cli
 from visual_spec.pipelines import embedded
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 PROMPT = "a slow organ"
 JACOBI = ("--sampler", "column-jacobi")

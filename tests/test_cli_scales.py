@@ -13,7 +13,7 @@ from tests.tiny import tiny_pipeline
 from tests.tiny_scales import tiny_scale_pipeline, tiny_var
 from visual_spec import cli
 from visual_spec.pipelines import embedded
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 NAMES = ["red circle", "blue square", "green star", "white cross", "black diamond"]
 

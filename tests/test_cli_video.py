@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny import tiny_video_pipeline
 from visual_spec import cli
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 PROMPT = "a red circle"
 

@@ -13,9 +13,9 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
 from visual_spec.pipelines.video import VideoPipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.frames import FrameMaskedSampler
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.frames import FrameMaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 WORDS = ["a", "blue", "circle", "on", "red", "square"]
 

@@ -12,7 +12,7 @@ from tests.helpers.musicgen import musicgen
 from tests.models.next_token.tiny_transformers import _ready
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 WORDS = ["a", "slow", "sad", "organ", "melody", "in", "minor"]
 RATE, HOP, BOOKS, CODES = 400, 4, 3, 16

@@ -24,9 +24,9 @@ from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 
 @dataclass(frozen=True)

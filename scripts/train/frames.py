@@ -38,7 +38,7 @@ from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.samplers.frames import FrameMaskedSampler
+from visual_spec.samplers.masked.frames import FrameMaskedSampler
 from visual_spec.training.loop import Descent, Trainer, muon_and_adamw, option, read_options, write_json
 
 

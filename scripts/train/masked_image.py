@@ -30,7 +30,7 @@ from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.training.loop import (
     Descent,
     Run,

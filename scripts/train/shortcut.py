@@ -22,7 +22,7 @@ from visual_spec.data.shapes import caption, held_out_prompts, is_held_out, samp
 from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.training.loop import Descent, Run, Trainer, option, read_options, round_matrices
 
 _DECODED = 8  # pictures that are decoded together

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.sizes import video as video_sizes
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
-from visual_spec.samplers.core.chunk_rollout import ChunkSchedule
+from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule
 
 SIZE = video_sizes.SIZES["tiny"]
 

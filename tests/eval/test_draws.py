@@ -19,7 +19,7 @@ from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 LAW = TokenLaw(guidance_scale=2.0, top_k=5)
 SCALE_LAW, MUSIC_LAW = KINDS["scales"].law, KINDS["columns"].law

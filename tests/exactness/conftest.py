@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from visual_spec.samplers import drafted
 from visual_spec.samplers.core import base
+from visual_spec.samplers.raster import drafted
 
 
 def keys_at_once(generator: torch.Generator, batch_size: int) -> Tensor:

@@ -15,7 +15,7 @@ from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import Label, rows_of
-from visual_spec.samplers.jacobi import JacobiState, SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import JacobiState, SpeculativeJacobiSampler
 
 _real_step = SpeculativeJacobiSampler.step
 

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.exactness.regions import hash_rows, quantised
-from visual_spec.samplers.core.any_order import AlongOrderState
 from visual_spec.samplers.core.base import Run, State
-from visual_spec.samplers.core.rows import RowState
 from visual_spec.samplers.core.window import widest
-from visual_spec.samplers.masked_self_speculative import SelfSpeculativeState
-from visual_spec.samplers.mulo import MultiscaleState
-from visual_spec.samplers.ordered import OrderedState
-from visual_spec.samplers.scales import ScaleDecodeState
+from visual_spec.samplers.masked.self_speculative import SelfSpeculativeState
+from visual_spec.samplers.orders.along_order import AlongOrderState
+from visual_spec.samplers.orders.ordered import OrderedState
+from visual_spec.samplers.orders.rows import RowState
+from visual_spec.samplers.raster.local_speculation import LocalSpeculationState
+from visual_spec.samplers.scales.scales import ScaleDecodeState
 
 
 def over_rows(
@@ -247,7 +247,7 @@ def _other_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
 _KEYS = {
     OrderedState: _ordered_key,
     RowState: _row_key,
-    MultiscaleState: _picture_key,
+    LocalSpeculationState: _picture_key,
     ScaleDecodeState: _scale_key,
     SelfSpeculativeState: _group_key,
     State: _chain_key,

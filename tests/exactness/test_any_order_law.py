@@ -14,11 +14,11 @@ from tests.exactness.regions import total_variation
 from tests.helpers.order_laws import joint_along
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.any_order import AnyOrderSampler
-from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler
-from visual_spec.samplers.core.any_order import AlongOrder
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order
+from visual_spec.samplers.orders.along_order import AlongOrder
+from visual_spec.samplers.orders.any_order import AnyOrderSampler
+from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
 
 GIVEN = [2, 0, 3, 1]
 ORDERS = {"raster": [0, 1, 2, 3], "halton": halton_order(1, 2, 2).tolist(), "given": GIVEN}

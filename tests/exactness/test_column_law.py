@@ -18,9 +18,6 @@ from tests.helpers.relaxed_rules import one_slot, settings_of, tv
 from tests.helpers.statistics import LEAST_P
 from tests.helpers.tabular import TabularColumnModel
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler, ColumnJacobiState
-from visual_spec.samplers.core import pattern as pattern_module
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
 from visual_spec.samplers.core.base import Run
@@ -28,10 +25,13 @@ from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import PROPOSAL, RESIDUAL
-from visual_spec.samplers.core.pattern import UNITS, PatternView
-from visual_spec.samplers.core.product_residual import draw_product_residual, product_acceptance
 from visual_spec.samplers.core.relaxed import Relaxation
-from visual_spec.samplers.core.relaxed_columns import join_rules
+from visual_spec.samplers.raster import column_base
+from visual_spec.samplers.raster.column_base import UNITS, ColumnView
+from visual_spec.samplers.raster.column_relaxation import join_rules
+from visual_spec.samplers.raster.column_residual import draw_product_residual, product_acceptance
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler, ColumnJacobiState
 
 EXACT_ROWS = [(coupling, "exact", unit) for coupling in COUPLINGS for unit in UNITS]
 ROWS = [("gumbel", "identical", "column"), *EXACT_ROWS]
@@ -253,7 +253,7 @@ def plant(monkeypatch, mistaken: Any) -> None:
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_catches_codebooks_tested_one_by_one_with_the_residual_of_the_column(monkeypatch, coupling):
-    monkeypatch.setattr(pattern_module, "product_acceptance", one_by_one)
+    monkeypatch.setattr(column_base, "product_acceptance", one_by_one)
     assert off(jacobi(2, coupling, "exact", "column")) > 3e-3
 
 
@@ -264,7 +264,7 @@ def test_catches_a_column_replaced_from_the_residuals_of_its_codebooks(monkeypat
     def draw(target, draft_law, noise, entries, round, *, tries):
         return noise.categorical(residual(target, draft_law), entries, RESIDUAL, round), target[:, 0, 0] < 1
 
-    monkeypatch.setattr(pattern_module, "draw_product_residual", draw)
+    monkeypatch.setattr(column_base, "draw_product_residual", draw)
     assert off(jacobi(2, coupling if coupling != "maximal" else "gumbel", "exact", "column")) > 3e-3
 
 
@@ -273,8 +273,8 @@ def test_catches_a_residual_replaced_by_the_target(monkeypatch, coupling, accept
     def draw(target, draft_law, noise, entries, round, *, tries):
         return noise.categorical(target, entries, PROPOSAL, round * tries), target[:, 0, 0] < 1
 
-    monkeypatch.setattr(pattern_module, "draw_product_residual", draw)
-    for module in (pattern_module, verification):
+    monkeypatch.setattr(column_base, "draw_product_residual", draw)
+    for module in (column_base, verification):
         monkeypatch.setattr(module, "residual", target_for_residual)
     assert off(jacobi(2, coupling, acceptance, unit)) > 1e-2
 
@@ -355,7 +355,7 @@ def test_catches_entries_that_share_their_noise(monkeypatch, coupling, acceptanc
     def shared(self, steps):
         return (steps[..., None] + torch.arange(self.codebooks)).flatten(1)
 
-    monkeypatch.setattr(PatternView, "slots", shared)
+    monkeypatch.setattr(ColumnView, "slots", shared)
     assert off(jacobi(2, coupling, acceptance, unit, "last_law"), "parallel") > 1e-3
 
 
@@ -475,10 +475,10 @@ def test_follows_the_law_with_every_seed(keys_in_bulk, coupling, acceptance, uni
 
 @pytest.mark.parametrize("coupling", ["independent"])
 def test_statistics_fail_on_codebooks_tested_one_by_one(keys_in_bulk, monkeypatch, coupling):
-    monkeypatch.setattr(pattern_module, "product_acceptance", one_by_one)
+    monkeypatch.setattr(column_base, "product_acceptance", one_by_one)
     assert p_of(ColumnJacobiSampler(3, coupling, "exact", "column")) < LEAST_P
 
 
 def test_entries_have_counter_slots_of_their_own():
-    entries = PatternView(model("three codebooks"), 5, torch.device("cpu"))
+    entries = ColumnView(model("three codebooks"), 5, torch.device("cpu"))
     assert torch.equal(entries.slots(torch.arange(9)[None]), torch.arange(27)[None])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness.mixtures import MaskedMixtureModel, Mixture, MixtureModel, far_apart, straight_chain
-from visual_spec.samplers.continuous_jacobi import ContinuousJacobiSampler
+from visual_spec.samplers.continuous.jacobi import ContinuousJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, CounterNoise
 

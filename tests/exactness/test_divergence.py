@@ -17,7 +17,7 @@ from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import JacobiState, SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import JacobiState, SpeculativeJacobiSampler
 
 
 def three_tokens(height: int = 2, width: int = 2, **changes) -> TabularModel:

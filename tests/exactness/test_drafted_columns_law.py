@@ -10,10 +10,10 @@ from tests.exactness.regions import total_variation
 from tests.helpers.column_laws import LAWS, PATTERNS, PLAIN, model, one_by_one, p_of, with_tries
 from tests.helpers.statistics import LEAST_P
 from tests.helpers.tabular import TabularColumnModel
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.core import pattern as pattern_module
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT
+from visual_spec.samplers.raster import column_base
+from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 
 Networks = tuple[TabularColumnModel, TabularColumnModel]
 
@@ -113,7 +113,7 @@ def plant(monkeypatch, name: str, mistaken: Any) -> None:
 
 
 def test_catches_codebooks_tested_one_by_one_with_the_residual_of_the_column(monkeypatch):
-    monkeypatch.setattr(pattern_module, "product_acceptance", one_by_one)
+    monkeypatch.setattr(column_base, "product_acceptance", one_by_one)
     assert off(drafted(2, "exact")) > 1e-3
 
 
@@ -216,5 +216,5 @@ def test_follows_the_law(keys_in_bulk, acceptance):
 
 
 def test_statistics_fail_on_codebooks_tested_one_by_one(keys_in_bulk, monkeypatch):
-    monkeypatch.setattr(pattern_module, "product_acceptance", one_by_one)
+    monkeypatch.setattr(column_base, "product_acceptance", one_by_one)
     assert p_of(WithDrafter(DraftedColumnSampler(2))) < LEAST_P

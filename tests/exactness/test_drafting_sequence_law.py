@@ -15,14 +15,14 @@ from tests.helpers.drafting_sequences import LAWS, branches, chain, distance, pa
 from tests.helpers.tabular import TabularModel
 from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers import drafted, tree
 from visual_spec.samplers.core import block, verification
 from visual_spec.samplers.core.acceptance import AcceptanceRule, residual
 from visual_spec.samplers.core.block import verify_block
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.tree import TreeSampler
+from visual_spec.samplers.raster import drafted, tree
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.tree import TreeSampler
 
 # --------------------------------------------------------------------------------------------------------- chain
 

@@ -7,10 +7,10 @@ from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.drafts import Label, copied_slots
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 COMBINATIONS = [("gumbel", "identical"), *((name, "exact") for name in ("gumbel", "independent", "maximal"))]
 FRAME_DRAFTS = ("previous_frame", "moved_frame")

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.exactness.plain_masking import Plain, Tokens
+from tests.helpers.frame_tables import TableFrameModel
 from tests.helpers.masked_laws import ForcedNoise, distance, law_of_sampler
-from tests.samplers.frame_tables import TableFrameModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers import frames
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.frames import FrameMaskedSampler
+from visual_spec.samplers.masked import frames
+from visual_spec.samplers.masked.frames import FrameMaskedSampler
 
 NO_NOISE = dict(choice_temperature=0.0)
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 # A weak dependence on the last two tokens: windows commit several tokens a call, and rows part company.
 MODEL = TabularModel(TokenGrid(5, 6), 11, order=2, conditions=5, dependence=0.3)

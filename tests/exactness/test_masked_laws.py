@@ -16,11 +16,11 @@ from tests.helpers.masked_laws import ForcedNoise, distance, law_of_sampler, wan
 from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tabular import TabularMaskedModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers import masked
 from visual_spec.samplers.core import masking
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked import masked
+from visual_spec.samplers.masked.masked import MaskedSampler
 
 
 def table(length: int, vocab: int, books: int = 1, seed: int = 0) -> TabularMaskedModel:

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.helpers.tabular import TabularMaskedModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masked_state import MaskedTrace
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.state import MaskedTrace
 
 LENGTH, CODES = 3, 3
 

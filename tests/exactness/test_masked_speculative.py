@@ -14,10 +14,10 @@ from tests.helpers.order_laws import ORDERS, one_a_call
 from tests.helpers.tabular import TabularMaskedModel
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers import masked_speculative
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order
-from visual_spec.samplers.masked_speculative import OrderedModel, SpeculativeMaskedSampler
+from visual_spec.samplers.masked import speculative as masked_speculative
+from visual_spec.samplers.masked.speculative import MaskedOrderModel, SpeculativeMaskedSampler
 
 
 def table(seed: int = 0) -> TabularMaskedModel:
@@ -48,7 +48,7 @@ def test_it_is_lossless_under_guidance_and_filters(law, acceptance):
 
 def test_catches_a_row_that_knows_nothing_of_its_drafts(monkeypatch):
     """Masked decoding's own law: all drafts stand, as if they were independent."""
-    real = OrderedModel._scores
+    real = MaskedOrderModel._scores
 
     def blind(self: Any, state: Any, newest: Tensor) -> Tensor:
         width = newest.shape[1]
@@ -57,7 +57,7 @@ def test_catches_a_row_that_knows_nothing_of_its_drafts(monkeypatch):
             return found
         return torch.cat([found[:, :1], state.ahead[:, 0, : width - 1]], 1)
 
-    monkeypatch.setattr(OrderedModel, "_scores", blind)
+    monkeypatch.setattr(MaskedOrderModel, "_scores", blind)
     model = table()
     found = Enumerator(SpeculativeMaskedSampler(2, "raster", "exact"), model).run()
     assert total_variation(found.law, one_a_call(model, ORDERS["raster"])) > 1e-2

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tests.tiny import tiny_text_encoder, tiny_transformer
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 BATCH = 64
 LAW = TokenLaw(guidance_scale=2.0)

@@ -16,11 +16,11 @@ from tests.helpers.nar import gated, straight_line
 from tests.helpers.tabular import TabularModel, TabularOrderModel, TabularState
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.samplers import ordered
-from visual_spec.samplers.core import orders
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.ordered import OrderedSampler
-from visual_spec.samplers.zipar import ZipARSampler
+from visual_spec.samplers.orders import ordered
+from visual_spec.samplers.orders import tables as orders
+from visual_spec.samplers.orders.ordered import OrderedSampler
+from visual_spec.samplers.orders.zipar import ZipARSampler
 
 # Of a slot: by head, the place that answers; and the slots that it sees.
 Definition = Callable[[TokenGrid, int], tuple[dict[int, int], set[int]]]

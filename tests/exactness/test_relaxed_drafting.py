@@ -29,8 +29,8 @@ from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import Relaxation, bounded_rule
 from visual_spec.samplers.core.siblings import committed_law, moved_mass, sibling_tests, without
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.tree import TreeSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.tree import TreeSampler
 
 ROUNDING = 1e-12
 # Settings that mean something among more tokens than three.

@@ -17,11 +17,11 @@ from tests.exactness.planted import target_for_residual
 from tests.exactness.regions import total_variation as distance
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers import zipar
 from visual_spec.samplers.core import verification
-from visual_spec.samplers.core.row_order import RowOrder
-from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
-from visual_spec.samplers.zipar import ZipARSampler
+from visual_spec.samplers.orders import zipar
+from visual_spec.samplers.orders.parallel_jacobi import ParallelJacobiSampler
+from visual_spec.samplers.orders.row_order import RowOrder
+from visual_spec.samplers.orders.zipar import ZipARSampler
 
 COMBINATIONS = [
     ("gumbel", "identical"),

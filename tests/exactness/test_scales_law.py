@@ -10,9 +10,9 @@ from tests.exactness.regions import total_variation
 from tests.helpers.scale_laws import LAWS, enumerated, every_sequence, known_maps, parts, product_law
 from tests.helpers.statistics import LEAST_P, p_value
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
-from visual_spec.samplers import scales as scales_module
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import ScaleTrace, ScaleWiseSampler, Stage, code_stages
+from visual_spec.samplers.scales import scales as scales_module
+from visual_spec.samplers.scales.scales import ScaleTrace, ScaleWiseSampler, Stage, code_stages
 
 
 def trace_of(model: TableScaleModel | list[Stage], tokenizer: FormulaTokenizer, **options) -> ScaleTrace:

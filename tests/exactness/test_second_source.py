@@ -9,12 +9,12 @@ from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.regions import total_variation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers import jacobi
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.drafts import Draft
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.second_source import Chosen
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster import jacobi
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.redrafting import Chosen
 
 GUMBEL, INDEPENDENT, MAXIMAL = (
     dict(coupling=name, acceptance="exact") for name in ("gumbel", "independent", "maximal")

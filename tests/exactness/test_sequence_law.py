@@ -7,12 +7,12 @@ from tests.exactness.planted import old_label_step, target_for_residual
 from tests.exactness.regions import total_variation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers import jacobi
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import RESIDUAL, TOKEN
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster import jacobi
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 COMBINATIONS = [
     ("gumbel", "identical"),

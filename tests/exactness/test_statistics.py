@@ -8,10 +8,10 @@ from tests.exactness.planted import batch_minimum_step, old_label_step, target_f
 from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 SAMPLES, ROWS = 400_000, 50_000
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]

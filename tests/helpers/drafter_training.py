@@ -10,8 +10,8 @@ from scripts.train.ar import shapes_vocabulary
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.training.drafter import DrafterTraining, train_drafter
 
 VOCAB, SIDE = 12, 4

@@ -9,8 +9,8 @@ from tests.exactness.regions import total_variation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.tree import TreeSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.tree import TreeSampler
 
 LAWS = {
     "guidance": TokenLaw(guidance_scale=2.5),

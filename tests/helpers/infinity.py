@@ -9,7 +9,7 @@ from tests.tiny_t5 import tiny_t5, tiny_tokenizer
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.infinity import InfinityPipeline
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 PROMPTS = ["a red circle", "blue square on a circle"]
 TIGHT = ScaleBudget(SIDES, ((0, 0), (1, 1), (4, 5), (9, 11)))

@@ -13,7 +13,7 @@ from tests.helpers.tabular import TabularMaskedModel
 from visual_spec.samplers.core import base
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE, TOKEN
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
 
 
 class ForcedNoise:

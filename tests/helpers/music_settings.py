@@ -2,7 +2,7 @@
 
 from tests.tiny_audio import tiny_audio_pipeline
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
 
 PROMPTS = ["a slow sad organ", "melody", "organ in minor", "a melody"]
 LAW = TokenLaw(guidance_scale=2.0, top_k=6)

@@ -26,8 +26,8 @@ from tests.audiocraft_files import (
 from tests.models.next_token.tiny_transformers import _ready
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 CODES, FRAMES = 16, 7
 IDS = torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 4], [12, 3, 0, 0, 0]])

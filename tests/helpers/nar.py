@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.models.next_token import straight
 from tests.official import transformer_shapes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.samplers.core.orders import Step
+from visual_spec.samplers.orders.tables import Step
 
 SIDE, VOCAB, CLASSES, WORDS = 5, 12, 7, 4
 TOKENS = torch.randint(VOCAB, (3, SIDE * SIDE), generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,6 @@
 """The order in which rows are drawn, simulated one call at a time."""
 
-from visual_spec.samplers.core.row_order import RowOrder
+from visual_spec.samplers.orders.row_order import RowOrder
 
 Column = tuple[int, int, int, frozenset[int]]  # source, slot, predicted (-1: not scored), slots seen
 

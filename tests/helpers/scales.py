@@ -10,7 +10,7 @@ from tests.tiny_scales import FormulaTokenizer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 SIDES = (1, 2, 3, 4)
 STARTS = (0, 1, 5, 14, 30)

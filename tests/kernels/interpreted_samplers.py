@@ -20,8 +20,8 @@ from visual_spec.kernels import (
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 KERNELS = (
     (draw, "draw"),

@@ -21,7 +21,7 @@ from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 STREAM, ROUND = 2, 7
 

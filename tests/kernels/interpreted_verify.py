@@ -15,7 +15,7 @@ from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW, verify,
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 
 @pytest.fixture(autouse=True)

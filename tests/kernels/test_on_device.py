@@ -41,7 +41,6 @@ from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.kernels.verify import verify_triton
 from visual_spec.kernels.window_attention import window_attention_reference, window_attention_triton
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import (
     cluster_table,
@@ -50,7 +49,8 @@ from visual_spec.samplers.core.relaxed import (
     lantern_acceptance,
     neighbour_table,
 )
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.helpers.without_numbers import NoHost, without_numbers
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import window
-from tests.samplers.without_numbers import NoHost, without_numbers
 from visual_spec.kernels import draw as whole
 from visual_spec.kernels import split_draw as module
 from visual_spec.kernels.law import LawNumbers

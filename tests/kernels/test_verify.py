@@ -16,10 +16,10 @@ from tests.kernels.laws import LAWS
 from tests.kernels.verification import case, verify_by_parts
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, verify
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 COMBINATIONS = [
     ("gumbel", "identical"),

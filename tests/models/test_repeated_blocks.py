@@ -13,11 +13,11 @@ from tests.tiny import seeded, tiny_masked_transformer, tiny_transformer
 from tests.tiny_infinity import captions, tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_var, tiny_var_vq
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.continuous import ContinuousSampler
+from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 WORDS = TextCondition(torch.zeros(1, 6, 8), torch.ones(1, 6, dtype=torch.bool))
 LABELS = torch.tensor([1])

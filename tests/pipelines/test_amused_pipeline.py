@@ -21,9 +21,9 @@ from tests.tiny import seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel
 from visual_spec.pipelines.amused_image import AmusedImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
-from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.core.noise import draw_keys
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
 
 PROMPTS = ["a red circle", "a blue square"]
 

@@ -24,8 +24,8 @@ from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.pipelines.embedded import describe
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
 from visual_spec.training.loop import round_matrices
 
 RECIPE, SAVED = RECIPES["shapes_masked"], "masked:steps=3,choice_temperature=1.0"
@@ -159,7 +159,7 @@ def test_it_is_judged_alone_and_beside_a_model_of_the_same_tokens(folder, tmp_pa
     if beside:
         from visual_spec.models.next_token.llamagen import LlamaGenTransformer
         from visual_spec.pipelines.image import ImagePipeline
-        from visual_spec.samplers.autoregressive import AutoregressiveSampler
+        from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
         pipe = load(folder)
         torch.manual_seed(3)

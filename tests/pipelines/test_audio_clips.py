@@ -27,8 +27,8 @@ from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.pipelines import audio as audio_module
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.audio_files import audio_bytes, prepare_clip, write_audio
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 
 @pytest.fixture

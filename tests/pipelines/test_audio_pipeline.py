@@ -35,8 +35,8 @@ from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.pipelines import embedded
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 PROMPTS = ["a red circle", "blue"]
 

@@ -13,7 +13,7 @@ from visual_spec import cli
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full, Sliding
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
-from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, roll_out
+from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
 
 PROMPT = "a small red star moves right quickly and bounces on a plain sky background, camera still"
 

@@ -30,8 +30,8 @@ from visual_spec.models.next_token import llamagen_vq
 from visual_spec.models.next_token.controlar import ControlARTransformer, ControlledCondition
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 VQ = dict(
     base_channels=8, channel_multipliers=(1, 1, 1, 1, 1), blocks_per_level=1, latent_channels=8, norm_groups=4

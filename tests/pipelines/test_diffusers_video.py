@@ -12,7 +12,7 @@ from tests.helpers.diffusers_video import SMALL, tiny_pipeline
 from tests.tiny_wan import prompts, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import DeepForcing, Full, HeadBudgets, Sliding
-from visual_spec.samplers.core.chunk_rollout import roll_out
+from visual_spec.samplers.continuous.chunk_rollout import roll_out
 
 
 def seeded():

@@ -20,9 +20,9 @@ from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.distilled import DistilledSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 
 @pytest.fixture

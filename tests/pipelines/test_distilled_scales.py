@@ -26,7 +26,7 @@ from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.distilled import DistilledSampler
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from visual_spec.pipelines.distilled_image import DistilledImagePipeline, Distil
 from visual_spec.pipelines.embedded import describe, part_folder
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.training.loop import round_matrices
 
 PROMPTS = ["a red circle", "a large blue square"]

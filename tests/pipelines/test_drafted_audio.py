@@ -17,9 +17,9 @@ from visual_spec.eval.settings import parse_setting
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.loading import load_drafter
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 
 def eagle(model: Any) -> ColumnEagleDrafter:

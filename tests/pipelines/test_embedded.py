@@ -10,8 +10,8 @@ from visual_spec.data.shapes import held_out_prompts, sample_dataset
 from visual_spec.data.shapes_parser import prompt_accuracy, score
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from visual_spec.data.shapes_parser import score
 from visual_spec.pipelines.embedded import embedded_folder, shared_parts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
 
 NAME = "shapes_masked"
 

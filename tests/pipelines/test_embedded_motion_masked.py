@@ -15,7 +15,7 @@ from visual_spec.data.motion_parser import score
 from visual_spec.pipelines.embedded import describe, embedded_folder, shared_parts
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.video_files import pixels_of
-from visual_spec.samplers.frames import FrameMaskedSampler
+from visual_spec.samplers.masked.frames import FrameMaskedSampler
 
 NAME = "motion_masked"
 

@@ -17,8 +17,8 @@ from visual_spec.models.core.calls import OWN_ORDER, RASTER_TREE_ORDER
 from visual_spec.pipelines.embedded import describe, embedded_folder, shared_parts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_drafter, load_pipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 NAME, PROMPT = "shapes_nar", "a large red circle on a plain sky background"
 

@@ -16,9 +16,9 @@ from visual_spec.data.tunes_parser import score
 from visual_spec.models.core.saved import check_transformers_model
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder, part_folder
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 
 def load() -> AudioPipeline:

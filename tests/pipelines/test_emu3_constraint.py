@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.models.next_token import tiny_transformers as tiny
 from tests.tiny import seeded
 from visual_spec.pipelines.accelerate import accelerate, restore
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 HEIGHT, WIDTH, START = 3, 5, 62
 PICTURE = HEIGHT * (WIDTH + 1) + 3

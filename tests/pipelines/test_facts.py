@@ -20,9 +20,9 @@ from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import read_facts
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, write_sampler
 from visual_spec.pipelines.scale_plan import make_row
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.registry import SAMPLERS
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 MASKED = "masked:steps=4/2/2,clock=magnet,span=3,filtered_score=true"
 

@@ -28,10 +28,10 @@ from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_drafter, load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import SAMPLERS, sampler_class
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "a red circle"
@@ -169,7 +169,7 @@ def test_trap_4_modules_are_recorded_whole(folder):
 
 def test_trap_5_a_module_without_its_base_class_is_no_trap(folder, monkeypatch):
     """diffusers finds how a class is loaded by the names of base classes in its module; ours need not be there."""
-    monkeypatch.delattr("visual_spec.samplers.jacobi.SchedulerMixin", raising=False)
+    monkeypatch.delattr("visual_spec.samplers.raster.jacobi.SchedulerMixin", raising=False)
     monkeypatch.delattr("visual_spec.models.next_token.llamagen.ModelMixin")
     loaded = ImagePipeline.from_pretrained(folder)
     assert isinstance(loaded.sampler, SpeculativeJacobiSampler) and loaded.sampler.config["window"] == 4

@@ -18,7 +18,7 @@ from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.mage_image import MageImagePipeline
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
 
 WIDTH, FACTORS, BLOCKS, DIM, GROUPS = 4, (1, 2), 2, 6, 2
 MAGE: dict[str, Any] = dict(num_heads=3, decoder_heads=2, class_id=13, num_classes=6)

@@ -25,9 +25,9 @@ from visual_spec.models.masked.magnet_checkpoint import load_magnet
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.audio_stream import plan_windows
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 PROMPT = "a slow sad organ"
 FRAMES = round(LONGEST * RATE / HOP) // 3 * 3  # whole spans

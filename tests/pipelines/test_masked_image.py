@@ -21,9 +21,9 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 PROMPT = "a red circle"
 

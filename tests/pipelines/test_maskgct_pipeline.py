@@ -27,8 +27,8 @@ from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.loading import load_pipeline, read_facts
 from visual_spec.pipelines.maskgct import MaskgctPipeline
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masked_presets import PRESETS
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
 
 PHONE_IDS, BEFORE = [[1, 2, 3, 4, 5, 6], [3, 0, 8]], [2, 7, 1]
 SETTINGS: dict[str, Any] = {"default_top_k": 6, "default_acoustic_top_k": 5}

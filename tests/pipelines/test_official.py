@@ -25,13 +25,13 @@ from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.any_order import AnyOrderSampler
-from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
-from visual_spec.samplers.ordered import OrderedSampler
+from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
+from visual_spec.samplers.orders.any_order import AnyOrderSampler
+from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
+from visual_spec.samplers.orders.ordered import OrderedSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 NAMES = ["tench, Tinca tinca", "goldfish", "shark", "crane", "hen", "crane", "owl"]
 

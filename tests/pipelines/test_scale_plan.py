@@ -13,7 +13,7 @@ from visual_spec.pipelines import loading
 from visual_spec.pipelines.accelerate import accelerate
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan, make_row
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.tiny_t5 import tiny_tokenizer
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 TEXT = ["captions", "video", "bits", "music", "masked music"]
 # A prompt that fills the encoder, and what is more than it reads.

@@ -15,8 +15,8 @@ import visual_spec
 from tests.models.next_token.tiny_languages import CLASSES, CODES, END, language_model, texts
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.transformers_codes import generate_codes
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 SAMPLERS = {
     "plain": AutoregressiveSampler(),

@@ -16,8 +16,8 @@ from tests.models.next_token.tiny_transformers import prompts
 from tests.tiny import seeded
 from tests.tiny_audio import tiny_musicgen
 from visual_spec.pipelines.transformers_generate import generate
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 GRIDS = torch.tensor([[1, 3, 5], [1, 2, 3]])
 INPUTS: dict[str, dict[str, Any]] = {

@@ -21,10 +21,10 @@ from tests.tiny import seeded
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
 from visual_spec.pipelines.generate_arguments import read_request
 from visual_spec.pipelines.transformers_models import accelerate, law_of, restore, summary
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 MAKE = {
     "janus": tiny.janus,

@@ -13,9 +13,9 @@ import visual_spec
 from tests.helpers.musicgen import CODES, FRAMES, IDS, MASK, native_codes
 from tests.tiny import seeded
 from tests.tiny_audio import tiny_musicgen
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 SAMPLING: dict[str, Any] = dict(do_sample=True, temperature=0.9, top_k=6, guidance_scale=2.0)
 

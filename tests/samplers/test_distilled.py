@@ -13,12 +13,12 @@ from tests.helpers.var import student_logits
 from tests.tiny import seeded, tiny_transformer
 from tests.tiny_scales import SIDES, FormulaTokenizer, tiny_var
 from tests.tiny_students import LENGTH, SIDE, SIZE, VOCAB, student_weights, tiny_student, tiny_var_student
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
 from visual_spec.samplers.distilled import DistilledSampler
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 SLOTS, SPLIT, RESTART = SIDE * SIDE, SIZE["first_continuous"], SIZE["restart"]
 CODES = torch.randn(VOCAB, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(8))

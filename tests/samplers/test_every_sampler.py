@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.samplers.kinds import CHANGED, KINDS, LAW, decode
-from tests.samplers.settings import settings_of
+from tests.helpers.sampler_kinds import CHANGED, KINDS, LAW, decode
+from tests.helpers.sampler_settings import settings_of
 from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, FRAMES, MASKED, SCALES
 from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, sampler_class
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers.drafting import captions, draft_model, eagle_pair
+from tests.helpers.sampler_settings import lossy
+from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
-from tests.samplers.drafting import captions, draft_model, eagle_pair
-from tests.samplers.settings import lossy
-from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny import tiny_frame_transformer, tiny_transformer
 from tests.tiny_audio import tiny_decoder
 from tests.tiny_scales import tiny_var, tiny_var_vq
@@ -30,23 +30,23 @@ from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
-from visual_spec.samplers import mulo
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core import base
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.distilled import DistilledSampler
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
-from visual_spec.samplers.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.orders.parallel_jacobi import ParallelJacobiSampler
+from visual_spec.samplers.orders.zipar import ZipARSampler
+from visual_spec.samplers.raster import local_speculation
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.raster.tree import TreeSampler
 from visual_spec.samplers.registry import SAMPLERS, sampler_class
-from visual_spec.samplers.tree import TreeSampler
-from visual_spec.samplers.zipar import ZipARSampler
 
 TARGET, EAGLE = (model.float() for model in eagle_pair())
 DRAFT = draft_model().float()
@@ -285,9 +285,11 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
         watch_students(monkeypatch, type(sampler)(steps=2, teacher_from=4))
     elif name == "multiscale":
         # Before its first call it looks at the laws of the small picture, and makes a table of the codebook.
-        monkeypatch.setattr(mulo, "CheckedLaw", partial(CheckedLaw, deferred=True))
+        monkeypatch.setattr(local_speculation, "CheckedLaw", partial(CheckedLaw, deferred=True))
         monkeypatch.setattr(
-            mulo, "neighbour_table", lambda codes, count, device: torch.zeros(8, count, device=device)
+            local_speculation,
+            "neighbour_table",
+            lambda codes, count, device: torch.zeros(8, count, device=device),
         )
         parts = {"codebook": torch.zeros(8, 4)}
         watch_pictures(monkeypatch, sampler, MultiscaleDrafter(**SMALLER), LAW, **parts)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.samplers.kinds import CHANGED, KINDS, decode
+from tests.helpers.sampler_kinds import CHANGED, KINDS, decode
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, sampler_class
 

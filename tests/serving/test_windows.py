@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.serving.request import PictureRequest, settings_of
 from visual_spec.serving.windows import Rows, Served, Windows
 

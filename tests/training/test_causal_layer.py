@@ -27,7 +27,7 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.causal_layer import CausalLayer
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked_self_speculative import SelfSpeculativeMaskedSampler
+from visual_spec.samplers.masked.self_speculative import SelfSpeculativeMaskedSampler
 
 SETTINGS = CausalLayerTraining(steps=60, batch_size=8, begun=4, scenes=16, places=16, learning_rate=1e-2)
 

@@ -15,7 +15,7 @@ from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.drafted import DraftedSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.training.drafter import (
     DrafterTraining,
     DrawnPictures,

@@ -17,7 +17,7 @@ from tests.training.interrupted import killed_after
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.samplers.core.orders import order_of
+from visual_spec.samplers.orders.tables import order_of
 from visual_spec.training import flashar, tokens
 from visual_spec.training.flashar import FlashTraining, Pass, start_from_raster, train_flashar
 

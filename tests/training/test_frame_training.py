@@ -22,7 +22,7 @@ from tests.training.interrupted import killed_after
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.samplers.frames import FrameMaskedSampler
+from visual_spec.samplers.masked.frames import FrameMaskedSampler
 
 
 @pytest.fixture

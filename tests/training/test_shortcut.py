@@ -19,8 +19,8 @@ from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masked_reuse import full_calls
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.core.recap import full_calls
+from visual_spec.samplers.masked.masked import MaskedSampler
 
 SAMPLER = MaskedSampler(steps=4, choice_temperature=1.0)
 PROMPTS = ["a red circle", "a blue square", "a"]

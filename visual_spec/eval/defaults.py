@@ -173,7 +173,7 @@ def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -
 def masked_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
     """Of a masked model of sound: decoding as it was saved, and with half of the steps."""
     from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
-    from visual_spec.samplers.masked import MaskedSampler
+    from visual_spec.samplers.masked.masked import MaskedSampler
 
     plain = facts.plain_sampler
     name, settings = parse_sampler(plain)

@@ -16,7 +16,7 @@ from visual_spec.pipelines.loading import load_drafter
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan, make_row
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 BY_BATCH = "by batch"  # the window of a sampler without one of its own, which narrows in batches
 

@@ -26,8 +26,8 @@ from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.saved_index import read_index_file
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
-from visual_spec.samplers.core.masked_presets import PRESETS
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
 
 DIFFUSERS_CLASS = "AmusedPipeline"
 

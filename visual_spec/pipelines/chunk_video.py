@@ -27,7 +27,7 @@ from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.texts import ReadsText, Texts
 from visual_spec.pipelines.video_files import pixels_of, write_video
-from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, RolloutTrace, roll_out
+from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, RolloutTrace, roll_out
 
 
 @dataclass

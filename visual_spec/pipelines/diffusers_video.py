@@ -28,7 +28,7 @@ from visual_spec.pipelines.generate_arguments import check_neutral
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.shown import check_pixels
 from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, put_plain_back, unwrapped
-from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, roll_out
+from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
 
 TAKES = ("WanTransformer3DModel", "WanPipeline")
 FAST_SAMPLER = "full"  # what the weights were trained in
@@ -161,7 +161,7 @@ def generate_latents(
         prompt_embeds: [B, T, E], on the device where the clip is drawn.
         num_frames, height, width: in latent frames and pixels.
         drafter: an accelerated Wan of the same latents, smaller; with `reward` and `threshold`.
-        chunk, steps, shift: as `visual_spec.samplers.core.chunk_rollout.ChunkSchedule`.
+        chunk, steps, shift: as `visual_spec.samplers.continuous.chunk_rollout.ChunkSchedule`.
         options: generator, context, reward, threshold, callback, as `roll_out`.
 
     Returns:

@@ -45,9 +45,9 @@ from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.steps import DecodeProgress, StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.core.trace import DecodeTrace
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
 
 OUTPUT_TYPES = ("np", "pt", "latent")
 _LISTENER_RATE = 16_000  # Hz, of the speech model

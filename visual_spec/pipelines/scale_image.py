@@ -28,7 +28,7 @@ from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import (
+from visual_spec.samplers.scales.scales import (
     CODE_LAW,
     CODE_WARM_SCALES,
     CODE_WARM_TEMPERATURE,

@@ -159,7 +159,7 @@ def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calib
     if not calibrated:
         return ScaleBudget.from_share(model.scales, model.config["num_layers"], share)
     from visual_spec.models.next_scale.scale_cache import calibrate
-    from visual_spec.samplers.scales import ScaleWiseSampler
+    from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
     law = pipe.make_law() if model is pipe.transformer else pipe.refiner_law(pipe.make_law())
     found = _BUDGETS.setdefault(model, {})

@@ -66,11 +66,15 @@ class SamplerEntry:
 _HERE = "visual_spec.samplers"
 SAMPLERS = (
     SamplerEntry(
-        "autoregressive", f"{_HERE}.autoregressive:AutoregressiveSampler", RASTER, "the reference", plain=True
+        "autoregressive",
+        f"{_HERE}.raster.autoregressive:AutoregressiveSampler",
+        RASTER,
+        "the reference",
+        plain=True,
     ),
     SamplerEntry(
         "speculative-jacobi",
-        f"{_HERE}.jacobi:SpeculativeJacobiSampler",
+        f"{_HERE}.raster.jacobi:SpeculativeJacobiSampler",
         RASTER,
         "identical or lossless; grouped, relaxed: measured",
         settings=(
@@ -81,53 +85,62 @@ SAMPLERS = (
         ),
     ),
     SamplerEntry(
-        "proactive-jacobi", f"{_HERE}.proactive:ProactiveJacobiSampler", TREE, "lossless", settings=()
+        "proactive-jacobi", f"{_HERE}.raster.proactive:ProactiveJacobiSampler", TREE, "lossless", settings=()
     ),
     SamplerEntry(
-        "drafted", f"{_HERE}.drafted:DraftedSampler", RASTER, "identical or lossless", DRAFTER, settings=()
+        "drafted",
+        f"{_HERE}.raster.drafted:DraftedSampler",
+        RASTER,
+        "identical or lossless",
+        DRAFTER,
+        settings=(),
     ),
     SamplerEntry(
-        "tree", f"{_HERE}.tree:TreeSampler", TREE, "lossless; relaxed: measured", DRAFTER, settings=()
+        "tree", f"{_HERE}.raster.tree:TreeSampler", TREE, "lossless; relaxed: measured", DRAFTER, settings=()
     ),
     SamplerEntry(
         "multiscale",
-        f"{_HERE}.mulo:MultiscaleSampler",
+        f"{_HERE}.raster.local_speculation:MultiscaleSampler",
         RASTER,
         "measured (the drafter is of lower resolution)",
         DRAFTER,
         settings=(),
     ),
-    SamplerEntry("zipar", f"{_HERE}.zipar:ZipARSampler", ORDER, "measured", settings=()),
+    SamplerEntry("zipar", f"{_HERE}.orders.zipar:ZipARSampler", ORDER, "measured", settings=()),
     SamplerEntry(
-        "parallel-jacobi", f"{_HERE}.parallel_jacobi:ParallelJacobiSampler", ORDER, "measured", settings=()
+        "parallel-jacobi",
+        f"{_HERE}.orders.parallel_jacobi:ParallelJacobiSampler",
+        ORDER,
+        "measured",
+        settings=(),
     ),
     SamplerEntry(
         "ordered",
-        f"{_HERE}.ordered:OrderedSampler",
+        f"{_HERE}.orders.ordered:OrderedSampler",
         OWN_ORDER,
         "lossless in the model's own order; in others approximate, not measured",
         settings=(),
     ),
     SamplerEntry(
         "any-order",
-        f"{_HERE}.any_order:AnyOrderSampler",
+        f"{_HERE}.orders.any_order:AnyOrderSampler",
         ANY_ORDER,
         "the reference; several tokens a call (RandAR): a law of its own",
         plain=True,
     ),
     SamplerEntry(
         "speculative-any-order",
-        f"{_HERE}.any_order_speculative:SpeculativeAnyOrderSampler",
+        f"{_HERE}.orders.any_order_speculative:SpeculativeAnyOrderSampler",
         ANY_ORDER,
         "identical or lossless, to one token a call in its order",
         settings=("", "acceptance=exact"),
     ),
     SamplerEntry(
-        "columns", f"{_HERE}.columns:ColumnAutoregressiveSampler", COLUMNS, "the reference", plain=True
+        "columns", f"{_HERE}.raster.columns:ColumnAutoregressiveSampler", COLUMNS, "the reference", plain=True
     ),
     SamplerEntry(
         "column-jacobi",
-        f"{_HERE}.columns_jacobi:ColumnJacobiSampler",
+        f"{_HERE}.raster.columns_jacobi:ColumnJacobiSampler",
         COLUMNS,
         "identical or lossless; relaxed: measured",
         settings=(
@@ -141,16 +154,16 @@ SAMPLERS = (
     ),
     SamplerEntry(
         "drafted-columns",
-        f"{_HERE}.columns_drafted:DraftedColumnSampler",
+        f"{_HERE}.raster.columns_drafted:DraftedColumnSampler",
         COLUMNS,
         "identical or lossless",
         DRAFTER,
         settings=("", "acceptance=identical"),
     ),
-    SamplerEntry("masked", f"{_HERE}.masked:MaskedSampler", MASKED, "a law of its own", plain=True),
+    SamplerEntry("masked", f"{_HERE}.masked.masked:MaskedSampler", MASKED, "a law of its own", plain=True),
     SamplerEntry(
         "speculative-masked",
-        f"{_HERE}.masked_speculative:SpeculativeMaskedSampler",
+        f"{_HERE}.masked.speculative:SpeculativeMaskedSampler",
         MASKED,
         "identical or lossless, to one token a call in its order",
         settings=(),
@@ -158,7 +171,7 @@ SAMPLERS = (
     ),
     SamplerEntry(
         "self-speculative-masked",
-        f"{_HERE}.masked_self_speculative:SelfSpeculativeMaskedSampler",
+        f"{_HERE}.masked.self_speculative:SelfSpeculativeMaskedSampler",
         MASKED,
         "the law of a causal layer, by groups",
         settings=(),
@@ -166,24 +179,28 @@ SAMPLERS = (
     ),
     SamplerEntry(
         "frame-masked",
-        f"{_HERE}.frames:FrameMaskedSampler",
+        f"{_HERE}.masked.frames:FrameMaskedSampler",
         FRAMES,
         "a law of its own, frame by frame",
         plain=True,
     ),
     SamplerEntry(
         "scale-wise",
-        f"{_HERE}.scales:ScaleWiseSampler",
+        f"{_HERE}.scales.scales:ScaleWiseSampler",
         SCALES,
         "the reference; several models (CoDe), schedules: measured on request",
         plain=True,
     ),
     SamplerEntry(
-        "continuous", f"{_HERE}.continuous:ContinuousSampler", CONTINUOUS, "the reference", plain=True
+        "continuous",
+        f"{_HERE}.continuous.continuous:ContinuousSampler",
+        CONTINUOUS,
+        "the reference",
+        plain=True,
     ),
     SamplerEntry(
         "speculative-continuous",
-        f"{_HERE}.continuous_drafted:SpeculativeContinuousSampler",
+        f"{_HERE}.continuous.drafted:SpeculativeContinuousSampler",
         CONTINUOUS,
         "lossless; aligned, cspd: measured",
         DRAFTER,
@@ -192,7 +209,7 @@ SAMPLERS = (
     ),
     SamplerEntry(
         "continuous-jacobi",
-        f"{_HERE}.continuous_jacobi:ContinuousJacobiSampler",
+        f"{_HERE}.continuous.jacobi:ContinuousJacobiSampler",
         CONTINUOUS,
         "lossless; aligned: lossy",
         settings=(),
@@ -200,7 +217,7 @@ SAMPLERS = (
     ),
     SamplerEntry(
         "head-speculation",
-        f"{_HERE}.continuous_head:HeadSpeculativeSampler",
+        f"{_HERE}.continuous.head:HeadSpeculativeSampler",
         CONTINUOUS,
         "lossless",
         settings=(),

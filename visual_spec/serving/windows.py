@@ -17,7 +17,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.served import WindowMemory, verify_window
+from visual_spec.samplers.raster.served import WindowMemory, verify_window
 from visual_spec.serving.request import CONDITIONAL, UNCONDITIONAL, PictureRequest
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.training.loop import Descent, Trainer, muon_and_adamw, write_json
 from visual_spec.training.tokens import tokenize_tunes
 

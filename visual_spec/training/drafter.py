@@ -23,10 +23,10 @@ from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.tree import TreeSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.tree import TreeSampler
 from visual_spec.training.loop import Descent, Trainer, write_json
 
 Draw = Callable[[list[str], float, int], Tensor]

@@ -24,7 +24,7 @@ from torch import Tensor
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.samplers.core.orders import order_of
+from visual_spec.samplers.orders.tables import order_of
 from visual_spec.training.loop import (
     Descent,
     Run,

@@ -9,8 +9,8 @@ from tests.tiny_scales import tiny_scale_pipeline
 from visual_spec.eval.report.comparison import compare
 from visual_spec.eval.report.pages import ScaleComparisonRow
 from visual_spec.pipelines.scale_plan import ScalePlan
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.scales import ScaleWiseSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 PROMPT = "a red circle"
 

@@ -24,7 +24,7 @@ from visual_spec.eval.report.pages import (
 )
 from visual_spec.files import whole
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 RUNS = [[1, 4, 1, 1, 9], [16], [1] * 16, [1, 15], [3, 3, 3, 3, 3, 1], [7, 2, 7]]
 

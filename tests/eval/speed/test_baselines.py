@@ -9,8 +9,8 @@ from tests.helpers.official_sizes import tiny
 from tests.models.next_token import tiny_transformers
 from visual_spec.eval.speed import baselines
 from visual_spec.eval.speed.baselines import Marks, baselines_of, time_baseline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 FAMILIES = ["janus", "chameleon", "emu3"]
 LAW = TokenLaw(guidance_scale=3.0, top_k=5)

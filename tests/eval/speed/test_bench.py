@@ -22,9 +22,9 @@ from visual_spec.eval.speed.straight_loop import NAME
 from visual_spec.files import whole
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.drafters.eagle import EagleDrafter
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import by_name
 
 PROMPTS = ["a red circle", "a blue square", "a red square on blue"]

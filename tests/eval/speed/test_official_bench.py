@@ -10,9 +10,9 @@ import torch
 from tests.helpers.official_sizes import tiny as tiny_of
 from tests.official import add_tiny_presets
 from visual_spec.eval.speed import bench, measure, official_bench, official_sizes, token_bench
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import by_name
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from visual_spec.eval.draws import caches_of
 from visual_spec.eval.speed.scale_cost import count_decode, like_on_meta, pipeline_on_meta
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.var import PRESETS, SCALES
-from visual_spec.samplers.core.scale_schedule import ScaleSchedule
+from visual_spec.samplers.scales.schedule import ScaleSchedule
 
 CODES = 4096
 

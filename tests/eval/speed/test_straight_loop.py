@@ -12,8 +12,8 @@ from tests.helpers.llamagen import make, text_condition
 from tests.tiny import seeded, tiny_video_pipeline
 from visual_spec.eval.speed.straight_loop import fits, straight_loop
 from visual_spec.models.core.projections import fuse_projections
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 LAWS = [TokenLaw(), TokenLaw(guidance_scale=2.5), TokenLaw(guidance_scale=1.5, top_k=7, temperature=0.8)]
 

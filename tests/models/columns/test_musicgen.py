@@ -21,9 +21,9 @@ from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 transformers.logging.set_verbosity_error()
 

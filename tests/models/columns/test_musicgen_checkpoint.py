@@ -35,8 +35,8 @@ from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_checkpoint import MusicgenCheckpoint, load_musicgen
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 FRAMES = 7
 

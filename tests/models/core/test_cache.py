@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.llamagen import event_logits, make, text_condition
-from tests.samplers.without_numbers import NoHost, without_numbers
+from tests.helpers.without_numbers import NoHost, without_numbers
 from visual_spec.models.core import cache as core_cache
 from visual_spec.models.core.cache import (
     EvictingCache,

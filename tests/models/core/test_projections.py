@@ -30,9 +30,9 @@ from tests.models.next_token import tiny_transformers as tiny
 from tests.tiny import tiny_transformer
 from visual_spec.models.core.projections import JoinedProjections, fuse_projections
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 NEAR = 1e-10  # transformers' norms go through float32, which could turn a rounding error of float64 into more
 

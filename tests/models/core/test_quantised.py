@@ -15,11 +15,11 @@ from torchao import quantization
 
 from tests.tiny import tiny_transformer
 from visual_spec.models.core.projections import fuse_projections
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.core.precision import rounding_of, rounding_unit
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 
 class Int8Linear(nn.Module):

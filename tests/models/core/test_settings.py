@@ -17,10 +17,10 @@ from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
-from visual_spec.samplers.continuous import ContinuousSampler
-from visual_spec.samplers.frames import FrameMaskedSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.continuous.continuous import ContinuousSampler
+from visual_spec.samplers.masked.frames import FrameMaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import SAMPLERS, sampler_class
 
 CLASSES = {entry.name: sampler_class(entry) for entry in SAMPLERS}

@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.helpers.amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
 from tests.tiny import seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel, ClipCondition
-from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.core.noise import draw_keys
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
+from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
 
 
 def condition(count: int) -> ClipCondition:

@@ -9,7 +9,7 @@ from tests.tiny import tiny_frame_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.frames import FrameMaskedSampler
+from visual_spec.samplers.masked.frames import FrameMaskedSampler
 
 
 def tiny_frames(**changes) -> FrameMaskedTransformer:

@@ -16,8 +16,8 @@ from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
 from visual_spec.models.masked.maskgit import PRESETS, MaskedImageTransformer
 from visual_spec.models.masked.maskgit_checkpoint import load_maskgit_checkpoint
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.core.masked_presets import PRESETS as SETTINGS
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS as SETTINGS
 
 
 def rms(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MagnetModel
 from visual_spec.models.masked.magnet_checkpoint import load_magnet
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
 
 
 def test_logits_are_those_of_a_plain_computation_in_the_official_layout(tmp_path):

@@ -28,10 +28,10 @@ from visual_spec.models.masked.maskgct_checkpoint import (
     load_semantic_network,
 )
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
+from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
 
 # Lengths of the phones, the prompt and the codes to decode. The first has more phones than its prompt has codes, which
 # the published code does not survive.

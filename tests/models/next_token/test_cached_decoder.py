@@ -12,10 +12,10 @@ from visual_spec.models.core import cache as core_cache
 from visual_spec.models.core.transformers_cache import ImagePrompt, SlotCache
 from visual_spec.models.next_token import cached_decoder
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.zipar import ZipARSampler
+from visual_spec.samplers.orders.zipar import ZipARSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 CASES = ["janus", "chameleon", "lumina", "emu3", "glm small", "glm large"]
 GUIDED = [(name, name in CASES[:4]) for name in CASES]  # guidance covers the conditional rows as well

@@ -13,8 +13,8 @@ from tests.models.next_token.tiny_transformers import chameleon, prompts
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.chameleon import ChameleonImageModel
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 MODEL = chameleon()
 SCATTERED = chameleon(scattered=True)

@@ -34,12 +34,12 @@ from visual_spec.models.next_token.controlar import (
     ControlledCondition,
     load_controlar_checkpoint,
 )
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.ordered import OrderedSampler
-from visual_spec.samplers.proactive import ProactiveJacobiSampler
-from visual_spec.samplers.zipar import ZipARSampler
+from visual_spec.samplers.orders.ordered import OrderedSampler
+from visual_spec.samplers.orders.zipar import ZipARSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 
 SLOTS = SIDE * SIDE
 TOKENS = torch.randint(VOCAB, (2, SLOTS), generator=torch.Generator().manual_seed(1))

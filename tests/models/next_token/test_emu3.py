@@ -10,8 +10,8 @@ import torch
 from tests.models.next_token.tiny_transformers import emu3, prompts
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.emu3 import Emu3ImageModel
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 MODEL = emu3()
 INPUTS = prompts([6, 4, 7, 3], low=50, high=62, pad=1, last=62, first=0)  # 62: the picture starts

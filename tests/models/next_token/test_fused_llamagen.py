@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.layers import window_case, write_case
-from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny import tiny_transformer
 from visual_spec.kernels import add_norm, gated, rotary_write, window_attention
 from visual_spec.models.core.projections import fuse_projections

@@ -10,8 +10,8 @@ import torch
 from tests.models.next_token.tiny_transformers import glm_image, prompts
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.glm_image import GlmImageStage
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 MODEL = glm_image()
 GREEDY = TokenLaw(temperature=0.0)

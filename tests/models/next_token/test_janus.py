@@ -8,8 +8,8 @@ import torch
 from tests.models.next_token.tiny_transformers import janus, one, prompts
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.janus import JanusImageModel
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 MODEL = janus()
 INPUTS = prompts([6, 4, 7, 3], low=6, high=48, pad=0, last=3, first=1)

@@ -25,9 +25,9 @@ from tests.official import add_tiny_presets, random_weights
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, official_defaults, recognise
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.orders import order_of
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.ordered import OrderedSampler
+from visual_spec.samplers.orders.ordered import OrderedSampler
+from visual_spec.samplers.orders.tables import order_of
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 
 @pytest.fixture(autouse=True)

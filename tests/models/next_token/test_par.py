@@ -15,8 +15,8 @@ from tests.official import add_tiny_presets, random_weights, transformer_shapes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.orders import Step, order_of
-from visual_spec.samplers.ordered import OrderedSampler
+from visual_spec.samplers.orders.ordered import OrderedSampler
+from visual_spec.samplers.orders.tables import Step, order_of
 
 VOCAB, CLASSES = 12, 7
 LABELS = torch.tensor([3, 6])

@@ -13,12 +13,12 @@ from tests.models.next_token import straight
 from tests.official import add_tiny_presets, random_weights, transformer_shapes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
-from visual_spec.samplers.any_order import AnyOrderSampler
-from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.core.any_order import AlongOrder
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.ordered import OrderedSampler
+from visual_spec.samplers.orders.along_order import AlongOrder
+from visual_spec.samplers.orders.any_order import AnyOrderSampler
+from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
+from visual_spec.samplers.orders.ordered import OrderedSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 VOCAB, CLASSES, SIDE = 12, 7, 3
 LABELS = torch.tensor([3, 6])

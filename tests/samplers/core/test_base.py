@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.cached_decoders import case, rows_of
-from tests.helpers.tabular import TabularModel, TabularState
-from tests.samplers.drafting import (
+from tests.helpers.drafting import (
     CONDITION,
     GUIDED,
     MODEL,
@@ -20,15 +19,16 @@ from tests.samplers.drafting import (
     eagle_pair,
     seeded,
 )
-from tests.samplers.settings import lossy
+from tests.helpers.sampler_settings import lossy
+from tests.helpers.tabular import TabularModel, TabularState
 from tests.tiny import tiny_transformer
 from visual_spec.samplers.core.active import ActiveSamples
 from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.proactive import ProactiveJacobiSampler
-from visual_spec.samplers.tree import TreeSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.raster.tree import TreeSampler
 
 JACOBI = [
     SpeculativeJacobiSampler(8),
@@ -144,7 +144,7 @@ def test_large_batches_leave_in_groups():
 
 
 def decode_state(batch_size: int) -> Any:
-    from visual_spec.samplers.jacobi import JacobiState
+    from visual_spec.samplers.raster.jacobi import JacobiState
 
     zeros = torch.zeros(batch_size, dtype=torch.long)
     cache = TabularState(torch.zeros(batch_size, 2), False, 1, torch.zeros(batch_size, 3).long(), zeros)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 
 def test_what_was_not_given_is_left_to_the_other_class():

@@ -10,25 +10,25 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.drafting import MODEL, NEAR
 from tests.helpers.musicgen import IDS, MASK, musicgen
+from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
 from tests.kernels.interpreter import run_interpreted
-from tests.samplers.drafting import MODEL, NEAR
-from tests.samplers.settings import lossy
 from visual_spec.kernels import clustered_mass, grouped_mass, lantern_mass, neighbour_mass
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import Relaxation
 from visual_spec.samplers.core.trace import SampleResult
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.tree import TreeSampler
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.tree import TreeSampler
 
 OPERATORS = ((grouped_mass, "_grouped_op"), (clustered_mass, "_clustered_op"), (lantern_mass, "_lantern_op"))
 

@@ -23,27 +23,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.helpers.cached_decoders import case, rows_of
 from tests.helpers.columns import MODEL as COLUMNS
 from tests.helpers.columns import POOR as POOR_COLUMNS
+from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnState, TabularModel
-from tests.samplers.settings import lossy
-from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
+from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny import seeded, tiny_transformer
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.next_token import cached_decoder
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core import base, graph
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
 from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.core.window import WindowPolicy
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.proactive import ProactiveJacobiSampler
-from visual_spec.samplers.tree import TreeSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.raster.tree import TreeSampler
 
 SAMPLERS = {
     "plain": AutoregressiveSampler(),

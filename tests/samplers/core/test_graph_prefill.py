@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.helpers.cached_decoders import case, rows_of
-from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
+from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny import seeded, tiny_transformer
 from visual_spec.models.core import cache
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core import base, graph
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 MODELS = ("llamagen", "negative captions", "classes", "janus", "lumina", "emu3")
 LAW = TokenLaw(guidance_scale=2.0, top_k=9)

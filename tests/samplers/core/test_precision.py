@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from tests.tiny import tiny_transformer
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.precision import (
     low_precision_of,
@@ -16,7 +15,8 @@ from visual_spec.samplers.core.precision import (
     scales_by_batch,
     watched,
 )
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 SAME = "same tokens as autoregressive sampling"
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel
-from tests.samplers.settings import lossy
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import Relaxation, cluster_table, neighbour_table, smallest
 from visual_spec.samplers.core.trace import SampleResult
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 LAW = TokenLaw()
 MODEL = TabularModel(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)

@@ -8,13 +8,13 @@ import torch
 
 from tests.helpers.columns import MODEL as COLUMNS
 from tests.tiny import seeded, tiny_pipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
 from visual_spec.samplers.core import window as window_module
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.window import START, WIDTHS, WindowPolicy, window_of_rows
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 PROMPTS = ["a red square", "a blue circle", "red"]
 

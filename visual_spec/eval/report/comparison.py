@@ -17,7 +17,7 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan, make_row
 from visual_spec.pipelines.video_files import pixels_of
-from visual_spec.samplers.core.masked_state import MaskedTrace
+from visual_spec.samplers.masked.state import MaskedTrace
 
 
 def seeded_generators(seeds: Sequence[int]) -> list[torch.Generator]:

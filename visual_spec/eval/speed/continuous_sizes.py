@@ -25,8 +25,8 @@ from visual_spec.eval.tables import markdown
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.samplers.continuous import ContinuousSampler, PlainState
-from visual_spec.samplers.core import trunks
+from visual_spec.samplers.continuous import conditions
+from visual_spec.samplers.continuous.continuous import ContinuousSampler, PlainState
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.graph import forget
 from visual_spec.samplers.core.law import TokenLaw
@@ -172,7 +172,10 @@ class SomeCalls(ContinuousSampler):
         return [1 + (2 * index + 1) * last // (2 * count) for index in range(count)]
 
     def paced(self, advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
-        edges, shapes = trunks.step_edges(run.num_tokens, self.num_steps(run.model)), self.shapes(run.model)
+        edges, shapes = (
+            conditions.step_edges(run.num_tokens, self.num_steps(run.model)),
+            self.shapes(run.model),
+        )
         left = iter(self.chosen(run.model))
 
         def call() -> None:
@@ -244,7 +247,10 @@ def costs(model: MARTransformer, sampler: SomeCalls, batch_size: int) -> dict[st
     config, head = model.config, model.head
     size, rows = next(model.parameters()).element_size(), 2 * batch_size
     chosen = sampler.chosen(model)
-    edges, shapes = trunks.step_edges(model.grid.num_tokens, sampler.num_steps(model)), sampler.shapes(model)
+    edges, shapes = (
+        conditions.step_edges(model.grid.num_tokens, sampler.num_steps(model)),
+        sampler.shapes(model),
+    )
     places, dim, layers = config["buffer_size"] + model.grid.num_tokens, config["dim"], config["num_layers"]
     layer = sum(parameter.numel() for parameter in model.encoder_blocks[0].parameters())
     of_levels = sum(weight.numel() for weight in head.step_weights() or [])

@@ -30,9 +30,9 @@ from visual_spec.eval.tables import markdown
 from visual_spec.models.core.calls import RASTER
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.graph import can_record, forget
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.registry import by_class
 
 

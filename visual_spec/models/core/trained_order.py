@@ -20,7 +20,7 @@ def trained_order(model: Any) -> str:
 
 
 class TrainedOrderModel(NextTokenModel, Protocol):
-    """A model of image tokens that was trained for an order of `samplers.core.orders`.
+    """A model of image tokens that was trained for an order of `samplers.orders.tables`.
 
     Its prefill predicts slot 0, or the P slots of the order's first step with logits [R, P, V]. A call feeds any slots,
     and is told which slots to predict, and which position's head answers for each. Raster samplers refuse such a model;
@@ -29,7 +29,7 @@ class TrainedOrderModel(NextTokenModel, Protocol):
 
     @property
     def trained_order(self) -> str:
-        """The name of the order, a key of `samplers.core.orders.ORDERS`."""
+        """The name of the order, a key of `samplers.orders.tables.ORDERS`."""
         ...
 
     def __call__(

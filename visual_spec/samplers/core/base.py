@@ -67,7 +67,7 @@ class Run:
         rule: the rule that tests drafts, with its tables.
         parts: the other arguments of the call, by the names in the sampler's `takes`.
         tables: tensors that the method computed once for the whole decode.
-        pattern: the codebook pattern (`PatternView`) of a model of columns.
+        pattern: the codebook pattern (`ColumnView`) of a model of columns.
         fixed_width: positions of every call of the model; None: as many as there are to score.
         unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
         end: the token at which a sample ends; None: none does.

@@ -1,0 +1,215 @@
+"""For every kind of calls a tiny model that answers them: what tests of all registered samplers decode with.
+
+A newly registered sampler is tested without an edit here, unless it takes something that no other one takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.causal_tables import TabularCausalLayer, TabularFeatureModel
+from tests.helpers.columns import MODEL as COLUMN_MODEL
+from tests.helpers.columns import POOR as COLUMN_DRAFTER
+from tests.helpers.frame_tables import TableFrameModel
+from tests.helpers.tabular import TabularModel
+from tests.helpers.tabular_any_order import TabularAnyOrderModel
+from tests.models.continuous.tiny import calm, tiny_causal
+from tests.tiny import seeded, tiny_transformer
+from tests.tiny_scales import FormulaTokenizer, TableScaleModel
+from tests.tiny_students import tiny_student
+from visual_spec.models.core.calls import (
+    ANY_ORDER,
+    COLUMNS,
+    CONTINUOUS,
+    DISTILLED,
+    FRAMES,
+    MASKED,
+    ORDER,
+    OWN_ORDER,
+    RASTER,
+    SCALES,
+    TREE,
+)
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import SamplerEntry
+
+LAW = TokenLaw(guidance_scale=1.8, top_k=5)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, and what is decoded with it.
+
+    Attributes:
+        condition: of some samples, given by their numbers.
+        drafter: a second model over the same tokens.
+        given: by the names that samplers list in `takes`, what they take beside.
+    """
+
+    model: Any
+    condition: Callable[[Sequence[int]], Any]
+    drafter: Any = None
+    given: Any = None
+
+    def parts(self, sampler: Any) -> dict[str, Any]:
+        """What this sampler takes."""
+        known = {"drafter": self.drafter, **(self.given or {})}
+        return {name: known[name] for name in sampler.takes if known.get(name) is not None}
+
+
+def _table(samples: Sequence[int]) -> Tensor:
+    return torch.tensor([sample % 3 for sample in samples])
+
+
+def _raster(seed: int = 0) -> TabularModel:
+    return TabularModel(TokenGrid(4, 4), 12, order=2, conditions=3, dependence=0.3, seed=seed)
+
+
+class Upsampler(nn.Module):
+    """The law of every large token by the first small one."""
+
+    num_tokens = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.register_buffer("table", torch.randn(12, 16, 12, generator=generator, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.get_buffer("table")[tokens[:, 0]]
+
+
+RASTER_MODEL = _raster()
+# Both kinds of drafters at once: a model of the same tokens, and one of a smaller picture with what enlarges it.
+RASTER_DRAFTER = TabularModel(TokenGrid(4, 4), 12, order=2, conditions=3, dependence=0.3)
+RASTER_DRAFTER.logits = 0.7 * RASTER_MODEL.logits + 0.3 * _raster(seed=1).logits
+RASTER_DRAFTER.upsampler = Upsampler()
+RASTER_DRAFTER.transformer = TabularModel(TokenGrid(2, 2), 12, order=1, conditions=3, seed=9)
+CODES = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+SIDES = (1, 2, 3, 4)
+MASKED_MODEL = TabularFeatureModel(TokenGrid(1, 5), 3, conditions=3)
+
+
+def _latents(spread: float = 0.0) -> Any:
+    """A causal model whose head knows little, so that drafts of a model near it are kept now and then."""
+    model = calm(tiny_causal(head_kind="velocity", head_steps=4, eta=1.0, final_noise=0.4))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+_pictures = Kind(RASTER_MODEL, _table, RASTER_DRAFTER, {"codebook": CODES})
+KINDS = {
+    RASTER: _pictures,
+    TREE: _pictures,
+    ORDER: _pictures,
+    OWN_ORDER: _pictures,
+    COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
+    MASKED: Kind(MASKED_MODEL, _table, given={"causal_layer": TabularCausalLayer(MASKED_MODEL)}),
+    FRAMES: Kind(TableFrameModel(TokenGrid(1, 4, 3), 3, conditions=3), _table),
+    ANY_ORDER: Kind(TabularAnyOrderModel(TokenGrid(1, 5), 5, conditions=3), _table),
+    CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
+    DISTILLED: Kind(
+        tiny_student(),
+        _table,
+        given={
+            "codebook": CODES,
+            "teacher": tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1).double(),
+        },
+    ),
+    SCALES: Kind(
+        TableScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": FormulaTokenizer(SIDES, 7)}
+    ),
+}
+
+
+def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5), **more: Any) -> Any:
+    """Some samples of the kind's model, each with its own generator and condition, as one batch."""
+    kind = KINDS[entry.calls]
+    options: dict[str, Any] = dict(law=LAW, generator=seeded(*samples), batch_size=len(samples))
+    if entry.calls in (MASKED, FRAMES, CONTINUOUS):
+        options["law"] = TokenLaw(guidance_scale=1.8)
+    if entry.calls == DISTILLED and sampler.config.teacher_from is None:
+        options["law"] = TokenLaw()  # a student alone has no law to change
+    return sampler(
+        kind.model, condition=kind.condition(samples), **kind.parts(sampler), **{**options, **more}
+    )
+
+
+# Of every class a value for each setting that is not its default; together they make a legal sampler.
+_RELAXED = dict(acceptance="grouped", relaxation={"group_size": 3, "delta": 0.2, "bounded": True})
+CHANGED: dict[str, dict[str, Any]] = {
+    "AutoregressiveSampler": dict(graph=False, exact_width=True),
+    "SpeculativeJacobiSampler": dict(
+        window=7, coupling="maximal", initial_draft="up", graph=False, exact_width=False,
+        drafts="repaired", redrafts=3, **_RELAXED
+    ),
+    "ProactiveJacobiSampler": dict(
+        window=6, siblings=3, depth=1, coupling="gumbel", acceptance="identical", initial_draft="last_law",
+        sibling_rule="recursive", graph=False,
+    ),
+    "DraftedSampler": dict(num_drafts=2, stop_below=0.25, graph=False, exact_width=False, **_RELAXED),
+    "TreeSampler": dict(
+        depth=2, width=3, num_nodes=4, siblings="top-k", expected_acceptance=0.5, graph=False, **_RELAXED
+    ),
+    "MultiscaleSampler": dict(pool=3, radius=None, max_rounds=None),
+    "OrderedSampler": dict(order="diagonal", allow_approximate=True),
+    "AnyOrderSampler": dict(order=[4, 0, 2, 1, 3], steps=3, guidance_start=0.5),
+    "SpeculativeAnyOrderSampler": dict(
+        num_drafts=2, order="raster", acceptance="exact", guidance_start=0.5
+    ),
+    "ZipARSampler": dict(window=2, adaptive=True, measure=True, as_released=True),
+    "ParallelJacobiSampler": dict(
+        rows=2, drafts=2, lead=1, coupling="maximal", acceptance="exact", initial_draft="up", measure=True
+    ),
+    "ColumnAutoregressiveSampler": dict(graph=False, exact_width=True),
+    "ColumnJacobiSampler": dict(
+        window=5, coupling="independent", unit="codebook", initial_draft="last_law", graph=False,
+        exact_width=False, **_RELAXED
+    ),
+    "DraftedColumnSampler": dict(num_drafts=2, acceptance="identical", graph=False, exact_width=True),
+    "MaskedSampler": dict(
+        steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
+        span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
+        rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
+        reuse=0, reuse_from=0.25, reuse_by="shortcut", falls="before", score_temperature=0.8, graph="auto",
+        warmup=1, second_draw=True,
+    ),
+    "FrameMaskedSampler": dict(
+        steps=3, history_hidden=0.5, history_pattern="random", unconditional_history="same", schedule="arccos",
+        clock="magnet", score="probability", choice_temperature=0.5, falls="before", temperature="falling",
+        last_temperature=0.5, guidance="falling", least_guidance=1.2, entropy_bound=0.4, filtered_score=True,
+        score_temperature=0.8, greedy=True, measure=True, later_noise=False,
+    ),
+    "ContinuousSampler": dict(
+        steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,
+        graph=False, reuse=0, reuse_from=0.5, local_levels=0.5,
+    ),
+    "SpeculativeContinuousSampler": dict(
+        rule="aligned", num_drafts=2, tolerance=0.3, prefill=0.2, measure=True, order=None, guidance="constant",
+        head_steps=3, eta=0.5, final_noise=0.2,
+    ),
+    "ContinuousJacobiSampler": dict(
+        window=3, rule="aligned", tolerance=0.3, order=None, guidance="constant", head_steps=3, eta=0.5,
+        final_noise=0.2,
+    ),
+    "HeadSpeculativeSampler": dict(
+        levels=2, steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2
+    ),
+    "DistilledSampler": dict(steps=2, teacher_from=4),
+    "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
+    "SelfSpeculativeMaskedSampler": dict(
+        steps=3, schedule="linear", order="raster", num_drafts=2, acceptance="exact"
+    ),
+    "ScaleWiseSampler": dict(
+        ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2}
+    ),
+}  # fmt: skip

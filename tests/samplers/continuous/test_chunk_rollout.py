@@ -1,0 +1,295 @@
+"""Clips drawn chunk by chunk: against a straight-line loop, over batches, over long clips, with a drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_wan import clips, prompts, tiny_wan
+from visual_spec.models.video.causal_wan import CausalWan
+from visual_spec.models.video.frame_cache import DeepForcing, Full, FutureAnchor, SinkWindow, Sliding
+from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
+from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
+
+SIZE: dict[str, Any] = dict(height=4, width=4)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def seeds(*numbers: int) -> list[torch.Generator]:
+    return [seeded(number) for number in numbers]
+
+
+def block_causal_hooks(model, frames):
+    """Have the untouched model see whole chunks and those before, in a pass over `frames` frames of 4 tokens."""
+    chunk = torch.arange(frames * 4) // 12
+    mask = chunk[:, None] >= chunk[None]
+    return [
+        block.attn1.register_forward_pre_hook(lambda module, args: (args[0], args[1], mask, args[3]))
+        for block in model.blocks
+    ]
+
+
+def straight(model, embeds, generator, chunks):
+    """Self-Forcing's loop without a cache: every call is a pass over the whole clip so far, under a mask."""
+    noise = CounterNoise(draw_keys(generator, len(embeds)), "cpu")
+    done = torch.zeros(len(embeds), 4, 0, 4, 4, dtype=torch.float64)
+    for index in range(chunks):
+        slots = torch.arange(3 * index, 3 * index + 3).expand(len(embeds), -1)
+
+        def draw(step, slots=slots):
+            values = noise.normal(slots, 64, CHAIN, step, torch.float64)
+            return values.view(len(embeds), 3, 4, 4, 4).permute(0, 2, 1, 3, 4)
+
+        noisy: torch.Tensor = draw(0)
+        clean: Any = None
+        for step, (timestep, level) in enumerate(
+            [(1000, 1), (937.5, 15 / 16), (2500 / 3, 5 / 6), (625, 0.625)]
+        ):
+            if clean is not None:
+                noisy = (1 - level) * clean + level * draw(step)
+            whole = torch.cat([done, noisy], 2)
+            times = torch.tensor([0.0] * done.shape[2] + [timestep] * 3).repeat_interleave(4)
+            hooks = block_causal_hooks(model, whole.shape[2])
+            with torch.no_grad():
+                flow = model(whole, times.expand(len(embeds), -1), embeds, return_dict=False)[0]
+            for hook in hooks:
+                hook.remove()
+            clean = noisy - level * flow[:, :, -3:]
+        done = torch.cat([done, clean], 2)
+    return done
+
+
+def test_a_clip_is_that_of_whole_passes_under_a_mask():
+    model, embeds = tiny_wan(), prompts(2)
+    wanted = straight(model, embeds, seeded(), 3)
+    found, trace = roll_out(CausalWan(model, Full()), embeds, num_frames=9, generator=seeded(), **SIZE)
+    assert (found - wanted).abs().max() < 1e-10
+    assert trace.calls.tolist() == [15, 15]  # 4 steps and a clean pass a chunk
+    assert not trace.kept.any() and not trace.draft_calls.any()
+
+
+POLICIES = [Full(), Sliding(6), SinkWindow(2, 7, 3), DeepForcing(3, 4, 8, 10), FutureAnchor(1, 2, 6)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_sample_does_not_depend_on_the_batch(policy):
+    causal = CausalWan(tiny_wan(), policy)
+    embeds = prompts(3)
+    together, _ = roll_out(causal, embeds, num_frames=15, generator=seeds(0, 1, 2), **SIZE)
+    assert (together[0] - together[1]).abs().max() > 0.1
+    for row in (0, 2):
+        alone, _ = roll_out(causal, embeds[row : row + 1], num_frames=15, generator=seeds(row), **SIZE)
+        assert (alone[0] - together[row]).abs().max() < 1e-10
+
+
+def test_a_longer_clip_begins_as_the_shorter_one():
+    causal, embeds = CausalWan(tiny_wan(), DeepForcing(3, 4, 8, 10)), prompts(1)
+    short, _ = roll_out(causal, embeds, num_frames=12, generator=seeded(), **SIZE)
+    long, _ = roll_out(causal, embeds, num_frames=18, generator=seeded(), **SIZE)
+    assert torch.equal(long[:, :, :12], short)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=str)
+def test_memory_is_flat_over_200_chunks(policy):
+    causal = CausalWan(tiny_wan(num_layers=1), policy)
+    schedule = ChunkSchedule(steps=(1000,))
+    found, trace = roll_out(
+        causal, prompts(1), num_frames=600, height=2, width=2, schedule=schedule, generator=seeded()
+    )
+    assert found.isfinite().all()
+    # Deep Forcing holds 8 and 11 frames in turn, the others one number of frames.
+    assert len(set(trace.cache_bytes[10:])) <= (2 if isinstance(policy, DeepForcing) else 1)
+    assert max(trace.cache_bytes[:10]) == max(trace.cache_bytes)
+
+
+def test_the_full_cache_grows():
+    _, trace = roll_out(CausalWan(tiny_wan(), Full()), prompts(1), num_frames=9, generator=seeded(), **SIZE)
+    first, second, third = trace.cache_bytes
+    assert second - first == third - second > 0
+
+
+def test_context_is_read_and_not_returned():
+    """A clip that goes on behind its own first chunk is read by the same calls, one chunk later."""
+    causal, embeds, before = CausalWan(tiny_wan(), Full()), prompts(2), clips(2, 3)
+    schedule = ChunkSchedule(steps=(1000,))
+    options: dict[str, Any] = dict(num_frames=3, schedule=schedule, generator=seeded(), **SIZE)
+    found, trace = roll_out(causal, embeds, context=before, **options)
+    state = causal.begin(embeds, 4, 4, 6)
+    with torch.no_grad():
+        causal.commit(state, before)
+        noise = CounterNoise(draw_keys(seeded(), 2), "cpu")
+        values = noise.normal(torch.arange(3).expand(2, -1), 64, CHAIN, 0, torch.float64)
+        noisy = values.view(2, 3, 4, 4, 4).permute(0, 2, 1, 3, 4)
+        wanted = noisy - causal.forward(state, noisy, 1000.0)
+    assert torch.equal(found, wanted)
+    assert trace.calls.tolist() == [3, 3]
+    without, _ = roll_out(causal, embeds, **{**options, "generator": seeded()})
+    assert (without - found).abs().max() > 1e-3
+
+
+def test_an_anchor_lies_ahead_of_every_chunk():
+    causal, places = CausalWan(tiny_wan(), FutureAnchor(1, 4, 6)), []
+    state = causal.begin(prompts(1), 4, 4, 13)
+    with torch.no_grad():
+        causal.commit(state, clips(1, 1))
+        for _ in range(4):
+            causal.commit(state, clips(1, 3))
+            places.append(state.layers[0][0].cache.places[0, ::4, 0].tolist())
+    assert places == [[7, 1, 2, 3], [10, 2, 3, 4, 5, 6], [13, 5, 6, 7, 8, 9], [16, 8, 9, 10, 11, 12]]
+
+
+# -- a drafter --------------------------------------------------------------------------------------------------------
+
+
+def pair(policy=None):
+    policy = policy or DeepForcing(3, 4, 8, 10)
+    return CausalWan(tiny_wan(), policy), CausalWan(tiny_wan(1, num_layers=1), Sliding(6))
+
+
+def test_a_reward_that_never_passes_leaves_the_large_models_clip():
+    large, small = pair()
+    options: dict[str, Any] = dict(num_frames=15, **SIZE)
+    plain, _ = roll_out(large, prompts(2), generator=seeds(0, 1), **options)
+    found, trace = roll_out(
+        large,
+        prompts(2),
+        generator=seeds(0, 1),
+        drafter=small,
+        reward=lambda chunk, index: 0.0,
+        threshold=1.0,
+        **options,
+    )
+    assert (found - plain).abs().max() < 1e-10
+    assert not trace.kept.any()
+    assert trace.calls.tolist() == [25, 25]
+    assert trace.draft_calls.tolist() == [4 * 4 + 5] * 2
+
+
+def test_a_reward_that_always_passes_leaves_the_small_model_all_but_the_first_chunk():
+    large, small = pair()
+    embeds = prompts(1)
+    options: dict[str, Any] = dict(num_frames=12, **SIZE)
+    found, trace = roll_out(
+        large,
+        embeds,
+        generator=seeded(),
+        drafter=small,
+        reward=lambda chunk, index: torch.tensor(0.0),
+        **options,
+    )
+    assert trace.kept.tolist() == [[False, True, True, True]]
+    assert trace.calls.tolist() == [5 + 3] and trace.draft_calls.tolist() == [3 * 4 + 4]
+    first, _ = roll_out(large, embeds, num_frames=3, generator=seeded(), **SIZE)
+    assert torch.equal(found[:, :, :3], first)
+    # The rest is what the small model draws behind that chunk, with the noise of those frames.
+    state = small.begin(embeds, 4, 4, 12)
+    noise = CounterNoise(draw_keys(seeded(), 1), "cpu")
+    with torch.no_grad():
+        small.commit(state, first)
+        for start in (3, 6, 9):
+            slots = torch.arange(start, start + 3)[None]
+            clean: Any = None
+            for step, level in enumerate(ChunkSchedule().levels):
+                values = noise.normal(slots, 64, CHAIN, step, torch.float64)
+                draw = values.view(1, 3, 4, 4, 4).permute(0, 2, 1, 3, 4)
+                noisy = draw if clean is None else (1 - level) * clean + level * draw
+                clean = noisy - level * small.forward(state, noisy, 1000 * level)
+            small.commit(state, clean)
+            assert torch.equal(found[:, :, start : start + 3], clean)
+
+
+def test_each_sample_is_kept_by_its_own_reward():
+    large, small = pair()
+    options: dict[str, Any] = dict(
+        num_frames=12, drafter=small, reward=lambda chunk, index: chunk.mean(), **SIZE
+    )
+    trial, trace = roll_out(large, prompts(3), generator=seeds(0, 1, 2), threshold=-1e9, **options)
+    middle = float(trace.rewards[:, 1:].median())
+    found, trace = roll_out(large, prompts(3), generator=seeds(0, 1, 2), threshold=middle, **options)
+    assert trace.kept.any() and not trace.kept[:, 1:].all()
+    assert torch.equal(trace.kept[:, 1:], trace.rewards[:, 1:] >= middle)
+    assert trace.rewards[:, 0].isnan().all()
+    alone, single = roll_out(large, prompts(3)[1:2], generator=seeds(1), threshold=middle, **options)
+    assert torch.equal(alone[0], found[1]) and torch.equal(single.kept[0], trace.kept[1])
+    assert trace.calls.tolist() == (5 * 4 - 4 * trace.kept.sum(1)).tolist()
+    assert f"{int(trace.kept.sum())} of 12 chunks drafted" in trace.summary()
+
+
+# -- requests that cannot be served -----------------------------------------------------------------------------------
+
+
+class Refusing:
+    """A model that fails the test if it is called."""
+
+    channels = 4
+
+    def check(self, *request):
+        return CausalWan(tiny_wan(), Full()).check(*request)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_frames=10), "num_frames=10 is no multiple of the chunk of 3 frames; pass 9 or 12"),
+        (dict(num_frames=2), "num_frames=2 .* pass 3"),
+        (dict(num_frames=0), "num_frames=0; pass an integer of at least 1"),
+        (dict(height=5), "height=5 latent pixels; pass a multiple of 2"),
+        (dict(reward=lambda chunk, index: 0.0), "a drafter needs a reward, and a reward a drafter"),
+        (
+            dict(context=torch.zeros(1, 3, 3, 4, 4)),
+            r"context is \[1, 3, 3, 4, 4\]; pass \[2 or 1, 4, n, 4, 4\]",
+        ),
+        (dict(context=torch.zeros(1, 4, 0, 4, 4)), "context is"),
+        (dict(generator=[torch.Generator()]), "got 1 generators for a batch of 2"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_before_any_call(changes, message):
+    request = {"num_frames": 9, "height": 4, "width": 4, **changes}
+    with pytest.raises(ValueError, match=message):
+        roll_out(Refusing(), prompts(2), **request)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_policy_for_other_chunks_is_refused_before_any_call():
+    causal = CausalWan(tiny_wan(), Sliding(4))
+    with pytest.raises(ValueError, match="window=4; pass"):
+        roll_out(causal, prompts(1), num_frames=5, schedule=ChunkSchedule(chunk=5), **SIZE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(chunk=0), "chunk=0"),
+        (dict(steps=()), r"steps=\(\); pass timesteps that fall"),
+        (dict(steps=(500, 500)), "pass timesteps that fall"),
+        (dict(steps=(1001,)), "from at most 1000"),
+        (dict(steps=(1000, 0)), "to above 0"),
+        (dict(shift=0), "shift=0; pass a number above 0"),
+    ],
+)
+def test_schedules_that_are_none_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ChunkSchedule(**settings)
+
+
+def test_a_reward_that_is_no_number_is_refused():
+    large, small = pair()
+    with pytest.raises(ValueError, match="the reward of chunk 1 is nan"):
+        roll_out(
+            large, prompts(1), num_frames=6, drafter=small, reward=lambda chunk, index: float("nan"), **SIZE
+        )
+
+
+def test_a_drafter_of_other_latents_is_refused():
+    large, _ = pair()
+    small = CausalWan(tiny_wan(in_channels=2, out_channels=2), Full())
+    with pytest.raises(ValueError, match="latents of 2 channels, the model of 4"):
+        roll_out(large, prompts(1), num_frames=6, drafter=small, reward=lambda chunk, index: 0.0, **SIZE)
+
+
+def test_levels_are_those_of_self_forcing():
+    assert ChunkSchedule().levels == pytest.approx([1, 15 / 16, 5 / 6, 5 / 8])

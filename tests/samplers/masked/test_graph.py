@@ -1,0 +1,103 @@
+"""Calls of masked models recorded as CUDA graphs. Without a GPU, traced operations stand in for a recording."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.masked_reuse import made
+from tests.helpers.tabular import TabularMaskedModel
+from tests.models.masked import maskgct_straight as straight
+from tests.models.masked.maskgct_straight import DIM, HEADS, LAYERS, PHONES, SEMANTIC
+from tests.tiny import seeded
+from visual_spec.models.core import cache
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.masked.maskgct import SemanticCondition, SemanticDecoder, SemanticNetwork
+from visual_spec.samplers.core import recap
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.masked import masked
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
+
+
+@pytest.fixture
+def on_gpu(monkeypatch) -> None:
+    """As if the models were where graphs are recorded."""
+    monkeypatch.setattr(masked, "wants_graph", lambda graph, model: graph is not False)
+    monkeypatch.setattr(cache, "common_run", lambda slots: None)  # which looks at values on a CPU only
+
+
+def law_of(kind: str) -> TokenLaw:
+    return TokenLaw(guidance_scale=1.0 if kind == "mage" else 2.0)
+
+
+def decoded(kind: str, **settings: Any) -> Any:
+    model, condition, _ = made(kind)
+    sampler = MaskedSampler(**{"steps": 6, "choice_temperature": 1.0, **settings})
+    return sampler(model, condition, law=law_of(kind), generator=seeded(0, 1), batch_size=2)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("captions", 1), ("mage", 1), ("magnet", 4)])
+def test_replayed_calls_give_the_same_tokens(kind, count, on_gpu, recordings):  # noqa: F811
+    plain, found = decoded(kind), decoded(kind, graph=True)
+    assert torch.equal(found.tokens, plain.tokens)
+    assert len(recordings) == count  # one for each codebook
+    assert torch.equal(found.trace.entry_call, plain.trace.entry_call)
+
+
+@pytest.mark.parametrize("kind", ["merged", "mage"])
+def test_calls_that_keep_and_local_ones_are_recorded_too(kind, on_gpu, recordings):  # noqa: F811
+    settings: dict[str, Any] = dict(steps=12, reuse=2, reuse_from=0.0, schedule="linear", measure=True)
+    plain, found = decoded(kind, **settings), decoded(kind, **settings, graph=True)
+    assert torch.equal(found.tokens, plain.tokens)
+    assert found.trace.divergence == pytest.approx(plain.trace.divergence)
+    assert len(recordings) == 3  # full ones that keep, local ones of one width, and those of the measure
+
+
+def test_what_a_model_moves_is_not_recorded(on_gpu, recordings):  # noqa: F811
+    settings: dict[str, Any] = dict(steps=6, reuse=1, reuse_from=0.0, schedule="linear")
+    plain, found = decoded("magnet", **settings), decoded("magnet", **settings, graph=True)
+    assert torch.equal(found.tokens, plain.tokens) and not recordings
+
+
+def test_a_replayed_call_reads_the_time_of_its_step(on_gpu, recordings):  # noqa: F811
+    network = SemanticNetwork(SEMANTIC, DIM, LAYERS, HEADS, PHONES + 1)
+    weights = straight.random_weights(straight.semantic_shapes(), 0)
+    network.load_state_dict(weights)
+    model = SemanticDecoder(network.double().eval(), 20)
+    condition = SemanticCondition([torch.tensor([1, 2, 3])] * 2, [torch.tensor([5, 6])] * 2, [20, 20])
+    settings = PRESETS["maskgct"].settings | {"steps": 6}
+    plain, found = (
+        MaskedSampler(**settings, graph=graph)(
+            model, condition, law=TokenLaw(temperature=0.9, top_k=6), generator=seeded(0, 1), batch_size=2
+        )
+        for graph in (False, True)
+    )
+    assert torch.equal(found.tokens, plain.tokens) and len(recordings) == 1
+
+
+@pytest.mark.parametrize("kind", ["captions", "mage", "magnet"])
+def test_rounded_group_widths_change_nothing(kind, monkeypatch):
+    """Places past the grid fill a group up; what they compute goes nowhere."""
+    found = []
+    for bucket in (1, 5, 16):
+        monkeypatch.setattr(recap, "_BUCKET", bucket)
+        found.append(decoded(kind, steps=6, reuse=2, reuse_from=0.0).tokens)
+    assert all(torch.equal(tokens, found[0]) for tokens in found)
+
+
+def test_a_graph_that_cannot_be_is_refused():
+    model = TabularMaskedModel(TokenGrid(1, 4), 3)
+    with pytest.raises(ValueError, match="graph=True on cpu: only CUDA records graphs"):
+        MaskedSampler(graph=True)(model, None, law=TokenLaw())
+    with pytest.raises(ValueError, match="graph='no'"):
+        MaskedSampler(graph="no")
+    with pytest.raises(ValueError, match="whose features move"):
+        MaskedSampler(graph=True, reuse=1, reuse_by="shortcut")
+    tokens = [
+        MaskedSampler(graph=graph)(model, None, law=TokenLaw(), generator=seeded(1)).tokens
+        for graph in ("auto", False)
+    ]
+    assert torch.equal(*tokens)

@@ -1,0 +1,546 @@
+"""Masked decoding: its pieces, MAGNeT against a plain loop over single clips, and bad input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.masked import FRAMES, LAW, MAGNET, STEPS, magnet, text
+from tests.helpers.musicgen import CODES, musicgen
+from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel
+from tests.tiny import seeded
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.samplers.core import masking
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masking import (
+    Spans,
+    draw_and_score,
+    halton_order,
+    hidden_counts,
+    hidden_shares,
+    least_sure,
+)
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
+from visual_spec.samplers.masked.state import MaskedTrace
+
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def counts(schedule: str, clock: str, steps: int, units: int) -> list[int]:
+    shares = hidden_shares(schedule, clock, steps)
+    return [int(count) for count in hidden_counts(shares, clock, torch.tensor([units]))]
+
+
+@pytest.mark.parametrize("units, steps", [(256, 8), (256, 12), (1024, 12), (16, 16), (5, 8)])
+def test_the_schedule_of_maskgit(units, steps):
+    """After step i, floor(N cos(pi (i + 1) / 2 T)) are hidden, one less than before at least, and one at least."""
+    before, expected = units, [units]
+    for step in range(steps - 1):
+        before = max(1, min(math.floor(units * math.cos(math.pi / 2 * (step + 1) / steps)), before - 1))
+        expected.append(before)
+    assert counts("cosine", "maskgit", steps, units) == expected
+
+
+@pytest.mark.parametrize("units, steps", [(166, 20), (166, 10), (500, 60), (3, 10), (7, 1)])
+def test_the_schedule_of_magnet(units, steps):
+    """Before step i, int(cos(pi i / 2 (T - 1)) N) spans are hidden, and one at least."""
+    times = torch.linspace(0, 1, steps, dtype=torch.float64)
+    expected = [max(int(math.cos(float(t) * math.pi * 0.5) * units + 1e-9), 1) for t in times]
+    assert counts("cosine", "magnet", steps, units) == expected
+
+
+@pytest.mark.parametrize("units, steps", [(256, 32), (576, 32), (256, 16), (16, 12)])
+def test_the_schedule_of_halton(units, steps):
+    """After step i, int(N (1 - 2 arccos((i + 1) / T) / pi)) are kept, and i + 1 at least."""
+    kept = [
+        max(i + 1, int((1 - math.acos((i + 1) / steps) / (math.pi / 2)) * units + 1e-9))
+        for i in range(steps - 1)
+    ]
+    assert counts("arccos", "halton", steps, units) == [units, *(units - count for count in kept)]
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.1, 0.5, 2.0, 50.0])
+def test_the_entropy_bound_keeps_what_diffusers_keeps(bound):
+    """Slots of least entropy first, as its scheduler for discrete diffusion accepts them."""
+    from diffusers.schedulers.scheduling_entropy_bound import EntropyBoundScheduler
+
+    logits = 3 * torch.randn(4, 12, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scheduler = EntropyBoundScheduler(entropy_bound=bound, t_max=1.0, t_min=1.0)
+    accepted: Any = scheduler.step(logits, 0, torch.zeros(4, 12, dtype=torch.long)).accepted_index  # pyright: ignore
+    entropy = masking.entropy_of(logits.log_softmax(-1))
+    stays = masking.beyond_entropy_bound(-entropy, entropy, torch.ones_like(accepted), bound)
+    assert torch.equal(~stays, accepted)
+    hidden = torch.zeros_like(accepted)
+    hidden[:, 3:] = True
+    assert not (masking.beyond_entropy_bound(-entropy, entropy, hidden, bound) & ~hidden).any()
+
+
+def test_under_an_entropy_bound_rows_end_at_their_own_call():
+    class Certain(TabularMaskedModel):
+        def forward(self, state, tokens, stage):
+            logits = super().forward(state, tokens, stage).clone()
+            logits[0, :, 0] += 1e4  # nothing is open in the first sample
+            return logits
+
+    model = Certain(TokenGrid(1, 5), 3)
+    result = MaskedSampler(5, entropy_bound=0.0)(
+        model, None, law=TokenLaw(), batch_size=2, generator=seeded(1, 2)
+    )
+    assert result.trace.target_calls.tolist() == [1, 5]
+    assert result.tokens[0].tolist() == [0] * 5 and (result.tokens < 3).all()
+    assert sorted(result.trace.commit_call[1].tolist()) == [0, 1, 2, 3, 4]
+    assert MaskedSampler(2, entropy_bound=0.0)(
+        model, None, law=TokenLaw(), batch_size=2
+    ).trace.target_calls.tolist() == [1, 2]
+
+
+def test_every_schedule_has_its_published_values():
+    """By hand: cos(30 degrees), and powers of a quarter or a half. A few tokens round alike under different powers."""
+    values = {
+        ("cosine", 1 / 3): 0.8660254037844386,
+        ("arccos", 1 / 2): 2 / 3,
+        ("linear", 1 / 4): 0.75,
+        ("square", 1 / 2): 0.75,
+        ("cubic", 1 / 2): 0.875,
+        ("root", 1 / 4): 0.5,
+        ("power_2.5", 1 / 4): 1 - 1 / 32,
+    }
+    assert {name for name, _ in values} == set(masking.SCHEDULES)
+    for (name, u), share in values.items():
+        assert masking.SCHEDULES[name](u) == pytest.approx(share, abs=1e-12)
+        assert masking.SCHEDULES[name](0) == pytest.approx(1) and abs(masking.SCHEDULES[name](1)) < 1e-12
+
+
+def test_counts_that_should_be_whole_are():
+    assert counts("linear", "magnet", 11, 10) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1]
+    assert counts("linear", "maskgit", 10, 10) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+
+
+def test_samples_have_counts_of_their_own():
+    shares = hidden_shares("cosine", "magnet", 5)
+    together = torch.stack(hidden_counts(shares, "magnet", torch.tensor([0, 1, 9, 40])))
+    for column, units in enumerate([0, 1, 9, 40]):
+        alone = counts("cosine", "magnet", 5, units)
+        assert together[:, column].tolist() == alone and (units > 0 or alone == [0] * 5)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (1, 64, 64), (1, 1, 7), (3, 4, 5), (1, 1, 1), (1, 5, 1)])
+def test_halton_orders_hold_every_cell_once(shape):
+    order = halton_order(*shape)
+    assert order.sort().values.tolist() == list(range(math.prod(shape)))
+
+
+def test_halton_orders_cover_evenly_from_the_first_cell_on():
+    """Points of the sequence by hand: 1/2, 1/4, 3/4, 1/8 in base 2, and 1/3, 2/3, 1/9 in base 3."""
+    assert halton_order(1, 1, 8)[:4].tolist() == [4, 2, 6, 1]
+    assert halton_order(1, 4, 9)[:3].tolist() == [2 * 9 + 3, 1 * 9 + 6, 3 * 9 + 1]
+    cells = halton_order(1, 16, 16)[:64]
+    quarters = torch.bincount(cells // 16 // 4 * 4 + cells % 16 // 4, minlength=16)
+    assert quarters.min() >= 3 and quarters.max() <= 6
+
+
+# What the code of its authors gave (valeoai/Halton-MaskGIT, f61b0a1, `build_halton_mask`): the first ten cells, and the
+# sum of (place + 1) times cell over the whole order, modulo 1,000,003.
+OFFICIAL_HALTON = {
+    8: ([34, 21, 48, 11, 46, 25, 60, 7, 32, 18], 66507),
+    16: ([133, 74, 193, 39, 172, 99, 232, 30, 144, 85], 198827),
+    24: ([296, 160, 434, 82, 378, 221, 517, 45, 312, 176], 907774),
+    32: ([522, 277, 771, 142, 664, 391, 913, 92, 577, 331], 729067),
+}
+
+
+@pytest.mark.parametrize("side", OFFICIAL_HALTON)
+def test_halton_orders_are_the_official_ones(side):
+    first, whole = OFFICIAL_HALTON[side]
+    order = halton_order(1, side, side)
+    assert order[:10].tolist() == first
+    assert int((order * torch.arange(1, len(order) + 1)).sum()) % 1_000_003 == whole
+
+
+def test_ranks_and_not_a_threshold_choose_what_stays_hidden():
+    score = torch.tensor([[0.5, 0.5, 0.5, 0.1], [-math.inf, 0.2, -math.inf, 0.3]])
+    hidden = torch.tensor([[True, True, True, False], [True, True, True, True]])
+    stays = least_sure(score, hidden, torch.tensor([2, 3]))
+    assert stays.tolist() == [[True, True, False, False], [True, True, True, False]]
+
+
+def test_spans_cover_the_slots_and_the_last_one_is_cut_off():
+    spans = Spans(7, 3)
+    assert spans.count == 3
+    assert spans.spread(torch.tensor([[1, 2, 3]])).tolist() == [[1, 1, 1, 2, 2, 2, 3]]
+    values = torch.tensor([[0.1, 0.2, 0.9, 0.3, 0.4, 0.0, -0.5]])
+    hidden = torch.tensor([[True, True, False, True, True, True, True]])
+    assert spans.score(values, hidden, "max")[0].tolist() == pytest.approx([0.2, 0.4, -0.5])
+    assert spans.score(values, hidden, "sum")[0].tolist() == pytest.approx([0.3, 0.7, -0.5])
+    assert spans.any(~hidden).tolist() == [[True, False, False]]
+
+
+# -- MAGNeT, clip by clip ---------------------------------------------------------------------------------------------
+
+
+def nucleus(law: Tensor, top_p: float) -> Tensor:
+    kept, mass = torch.zeros_like(law), 0.0
+    for token in law.argsort(descending=True).tolist():
+        if mass < top_p:
+            kept[token] = law[token]
+            mass += float(law[token])
+    return kept / kept.sum()
+
+
+@torch.no_grad()
+def plain_magnet(
+    model: MagnetModel,
+    condition: TextCondition,
+    key: Tensor,
+    *,
+    steps: list[int],
+    law: TokenLaw,
+    prompt: Tensor,
+    rescorer: MusicgenColumnModel | None = None,
+    share: float = 0.5,
+    greedy: bool = False,
+) -> Tensor:
+    """MAGNeT's loop over one clip with spans of 3: codes [K, T]. prompt: [K, P]."""
+    noise, books, frames = CounterNoise(key, "cpu"), model.num_codebooks, model.grid.width
+    codes = torch.full((books, frames), CODES)
+    codes[:, : prompt.shape[1]] = prompt
+    spans = [list(range(first, min(first + 3, frames))) for first in range(0, frames, 3)]
+    for stage, count in enumerate(steps):
+        open_spans = {s for s, span in enumerate(spans) if span[-1] >= prompt.shape[1]}
+        total, scores = len(open_spans), dict.fromkeys(open_spans, 0.0)
+        for step in range(count):
+            share_hidden = math.cos(math.pi / 2 * step / max(count - 1, 1))
+            # The spans of least score are hidden at the beginning of a step.
+            number = max(int(share_hidden * total + 1e-9), 1)
+            open_spans = set(sorted(open_spans, key=lambda s: scores[s])[:number])
+            hidden = [t for s in open_spans for t in spans[s] if t >= prompt.shape[1]]
+            codes[stage, hidden] = CODES
+            both = [
+                model.logits(codes[None], condition, torch.tensor([stage]), torch.tensor([dropped]))[0]
+                for dropped in (False, True)
+            ]
+            scale = share_hidden * law.guidance_scale + (1 - share_hidden) * 1.0
+            logits = both[1] + scale * (both[0] - both[1])
+            temperature = max(law.temperature * (count - 1 - step) / count, 0.01)
+            plain = (logits / temperature).softmax(-1)  # [T, V]
+            for t in hidden:
+                log_law = nucleus(plain[t], law.top_p).log()[None, None]
+                slot = torch.tensor([[t * books + stage]])
+                drawn = noise.categorical(log_law, slot, TOKEN, step)[0, 0]
+                codes[stage, t] = logits[t].argmax() if greedy else drawn
+            probability = plain.gather(1, codes[stage][:, None])[:, 0]
+            if rescorer is not None:
+                other = rescorer.teacher_forced(codes[None], condition)[0, stage].softmax(-1)
+                probability = share * probability + (1 - share) * other.gather(1, codes[stage][:, None])[:, 0]
+            scores = {s: max(float(probability[t]) for t in spans[s] if t in hidden) for s in open_spans}
+    return codes
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("prompt_frames", [0, 4])
+@pytest.mark.parametrize("rescored", [False, True])
+def test_magnet_is_that_of_a_plain_loop_over_single_clips(prompt_frames, rescored, greedy):
+    model = magnet()
+    rescorer = MusicgenColumnModel(musicgen(), FRAMES) if rescored else None
+    prompt = torch.randint(0, CODES, (3, 4, prompt_frames), generator=torch.Generator().manual_seed(4))
+    settings: Any = dict(MAGNET, rescorer_share=0.6, greedy=greedy)
+    sampler = MaskedSampler(STEPS, **settings)
+    result = sampler(
+        model,
+        text(),
+        law=LAW,
+        generator=seeded(1, 2, 3),
+        batch_size=3,
+        given=model.given(prompt),
+        rescorer=rescorer,
+    )
+    keys = draw_keys(seeded(1, 2, 3), 3)
+    assert isinstance(result.trace, MaskedTrace)
+    assert result.trace.rescorer_calls == (7 if rescored else 0)
+    for row in range(3):
+        wanted = plain_magnet(
+            model,
+            text([row]),
+            keys[row : row + 1],
+            steps=STEPS,
+            law=LAW,
+            prompt=prompt[row],
+            rescorer=rescorer,
+            share=0.6,
+            greedy=greedy,
+        )
+        assert torch.equal(model.codes(result.tokens)[row], wanted)
+
+
+def test_greedy_clips_are_ranked_at_the_temperature_of_the_step():
+    """At a high temperature tokens rank in another order than at temperature 1."""
+    model, condition = magnet(), text()
+
+    def codes(law: TokenLaw, greedy: bool) -> Tensor:
+        settings: Any = dict(MAGNET, greedy=greedy)
+        return MaskedSampler(STEPS, **settings)(model, condition, law=law, batch_size=3).tokens
+
+    warm = codes(TokenLaw(guidance_scale=4.0, temperature=20.0), True)
+    assert torch.equal(warm, codes(TokenLaw(guidance_scale=4.0, temperature=20.0, top_p=0.5), True))
+    assert not torch.equal(warm, codes(TokenLaw(guidance_scale=4.0, temperature=0.0), False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_greedy_draws_are_scored_by_the_law(dtype):
+    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(3)).to(dtype)
+    slots = torch.arange(3).expand(1, -1)
+    law = CheckedLaw(TokenLaw(guidance_scale=3.0, temperature=2.5), 3)
+    noise = CounterNoise(torch.tensor([5]), "cpu")
+    drawn, score, _ = draw_and_score(
+        law, noise, logits, slots, slots, 0, score="log_probability", filtered=False, greedy=True
+    )
+    guided = logits[1] + 3 * (logits[0] - logits[1])
+    assert drawn[0].tolist() == guided.argmax(-1).tolist()
+    assert score is not None
+    assert (score[0] - (guided / 2.5).log_softmax(-1).amax(-1)).abs().max() < 1e-5
+
+
+def test_rescoring_ranks_by_both_models():
+    """Rescored clips differ, and each model alone is one end of the mixture."""
+    model, rescorer = magnet(), MusicgenColumnModel(musicgen(), FRAMES)
+
+    def decode(share: float, **options: Any) -> Tensor:
+        sampler = MaskedSampler(STEPS, **MAGNET, rescorer_share=share)  # pyright: ignore[reportArgumentType]
+        return sampler(model, text(), law=LAW, generator=seeded(1, 2, 3), batch_size=3, **options).tokens
+
+    plain = decode(0.5)
+    assert torch.equal(decode(1.0, rescorer=rescorer), plain)
+    assert not torch.equal(decode(0.0, rescorer=rescorer), plain)
+
+
+# -- any batch, any order of work -------------------------------------------------------------------------------------
+
+
+def test_a_sample_does_not_depend_on_its_batch():
+    model = magnet()
+    sampler = MaskedSampler(STEPS, **MAGNET, choice_temperature=1.0)  # pyright: ignore[reportArgumentType]
+    given = torch.full((3, FRAMES, 4), CODES)
+    given[1, :4] = 3  # other tokens are known in every sample
+    given[2, 7:, 2] = 5
+    whole = sampler(model, text(), law=LAW, generator=seeded(7, 8, 9), batch_size=3, given=given)
+    for row in range(3):
+        own = given[row : row + 1]
+        alone = sampler(model, text([row]), law=LAW, generator=seeded(7 + row), given=own)
+        assert torch.equal(alone.tokens[0], whole.tokens[row])
+        known = own[0] != CODES
+        assert torch.equal(whole.tokens[row][known], own[0][known])
+    assert (whole.tokens < CODES).all()
+    one = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    first = sampler(model, text(), law=LAW, generator=one[0], batch_size=3).tokens[:1]
+    assert torch.equal(first, sampler(model, text([0]), law=LAW, generator=one[1]).tokens)
+
+
+def test_rows_with_other_numbers_of_known_tokens_keep_as_many_as_alone():
+    model = TabularMaskedModel(TokenGrid(1, 12), 2, seed=1)
+    given = torch.full((4, 12), 2)
+    for row, count in enumerate((0, 3, 7, 11)):
+        given[row, :count] = 1
+    sampler = MaskedSampler(4, choice_temperature=1.0)
+    whole: Any = sampler(model, None, law=TokenLaw(), generator=seeded(0, 1, 2, 3), batch_size=4, given=given)
+    for row in range(4):
+        alone: Any = sampler(
+            model, None, law=TokenLaw(), generator=seeded(row), batch_size=1, given=given[row, None]
+        )
+        assert torch.equal(alone.trace.entry_call[0], whole.trace.entry_call[row])
+        assert torch.equal(alone.tokens[0], whole.tokens[row])
+
+
+def test_known_tokens_in_an_open_span_are_never_kept_by_a_call():
+    model = TabularMaskedModel(TokenGrid(1, 7), 2)
+    given = torch.tensor([[2, 1, 2, 2, 2, 0, 2]])
+    result: Any = MaskedSampler(3, span=3)(model, None, law=TokenLaw(), batch_size=1, given=given)
+    assert (result.trace.entry_call[0, :, 0] == -1).tolist() == (given[0] < 2).tolist()
+    assert result.tokens[0, [1, 5]].tolist() == [1, 0]
+
+
+def test_falling_temperatures_end_where_they_should():
+    """MAGNeT's code ends at 0.01; MaskGCT takes the likeliest tokens, but draws where there is one step."""
+    law = TokenLaw(temperature=2.0)
+    after, before = (MaskedSampler(temperature="falling", falls=falls) for falls in ("after", "before"))
+    assert [after._law(law, 0.5, step, 4).temperature for step in range(4)] == [1.5, 1.0, 0.5, 0.01]
+    assert [before._law(law, 0.5, step, 4).temperature for step in range(4)] == [2.0, 1.5, 1.0, 0.0]
+    assert before._law(law, 1.0, 0, 1).temperature == 0.2
+    root = MaskedSampler(temperature="root", last_temperature=0.5)
+    assert root._law(law, 0.5, 1, 5).temperature == pytest.approx(
+        2.0 * (1 - 0.5 * 0.5)
+    )  # the root of a quarter
+
+
+def test_the_trace_tells_when_tokens_were_kept():
+    model, seen = magnet(), []
+    sampler = MaskedSampler(STEPS, **MAGNET)  # pyright: ignore[reportArgumentType]
+    given = model.given(torch.zeros(3, 4, 3, dtype=torch.long))
+    result = sampler(
+        model,
+        text(),
+        law=LAW,
+        batch_size=3,
+        given=given,
+        callback=lambda call, lengths: seen.append((call, lengths.tolist())),
+    )
+    trace = result.trace
+    assert isinstance(trace, MaskedTrace)
+    assert trace.target_calls.tolist() == [11] * 3 and not trace.lossless
+    assert trace.tokens_per_call.tolist() == pytest.approx([7 / 11] * 3)
+    assert "masked decoding" in trace.summary()
+    assert (trace.entry_call[:, :3] == -1).all() and (trace.commit_call[:, :3] == 0).all()
+    ends = [0, 5, 8, 10, 11]
+    for stage in range(4):
+        calls = trace.entry_call[:, 3:, stage]
+        assert calls.min() >= ends[stage] and (calls.amax(1) == ends[stage + 1] - 1).all()
+        # Spans are kept together: frames 3 to 5, 6 to 8, and 9.
+        assert (calls[:, :3] == calls[:, :1]).all() and (calls[:, 3:6] == calls[:, 3:4]).all()
+    assert (trace.commit_call[:, 3:] == 10).all()
+    assert [call for call, _ in seen] == list(range(11))
+    assert seen[-1][1] == [FRAMES] * 3
+    for call, lengths in seen:
+        kept = (trace.entry_call <= call).sum((1, 2)) // 4
+        assert lengths == kept.tolist()
+
+
+def test_an_image_model_gives_tokens_without_codebooks():
+    model = TabularMaskedModel(TokenGrid(2, 2), 3)
+    for name in ("mage", "amused", "halton", "maskgct"):
+        preset = PRESETS[name]
+        sampler = MaskedSampler(**{**preset.settings, "steps": 3})
+        result = sampler(model, None, law=preset.law, batch_size=5)
+        assert result.tokens.shape == (5, 4) and (result.tokens < 3).all()
+        given = torch.tensor([[0, 3, 3, 2]]).expand(5, -1)
+        result = sampler(model, None, law=preset.law, batch_size=5, given=given)
+        assert (result.tokens[:, [0, 3]] == torch.tensor([0, 2])).all() and (result.tokens < 3).all()
+
+
+def test_presets_are_samplers_and_survive_their_files(tmp_path):
+    for name, preset in PRESETS.items():
+        sampler = MaskedSampler(**preset.settings)
+        sampler.save_pretrained(tmp_path / name)
+        again: Any = MaskedSampler.from_pretrained(tmp_path / name)
+        for key, value in preset.settings.items():
+            kept = again.config[key]
+            assert (tuple(kept) if isinstance(kept, list) else kept) == value
+
+
+def test_greedy_decoding_keeps_the_likeliest_tokens():
+    model = TabularMaskedModel(TokenGrid(1, 4), 3)
+    law = TokenLaw(temperature=0.0)
+    tokens = MaskedSampler(4, clock="magnet", schedule="linear")(model, None, law=law).tokens[0].tolist()
+    state, known = model.prepare(None, batch_size=1, guided=False), [3, 3, 3, 3]
+    for after in (2, 1, 1, 0):  # 4 * (1 - step / 3) are hidden, and one at least
+        logits = model(state, torch.tensor(known)[None, :, None], 0)[0].log_softmax(-1)
+        order = sorted((i for i in range(4) if known[i] == 3), key=lambda i: float(logits[i].max()))
+        for i in order[after:]:
+            known[i] = int(logits[i].argmax())
+    assert tokens == known
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(schedule="sine"), "schedule='sine'; pass one of cosine, arccos"),
+        (dict(clock="late"), "clock='late'; pass one of maskgit, magnet"),
+        (dict(score="margin"), "score='margin'; pass one of log_probability"),
+        (dict(span_score="mean"), "span_score='mean'; pass one of max, sum"),
+        (dict(temperature="cold"), "temperature='cold'; pass one of constant, falling"),
+        (dict(guidance="none"), "guidance='none'; pass one of constant, falling, rising"),
+        (dict(steps=0), "steps=0"),
+        (dict(steps=(4, 0)), r"steps=\(4, 0\); pass"),
+        (dict(steps=()), r"steps=\(\); pass"),
+        (dict(steps=True), "steps=True; pass"),
+        (dict(span=0), "span=0; pass an integer of at least 1"),
+        (dict(choice_temperature=-1.0), "choice_temperature=-1.0; pass a finite number of at least 0"),
+        (dict(choice_temperature=math.inf), "choice_temperature=inf"),
+        (dict(least_guidance=0.5), "least_guidance=0.5; pass a finite number of at least 1"),
+        (dict(rescorer_share=1.5), "rescorer_share=1.5"),
+        (dict(score="halton", choice_temperature=1.0), "choice_temperature=1.0 with score='halton'"),
+        (dict(entropy_bound=-0.1), "entropy_bound=-0.1; pass a finite number of at least 0"),
+        (dict(last_temperature=2.0), "last_temperature=2.0; pass a finite number"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MaskedSampler(**settings)
+
+
+def test_requests_that_cannot_be_served_are_refused():
+    model, image = magnet(), TabularMaskedModel(TokenGrid(2, 2), 3)
+    law = TokenLaw()
+
+    def refused(sampler: MaskedSampler, message: str, served: Any = model, **options: Any) -> None:
+        options = {"law": law, "batch_size": 3, **options}
+        with pytest.raises(ValueError, match=message):
+            sampler(served, text() if served is model else None, **options)
+
+    refused(MaskedSampler((20, 10)), r"steps=\(20, 10\) are those of 2 codebooks, and the model has 4")
+    refused(MaskedSampler(4, span=11), r"span=11, but the model decodes 1 x 1 x 10 slots; pass 1 to 10")
+    refused(MaskedSampler(4, span=2), r"span=2.*1 x 2 x 2 slots; pass 1: spans are for sequences", image)
+    refused(MaskedSampler(4, entropy_bound=0.1), "entropy_bound=0.1, but the model has 4 codebooks")
+    refused(MaskedSampler(4), "batch_size=0", batch_size=0)
+    refused(MaskedSampler(4), "guidance_until=3, but masked decoding", law=TokenLaw(guidance_until=3))
+    refused(MaskedSampler(4), "beyond the vocabulary of 16", law=TokenLaw(allowed=(0, 17)))
+    columns = TabularColumnModel(torch.ones(3, 2, dtype=torch.bool), 2)
+    refused(MaskedSampler(4), "TabularColumnModel hides no tokens", columns)
+    refused(MaskedSampler(4), "num_frames=None; pass the frames", MagnetModel(musicgen()))
+    known = torch.zeros(3, FRAMES, 4, dtype=torch.long)
+    refused(
+        MaskedSampler(4),
+        r"given is torch.int64 of shape \(3, 10\); pass int64 \(3, 10, 4\)",
+        given=known[..., 0],
+    )
+    refused(MaskedSampler(4), r"given is torch.float32", given=known.float())
+    refused(
+        MaskedSampler(4),
+        "ids from 0 to 17; tokens are 0 to 15, and the mask is 16",
+        given=known.index_fill(1, torch.tensor([1]), 17),
+    )
+    refused(MaskedSampler(4), "all tokens are given", given=known)
+    other = MusicgenColumnModel(musicgen(), FRAMES)
+    other.vocab_size = 9
+    refused(MaskedSampler(4), "the rescorer knows 9 codes, and the model 16", rescorer=other)
+    other.vocab_size = CODES
+    refused(MaskedSampler(4, score="entropy"), "nothing to rescore", rescorer=other)
+    codes = torch.zeros(3, 4, 2, dtype=torch.long)
+    with pytest.raises(
+        ValueError, match=r"the condition gives codes \(3, 4, 2\).*given=model.given\(codes\)"
+    ):
+        condition = MusicCondition(text().features, text().mask, codes)
+        MaskedSampler(4)(model, condition, law=law, batch_size=3)
+    for wrong, message in [
+        (codes[:, :3], r"codes \(3, 3, 2\) given; pass \[B, 4, P\] with P below the clip's 10"),
+        (torch.zeros(3, 4, 10, dtype=torch.long), "P below the clip's 10 frames"),
+        (codes + CODES, "codes from 16 to 16 given; this model's are 0 to 15"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.given(wrong)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_define_no_law_name_sample_and_slot(bad):
+    class Broken(TabularMaskedModel):
+        def forward(self, state, tokens, stage):
+            logits = super().forward(state, tokens, stage).clone()
+            logits[1, 2] = bad
+            return logits
+
+    model = Broken(TokenGrid(1, 3, codebooks=2), 2)
+    with pytest.raises(FloatingPointError, match=r"sample 1 .*slot 4"):  # slot 2 of codebook 0
+        MaskedSampler(2)(model, None, law=TokenLaw(), batch_size=2)
+    given = torch.tensor([[2, 2], [2, 2], [1, 1]]).expand(2, -1, -1)
+    MaskedSampler(2)(model, None, law=TokenLaw(), batch_size=2, given=given)  # nothing is drawn there

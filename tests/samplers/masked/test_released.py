@@ -1,0 +1,169 @@
+"""Recipes of masked decoding as their public code computes them: plain loops, and tokens recorded from that code."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.masked_reuse import Watched
+from tests.helpers.tabular import TabularMaskedModel
+from tests.tiny import seeded
+from visual_spec.models.core.masked_protocol import MaskedState
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masking import hidden_counts, hidden_shares
+from visual_spec.samplers.core.noise import CHOICE, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
+
+# -- the Halton sampler ------------------------------------------------------------------------------------------------
+
+SIDE, CODES, STEPS = 4, 6, 5
+
+
+class Formula:
+    """A masked model of 4 x 4 slots whose logits are a formula of its tokens, the slot, the code and the label."""
+
+    grid, vocab_size, mask_id = TokenGrid(SIDE, SIDE), CODES, CODES
+
+    def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> MaskedState:
+        return MaskedState(guided, torch.device("cpu"))
+
+    def __call__(self, state: MaskedState, tokens: Tensor, stage: int) -> Tensor:
+        count = SIDE * SIDE
+        total = (tokens[..., 0].double() * torch.arange(1, count + 1)).sum(1)[:, None, None]
+        slot, code = torch.arange(count).double()[:, None], torch.arange(CODES).double()
+        labels = [3.0, 0.0] if state.guided else [3.0]
+        return torch.cat(
+            [0.8 * torch.sin(0.37 * total + 1.7 * slot + 2.3 * code + 0.9 * one) for one in labels]
+        )
+
+
+# Tokens of github.com/valeoai/Halton-MaskGIT, `HaltonSampler(w=2, step=5, ...)`, around this formula, with uniform
+# numbers `uniform(slot, step)` in the place of its own: by (sm_temp_max, temp_warmup).
+HALTON = {
+    (1.0, 0): [3, 2, 4, 2, 4, 2, 3, 4, 4, 1, 1, 1, 2, 2, 2, 3],
+    (2.0, 0): [4, 2, 3, 2, 4, 1, 3, 5, 1, 1, 0, 4, 2, 3, 2, 4],
+    (1.0, 3): [5, 4, 3, 1, 4, 1, 3, 5, 3, 1, 0, 1, 2, 3, 2, 4],
+    (1.2, 3): [5, 4, 3, 1, 4, 1, 3, 5, 3, 1, 0, 1, 2, 3, 2, 4],
+    (3.0, 1): [4, 2, 3, 2, 4, 1, 3, 5, 1, 1, 0, 4, 2, 3, 2, 4],
+    (2.0, 1): [4, 2, 3, 2, 4, 1, 3, 5, 1, 1, 0, 4, 2, 3, 2, 4],
+}
+
+
+def uniform(slots: Tensor, step: int) -> Tensor:
+    return (12.9898 * torch.sin(78.233 * (slots.double() + 1) + 37.719 * step)).remainder(1)
+
+
+@pytest.mark.parametrize(("largest", "warmup"), HALTON)
+def test_halton_draws_the_tokens_of_the_public_code(monkeypatch, largest, warmup):
+    """Its ramp multiplies the logits by 1 to 1.2; ours divides by a temperature that falls to 1 / 1.2."""
+
+    def drawn(self: Any, laws: Tensor, slots: Tensor, stream: int, round: int = 0) -> Tensor:
+        return (laws.exp().cumsum(-1) < uniform(slots, round)[..., None]).sum(-1).clamp(max=CODES - 1)
+
+    monkeypatch.setattr(CounterNoise, "categorical", drawn)
+    monkeypatch.setattr("visual_spec.samplers.core.masking.fits", lambda logits: False)
+    more: dict[str, Any] = dict(steps=STEPS, temperature="sharpening", last_temperature=1 / largest)
+    sampler = MaskedSampler(**PRESETS["halton"].settings | more, warmup=warmup)
+    model: Any = Formula()
+    found = sampler(model, None, law=TokenLaw(guidance_scale=3.0)).tokens[0]
+    assert found.tolist() == HALTON[largest, warmup]
+
+
+# -- ReCAP on MaskGIT --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [8, 16, 20, 24, 32])
+def test_recap_keeps_as_many_tokens_as_its_script(steps):
+    """The schedule of `cache_decoding.py`, written out: a step without a token takes one of the last step."""
+    share = 1 - np.linspace(0, 1, steps + 1)[:-1] ** 2.5
+    hidden = np.floor(share * 256).astype(int)
+    kept = [int(a - b) for a, b in zip(hidden, hidden[1:], strict=False)]
+    kept.append(256 - sum(kept))
+    for index, number in enumerate(kept):
+        if number == 0:
+            kept[index] = 1
+            kept[-1] -= 1
+    counts = hidden_counts(hidden_shares("power_2.5", "recap", steps), "recap", torch.tensor([256]))
+    assert [int(count) for count in counts] == [256 - sum(kept[:step]) for step in range(steps)]
+
+
+def test_recap_decodes_as_its_script():
+    """One row at a time: a draw at temperature 1 and falling noise rank the slots, and another draw fills them."""
+    length, steps, count = 12, 6, 30
+    table = TabularMaskedModel(TokenGrid(1, length), 2, seed=3)
+    settings = PRESETS["recap"].settings | dict(steps=steps, choice_temperature=1.5)
+    found: Any = MaskedSampler(**settings)(
+        Watched(table), None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count
+    )
+    noise = CounterNoise(draw_keys(seeded(*range(count)), count), "cpu")
+    every = torch.arange(length).expand(count, -1)
+    hidden = [int(one) for one in hidden_counts(
+        hidden_shares("power_2.5", "recap", steps), "recap", torch.tensor([length])
+    )]  # fmt: skip
+    kept = [a - b for a, b in zip(hidden, [*hidden[1:], 0], strict=True)]
+    groups = [[0], [1], [2], [3, 4], [5]]  # three full calls, then a full and a local one, and the last
+    tokens = torch.full((count, length), 2)
+    state = table.prepare(None, batch_size=count, guided=False)
+    for number, group in enumerate(groups):
+        first = group[0]
+        laws = table(state, tokens[..., None], 0).log_softmax(-1)
+        second = noise.categorical(laws, every, RESIDUAL, first)
+        sure = laws.gather(-1, second[..., None])[..., 0]
+        gumbel = noise.gumbel(every, 1, CHOICE, first, sure.dtype)[..., 0]
+        sure = sure + 1.5 * (1 - (number + 1) / len(groups)) * gumbel
+        order = sure.masked_fill(tokens != 2, -torch.inf).argsort(1, descending=True)
+        place = 0
+        for step in group:
+            temperature = 0.65 + (1 - (step / (steps - 1)) ** 0.5) * 0.35
+            laws = (table(state, tokens[..., None], 0) / temperature).log_softmax(-1)
+            drawn = noise.categorical(laws, every, TOKEN, step)
+            at = order[:, place : place + kept[step]]
+            tokens = tokens.scatter(1, at, drawn.gather(1, at))
+            place += kept[step]
+    assert torch.equal(found.tokens, tokens) and len(tokens.unique(dim=0)) > 5
+    own = MaskedSampler(**settings | dict(second_draw=False))
+    assert not torch.equal(
+        own(Watched(table), None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count).tokens,
+        tokens,
+    )
+
+
+# -- noise and temperature ---------------------------------------------------------------------------------------------
+
+
+def test_noise_falls_as_each_code_lets_it():
+    """Scales of the noise on equal scores, in closed form; Lumos-1 multiplies by what is left at every step."""
+    steps = 4
+    want = {
+        "after": [3 / 4, 2 / 4, 1 / 4, 0],
+        "before": [1, 3 / 4, 2 / 4, 1 / 4],
+        "product": [math.prod(1 - (k + 1) / steps for k in range(step + 1)) for step in range(steps)],
+        "full": [3 / 4, 2 / 4, 1 / 4, 0],
+    }
+    assert want["product"] == pytest.approx([3 / 4, 3 / 8, 3 / 32, 0])
+    for falls, scales in want.items():
+        sampler = MaskedSampler(steps, choice_temperature=1.0, falls=falls)
+        assert [sampler._left(step, steps) for step in range(steps)] == pytest.approx(scales)
+    pairs = MaskedSampler(5, choice_temperature=1.0, falls="full", reuse=1, reuse_from=0.2)
+    assert [pairs._left(step, 5) for step in (0, 1, 3)] == pytest.approx([2 / 3, 1 / 3, 0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(temperature="sharpening", last_temperature=0.0), "last_temperature=0.0"),
+        (dict(second_draw=True, score="entropy"), "second_draw=True with score='entropy'"),
+        (dict(second_draw=True, score="halton"), "second_draw=True with score='halton'"),
+        (dict(warmup=-1), "warmup=-1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        MaskedSampler(**settings)

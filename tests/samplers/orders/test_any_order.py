@@ -1,0 +1,169 @@
+"""Samplers of any-order models: tokens, numbers of calls, refusals. Laws: tests/exactness/test_any_order_law.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.tabular import TabularMaskedModel, TabularModel
+from tests.helpers.tabular_any_order import TabularAnyOrderModel
+from tests.tiny import seeded
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.base import STOP
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masking import halton_order
+from visual_spec.samplers.orders.any_order import AnyOrderSampler
+from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
+
+MODEL = TabularAnyOrderModel(TokenGrid(2, 4), 3, conditions=3)
+LENGTH = 8
+GIVEN = [5, 0, 7, 2, 1, 6, 3, 4]
+LAW = TokenLaw(guidance_scale=1.7, temperature=0.6)
+
+
+def decode(
+    sampler: Any, samples: Any = range(5), model: Any = MODEL, law: TokenLaw = LAW, **more: Any
+) -> Any:
+    tables = torch.tensor([sample % 3 for sample in samples])
+    return sampler(model, tables, law=law, generator=seeded(*samples), batch_size=len(samples), **more)
+
+
+@pytest.mark.parametrize("order", ["random", "halton", "rolled_halton", "raster", GIVEN])
+def test_speculative_decoding_gives_the_tokens_of_one_a_call(order):
+    plain = decode(AnyOrderSampler(order))
+    assert plain.trace.target_calls.tolist() == [LENGTH] * 5 and plain.trace.identical
+    for row in plain.trace.commit_call:
+        assert sorted(row.tolist()) == list(range(LENGTH))
+    for num_drafts in (1, 3, 9):
+        fast = decode(SpeculativeAnyOrderSampler(num_drafts, order))
+        assert torch.equal(fast.tokens, plain.tokens)
+        assert (fast.trace.target_calls <= LENGTH).all() and fast.trace.target_calls.sum() < 5 * LENGTH
+        assert torch.equal(
+            decode(SpeculativeAnyOrderSampler(num_drafts, order), [3]).tokens[0], plain.tokens[3]
+        )
+
+
+@pytest.mark.parametrize("acceptance", ["identical", "exact"])
+@pytest.mark.parametrize("num_drafts", [1, 2, 7])
+@pytest.mark.parametrize("scale", [0.0, 4.0])
+def test_no_sample_takes_more_calls_than_tokens(scale, num_drafts, acceptance):
+    """Also where drafts are hardly ever kept; where they are always kept, two calls commit all that they can."""
+    model = TabularAnyOrderModel(TokenGrid(1, 7), 3, scale=scale, seed=2)
+    sampler = SpeculativeAnyOrderSampler(num_drafts, "raster", acceptance)
+    trace = sampler(model, None, law=TokenLaw(), generator=seeded(*range(12)), batch_size=12).trace
+    assert int(trace.target_calls.max()) <= 7
+    if scale == 0:  # tokens are independent: every draft has the law that it is tested against
+        pair = num_drafts + 2
+        assert trace.target_calls.unique().tolist() == [{1: 5, 2: 4, 7: 2}[num_drafts]]
+        assert trace.commit_call[0].tolist() == [2 * (slot // pair) + (slot % pair > 0) for slot in range(7)]
+    # A drafting call commits one place, in the order.
+    for row in trace.commit_call:
+        counts = row.bincount(minlength=7)
+        assert (counts[::2] <= 1).all() and (row.diff() >= 0).all()
+
+
+def test_the_order_is_that_of_the_grid():
+    def order_of(sampler: Any, seed: int = 0) -> list[int]:
+        calls = sampler(MODEL, None, law=TokenLaw(), generator=seeded(seed)).trace.commit_call[0]
+        return calls.argsort().tolist()
+
+    assert order_of(AnyOrderSampler("halton")) == halton_order(1, 2, 4).tolist()
+    assert order_of(AnyOrderSampler(GIVEN)) == GIVEN and order_of(AnyOrderSampler("raster")) == list(
+        range(LENGTH)
+    )
+    found = [order_of(AnyOrderSampler(), seed) for seed in range(4)]
+    assert len({tuple(order) for order in found}) > 1
+
+
+@pytest.mark.parametrize("steps", [2, 5, 8])
+def test_parallel_decoding_takes_as_many_calls_as_asked_for(steps):
+    sampler = AnyOrderSampler(GIVEN, steps)
+    trace = decode(sampler).trace
+    assert (trace.target_calls == steps).all()
+    assert not trace.lossless and not trace.identical
+    groups = torch.tensor(sampler.bounds(LENGTH)).diff()
+    assert (
+        torch.equal(trace.commit_call[0][GIVEN].bincount(), groups)
+        and (trace.commit_call[0][GIVEN].diff() >= 0).all()
+    )
+
+
+def test_the_schedule_is_a_cosine():
+    """By hand for 256 tokens: one, then the whole part of 1 + 256 (1 - cos(pi s / 2 S)) after call s of S."""
+    for steps in (2, 7, 64, 88, 256):
+        bounds = AnyOrderSampler(steps=steps).bounds(256)
+        assert len(bounds) == steps + 1 and (bounds[:2], bounds[-1]) == ((0, 1), 256)
+        for step in range(2, steps + 1):
+            reached = math.floor(1 + 256 * (1 - math.cos(math.pi * step / steps / 2)))
+            assert bounds[step] == min(256, max(bounds[step - 1] + 1, reached))
+    assert AnyOrderSampler().bounds(5) == (0, 1, 2, 3, 4, 5)
+    assert AnyOrderSampler(steps=1).bounds(1) == (0, 1)
+
+
+def test_a_callback_ends_the_decode():
+    tokens = decode(AnyOrderSampler(GIVEN)).tokens
+    for sampler in (AnyOrderSampler(GIVEN), SpeculativeAnyOrderSampler(2, GIVEN)):
+        found = decode(sampler, callback=lambda call, lengths: STOP if call == 3 else None)
+        done = found.trace.commit_call >= 0
+        assert found.trace.stopped and torch.equal(found.tokens[done], tokens[done])
+        assert (done.sum(1) >= 4).all() and not done.all()
+
+
+@pytest.mark.parametrize("sampler", [AnyOrderSampler, SpeculativeAnyOrderSampler])
+def test_other_models_are_refused(sampler):
+    request: dict[str, Any] = dict(law=TokenLaw())
+    with pytest.raises(
+        ValueError, match="TabularMaskedModel is a masked model: .* Use SpeculativeMaskedSampler"
+    ):
+        sampler()(TabularMaskedModel(TokenGrid(2, 2), 2), None, **request)
+    with pytest.raises(ValueError, match="trained for order 'raster'; this sampler decodes any-order models"):
+        sampler()(TabularModel(TokenGrid(2, 2), 2), None, **request)
+    with pytest.raises(ValueError, match="trained for order 'raster'"):
+        sampler()(nn.Linear(1, 1), None, **request)
+    with pytest.raises(ValueError, match="guidance_until=3 counts slots in raster order"):
+        sampler()(MODEL, None, law=TokenLaw(guidance_scale=2.0, guidance_until=3))
+    with pytest.raises(ValueError, match="an order of 3 slots for a grid of 8"):
+        sampler(order=[0, 2, 1])(MODEL, None, **request)
+
+
+@pytest.mark.parametrize("order", ["entropy", [0, 0, 1], [1, 2], [0, True], ["0"], [], 3])
+def test_other_settings_are_refused(order):
+    for sampler in (AnyOrderSampler, SpeculativeAnyOrderSampler):
+        with pytest.raises(ValueError, match=r"order=.*; pass one of random, halton"):
+            sampler(order=order)
+    with pytest.raises(ValueError, match="num_drafts=0"):
+        SpeculativeAnyOrderSampler(0)
+    with pytest.raises(ValueError, match="acceptance='grouped'; pass one of identical, exact"):
+        SpeculativeAnyOrderSampler(acceptance="grouped")
+    with pytest.raises(ValueError, match="steps=0"):
+        AnyOrderSampler(steps=0)
+    for steps in (1, 9):
+        with pytest.raises(ValueError, match=f"steps={steps} for 8 tokens; pass 2 to 8"):
+            AnyOrderSampler(steps=steps)(MODEL, None, law=TokenLaw())
+
+
+@pytest.mark.parametrize("sampler", [AnyOrderSampler, SpeculativeAnyOrderSampler])
+@pytest.mark.parametrize("start", [-1.0, 2e6, float("nan"), "1", True])
+def test_other_first_guidance_is_refused(sampler, start):
+    with pytest.raises(ValueError, match=f"guidance_start={start!r}; pass a finite number from 0 to"):
+        sampler(guidance_start=start)
+
+
+# -- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def test_catches_a_call_that_reads_a_refused_draft(monkeypatch):
+    """The newest token is not fed again: its slot still holds the draft that it replaced."""
+    real = TabularAnyOrderModel.forward
+
+    def stale(self: Any, state: Any, tokens: Tensor, slots: Tensor, *, seen: Tensor, **more: Any) -> Tensor:
+        fed = tokens[:, :0] if tokens.shape[1] == 1 else tokens
+        return real(self, state, fed, slots, seen=seen, **more)
+
+    plain = decode(AnyOrderSampler(GIVEN)).tokens
+    monkeypatch.setattr(TabularAnyOrderModel, "forward", stale)
+    assert not torch.equal(decode(SpeculativeAnyOrderSampler(3, GIVEN)).tokens, plain)

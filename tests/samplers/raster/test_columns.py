@@ -1,0 +1,527 @@
+"""The column samplers as objects: identity, traces, raggedness, configuration, refusals. Laws: tests/exactness."""
+
+import copy
+import itertools
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.columns import FRAMES, LAW, LAWS, MODEL, MODELS, PATTERNS, STEPS, decode
+from tests.helpers.sampler_settings import lossy, settings_of
+from tests.helpers.tabular import TabularColumnModel, TabularModel
+from tests.tiny import seeded
+from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.checks import COUPLINGS
+from visual_spec.samplers.core.drafts import Label
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster import column_base
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.column_base import UNITS
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+
+EXACT_ROWS = [(coupling, "exact", unit) for coupling in COUPLINGS for unit in UNITS]
+ROWS = [("gumbel", "identical", "column"), *EXACT_ROWS]
+
+
+def as_kind(kind: type[TabularColumnModel]) -> Any:
+    """`MODEL`, with its tables, as another class."""
+    model: Any = copy.copy(MODEL)
+    model.__class__ = kind
+    return model
+
+
+# --------------------------------------------------------------------------------------------------------- identity
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+def test_identical_mode_returns_the_autoregressive_tokens(law, batch_size, pattern):
+    rows = range(batch_size)
+    expected = decode(ColumnAutoregressiveSampler(), MODELS[pattern], law, rows).tokens
+    settings = [(1, "left"), (2, "uniform"), (8, "left"), (8, "last_law"), (64, "left")]
+    for window, initial_draft in settings if pattern == "musicgen" else settings[2:4]:
+        sampler = ColumnJacobiSampler(window, initial_draft=initial_draft)
+        assert torch.equal(decode(sampler, MODELS[pattern], law, rows).tokens, expected)
+
+
+@pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
+def test_a_sample_does_not_depend_on_its_batch(coupling, acceptance, unit):
+    for window, law in ((6, LAWS["plain"]), (2, LAWS["guided"])):
+        sampler = ColumnJacobiSampler(window, coupling, acceptance, unit, "last_law")
+        together = decode(sampler, law=law, rows=range(5))
+        assert together.trace.commit_call.unique(dim=0).shape[0] > 1  # the rows part company
+        for row in (0, 3):
+            alone = decode(sampler, law=law, rows=[row])
+            assert torch.equal(alone.tokens[0], together.tokens[row])
+            assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[row])
+        turned = [4, 2, 0, 3, 1]
+        assert torch.equal(decode(sampler, law=law, rows=turned).tokens, together.tokens[turned])
+
+
+@pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
+@pytest.mark.parametrize("initial_draft", COLUMN_DRAFTS)
+def test_greedy_decoding_is_the_same_everywhere(coupling, acceptance, unit, initial_draft):
+    expected = decode(ColumnAutoregressiveSampler(), law=LAWS["greedy"]).tokens
+    sampler = ColumnJacobiSampler(8, coupling, acceptance, unit, initial_draft)
+    assert torch.equal(decode(sampler, law=LAWS["greedy"]).tokens, expected)
+
+
+class OneCodebook:
+    """A model of one token a slot, as a column model of one codebook."""
+
+    def __init__(self, model: TabularModel) -> None:
+        self.model, self.vocab_size, self.special_id = model, model.vocab_size, 0
+        self.grid = TokenGrid(1, model.grid.num_tokens, codebooks=1)
+        self.valid = torch.ones(model.grid.num_tokens, 1, dtype=torch.bool)
+
+    def prefill(self, *args, **kwargs):
+        state = self.model.prefill(*args, **kwargs)
+        state.logits = state.logits[:, None]
+        return state
+
+    def __call__(self, state, tokens, steps):
+        return self.model(state, tokens[..., 0], steps)[:, :, None]
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+def test_one_codebook_is_decoded_as_by_the_plain_samplers(law):
+    """Every draw is shared with `jacobi`."""
+    plain = TabularModel(TokenGrid(1, 24), 7, order=2, conditions=3, dependence=0.3)
+    column = OneCodebook(plain)
+    expected = decode(AutoregressiveSampler(), plain, law)
+    assert torch.equal(decode(ColumnAutoregressiveSampler(), column, law).tokens[..., 0], expected.tokens)
+    for coupling, acceptance in (("gumbel", "identical"), *((coupling, "exact") for coupling in COUPLINGS)):
+        for initial_draft in ("uniform", "last_law"):
+            settings = coupling, acceptance
+            jacobi = SpeculativeJacobiSampler(5, *settings, initial_draft, drafts="carried")
+            expected = decode(jacobi, plain, law)
+            found = decode(ColumnJacobiSampler(5, *settings, "codebook", initial_draft), column, law)
+            assert torch.equal(found.tokens[..., 0], expected.tokens)
+            assert torch.equal(found.trace.commit_call, expected.trace.commit_call)
+
+
+# ----------------------------------------------------------------------------------------------- result and trace
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
+def test_tokens_fill_the_pattern_and_nothing_else(coupling, acceptance, unit, pattern):
+    model, valid = MODELS[pattern], MODELS[pattern].valid
+    for law in (LAW, LAWS["allowed"]):
+        tokens = decode(ColumnJacobiSampler(6, coupling, acceptance, unit), model, law).tokens
+        assert tokens.shape == (4, *valid.shape) and tokens.dtype == torch.int64
+        assert (tokens[:, ~valid] == model.special_id).all()
+        first, stop = law.allowed or (0, 7)
+        assert first <= tokens[:, valid].min() and tokens[:, valid].max() < stop
+        codes = PATTERNS[pattern].revert(tokens.transpose(1, 2))  # [B, K, T]
+        assert codes.shape == (4, valid.shape[1], FRAMES) and codes.max() < stop
+
+
+class Counting(TabularColumnModel):
+    """Counts its calls and keeps what it was asked and fed."""
+
+    def prefill(self, *args, **kwargs):
+        self.asked = kwargs
+        self.calls: list[tuple[Tensor, Tensor]] = []
+        return super().prefill(*args, **kwargs)
+
+    def forward(self, state, tokens, steps):
+        self.calls.append((tokens.clone(), steps.clone()))
+        return super().forward(state, tokens, steps)
+
+
+@pytest.mark.parametrize("initial_draft", COLUMN_DRAFTS)
+@pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
+def test_trace_counts_the_calls_and_columns_of_every_sample(coupling, acceptance, unit, initial_draft):
+    model = as_kind(Counting)
+    sampler = ColumnJacobiSampler(6, coupling, acceptance, unit, initial_draft)
+    committed = []
+    result = decode(
+        sampler,
+        model,
+        LAWS["guided"],
+        callback=lambda call, lengths: committed.append((call, lengths.clone())),
+    )
+    trace, calls = result.trace, len(model.calls) + 1  # the prefill is a call
+    assert model.asked == {"batch_size": 4, "guided": True, "window": 6}
+    assert trace.commit_call.shape == (4, STEPS)
+    assert trace.target_calls.max() == calls
+    assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
+    torch.testing.assert_close(trace.tokens_per_call, STEPS / trace.target_calls.float())
+    assert trace.tokens_per_call.mean() > 1.1
+    assert (trace.commit_call[:, 0] == 0).all() and (trace.commit_call.diff(dim=1) >= 0).all()
+    for row in range(4):
+        per_call = torch.bincount(trace.commit_call[row], minlength=int(trace.target_calls[row]))
+        assert per_call.max() <= 6 and per_call[0] == 1
+    assert [call for call, _ in committed] == list(range(calls))
+    for call, lengths in committed:
+        assert lengths.tolist() == (trace.commit_call <= call).sum(1).tolist()
+    # What the model is fed: consecutive steps within the scratch room, special exactly where nothing is held.
+    valid = torch.nn.functional.pad(model.valid, (0, 0, 0, 6))
+    for tokens, steps in model.calls:
+        assert (steps.diff(dim=1) == 1).all() and 0 <= steps.min() and steps.max() <= STEPS + 6 - 1
+        assert torch.equal(tokens == model.special_id, ~valid[steps])
+
+
+def test_autoregressive_trace_is_one_column_a_call():
+    model = as_kind(Counting)
+    committed = []
+    trace = decode(ColumnAutoregressiveSampler(), model, callback=lambda *seen: committed.append(seen)).trace
+    assert len(model.calls) == STEPS - 1 and trace.target_calls.tolist() == [STEPS] * 4
+    assert trace.tokens_per_call.tolist() == [1.0] * 4
+    assert [(call, lengths.tolist()) for call, lengths in committed] == [
+        (s, [s + 1] * 4) for s in range(STEPS)
+    ]
+
+
+@pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
+def test_window_of_one_is_one_column_a_call(coupling, acceptance, unit):
+    trace = decode(ColumnJacobiSampler(1, coupling, acceptance, unit)).trace
+    assert (trace.target_calls == STEPS).all()
+    assert torch.equal(trace.commit_call, torch.arange(STEPS).expand(4, -1))
+
+
+@pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
+@pytest.mark.parametrize("initial_draft", COLUMN_DRAFTS)
+def test_one_step_needs_the_prefill_only(coupling, acceptance, unit, initial_draft):
+    model = Counting(torch.tensor([[True, False, True]]), 5)
+    result = ColumnJacobiSampler(4, coupling, acceptance, unit, initial_draft)(
+        model, None, law=LAW, batch_size=2
+    )
+    assert result.tokens.shape == (2, 1, 3) and (result.tokens[:, 0, 1] == 5).all()
+    assert model.calls == [] and result.trace.target_calls.tolist() == [1, 1]
+
+
+def test_steps_that_hold_nothing_are_passed_over():
+    """Between the end of codebook 0 and the start of codebook 1: they are certain, so a window commits them at once."""
+    valid = CodebookPattern.delay([0, 9]).valid(3).T
+    assert (~valid.any(1)).sum() == 6
+    model = TabularColumnModel(valid, 4, order=1)
+    for unit in UNITS:
+        trace = ColumnJacobiSampler(8, acceptance="exact", unit=unit)(
+            model, None, law=LAW, batch_size=64
+        ).trace
+        assert trace.target_calls.max() <= 6 and trace.tokens_per_call.min() >= 2
+
+
+def test_columns_and_coupled_drafts_are_kept_more_often():
+    """More often than codebook by codebook, and more often than independent drafts."""
+    model = TabularColumnModel(CodebookPattern.delay([0, 1, 2]).valid(62).T, 6, order=1, dependence=0.05)
+    rate = {}
+    for coupling, unit in itertools.product(COUPLINGS, UNITS):
+        sampler = ColumnJacobiSampler(16, coupling, "exact", unit, "last_law")
+        result = sampler(model, None, law=LAW, generator=seeded(*range(24)), batch_size=24)
+        rate[coupling, unit] = float(result.trace.tokens_per_call.mean())
+    for coupling in COUPLINGS:
+        assert rate[coupling, "column"] > 1.1 * rate[coupling, "codebook"]
+    for unit in UNITS:
+        assert min(rate["gumbel", unit], rate["maximal", unit]) > 1.2 * rate["independent", unit]
+
+
+def test_finished_rows_stay_as_they_are(monkeypatch):
+    real_step = ColumnJacobiSampler.step
+    sampler = ColumnJacobiSampler(6, "maximal", "exact", "column")
+
+    def step(self, run, state):
+        before = state.lengths.clone(), state.tokens.clone()
+        real_step(self, run, state)
+        settled = torch.arange(before[1].shape[1]) < before[0][:, None]
+        assert torch.equal(state.tokens[settled], before[1][settled])  # no committed column changes
+        assert (state.lengths >= before[0]).all()
+
+    monkeypatch.setattr(ColumnJacobiSampler, "step", step)
+    assert decode(sampler, rows=range(12)).trace.target_calls.unique().numel() > 1
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_tries_that_fail_put_the_replacement_off(monkeypatch, unit):
+    """With none ever kept at once, every refusal costs a call more; the tokens come all the same."""
+    real = column_base.draw_product_residual
+    asked = []
+
+    def seldom(*args, **kwargs):
+        tokens, found = real(*args, **kwargs)
+        asked.append(found)
+        return tokens, found & (len(asked) % 2 == 0)
+
+    monkeypatch.setattr(column_base, "draw_product_residual", seldom)
+    sampler = ColumnJacobiSampler(6, "independent", "exact", unit)
+    result = decode(sampler, rows=[0])
+    assert (result.tokens[:, MODEL.valid] < 7).all()
+    stalled = torch.bincount(result.trace.commit_call[0], minlength=int(result.trace.target_calls[0])) == 0
+    assert stalled.any() == (unit == "column") and bool(asked) == (unit == "column")
+
+
+# ------------------------------------------------------------------------------------------------------- relaxed
+
+CODES = torch.nn.functional.normalize(
+    torch.randn(4, 7, 3, generator=torch.Generator().manual_seed(0)), dim=-1
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grouped": lossy("grouped", group_size=4, code_distance=2.0, probability_gap=0.3),
+    "clustered": lossy("clustered", group_size=3),
+    "lantern": lossy("lantern", delta=0.3, neighbours=4),
+    "bounded": lossy("lantern", delta=0.1, neighbours=4, bounded=True),
+}
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_relaxed_acceptance_says_what_it_costs(name, coupling):
+    sampler = ColumnJacobiSampler(6, coupling, unit="codebook", **SETTINGS[name])
+    assert not sampler.lossless and not sampler.identical and sampler.needs_codebook
+    trace = decode(sampler, rows=range(12), codebook=CODES).trace
+    assert not trace.lossless and trace.divergence is not None and 0.001 < trace.divergence < 0.5
+    assert trace.moved_mass is not None and trace.moved_mass.shape == (12,)
+    if name == "bounded":
+        assert trace.divergence <= 0.1
+    alone = decode(sampler, rows=[3], codebook=CODES).trace
+    assert alone.moved_mass is not None
+    torch.testing.assert_close(alone.moved_mass[0], trace.moved_mass[3])
+    if name != "grouped":
+        exact = decode(ColumnJacobiSampler(6, coupling, "exact", "codebook"), rows=range(12)).trace
+        assert trace.target_calls.float().mean() < exact.target_calls.float().mean()
+
+
+def test_each_codebook_has_the_groups_of_its_own_codes():
+    """Reordering the codes of one codebook changes what is kept; a table for all would not see it."""
+    sampler = ColumnJacobiSampler(6, unit="codebook", **SETTINGS["clustered"])
+    swapped = torch.cat([CODES[:3], CODES[3:].flip(1)])
+    first, second = (decode(sampler, rows=range(8), codebook=codes) for codes in (CODES, swapped))
+    assert not torch.equal(first.trace.commit_call, second.trace.commit_call)
+
+
+@pytest.mark.parametrize("name", ["grouped", "lantern"])
+@pytest.mark.parametrize("coupling", ["gumbel", "independent"])
+def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule(name, coupling):
+    nothing = dict(grouped=dict(group_size=1), lantern=dict(delta=0.0))[name]
+    numbers = {**SETTINGS[name]["relaxation"], **nothing}
+    sampler = ColumnJacobiSampler(6, coupling, unit="codebook", **lossy(name, **numbers))
+    found = decode(sampler, codebook=CODES)
+    assert torch.equal(found.tokens, decode(ColumnJacobiSampler(6, coupling, "exact", "codebook")).tokens)
+    assert found.trace.divergence == pytest.approx(0, abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------- configuration
+
+
+def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
+    sampler = ColumnJacobiSampler(window=12, coupling="maximal", acceptance="exact", unit="codebook")
+    sampler.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "sampler_config.json").read_text())["_class_name"] == "ColumnJacobiSampler"
+    loaded = ColumnJacobiSampler.from_pretrained(tmp_path)
+    assert isinstance(loaded, ColumnJacobiSampler) and settings_of(loaded) == settings_of(sampler)
+    changed = ColumnJacobiSampler.from_config(sampler.config, window=3)
+    assert isinstance(changed, ColumnJacobiSampler) and changed.config.window == 3
+    assert changed.config.unit == "codebook"
+    swapped = ColumnJacobiSampler.from_config(ColumnAutoregressiveSampler().config)
+    assert isinstance(swapped, ColumnJacobiSampler) and swapped.identical and swapped.lossless
+
+
+def test_sampler_holds_no_tensors_and_no_state():
+    sampler = ColumnJacobiSampler(8)
+    before = dict(vars(sampler))
+    decode(sampler)
+    assert vars(sampler) == before and not any(isinstance(value, Tensor) for value in vars(sampler).values())
+
+
+def test_step_never_asks_the_host_about_a_tensor(operations_of):
+    operations = operations_of(ColumnJacobiSampler)
+    for coupling, acceptance, unit in ROWS:
+        for initial_draft in COLUMN_DRAFTS:
+            decode(ColumnJacobiSampler(6, coupling, acceptance, unit, initial_draft))
+    decode(ColumnJacobiSampler(6, unit="codebook", **SETTINGS["clustered"]), codebook=CODES)
+    assert not operations.that_ask_the_host()
+
+
+@pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
+def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling, acceptance, unit):
+    model = TabularColumnModel(CodebookPattern.delay([0, 1]).valid(200).T, 16, order=0)
+    real_step = ColumnJacobiSampler.step
+
+    def step(self, run, state):
+        real_step(self, run, state)
+        label = state.label
+        held = [state] if label is None else [state, label]
+        assert (label is None) == (acceptance == "identical") and (label is None or isinstance(label, Label))
+        for owner in held:
+            for field in fields(owner):
+                value = getattr(owner, field.name)
+                if isinstance(value, Tensor):
+                    assert value.numel() <= max(2 * 205 * 2, 2 * 4 * 2 * 16), field.name
+
+    monkeypatch.setattr(ColumnJacobiSampler, "step", step)
+    ColumnJacobiSampler(4, coupling, acceptance, unit)(model, None, law=LAW, batch_size=2)
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+CHOICES: dict[str, Any] = dict(
+    window=4, coupling="gumbel", acceptance="exact", unit="column", initial_draft="left"
+)
+
+
+@pytest.mark.parametrize("name", ["coupling", "acceptance", "unit", "initial_draft"])
+def test_refuses_an_unknown_choice_and_lists_the_known(name):
+    with pytest.raises(ValueError, match=f"{name}='best'; pass one of .*, "):
+        ColumnJacobiSampler(**{**CHOICES, name: "best"})
+
+
+@pytest.mark.parametrize("window", [0, -3, 2.0, "8", True, None])
+def test_refuses_a_window_that_is_none(window: Any):
+    with pytest.raises(ValueError, match="window=.*integer of at least 1"):
+        ColumnJacobiSampler(window)
+
+
+def test_refuses_combinations_that_mean_nothing():
+    with pytest.raises(ValueError, match="needs coupling='gumbel', got coupling='maximal'"):
+        ColumnJacobiSampler(coupling="maximal")
+    with pytest.raises(
+        ValueError, match="acceptance='grouped' tests each token, got unit='column'; pass unit="
+    ):
+        ColumnJacobiSampler(acceptance="grouped")
+
+
+class Untouched(TabularColumnModel):
+    """Refuses to compute."""
+
+    def prefill(self, *args, **kwargs):
+        raise AssertionError("the model was run")
+
+
+@pytest.mark.parametrize("sampler", [ColumnJacobiSampler(4), ColumnAutoregressiveSampler()])
+def test_refuses_requests_before_any_compute(sampler):
+    model = Untouched(MODEL.valid, 7, order=0)
+    for batch_size in (0, True):
+        with pytest.raises(ValueError, match="batch_size=.*integer of at least 1"):
+            sampler(model, None, law=LAW, batch_size=batch_size)
+    with pytest.raises(ValueError, match=r"allowed=\(3, 8\) reaches beyond the vocabulary of 7"):
+        sampler(model, None, law=TokenLaw(allowed=(3, 8)))
+    with pytest.raises(ValueError, match="1 generators for a batch of 4"):
+        sampler(model, None, law=LAW, generator=[torch.Generator()], batch_size=4)
+    with pytest.raises(ValueError, match="TabularModel has no codebook pattern.*Use AutoregressiveSampler"):
+        sampler(TabularModel(TokenGrid(2, 2), 3), None, law=LAW)
+    model.valid = MODEL.valid[:-1]
+    with pytest.raises(ValueError, match=r"shape \(16, 4\); its grid asks for bool \(17, 4\)"):
+        sampler(model, None, law=LAW)
+
+
+@pytest.mark.parametrize(
+    "codebook, message",
+    [
+        (None, r"acceptance='lantern' compares codes, but no codebook was given"),
+        (
+            CODES[0],
+            r"codebook of shape \(7, 3\) for a model of 4 codebooks; pass the codes of each, \[4, 7, D\]",
+        ),
+        (CODES[:3], r"codebook of shape \(3, 7, 3\) for a model of 4"),
+        (CODES[:, :6], r"codebook of shape \(6, 3\) for a vocabulary of 7"),
+    ],
+)
+def test_refuses_codebooks_that_do_not_fit(codebook, message):
+    sampler = ColumnJacobiSampler(4, unit="codebook", **lossy("lantern", neighbours=4))
+    with pytest.raises(ValueError, match=message):
+        decode(sampler, Untouched(MODEL.valid, 7, order=0), codebook=codebook)
+
+
+# ----------------------------------------------------------------------------------------------------- bad logits
+
+
+@pytest.mark.parametrize("sampler", [ColumnJacobiSampler(6), ColumnAutoregressiveSampler()])
+@pytest.mark.parametrize("step", [0, 1, 9, STEPS - 1])
+def test_names_the_sample_and_step_of_logits_that_define_no_law(sampler, step):
+    model = copy.deepcopy(MODEL)
+    codebook = int(model.valid[step].nonzero()[-1, 0])
+    model.logits[1, step, :, codebook] = torch.nan
+    with pytest.raises(FloatingPointError, match=f"sample 1 .*slot {step} hold nan"):
+        decode(sampler, model)
+
+
+@pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
+@pytest.mark.parametrize("initial_draft", COLUMN_DRAFTS)
+def test_ignores_what_the_model_says_of_forced_entries_and_past_the_end(
+    coupling, acceptance, unit, initial_draft
+):
+    class Nonsense(TabularColumnModel):
+        def prefill(self, *args, **kwargs):
+            state = super().prefill(*args, **kwargs)
+            state.logits = torch.where(self.valid[0, :, None], state.logits, torch.nan)
+            return state
+
+        def forward(self, state, tokens, steps):
+            logits = super().forward(state, tokens, steps)
+            valid = torch.nn.functional.pad(self.valid, (0, 0, 0, state.window + 1))[steps + 1]
+            return torch.where(valid[..., None], logits, torch.nan)
+
+    sampler = ColumnJacobiSampler(6, coupling, acceptance, unit, initial_draft)
+    expected = decode(sampler)
+    found = decode(sampler, as_kind(Nonsense))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.trace.target_calls, expected.trace.target_calls)
+
+
+# ------------------------------------------------------------------------------------------------ the table model
+
+
+def test_tabular_columns_score_every_context_from_its_table():
+    valid = CodebookPattern.delay([0, 1]).valid(3).T  # [4, 2]
+    model = TabularColumnModel(valid, 2, order=2, conditions=2)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.where(valid, torch.randint(2, (5, 4, 2), generator=generator), 2)
+    state = model.prefill(torch.tensor([0, 1, 0, 1, 1]), batch_size=5, guided=True, window=4)
+    logits = model(state, tokens, torch.arange(4).expand(5, -1))
+    assert state.logits.shape == (10, 2, 2) and logits.shape == (10, 4, 2, 2) and logits.isfinite().all()
+    for row in range(5):
+        for step in range(3):
+            context = 0
+            for token in [[0, 0], [0, 0], *tokens[row].tolist()][step + 1 : step + 3]:
+                context = (context * 3 + token[0]) * 3 + token[1]
+            for table, at in (((0, 1, 0, 1, 1)[row], row), (2, row + 5)):
+                assert torch.equal(logits[at, step], model.logits[table, step + 1, context])
+    state.select(torch.tensor([3, 1]))
+    again = model(state, tokens[[3, 1]][:, 2:3], torch.full((2, 1), 2))
+    assert torch.equal(again[:, 0], logits[[3, 1, 8, 6], 2])
+
+
+@pytest.mark.parametrize("order", [None, 1])
+@pytest.mark.parametrize("guided", [False, True])
+def test_law_of_sequences_is_the_product_of_the_laws(guided, order):
+    valid = CodebookPattern.delay([0, 1]).valid(2).T  # 4 tokens
+    model = TabularColumnModel(valid, 3, order=order, conditions=2)
+    law = TokenLaw(guidance_scale=2.0 if guided else 1.0, top_k=2)
+    found = model.law_of_sequences(law, condition=1, guided=guided)
+    assert found.sum().item() == pytest.approx(1, abs=1e-14)
+    sequences = torch.cartesian_prod(*[torch.arange(3)] * 4)  # [81, 4]
+    columns = torch.full((81, 3, 2), 3)
+    columns[:, valid] = sequences
+    state = model.prefill(torch.ones(81, dtype=torch.long), batch_size=81, guided=guided, window=3)
+    logits = torch.cat(
+        [state.logits[:, None], model(state, columns, torch.arange(3).expand(81, -1))[:, :2]], 1
+    )
+    log_probs = law(logits.flatten(1, 2), guided).view(81, 3, 2, 3)
+    chosen = log_probs.gather(-1, columns.clamp(max=2)[..., None])[..., 0]
+    torch.testing.assert_close(found, chosen[:, valid].sum(1).exp(), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(valid=torch.ones(3, 2)), "valid is torch.float32 of shape"),
+        (dict(vocab_size=0), "vocab_size=0"),
+        (dict(dependence=2.0), "dependence=2.0"),
+        (dict(order=9), "more than 67108864; pass a smaller order"),
+    ],
+)
+def test_tabular_columns_refuse_sizes_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TabularColumnModel(
+            **{"valid": torch.ones(12, 2, dtype=torch.bool), "vocab_size": 3, "order": 1, **arguments}
+        )

@@ -1,0 +1,226 @@
+"""The drafted column sampler as an object: identity, traces, drafters, refusals. Its laws: tests/exactness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.column_drafters import columns, condition, drafter_for
+from tests.helpers.columns import LAW, LAWS, PATTERNS, POOR, STEPS, decode, poor, tabular
+from tests.helpers.tabular import TabularColumnModel, TabularModel
+from tests.tiny import seeded
+from visual_spec.models.columns.musicgen_modules import MusicCondition
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
+
+
+def drafted(acceptance: str = "exact", num_drafts: int = 3, **options: Any) -> Any:
+    return decode(DraftedColumnSampler(num_drafts, acceptance), drafter=POOR, **options)
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+def test_identical_mode_returns_the_autoregressive_tokens(law, batch_size, pattern):
+    model, rows = tabular(pattern), range(batch_size)
+    plain = decode(ColumnAutoregressiveSampler(), model, law, rows)
+    for num_drafts in (1, 4):
+        sampler = DraftedColumnSampler(num_drafts, "identical")
+        found = decode(sampler, model, law, rows, drafter=poor(pattern))
+        assert torch.equal(found.tokens, plain.tokens)
+        assert found.trace.identical and found.trace.lossless
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("prompt_frames", [0, 4])
+def test_an_eagle_drafter_changes_no_code_of_a_musicgen(prompt_frames, batch_size, guidance_scale):
+    target = columns(prompt_frames)
+    drafter, own = drafter_for(target), condition(prompt_frames)
+    own = MusicCondition(
+        own.features[:batch_size],
+        own.mask[:batch_size],
+        None if own.codes is None else own.codes[:batch_size],
+    )
+    law = TokenLaw(guidance_scale=guidance_scale, temperature=0.9, top_k=12)
+    request: Any = dict(law=law, batch_size=batch_size)
+    plain = ColumnAutoregressiveSampler()(target, own, generator=seeded(*range(batch_size)), **request)
+    sampler = DraftedColumnSampler(acceptance="identical")
+    found = sampler(target, own, drafter=drafter, generator=seeded(*range(batch_size)), **request)
+    assert torch.equal(found.tokens, plain.tokens)
+
+
+def test_a_musicgen_drafts_for_itself_without_a_refusal():
+    target, own = columns(), condition()
+    law = TokenLaw(guidance_scale=2.5)
+    for acceptance in ("exact", "identical"):
+        sampler = DraftedColumnSampler(2, acceptance)
+        found = sampler(target, own, law=law, drafter=columns(), generator=seeded(1, 2), batch_size=2)
+        # The prefill gives a column, each call three, rounding aside.
+        assert found.trace.target_calls.tolist() == 2 * [1 + -(-(target.grid.width - 1) // 3)]
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "identical"])
+def test_a_sample_does_not_depend_on_its_batch(acceptance):
+    together = drafted(acceptance)
+    for row in range(4):
+        alone = drafted(acceptance, rows=[row])
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        assert alone.trace.target_calls[0] == together.trace.target_calls[row]
+
+
+def test_greedy_decoding_is_the_same_everywhere():
+    law = TokenLaw(temperature=0.0)
+    plain = decode(ColumnAutoregressiveSampler(), law=law).tokens
+    for acceptance in ("exact", "identical"):
+        assert torch.equal(drafted(acceptance, law=law).tokens, plain)
+
+
+# -- what it gains -------------------------------------------------------------------------------------------------
+
+
+def test_trace_counts_the_calls_and_columns_of_every_sample():
+    trace = drafted().trace
+    assert trace.commit_call.shape == (4, STEPS)
+    for calls, commits in zip(trace.target_calls.tolist(), trace.commit_call.tolist(), strict=True):
+        assert commits == sorted(commits) and commits[0] == 0
+        assert calls == commits[-1] + 1
+        # At most four columns a call: three drafts, and one more.
+        assert all(commits.count(call) <= 4 for call in range(calls))
+    assert trace.tokens_per_call.mean() > 1.2
+
+
+def test_exact_drafting_from_text_beats_jacobi_where_columns_hang_on_each_other():
+    """What a column is depends on the one before throughout, so what is drafted behind a wrong one is of no use."""
+    model = tabular(dependence=1.0)
+    drafter = tabular(dependence=1.0, seed=8)
+    drafter.logits = 0.7 * model.logits + 0.3 * drafter.logits
+    rows = range(12)
+    found = decode(DraftedColumnSampler(), model, rows=rows, drafter=drafter).trace.tokens_per_call.mean()
+    jacobi = decode(ColumnJacobiSampler(4, "maximal", "exact"), model, rows=rows).trace.tokens_per_call.mean()
+    assert found > 1.15 * jacobi
+
+
+def test_callback_sees_every_call():
+    lengths: list[list[int]] = []
+    result = drafted(callback=lambda call, committed: lengths.append([call, *committed.tolist()]))
+    assert [call for call, *_ in lengths] == list(range(len(lengths)))
+    assert lengths[0][1:] == 4 * [1] and lengths[-1][1:] == 4 * [STEPS]
+    assert len(lengths) == int(result.trace.target_calls.max())
+
+
+def test_step_never_asks_the_host_about_a_tensor(operations_of):
+    operations = operations_of(DraftedColumnSampler)
+    for acceptance in ("exact", "identical"):
+        drafted(acceptance)
+    assert not operations.that_ask_the_host()
+
+
+def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
+    sampler = DraftedColumnSampler(5, "identical")
+    sampler.save_pretrained(tmp_path)
+    loaded: Any = DraftedColumnSampler.from_pretrained(tmp_path)
+    assert (loaded.config["num_drafts"], loaded.config["acceptance"]) == (5, "identical") and loaded.identical
+    other: Any = DraftedColumnSampler.from_config(sampler.config, acceptance="exact")
+    assert not other.identical
+    assert not any(isinstance(value, Tensor) for value in vars(sampler).values())
+
+
+# -- a replacement that is not found --------------------------------------------------------------------------------
+
+
+def watch_proposals(monkeypatch: Any) -> list[Any]:
+    """What each call of a sampler with one attempt drafts: state before the call, steps that are fed, first laws."""
+    seen: list[Any] = []
+    propose, feed = DraftedColumnSampler.propose, TabularColumnModel.forward
+
+    def watched(sampler, run, state):
+        seen.append(dict(pending=state.pending.clone(), lengths=state.lengths.clone(), fed=state.fed.clone()))
+        draft = propose(sampler, run, state)
+        assert draft.label is not None
+        seen[-1]["law"] = draft.label.laws[:, : run.pattern.codebooks]
+        seen[-1]["refused"] = state.refused_law.clone()
+        return draft
+
+    def fed(model, state, tokens, steps):
+        if model is POOR and seen:
+            seen[-1].setdefault("steps", steps.clone())
+        return feed(model, state, tokens, steps)
+
+    monkeypatch.setattr(DraftedColumnSampler, "propose", watched)
+    monkeypatch.setattr(TabularColumnModel, "forward", fed)
+    monkeypatch.setattr(DraftedColumnSampler, "tries", 1)
+    return seen
+
+
+def test_a_pending_row_is_drafted_from_its_newest_column(monkeypatch):
+    """The column that waits for its replacement was drawn from the same law in the call before."""
+    calls = watch_proposals(monkeypatch)
+    decode(DraftedColumnSampler(3), drafter=POOR, rows=range(12))
+    waiting = again = 0
+    for call in calls:
+        newest = call["lengths"] - 1
+        assert (call["steps"][:, 0] <= newest).all()
+        for row in call["pending"].nonzero()[:, 0].tolist():
+            assert torch.equal(call["law"][row], call["refused"][row])
+            waiting += 1
+            if call["fed"][row] == call["lengths"][row]:  # the call before committed nothing
+                assert call["steps"][row, 0] == newest[row]
+                again += 1
+    assert waiting > again > 5
+
+
+def test_logits_of_forced_entries_are_never_checked(monkeypatch):
+    """Not even where a replacement is pending: the logits that are read predict the pending step."""
+    monkeypatch.setattr(DraftedColumnSampler, "tries", 1)
+    drafter = poor()
+    drafter.logits.masked_fill_(~drafter.valid[None, :, None, :, None], torch.nan)
+    for rows in range(0, 48, 12):
+        found = decode(DraftedColumnSampler(3), drafter=drafter, rows=range(rows, rows + 12))
+        expected = decode(DraftedColumnSampler(3), drafter=POOR, rows=range(rows, rows + 12))
+        assert torch.equal(found.tokens, expected.tokens)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_settings_that_are_none():
+    with pytest.raises(ValueError, match="num_drafts=0; "):
+        DraftedColumnSampler(0)
+    with pytest.raises(ValueError, match="acceptance='lantern'; pass one of "):
+        DraftedColumnSampler(acceptance="lantern")
+
+
+def test_refuses_drafters_that_do_not_fit():
+    sampler = DraftedColumnSampler()
+    with pytest.raises(ValueError, match="needs a drafter, and got none; pass .*training.column_drafter"):
+        decode(sampler)
+    with pytest.raises(
+        ValueError, match="the drafter predicts 3 codebooks of 7 codes in .* but the model 4 codebooks"
+    ):
+        decode(sampler, drafter=tabular("parallel"))
+    shifted = tabular()
+    shifted.valid = shifted.valid.flip(0)
+    with pytest.raises(ValueError, match="in its own pattern; pass a drafter"):
+        decode(sampler, drafter=shifted)
+    with pytest.raises(ValueError, match="reads the features of a MusicGen, and got a TabularColumnModel"):
+        decode(sampler, drafter=drafter_for(columns()))
+    with pytest.raises(ValueError, match="has no codebook pattern"):
+        flat: Any = TabularModel(TokenGrid(2, 2), 3)
+        sampler(flat, None, law=LAW, drafter=POOR)
+
+
+def test_names_a_drafter_whose_logits_define_no_law():
+    broken = poor()
+    broken.logits[..., 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="in the drafter: .*hold nan"):
+        decode(DraftedColumnSampler(), drafter=broken)

@@ -1,0 +1,434 @@
+"""The chain sampler as an object: caches, raggedness, early stop, configuration, refusals. Its law: tests/exactness."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.drafting import (
+    CODEBOOK,
+    CONDITION,
+    GUIDED,
+    MODEL,
+    NEAR,
+    captions,
+    check_features,
+    counting,
+    decode,
+    draft_model,
+    eagle_pair,
+    law_behind,
+    seeded,
+    untouched,
+    watch_features,
+)
+from tests.helpers.sampler_settings import lossy
+from tests.helpers.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.acceptance import AcceptanceRule
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster import drafted
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+
+LENGTH = 36
+RELAXED: dict[str, dict[str, Any]] = {
+    "grouped": lossy("grouped", group_size=6, code_distance=2.0, probability_gap=0.3),
+    "clustered": lossy("clustered", group_size=4),
+    "lantern": lossy("lantern", delta=0.2, neighbours=8),
+    "bounded": lossy("lantern", delta=0.1, factor=4.0, neighbours=8, bounded=True),
+}
+
+
+def test_trace_counts_the_calls_of_every_sample():
+    model, committed = counting(MODEL), []
+    result = decode(
+        DraftedSampler(4), model, callback=lambda call, lengths: committed.append((call, lengths.clone()))
+    )
+    trace = result.trace
+    assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
+    assert trace.target_calls.max() == len(model.calls) + 1  # the prefill is a call
+    assert trace.target_calls.unique().numel() > 1  # the rows part company
+    assert (trace.commit_call[:, 0] == 0).all() and (trace.commit_call.diff(dim=1) >= 0).all()
+    for row in range(4):
+        per_call = torch.bincount(trace.commit_call[row], minlength=int(trace.target_calls[row]))
+        assert per_call.min() >= 1 and per_call.max() <= 5
+    assert [call for call, _ in committed] == list(range(len(model.calls) + 1))
+    for call, lengths in committed:
+        assert lengths.tolist() == (trace.commit_call <= call).sum(1).tolist()
+    assert result.tokens.shape == (4, LENGTH) and result.tokens.dtype == torch.int64
+    assert result.tokens.untyped_storage().nbytes() == 4 * LENGTH * 8
+    assert set(trace.phase_seconds) == {"prefill", "draft", "model", "verify"}
+    assert trace.sampler == "DraftedSampler" and trace.lossless and trace.divergence is None
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.usefixtures("whole_batch")
+def test_feeds_consecutive_slots_within_the_room_of_both_caches(num_drafts):
+    model, drafter = counting(MODEL), counting(NEAR)
+    result = decode(DraftedSampler(num_drafts), model, drafter, law=GUIDED)
+    for network in (model, drafter):
+        assert network.asked == {"batch_size": 4, "guided": True, "window": num_drafts + 1}
+        assert all((slots.diff(dim=1) == 1).all() for slots in network.calls)
+        assert max(int(slots.max()) for slots in network.calls) <= LENGTH + num_drafts
+    for call, slots in enumerate(model.calls, start=1):
+        lengths = (result.trace.commit_call < call).sum(1)
+        assert torch.equal(slots[:, 0], lengths - 1) and slots.shape[1] <= num_drafts + 1
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5, 50])
+def test_a_drafter_equal_to_the_target_has_every_draft_accepted(num_drafts):
+    calls = 1 + math.ceil((LENGTH - 1) / (num_drafts + 1))
+    for acceptance in ("exact", "identical"):
+        result = decode(DraftedSampler(num_drafts, acceptance=acceptance), MODEL, MODEL, law=GUIDED)
+        assert result.trace.target_calls.tolist() == [calls] * 4
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "model"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_identical_drafting_returns_the_tokens_of_autoregressive_sampling(batch_size, drafter):
+    """On a transformer with its caches: any slip in rollback, raggedness or features of the target would show."""
+    model, eagle = eagle_pair()
+    network = eagle if drafter == "eagle" else draft_model()
+    condition, law = captions(batch_size), TokenLaw(guidance_scale=2.0, temperature=1.5)
+    arguments: dict[str, Any] = dict(law=law, batch_size=batch_size)
+    want = AutoregressiveSampler()(model, condition, generator=seeded(range(batch_size)), **arguments)
+    for num_drafts, stop_below in ((1, 0.0), (4, 0.0), (4, 0.3)):
+        sampler = DraftedSampler(num_drafts, stop_below, "identical")
+        got = decode(sampler, model, network, condition, **arguments)
+        assert torch.equal(got.tokens, want.tokens)
+        assert got.trace.identical and sampler.identical
+        assert got.trace.target_calls.max() < 25
+
+
+@pytest.mark.parametrize("stop_below", [0.0, 0.35])
+@pytest.mark.parametrize("drafter", ["tabular", "eagle", "model"])
+def test_a_batch_gives_each_sample_what_it_gets_alone(drafter, stop_below):
+    law = TokenLaw(guidance_scale=1.5, temperature=1.5)
+    if drafter == "tabular":
+        model, network, condition = MODEL, NEAR, CONDITION
+        alone = [condition[row : row + 1] for row in range(4)]
+    else:
+        model, eagle = eagle_pair()
+        network, condition = (eagle if drafter == "eagle" else draft_model()), captions(4)
+        alone = [
+            type(condition)(condition.features[row : row + 1], condition.mask[row : row + 1])
+            for row in range(4)
+        ]
+    sampler = DraftedSampler(4, stop_below)
+    together = decode(sampler, model, network, condition, law=law)
+    assert together.trace.target_calls.unique().numel() > 1
+    for row in range(4):
+        single = decode(sampler, model, network, alone[row], law=law, batch_size=1, generator=seeded([row]))
+        assert torch.equal(single.tokens[0], together.tokens[row])
+        assert torch.equal(single.trace.commit_call[0], together.trace.commit_call[row])
+
+
+@pytest.mark.parametrize("drafter", ["tabular", "eagle"])
+@pytest.mark.usefixtures("whole_batch")
+def test_every_draft_carries_the_law_it_was_drawn_from(monkeypatch, drafter):
+    """Labels recomputed from scratch, also after refusals: a label that is off would bias the output unnoticed."""
+    law = TokenLaw(guidance_scale=2.0, top_k=6)
+    model, network = (MODEL, NEAR) if drafter == "tabular" else eagle_pair()
+    condition = CONDITION[:2] if drafter == "tabular" else captions(2)
+    checked = 0
+    real_propose = DraftedSampler.propose
+
+    def propose(self, run, state):
+        nonlocal checked
+        chain = real_propose(self, run, state)
+        assert chain.label is not None
+        laws = chain.label.dense(chain.tokens)
+        for row in range(2):
+            length = int(state.lengths[row])
+            if length < run.num_tokens and state.round % 4 == row:
+                text = state.tokens[row, :length].tolist()
+                for place in range(chain.tokens.shape[1]):
+                    if chain.tokens[row, place] >= 0:
+                        want = law_behind(run.model, run.drafter, condition, law, text, length, row, 2)
+                        assert (laws[row, place].exp() - want.exp()).abs().max() < 1e-9
+                        checked += 1
+                    text.append(int(chain.tokens[row, place]))
+        return chain
+
+    monkeypatch.setattr(DraftedSampler, "propose", propose)
+    decode(DraftedSampler(3), model, network, condition, law=law, batch_size=2)
+    assert checked > 20
+
+
+@pytest.mark.usefixtures("whole_batch")
+def test_features_the_drafter_reads_next_are_those_of_the_target(monkeypatch):
+    model, eagle = eagle_pair()
+    checked = watch_features(monkeypatch, DraftedSampler)
+    result = decode(DraftedSampler(3), model, eagle, captions(3), batch_size=3)
+    check_features(checked, model, captions(3), result.tokens)
+
+
+# --------------------------------------------------------------------------------------------------- early stop
+
+
+def test_stopping_early_on_the_cpu_spares_calls_and_columns_and_changes_nothing(monkeypatch):
+    sampler = DraftedSampler(6, 0.3)
+    model, drafter = counting(MODEL), counting(NEAR)
+    stopped = decode(sampler, model, drafter)
+    spared = len(drafter.calls), sum(slots.numel() for slots in model.calls)
+    monkeypatch.setattr(drafted, "nobody", lambda going: False)
+    whole = decode(sampler, model, drafter)
+    assert torch.equal(stopped.tokens, whole.tokens)
+    assert torch.equal(stopped.trace.commit_call, whole.trace.commit_call)
+    assert spared[0] < len(drafter.calls) and spared[1] < sum(slots.numel() for slots in model.calls)
+
+
+@pytest.mark.usefixtures("whole_batch")
+def test_a_draft_below_the_bound_is_kept_and_the_last_of_its_row(monkeypatch):
+    chains = []
+    real_propose = DraftedSampler.propose
+
+    def propose(self, run, state):
+        chains.append((state.lengths.clone(), real_propose(self, run, state)))
+        return chains[-1][1]
+
+    monkeypatch.setattr(DraftedSampler, "propose", propose)
+    decode(DraftedSampler(5, 0.25))
+    stops = 0
+    for lengths, chain in chains:
+        for row in range(4):
+            count = int((chain.tokens[row] >= 0).sum())
+            assert (chain.tokens[row, :count] >= 0).all()
+            if lengths[row] == LENGTH:
+                assert count == 0
+                continue
+            assert 1 <= count <= LENGTH - lengths[row]
+            law = chain.label.dense(chain.tokens)[row]
+            at_draft = law[:count].gather(1, chain.tokens[row, :count, None])[:, 0].exp()
+            assert (at_draft[:-1] >= 0.25).all()
+            stops += int(at_draft[-1] < 0.25)
+            assert law[count:].isneginf().all()
+    assert stops > 10
+
+
+# ---------------------------------------------------------------------------------------------- relaxed rules
+
+
+def test_a_relaxed_rule_is_used_and_its_divergence_measured():
+    """One step on many rows: the meter against the sum over tokens of (draft * accept - target)+, in float64."""
+    rows, grid = 20_000, TokenGrid(1, 2)
+    model, drafter = TabularModel(grid, 3), TabularModel(grid, 3, seed=1)
+    rule = AcceptanceRule(lambda target, law, drafts: torch.full_like(law[..., 0], 0.9), lossless=False)
+    sampler = DraftedSampler(1)
+    run = sampler.begin(model, None, TokenLaw(), torch.arange(rows), drafter=drafter)
+    run.rule = rule
+    state = sampler.prepare(run)
+    sampler.step(run, state)
+    assert state.meter is not None and (state.meter.tested == 1).all()
+    first = model.logits[0, 0, 0].softmax(-1)
+    target, draft = (network.logits[0, 1].softmax(-1) for network in (model, drafter))  # [3 first tokens, 3]
+    moved = (0.9 * draft - target).clamp(min=0).sum(-1)
+    assert state.meter.mean() == pytest.approx(float(first @ moved), rel=0.03)
+    left = (target - draft).clamp(min=0)
+    expected = 0.9 * draft + 0.1 * left / left.sum(-1, keepdim=True)
+    observed = torch.bincount(state.tokens[:, 0] * 3 + state.tokens[:, 1], minlength=9).view(3, 3) / rows
+    assert (observed - first[:, None] * expected).abs().max() < 0.012
+
+
+def test_a_slot_without_a_draft_is_not_counted_as_tested():
+    """With an equal drafter and a rule that keeps everything, the tested slots are those with a draft."""
+    rule = AcceptanceRule(lambda target, law, drafts: torch.ones_like(law[..., 0]), lossless=False)
+    for stop_below in (0.0, 0.15, 1.0):
+        sampler = DraftedSampler(3, stop_below)
+        run = sampler.begin(MODEL, CONDITION, TokenLaw(), torch.arange(4), drafter=MODEL)
+        run.rule = rule
+        state = sampler.prepare(run)
+        drafted = torch.zeros(4, dtype=torch.long)
+        real = sampler.propose
+
+        def propose(run, state, real=real, drafted=drafted):
+            draft = real(run, state)
+            drafted += (draft.tokens >= 0).sum(1)
+            return draft
+
+        object.__setattr__(sampler, "propose", propose)
+        for _ in range(3):
+            sampler.step(run, state)
+        assert state.meter is not None and state.meter.tested.tolist() == drafted.tolist()
+        assert state.lengths.tolist() == (4 + drafted).tolist()
+        if stop_below == 1.0:
+            assert drafted.tolist() == 4 * [3]
+        elif stop_below:
+            assert len(set(drafted.tolist())) > 1
+
+
+def test_a_draft_of_exactly_the_bounds_probability_does_not_stop():
+    """A greedy law gives its token probability 1, which is not below 1."""
+    trace = decode(DraftedSampler(4, 1.0), MODEL, MODEL, law=TokenLaw(temperature=0.0)).trace
+    assert trace.target_calls.tolist() == 4 * [1 + 35 // 5]
+
+
+@pytest.mark.parametrize("name", RELAXED)
+def test_relaxed_sampler_says_that_it_is_lossy_and_by_how_much(name):
+    sampler = DraftedSampler(4, **RELAXED[name])
+    assert sampler.needs_codebook and not sampler.lossless and not sampler.identical
+    exact = decode(DraftedSampler(4))
+    trace = decode(sampler, codebook=CODEBOOK).trace
+    assert not trace.lossless and "lossy, measured divergence" in trace.summary()
+    assert trace.divergence is not None and 0.001 < trace.divergence < 0.6
+    assert trace.target_calls.sum() < exact.trace.target_calls.sum()
+    if RELAXED[name]["relaxation"].get("bounded"):
+        assert trace.divergence <= 0.1
+
+
+@pytest.mark.parametrize("name", RELAXED)
+def test_a_relaxed_batch_gives_each_sample_what_it_gets_alone(name):
+    sampler = DraftedSampler(4, 0.2, **RELAXED[name])
+    together = decode(sampler, law=GUIDED, codebook=CODEBOOK)
+    assert together.trace.moved_mass is not None and together.trace.target_calls.unique().numel() > 1
+    for row in range(4):
+        single = decode(
+            sampler, MODEL, NEAR, CONDITION[row : row + 1],
+            law=GUIDED, batch_size=1, generator=seeded([row]), codebook=CODEBOOK,
+        )  # fmt: skip
+        assert torch.equal(single.tokens[0], together.tokens[row])
+        assert single.trace.moved_mass is not None
+        torch.testing.assert_close(single.trace.moved_mass[0], together.trace.moved_mass[row])
+
+
+def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule():
+    want = decode(DraftedSampler(4)).tokens
+    nothing: list[dict[str, Any]] = [
+        lossy("lantern", delta=0.0, neighbours=3),
+        lossy("grouped", group_size=1, code_distance=None),
+    ]
+    for settings in nothing:
+        found = decode(DraftedSampler(4, **settings), codebook=CODEBOOK)
+        assert torch.equal(found.tokens, want)
+        assert found.trace.divergence == pytest.approx(0, abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------ configuration
+
+
+def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
+    relaxed = DraftedSampler(3, **lossy("lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05))
+    relaxed.save_pretrained(tmp_path)
+    same: Any = DraftedSampler.from_pretrained(tmp_path)
+    assert same.relaxation == relaxed.relaxation
+    assert not any(isinstance(value, torch.Tensor) for value in vars(relaxed).values())
+    sampler = DraftedSampler(num_drafts=3, stop_below=0.2, acceptance="identical")
+    wanted = {"num_drafts": 3, "stop_below": 0.2, "acceptance": "identical"}
+    assert {name: sampler.config[name] for name in wanted} == wanted
+    changed: Any = DraftedSampler.from_config(sampler.config, num_drafts=7)
+    assert changed.config["num_drafts"] == 7 and changed.identical
+    sampler.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "sampler_config.json").read_text())["_class_name"] == "DraftedSampler"
+    loaded = DraftedSampler.from_pretrained(tmp_path)
+    assert torch.equal(decode(loaded).tokens, decode(sampler).tokens)
+    assert sampler.needs_drafter and sampler.lossless
+
+
+def test_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch):
+    operations = operations_of(DraftedSampler)
+    monkeypatch.setattr(drafted, "nobody", lambda going: False)  # asks on the CPU only
+    for acceptance in ("exact", "identical"):
+        decode(DraftedSampler(4, 0.2, acceptance), law=GUIDED)
+    for settings in RELAXED.values():
+        decode(DraftedSampler(4, 0.2, **settings), law=GUIDED, codebook=CODEBOOK)
+    assert not operations.that_ask_the_host()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 2)])
+def test_the_smallest_grids(size):
+    model = TabularModel(TokenGrid(*size), 5)
+    result = decode(DraftedSampler(4), model, model, None, batch_size=2)
+    assert result.tokens.shape == (2, size[1])
+    assert result.trace.target_calls.tolist() == [size[1]] * 2
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("num_drafts", [0, -1, 2.0, True, None])
+def test_refuses_num_drafts_below_one(num_drafts: Any):
+    with pytest.raises(ValueError, match="num_drafts=.*integer of at least 1"):
+        DraftedSampler(num_drafts)
+
+
+@pytest.mark.parametrize("stop_below", [-0.1, 1.5, math.nan])
+def test_refuses_a_bound_that_is_no_probability(stop_below):
+    with pytest.raises(ValueError, match="stop_below=.*from 0"):
+        DraftedSampler(stop_below=stop_below)
+
+
+def test_refuses_an_unknown_acceptance():
+    with pytest.raises(
+        ValueError, match="acceptance=.best.; pass one of identical, exact, block, grouped, clustered"
+    ):
+        DraftedSampler(acceptance="best")
+
+
+@pytest.mark.parametrize("delta", [-0.1, 1.5, math.nan, True])
+def test_refuses_a_delta_that_is_no_probability(delta):
+    with pytest.raises(ValueError, match="delta=.*"):
+        DraftedSampler(**lossy("lantern", delta=delta))
+
+
+@pytest.mark.parametrize(
+    "settings, codebook, message",
+    [
+        ({}, None, r"no codebook was given; pass codebook=.*\[12, D\]"),
+        ({}, CODEBOOK[:11], r"codebook of shape \(11, 4\) for a vocabulary of 12 tokens.*\[12, D\]"),
+        (dict(neighbours=12), CODEBOOK, "neighbours=12, but a code has 11 others; pass at most that many"),
+    ],
+)
+def test_refuses_a_codebook_that_does_not_fit_before_any_compute(settings, codebook, message):
+    sampler = DraftedSampler(**lossy("lantern", **{"neighbours": 8, **settings}))
+    with pytest.raises(ValueError, match=message):
+        decode(sampler, untouched(), codebook=codebook)
+
+
+def test_refuses_to_decode_without_a_drafter():
+    with pytest.raises(ValueError, match="DraftedSampler needs a drafter.*1 x 6 x 6 tokens out of 12"):
+        decode(DraftedSampler(), MODEL, None)
+
+
+@pytest.mark.parametrize(
+    "grid, vocab_size", [(TokenGrid(6, 6), 11), (TokenGrid(6, 5), 12), (TokenGrid(3, 6, 2), 12)]
+)
+def test_refuses_a_drafter_of_other_tokens_and_says_what_fits(grid, vocab_size):
+    other = TabularModel(grid, vocab_size, order=1)
+    with pytest.raises(ValueError, match=f"out of {vocab_size}, but the model 1 x 6 x 6 tokens out of 12"):
+        decode(DraftedSampler(), MODEL, other)
+
+
+def test_refuses_a_feature_drafter_of_another_target():
+    model, _ = eagle_pair()
+    from visual_spec.models.drafters.eagle import EagleDrafter
+
+    other = EagleDrafter(vocab_size=8, dim=16, num_heads=2, grid_size=5)
+    with pytest.raises(ValueError, match="made for a target of dim=16, and got one of dim=32"):
+        decode(DraftedSampler(), model, other, captions(2), batch_size=2)
+
+
+def test_a_drafter_with_its_own_condition():
+    with pytest.raises(
+        ValueError, match="condition is torch.int64 of shape"
+    ):  # the model's does not fit: 4 rows
+        decode(DraftedSampler(), drafter_condition=torch.tensor([0]))
+    plain = decode(DraftedSampler())
+    same = decode(DraftedSampler(), drafter_condition=CONDITION.clone())
+    other = decode(DraftedSampler(), drafter_condition=1 - CONDITION.clamp(max=1))
+    assert torch.equal(plain.tokens, same.tokens)
+    assert not torch.equal(plain.trace.commit_call, other.trace.commit_call)
+
+
+def test_says_when_it_is_the_drafter_whose_logits_define_no_law():
+    broken = counting(NEAR)
+    broken.logits = broken.logits.clone()
+    broken.logits[:, 9] = torch.nan
+    with pytest.raises(FloatingPointError, match="in the drafter: .*slot 9 hold nan"):
+        decode(DraftedSampler(), MODEL, broken)
+    with pytest.raises(FloatingPointError, match="^the logits of sample"):
+        decode(DraftedSampler(), broken, NEAR)

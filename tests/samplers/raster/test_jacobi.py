@@ -1,0 +1,405 @@
+"""The Jacobi sampler as an object: trace, raggedness, configuration, refusals, memory. Its law: tests/exactness."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Label
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+
+COMBINATIONS = [
+    ("gumbel", "identical"),
+    ("gumbel", "exact"),
+    ("independent", "exact"),
+    ("maximal", "exact"),
+]
+MODEL = TabularModel(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
+CONDITION = torch.tensor([2, 0, 1, 2])
+LAW = TokenLaw()
+
+
+def decode(
+    sampler, model=MODEL, condition: Tensor | None = CONDITION, law: TokenLaw = LAW, seed: int = 0, **options
+):
+    batch_size = options.pop("batch_size", 4)
+    generator = torch.Generator().manual_seed(seed)
+    return sampler(model, condition, law=law, generator=generator, batch_size=batch_size, **options)
+
+
+class Counting(TabularModel):
+    """Counts its calls and keeps what it was asked."""
+
+    def prefill(self, *args, **kwargs):
+        self.asked = kwargs
+        self.calls = []
+        return super().prefill(*args, **kwargs)
+
+    def forward(self, state, tokens, slots):
+        self.calls.append(slots.clone())
+        return super().forward(state, tokens, slots)
+
+
+@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
+def test_a_narrow_call_keeps_the_drafts_of_a_wider_one(initial_draft):
+    sampler = SpeculativeJacobiSampler(12, initial_draft=initial_draft)
+    run = sampler.begin(MODEL, CONDITION, LAW, torch.arange(4))
+    state = sampler.prepare(run)
+    state.width = 12
+    sampler.step(run, state)
+    first, drawn = state.lengths.clone(), state.tokens.clone()  # slots 1 to 12 were scored
+    state.width = 2
+    sampler.step(run, state)
+    kept = 0
+    for row in range(4):
+        later = slice(max(int(first[row]) + 2, int(state.lengths[row])), 13)
+        assert torch.equal(state.tokens[row, later], drawn[row, later])
+        kept += max(0, later.stop - later.start)
+    assert kept > 12
+
+
+@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
+def test_trace_counts_the_calls_of_every_sample(coupling, acceptance, initial_draft):
+    model = Counting(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
+    sampler = SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft)
+    committed = []
+    result = decode(sampler, model, callback=lambda call, lengths: committed.append((call, lengths.clone())))
+    trace, calls = result.trace, len(model.calls) + 1  # the prefill is a call
+
+    assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
+    assert trace.target_calls.max() == calls
+    assert trace.target_calls.unique().numel() > 1  # the rows part company
+    torch.testing.assert_close(trace.tokens_per_call, 64 / trace.target_calls.float())
+    assert trace.tokens_per_call.min() > 1.2
+
+    # Slot 0 is the prefill's; after it, in raster order, every call of an unfinished row commits 1 to W slots.
+    assert (trace.commit_call[:, 0] == 0).all() and (trace.commit_call[:, 1:] > 0).all()
+    assert (trace.commit_call.diff(dim=1) >= 0).all()
+    for row in range(4):
+        per_call = torch.bincount(trace.commit_call[row], minlength=int(trace.target_calls[row]))
+        assert per_call.min() >= 1 and per_call.max() <= 8
+        assert per_call[0] == 1
+
+    assert [call for call, _ in committed] == list(range(calls))
+    for call, lengths in committed:
+        assert lengths.tolist() == (trace.commit_call <= call).sum(1).tolist()
+
+
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
+def test_feeds_consecutive_slots_within_the_scratch_room(coupling, acceptance):
+    model = Counting(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
+    result = decode(
+        SpeculativeJacobiSampler(8, coupling, acceptance), model, law=TokenLaw(guidance_scale=2.0)
+    )
+    assert model.asked == {"batch_size": 4, "guided": True, "window": 8}
+    lengths = torch.ones(4, dtype=torch.long)
+    for call, slots in enumerate(model.calls, start=1):
+        still = lengths[lengths < 64]
+        assert torch.equal(slots, still[:, None] - 1 + torch.arange(8))
+        lengths = (result.trace.commit_call <= call).sum(1)
+    assert max(int(slots.max()) for slots in model.calls) <= 64 + 8 - 1
+    assert (lengths == 64).all()
+
+
+@pytest.mark.usefixtures("whole_batch")
+def test_finished_rows_stay_as_they_are(monkeypatch):
+    """A sample that is done is neither changed nor charged while others go on, where it cannot leave."""
+    sampler = SpeculativeJacobiSampler(8, "maximal", "exact")
+    seen = []
+    real_step = SpeculativeJacobiSampler.step
+
+    def step(self, run, state):
+        before = state.lengths.clone(), state.tokens[:, :64].clone(), state.target_calls.clone()
+        real_step(self, run, state)
+        done = before[0] == 64
+        seen.append(int(done.sum()))
+        assert torch.equal(state.tokens[:, :64][done], before[1][done])
+        assert torch.equal(state.target_calls[done], before[2][done])
+        assert torch.equal(state.lengths[done], before[0][done])
+        open_slots = torch.arange(64) < before[0][:, None]
+        assert torch.equal(
+            state.tokens[:, :64][open_slots], before[1][open_slots]
+        )  # nor is any committed token
+
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", step)
+    decode(sampler)
+    assert 0 < max(seen) < 4
+
+
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
+def test_window_of_one_is_one_token_a_call(coupling, acceptance):
+    trace = decode(SpeculativeJacobiSampler(1, coupling, acceptance)).trace
+    assert (trace.target_calls == 64).all()
+    assert torch.equal(trace.commit_call, torch.arange(64).expand(4, -1))
+
+
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
+@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
+def test_grid_of_one_token_needs_the_prefill_only(coupling, acceptance, initial_draft):
+    model = Counting(TokenGrid(1, 1), 5)
+    result = decode(
+        SpeculativeJacobiSampler(4, coupling, acceptance, initial_draft), model, None, batch_size=2
+    )
+    assert result.tokens.shape == (2, 1) and model.calls == []
+    assert result.trace.target_calls.tolist() == [1, 1]
+
+
+def test_coupled_drafts_are_accepted_more_often_than_independent_ones():
+    """The point of coupling: with a long window, independent redrafting saturates (SCD, MC-SJD)."""
+    model = TabularModel(TokenGrid(16, 16), 32, order=2, dependence=0.1)
+    rate = {}
+    for coupling, acceptance in COMBINATIONS:
+        trace = decode(SpeculativeJacobiSampler(32, coupling, acceptance), model, None).trace
+        rate[coupling, acceptance] = float(trace.tokens_per_call.mean())
+    independent = rate.pop(("independent", "exact"))
+    assert min(rate.values()) > 1.5 * independent
+
+
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
+def test_tokens_have_the_promised_shape_and_dtype(coupling, acceptance):
+    result = decode(SpeculativeJacobiSampler(8, coupling, acceptance))
+    assert result.tokens.shape == (4, 64) and result.tokens.dtype == torch.int64
+    assert result.tokens.untyped_storage().nbytes() == 4 * 64 * 8  # not a view that keeps the scratch alive
+    assert result.trace.commit_call.shape == (4, 64)
+    assert 0 <= result.tokens.min() and result.tokens.max() < 16
+
+
+def test_trace_says_what_the_sampler_promises():
+    for coupling, acceptance in COMBINATIONS:
+        sampler = SpeculativeJacobiSampler(8, coupling, acceptance)
+        trace = decode(sampler).trace
+        assert trace.sampler == "SpeculativeJacobiSampler"
+        assert sampler.lossless and trace.lossless and trace.divergence is None
+        assert sampler.identical == trace.identical == (acceptance == "identical")
+        assert set(trace.phase_seconds) == {"prefill", "model", "verify"}
+        assert 0 < sum(trace.phase_seconds.values()) <= trace.seconds
+        assert trace.peak_memory is None
+
+
+# ------------------------------------------------------------------------------------------------ configuration
+
+
+def swapped(kind, sampler, **changes):
+    """The way users change a sampler: `pipe.sampler = Kind.from_config(pipe.sampler.config, ...)`."""
+    result = kind.from_config(sampler.config, **changes)
+    assert isinstance(result, kind)
+    return result
+
+
+def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
+    sampler = SpeculativeJacobiSampler(
+        window=16, coupling="maximal", acceptance="exact", initial_draft="left"
+    )
+    wanted = {"window": 16, "coupling": "maximal", "acceptance": "exact", "initial_draft": "left"}
+    assert {name: sampler.config[name] for name in wanted} == wanted
+    changed = swapped(SpeculativeJacobiSampler, sampler, window=32)
+    assert {name: changed.config[name] for name in wanted} == {**wanted, "window": 32}
+
+    sampler.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "sampler_config.json").read_text())
+    assert saved["_class_name"] == "SpeculativeJacobiSampler" and saved["window"] == 16
+    loaded = SpeculativeJacobiSampler.from_pretrained(tmp_path)
+    assert isinstance(loaded, SpeculativeJacobiSampler)
+    assert {name: loaded.config[name] for name in wanted} == wanted
+    assert torch.equal(decode(loaded).tokens, decode(sampler).tokens)
+
+
+def test_samplers_swap_through_their_configurations():
+    sampler = swapped(SpeculativeJacobiSampler, AutoregressiveSampler(), window=4)
+    assert sampler.config["window"] == 4 and sampler.identical
+    swapped(AutoregressiveSampler, sampler)
+
+
+def test_sampler_holds_no_tensors_and_no_state():
+    sampler = SpeculativeJacobiSampler(8)
+    before = dict(vars(sampler))
+    decode(sampler)
+    assert vars(sampler) == before
+    assert not any(isinstance(value, Tensor) for value in vars(sampler).values())
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("window", [0, -3, 2.0, "8", True])
+def test_refuses_a_window_that_is_none(window: Any):
+    with pytest.raises(ValueError, match="window=.*integer of at least 1"):
+        SpeculativeJacobiSampler(window=window)
+
+
+CHOICES: dict[str, Any] = dict(window=4, coupling="gumbel", acceptance="exact", initial_draft="left")
+
+
+@pytest.mark.parametrize("name", ["coupling", "acceptance", "initial_draft", "drafts"])
+def test_refuses_an_unknown_choice_and_lists_the_known(name):
+    with pytest.raises(ValueError, match=f"{name}='best'; pass one of .*, "):
+        SpeculativeJacobiSampler(**{**CHOICES, name: "best"})
+
+
+def test_stale_drafts_are_repaired_where_that_leaves_the_published_samplers_alone():
+    assert SpeculativeJacobiSampler().drafts == "repaired"
+    assert SpeculativeJacobiSampler(acceptance="exact").drafts == "carried"
+    assert (
+        not SpeculativeJacobiSampler().needs_drafter
+        and SpeculativeJacobiSampler(drafts="chosen").needs_drafter
+    )
+
+
+def test_refuses_to_draft_no_slot_anew_or_to_choose_without_a_drafter():
+    with pytest.raises(ValueError, match="redrafts=0; pass an integer of at least 1"):
+        SpeculativeJacobiSampler(redrafts=0)
+    with pytest.raises(ValueError, match="needs a drafter, and got none; pass drafter="):
+        decode(SpeculativeJacobiSampler(drafts="chosen"))
+    with pytest.raises(TypeError, match="was given drafter"):
+        decode(SpeculativeJacobiSampler(), drafter=MODEL)
+
+
+@pytest.mark.parametrize("coupling", ["independent", "maximal"])
+def test_refuses_identical_acceptance_without_gumbel_coupling(coupling):
+    with pytest.raises(ValueError, match=f"needs coupling='gumbel', got coupling='{coupling}'. Pass"):
+        SpeculativeJacobiSampler(coupling=coupling)
+
+
+@pytest.mark.parametrize("sampler", [SpeculativeJacobiSampler(4), AutoregressiveSampler()])
+class TestRefusesBeforeAnyCompute:
+    def test_batch_size(self, sampler):
+        for batch_size in (0, -1, 1.5, True):
+            with pytest.raises(ValueError, match="batch_size=.*integer of at least 1"):
+                decode(sampler, MODEL, None, batch_size=batch_size)
+
+    def test_codebooks(self, sampler):
+        model = TabularModel(TokenGrid(2, 2, codebooks=4), 3)
+        with pytest.raises(ValueError, match="4 codebooks a slot; this sampler decodes one"):
+            decode(sampler, model, None)
+
+    def test_allowed_range(self, sampler):
+        with pytest.raises(ValueError, match=r"allowed=\(3, 17\) reaches beyond the vocabulary of 16"):
+            decode(sampler, law=TokenLaw(allowed=(3, 17)))
+
+    def test_generators(self, sampler):
+        with pytest.raises(ValueError, match="1 generators for a batch of 4"):
+            sampler(MODEL, CONDITION, law=LAW, generator=[torch.Generator()], batch_size=4)
+
+    def test_condition(self, sampler):
+        with pytest.raises(ValueError, match=r"condition is torch.int64 of shape \(4,\).*\(3,\)"):
+            decode(sampler, batch_size=3)
+
+
+# --------------------------------------------------------------------------------------------------- bad logits
+
+
+def poisoned(slot: int, value: float, row: int = 1) -> TabularModel:
+    """A model whose prediction of `slot` is bad for the samples of table `row`."""
+    model = TabularModel(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
+    model.logits[row, slot] = value
+    return model
+
+
+@pytest.mark.parametrize("sampler", [SpeculativeJacobiSampler(8), AutoregressiveSampler()])
+@pytest.mark.parametrize("slot", [0, 1, 40, 63])
+@pytest.mark.parametrize(
+    "value, name", [(torch.nan, "nan"), (torch.inf, r"\+inf"), (-torch.inf, "only -inf")]
+)
+def test_names_the_sample_and_slot_of_logits_that_define_no_law(sampler, slot, value, name):
+    with pytest.raises(FloatingPointError, match=f"sample 2 .*slot {slot} hold {name}"):
+        decode(sampler, poisoned(slot, value))
+
+
+def test_names_the_unconditional_row():
+    with pytest.raises(FloatingPointError, match=r"unconditional logits of sample 0 \(row 4\).*slot 3 "):
+        decode(SpeculativeJacobiSampler(8), poisoned(3, torch.nan, row=3), law=TokenLaw(guidance_scale=2.0))
+
+
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
+@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
+def test_ignores_logits_of_slots_past_the_grid(coupling, acceptance, initial_draft):
+    """Whatever the model says there, even nan: the tokens are the same."""
+
+    class Nonsense(TabularModel):
+        def forward(self, state, tokens, slots):
+            logits = super().forward(state, tokens, slots)
+            past = (slots + 1 >= self.grid.num_tokens).repeat(logits.shape[0] // slots.shape[0], 1)
+            return torch.where(past[..., None], torch.full_like(logits, torch.nan), logits)
+
+    sampler = SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft)
+    arguments: dict[str, Any] = dict(order=2, conditions=3, dependence=0.2)
+    expected = decode(sampler, TabularModel(TokenGrid(8, 8), 16, **arguments))
+    found = decode(sampler, Nonsense(TokenGrid(8, 8), 16, **arguments))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.trace.target_calls, expected.trace.target_calls)
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def tensors_of(state) -> Iterator[tuple[str, Tensor]]:
+    for field in fields(state):
+        value = getattr(state, field.name)
+        if isinstance(value, Tensor):
+            yield field.name, value
+        elif isinstance(value, Label):
+            yield from tensors_of(value)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation returned, views of fewer counted as what they are views of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor):
+                stored = value.untyped_storage().nbytes() // value.itemsize
+                self.elements = max(self.elements, min(value.numel(), stored))
+        return result
+
+
+@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
+def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling, acceptance, initial_draft):
+    """Per sample: L + W tokens, laws of the W slots of the window, and the noise of 32 slots more. No buffer of
+    B x L x V, not even in passing."""
+    batch_size, length, window, vocab_size = 2, 192, 4, 32
+    model = TabularModel(TokenGrid(12, 16), vocab_size, order=1, conditions=3, dependence=0.2)
+    sampler = SpeculativeJacobiSampler(window, coupling, acceptance, initial_draft)
+    laws = batch_size * window * vocab_size
+    slots = batch_size * (length + window)
+    real_step = SpeculativeJacobiSampler.step
+    sizes = Largest()
+
+    def step(self, run, state):
+        with sizes:
+            real_step(self, run, state)
+        for name, value in tensors_of(state):
+            assert value.untyped_storage().nbytes() <= max(laws, slots) * 8, name
+        assert (state.label is None) == (acceptance == "identical")
+        if state.label is not None:
+            assert state.label.laws.shape == (len(state.lengths), window, vocab_size)
+            assert state.label.rows.shape == (len(state.lengths), window - 1)
+
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", step)
+    decode(sampler, model, None, law=TokenLaw(guidance_scale=2.0), batch_size=batch_size)
+    # Guidance doubles the rows of the logits.
+    noise = batch_size * (window + 32) * vocab_size
+    assert 0 < sizes.elements <= max(2 * max(laws, slots), noise) < batch_size * length * vocab_size / 4
+
+
+def test_step_never_asks_the_host_about_a_tensor(operations_of):
+    operations = operations_of(SpeculativeJacobiSampler)
+    for coupling, acceptance in COMBINATIONS:
+        for initial_draft in INITIAL_DRAFTS:
+            decode(SpeculativeJacobiSampler(16, coupling, acceptance, initial_draft))
+    assert not operations.that_ask_the_host()

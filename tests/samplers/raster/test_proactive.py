@@ -1,0 +1,385 @@
+"""The proactive Jacobi sampler as an object. Its law: tests/exactness/test_siblings_sequence_law.py."""
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.sampler_settings import settings_of
+from tests.helpers.statistics import LEAST_P, p_value
+from tests.helpers.tabular import TabularModel
+from tests.tiny import seeded, tiny_transformer
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.samplers.core import base
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.proactive import HeadTree, ProactiveJacobiSampler
+
+COUPLINGS = [
+    ("maximal", "exact"),
+    ("independent", "exact"),
+    ("gumbel", "exact"),
+    ("gumbel", "identical"),
+]
+MODEL = TabularModel(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
+CONDITION = torch.tensor([2, 0, 1, 2])
+LAW = TokenLaw()
+GUIDED = TokenLaw(guidance_scale=2.0, top_k=9)
+
+
+def decode(
+    sampler,
+    model: Any = MODEL,
+    condition: Tensor | None = CONDITION,
+    law: TokenLaw = LAW,
+    seed: int = 0,
+    **options,
+):
+    batch_size = options.pop("batch_size", 4)
+    generator = options.pop("generator", None) or torch.Generator().manual_seed(seed)
+    return sampler(model, condition, law=law, generator=generator, batch_size=batch_size, **options)
+
+
+def captions(count: int) -> TextCondition:
+    generator = torch.Generator().manual_seed(9)
+    mask = torch.arange(6) >= torch.tensor([[0], [3], [5], [1]])[:count]
+    return TextCondition(torch.randn(count, 6, 8, generator=generator, dtype=torch.float64), mask)
+
+
+# -------------------------------------------------------------------------------------------------------- tree
+
+
+@pytest.mark.parametrize(
+    "window, siblings, depth", [(2, 1, 1), (4, 2, 1), (5, 2, 3), (4, 3, 2), (6, 4, 2), (9, 1, 4)]
+)
+def test_tree_holds_every_path_once_behind_its_ancestors(window, siblings, depth):
+    tree = HeadTree(window, siblings, depth)
+    levels, numbers, visible = tree.layout(torch.device("cpu"))
+    size = tree.nodes
+    assert size == window + sum(siblings**level - 1 for level in range(1, depth + 1))
+    assert len(levels) == len(numbers) == len(visible) == size
+    assert levels[:window].tolist() == list(range(window)) and not numbers[:window].any()
+
+    # Nodes by path, walking as the sampler does: from a node at path p, sibling j is at path p K + j.
+    paths: dict[tuple[int, ...], int] = {(0,) * level: level for level in range(window)}  # the main branch
+    for name in [name for level in range(1, depth + 1) for name in product(range(siblings), repeat=level)]:
+        code = 0
+        for number in name:
+            code = code * siblings + number
+        node = int(tree.node(len(name), torch.tensor(code)))
+        assert paths.setdefault(name, node) == node
+    assert sorted(paths.values()) == list(range(size))
+    for name, node in paths.items():
+        assert levels[node] == len(name)
+        assert numbers[node] == (name[-1] if name else 0)
+        ancestors = {paths[name[:length]] for length in range(len(name) + 1)}
+        assert set(visible[node].nonzero()[:, 0].tolist()) == ancestors
+
+
+class Watching(TabularModel):
+    """Keeps what it was asked."""
+
+    def prefill(self, *args, **kwargs):
+        self.asked, self.calls = kwargs, []
+        return super().prefill(*args, **kwargs)
+
+    def forward(self, state, tokens, slots, visible=None, **rest):
+        assert visible is not None
+        self.calls.append((tokens.clone(), slots.clone()))
+        return super().forward(state, tokens, slots, visible, **rest)
+
+
+@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.usefixtures("whole_batch")
+def test_siblings_differ_and_belong_to_slots(coupling, acceptance):
+    model = Watching(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
+    sampler = ProactiveJacobiSampler(8, 3, 2, coupling, acceptance, "last_law")
+    trace = decode(sampler, model, law=GUIDED).trace
+    assert model.asked == {"batch_size": 4, "guided": True, "window": 8 + 2 + 8}
+    tree = HeadTree(8, 3, 2)
+    lengths = torch.ones(4, dtype=torch.long)
+    for call, (tokens, slots) in enumerate(model.calls, start=1):
+        levels, _, _ = tree.layout(tokens.device)
+        assert torch.equal(slots, lengths[:, None] - 1 + levels)
+        first = [int(tree.node(1, torch.tensor(path))) for path in range(3)]
+        second = [int(tree.node(2, torch.tensor(path))) for path in range(9)]
+        for row in range(4):
+            assert len(tokens[row, first].unique()) == 3
+            for parent in range(3):  # all nodes of a level have the same children
+                assert torch.equal(tokens[row, second[3 * parent :][:3]], tokens[row, second[:3]])
+        lengths = (trace.commit_call <= call).sum(1)
+    assert (lengths == 64).all()
+
+
+# ------------------------------------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("initial_draft", ["last_law", "uniform"])
+@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+def test_one_sibling_gives_the_tokens_of_jacobi(coupling, acceptance, initial_draft):
+    if coupling == "maximal" or acceptance == "identical":  # the others redraw the token that is copied
+        initial_draft = "left" if initial_draft == "uniform" else initial_draft
+    jacobi = decode(
+        SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft, drafts="carried"), law=GUIDED
+    )
+    for depth in (1, 3, 7):
+        found = decode(ProactiveJacobiSampler(8, 1, depth, coupling, acceptance, initial_draft), law=GUIDED)
+        assert torch.equal(found.tokens, jacobi.tokens)
+        assert torch.equal(found.trace.commit_call, jacobi.trace.commit_call)
+        assert torch.equal(found.trace.target_calls, jacobi.trace.target_calls)
+
+
+@pytest.mark.parametrize("coupling", ["maximal", "independent", "gumbel"])
+def test_k_seq_of_one_sibling_gives_the_tokens_of_jacobi(coupling):
+    jacobi = decode(SpeculativeJacobiSampler(8, coupling, "exact", "last_law"), law=GUIDED)
+    sampler = ProactiveJacobiSampler(8, 1, 3, coupling, "exact", "last_law", "k-seq")
+    found = decode(sampler, law=GUIDED)
+    assert torch.equal(found.tokens, jacobi.tokens)
+    assert torch.equal(found.trace.commit_call, jacobi.trace.commit_call)
+
+
+@pytest.mark.parametrize("siblings, depth, window", [(2, 1, 2), (2, 3, 8), (4, 2, 8), (16, 1, 5)])
+def test_identical_acceptance_gives_the_tokens_of_autoregressive_sampling(siblings, depth, window):
+    sampler = ProactiveJacobiSampler(window, siblings, depth, "gumbel", "identical")
+    assert torch.equal(decode(sampler).tokens, decode(AutoregressiveSampler()).tokens)
+
+
+def test_identical_tokens_on_a_transformer_whose_cache_holds_the_kept_path():
+    """Guided, ragged captions, float64: a wrong column kept in the cache would change the tokens."""
+    model = tiny_transformer().double()
+    law = TokenLaw(guidance_scale=2.5, top_k=8)
+    wanted = AutoregressiveSampler()(
+        model, captions(4), law=law, generator=seeded(1, 2, 3, 4), batch_size=4
+    ).tokens
+    sampler = ProactiveJacobiSampler(5, 3, 2, "gumbel", "identical", "last_law")
+    found = sampler(model, captions(4), law=law, generator=seeded(1, 2, 3, 4), batch_size=4)
+    assert torch.equal(found.tokens, wanted)
+    walked = found.trace.commit_call.diff(dim=1) == 0
+    assert walked.any()  # some calls commit several tokens
+
+    keep = model.keep
+    model.keep = lambda state, nodes, slots: keep(state, torch.zeros_like(nodes), slots)
+    try:
+        wrong = sampler(model, captions(4), law=law, generator=seeded(1, 2, 3, 4), batch_size=4)
+    finally:
+        del model.keep
+    assert not torch.equal(wrong.tokens, wanted)
+
+
+@pytest.mark.parametrize("sibling_rule", ["recursive", "k-seq"])
+@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+def test_a_sample_does_not_depend_on_its_batch(coupling, acceptance, sibling_rule):
+    """Four rows that part company, against each alone: same tokens, same calls."""
+    if acceptance == "identical":
+        sibling_rule = "recursive"
+    sampler = ProactiveJacobiSampler(8, 3, 2, coupling, acceptance, sibling_rule=sibling_rule)
+    together = decode(sampler, law=GUIDED, generator=seeded(0, 1, 2, 3))
+    assert together.trace.target_calls.unique().numel() > 1
+    for row in range(4):
+        alone = decode(
+            sampler, condition=CONDITION[row : row + 1], law=GUIDED, generator=seeded(row), batch_size=1
+        )
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[row])
+        assert alone.trace.target_calls[0] == together.trace.target_calls[row]
+
+
+def test_a_transformer_sample_does_not_depend_on_its_batch():
+    model = tiny_transformer().double()
+    law = TokenLaw(guidance_scale=2.5)
+    sampler = ProactiveJacobiSampler(6, 2, 2)
+    together = sampler(model, captions(4), law=law, generator=seeded(5, 6, 7, 8), batch_size=4)
+    for row in range(4):
+        one = captions(4)
+        one = TextCondition(one.features[row : row + 1], one.mask[row : row + 1])
+        alone = sampler(model, one, law=law, generator=seeded(5 + row), batch_size=1)
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        assert alone.trace.target_calls[0] == together.trace.target_calls[row]
+
+
+def test_siblings_save_calls():
+    """Where the head is refused often; the more siblings the fewer calls."""
+    model = TabularModel(TokenGrid(16, 16), 32, order=2, dependence=0.4)
+    calls = []
+    for siblings, depth, rule in (
+        (1, 1, "recursive"),
+        (2, 2, "recursive"),
+        (4, 2, "recursive"),
+        (4, 2, "k-seq"),
+    ):
+        sampler = ProactiveJacobiSampler(16, siblings, depth, initial_draft="last_law", sibling_rule=rule)
+        calls.append(float(decode(sampler, model, None, batch_size=16).trace.target_calls.float().mean()))
+    assert calls[0] > 1.03 * calls[1] and calls[0] > 1.1 * calls[2] and calls[0] > 1.03 * calls[3]
+
+
+# --------------------------------------------------------------------------------------------------- statistics
+
+STATISTICAL = TabularModel(TokenGrid(1, 5), 4, dtype=torch.float32)
+SAMPLES, ROWS = 60_000, 20_000
+
+
+def p_of(sampler, monkeypatch, seed: int = 0) -> float:
+    """Chi-square of whole decodes with the real noise in float32, rows as samples."""
+
+    def keys(generator, batch_size):
+        return torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator)
+
+    monkeypatch.setattr(base, "draw_keys", keys)
+    generator = torch.Generator().manual_seed(seed)
+    powers = 4 ** torch.arange(4, -1, -1)
+    total = torch.zeros(4**5, dtype=torch.long)
+    for _ in range(SAMPLES // ROWS):
+        tokens = sampler(STATISTICAL, None, law=LAW, generator=generator, batch_size=ROWS).tokens
+        total += torch.bincount(tokens @ powers, minlength=len(total))
+    return p_value(total, STATISTICAL.law_of_sequences(LAW))
+
+
+def test_k_seq_follows_the_law_with_the_real_noise(monkeypatch):
+    sampler = ProactiveJacobiSampler(3, 3, 2, initial_draft="last_law", sibling_rule="k-seq")
+    assert p_of(sampler, monkeypatch) > LEAST_P
+
+
+@pytest.mark.parametrize(
+    "coupling, acceptance",
+    [COUPLINGS[0], *[pytest.param(*pair, marks=pytest.mark.slow) for pair in COUPLINGS[1:]]],
+)
+def test_follows_the_law_with_the_real_noise(coupling, acceptance, monkeypatch):
+    sampler = ProactiveJacobiSampler(3, 3, 2, coupling, acceptance, "last_law")
+    assert p_of(sampler, monkeypatch) > LEAST_P
+
+
+def test_statistics_catch_siblings_that_share_their_numbers(monkeypatch):
+    """The mistake that enumeration cannot weigh: one uniform number for all siblings of a slot."""
+    monkeypatch.setattr("visual_spec.samplers.core.siblings.sibling_stream", lambda stream, sibling: stream)
+    assert p_of(ProactiveJacobiSampler(3, 3, 2, initial_draft="last_law"), monkeypatch) < LEAST_P
+
+
+# -------------------------------------------------------------------------------------------------------- trace
+
+
+@pytest.mark.parametrize("initial_draft", ["left", "up", "last_law", "uniform"])
+@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+def test_trace_counts_the_calls_of_every_sample(coupling, acceptance, initial_draft):
+    model = Watching(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
+    sampler = ProactiveJacobiSampler(8, 3, 2, coupling, acceptance, initial_draft)
+    committed = []
+    result = decode(sampler, model, callback=lambda call, lengths: committed.append((call, lengths.clone())))
+    trace, calls = result.trace, len(model.calls) + 1  # the prefill is a call
+    assert result.tokens.shape == (4, 64) and result.tokens.dtype == torch.int64
+    assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
+    assert trace.target_calls.max() == calls
+    assert (trace.commit_call[:, 0] == 0).all() and (trace.commit_call[:, 1:] > 0).all()
+    assert (trace.commit_call.diff(dim=1) >= 0).all()
+    for row in range(4):
+        per_call = torch.bincount(trace.commit_call[row], minlength=int(trace.target_calls[row]))
+        assert per_call.min() >= 1 and per_call.max() <= 8
+    assert [call for call, _ in committed] == list(range(calls))
+    for call, lengths in committed:
+        assert lengths.tolist() == (trace.commit_call <= call).sum(1).tolist()
+    assert trace.sampler == "ProactiveJacobiSampler" and trace.lossless and trace.divergence is None
+    assert sampler.identical == trace.identical == (acceptance == "identical")
+    assert set(trace.phase_seconds) == {"prefill", "model", "verify"}
+
+
+def test_grid_of_one_token_needs_the_prefill_only():
+    model = Watching(TokenGrid(1, 1), 5)
+    result = decode(ProactiveJacobiSampler(4), model, None, batch_size=2)
+    assert result.tokens.shape == (2, 1) and model.calls == []
+
+
+def test_ignores_logits_of_slots_past_the_grid():
+    class Nonsense(TabularModel):
+        def forward(self, state, tokens, slots, visible=None, **rest):
+            logits = super().forward(state, tokens, slots, visible, **rest)
+            past = slots + 1 >= self.grid.num_tokens
+            return torch.where(past[..., None], torch.full_like(logits, torch.nan), logits)
+
+    arguments: dict[str, Any] = dict(order=2, conditions=3, dependence=0.2)
+    expected = decode(ProactiveJacobiSampler(8, 3, 2), TabularModel(TokenGrid(8, 8), 16, **arguments))
+    found = decode(ProactiveJacobiSampler(8, 3, 2), Nonsense(TokenGrid(8, 8), 16, **arguments))
+    assert torch.equal(found.tokens, expected.tokens)
+
+
+def test_step_never_asks_the_host_about_a_tensor(operations_of):
+    operations = operations_of(ProactiveJacobiSampler)
+    for coupling, acceptance in COUPLINGS:
+        decode(ProactiveJacobiSampler(16, 3, 2, coupling, acceptance))
+    decode(ProactiveJacobiSampler(16, 3, 2, sibling_rule="k-seq"))
+    assert not operations.that_ask_the_host()
+
+
+# -------------------------------------------------------------------------------- configuration and refusals
+
+
+def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
+    k_seq: Any = ProactiveJacobiSampler.from_config(
+        ProactiveJacobiSampler(sibling_rule="k-seq").config, window=8
+    )
+    assert (k_seq.config.sibling_rule, k_seq.config.window) == ("k-seq", 8)
+    sampler = ProactiveJacobiSampler(16, 3, 1, "gumbel", "identical", "up")
+    sampler.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "sampler_config.json").read_text())
+    assert saved["_class_name"] == "ProactiveJacobiSampler"
+    loaded = ProactiveJacobiSampler.from_pretrained(tmp_path)
+    assert isinstance(loaded, ProactiveJacobiSampler) and settings_of(loaded) == settings_of(sampler)
+    # As a pipeline's sampler is swapped, in both directions.
+    there = ProactiveJacobiSampler.from_config(
+        SpeculativeJacobiSampler(window=7, coupling="independent", acceptance="exact").config, siblings=2
+    )
+    assert isinstance(there, ProactiveJacobiSampler)
+    assert (there.config.window, there.config.siblings, there.config.coupling) == (7, 2, "independent")
+    SpeculativeJacobiSampler.from_config(there.config)
+
+
+@pytest.mark.parametrize("name", ["siblings", "depth"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "3", None])
+def test_refuses_what_is_no_count(name, value: Any):
+    with pytest.raises(ValueError, match=f"{name}=.*integer of at least 1"):
+        ProactiveJacobiSampler(**{name: value})
+
+
+@pytest.mark.parametrize("window, depth", [(1, 1), (4, 4), (2, 5)])
+def test_refuses_a_tree_deeper_than_the_window(window, depth):
+    with pytest.raises(ValueError, match=f"depth={depth} in a window of {window} slots.*below the window"):
+        ProactiveJacobiSampler(window, 2, depth)
+
+
+@pytest.mark.parametrize("siblings, depth", [(2, 10), (10, 3), (40, 20), (1025, 1)])
+def test_refuses_a_tree_of_too_many_nodes(siblings, depth):
+    with pytest.raises(ValueError, match="more than 1024 nodes a call; pass fewer siblings"):
+        ProactiveJacobiSampler(32, siblings, depth)
+
+
+def test_refuses_identical_acceptance_without_gumbel_coupling():
+    with pytest.raises(ValueError, match="needs coupling='gumbel', got coupling='maximal'"):
+        ProactiveJacobiSampler(acceptance="identical")
+
+
+def test_refuses_sibling_rules_that_there_are_not_or_that_do_not_fit():
+    with pytest.raises(ValueError, match="sibling_rule='best'; pass one of recursive, k-seq"):
+        ProactiveJacobiSampler(sibling_rule="best")
+    with pytest.raises(ValueError, match="makes no such test; pass sibling_rule='recursive', or acceptance"):
+        ProactiveJacobiSampler(coupling="gumbel", acceptance="identical", sibling_rule="k-seq")
+
+
+def test_independent_siblings_may_outnumber_the_tokens():
+    model = TabularModel(TokenGrid(2, 2), 3)
+    sampler = ProactiveJacobiSampler(3, 5, 1, initial_draft="last_law", sibling_rule="k-seq")
+    assert decode(sampler, model, None).tokens.shape == (4, 4)
+
+
+def test_refuses_models_and_vocabularies_that_do_not_fit():
+    class Chain:
+        grid, vocab_size = TokenGrid(2, 2), 4
+
+    with pytest.raises(TypeError, match="Chain has no `keep`: it cannot score trees"):
+        decode(ProactiveJacobiSampler(4), Chain(), None)
+    with pytest.raises(ValueError, match="siblings=17 for a vocabulary of 16 tokens.*at most 16"):
+        decode(ProactiveJacobiSampler(4, 17, 1))
+    with pytest.raises(ValueError, match="4 codebooks a slot"):
+        decode(ProactiveJacobiSampler(4), TabularModel(TokenGrid(2, 2, codebooks=4), 3), None)

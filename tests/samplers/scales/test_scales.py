@@ -1,0 +1,299 @@
+"""Next-scale sampling on real small transformers: what is drawn, by whom, from what, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.scales import GUIDED, LABELS, SIDES, STARTS, TOKENIZER, decode, plain_loop, real_tokenizer
+from tests.tiny import seeded
+from tests.tiny_scales import FormulaTokenizer, TableScaleModel, tiny_var
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.scales.scales import (
+    ScaleTrace,
+    ScaleWiseSampler,
+    Stage,
+    code_stages,
+    law_at_scale,
+)
+
+
+@pytest.mark.parametrize("shared_adaln", [False, True])
+@pytest.mark.parametrize("ramp", [True, False])
+def test_draws_what_a_plain_loop_without_caches_draws(ramp, shared_adaln):
+    model, rows = tiny_var(shared_adaln=shared_adaln), torch.arange(5)
+    result = decode(model, rows, ramp=ramp)
+    assert torch.equal(result.tokens, plain_loop([model] * 4, [GUIDED] * 4, rows, TOKENIZER, ramp))
+    assert len(result.tokens.unique()) > 6
+
+
+@pytest.mark.parametrize("num_draft_scales", [1, 2, 3])
+def test_two_models_draw_what_a_plain_loop_draws(num_draft_scales):
+    large, small, rows = tiny_var(0), tiny_var(7, num_layers=1), torch.arange(5)
+    laws = [TokenLaw(temperature=1.2), GUIDED]  # only the second is guided: the first runs without those rows
+    stages = code_stages(large, small, num_draft_scales, law=laws[0], small_law=laws[1])
+    result = decode(stages, rows)
+    split = [num_draft_scales, 4 - num_draft_scales]
+    models = [large] * split[0] + [small] * split[1]
+    want = plain_loop(models, [laws[0]] * split[0] + [laws[1]] * split[1], rows, TOKENIZER)
+    assert torch.equal(result.tokens, want)
+
+
+@pytest.mark.parametrize("num_draft_scales", [1, 2, 3])
+@pytest.mark.parametrize("law", [TokenLaw(), GUIDED, TokenLaw(guidance_scale=2.0, temperature=0.0)])
+def test_collaboration_of_equal_models_is_plain_decoding(law, num_draft_scales):
+    model, rows = tiny_var(), torch.arange(5)
+    stages = code_stages(model, copy.deepcopy(model), num_draft_scales)
+    plain, result = decode(model, rows, law), decode(stages, rows, law)
+    assert torch.equal(result.tokens, plain.tokens)
+    assert (result.canvas - plain.canvas).abs().max() < 1e-12
+
+
+def test_through_the_real_tokenizer():
+    tokenizer = real_tokenizer().double()
+    model, rows = tiny_var(), torch.arange(3)
+    plain = decode(model, rows, tokenizer=tokenizer)
+    assert torch.equal(plain.tokens, plain_loop([model] * 4, [GUIDED] * 4, rows, tokenizer))
+    again = decode(code_stages(model, copy.deepcopy(model), 2), rows, tokenizer=tokenizer)
+    assert torch.equal(again.tokens, plain.tokens)
+    pictures = tokenizer.decode_canvas(plain.canvas)
+    assert torch.equal(pictures, tokenizer.decode_tokens(plain.tokens))
+    assert pictures.shape == (3, 3, 8, 8)
+    smooth = decode(model, rows, tokenizer=tokenizer, smooth=True)
+    assert (
+        1e-3 < (tokenizer.decode_tokens(smooth.tokens) - tokenizer.decode_canvas(smooth.canvas)).abs().max()
+    )
+    single = decode(model, rows, tokenizer=tokenizer.float(), smooth=True)  # of another type than the model
+    assert single.canvas.dtype == torch.float64
+    assert (single.canvas - smooth.canvas).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("split", [None, 2])
+def test_a_sample_does_not_depend_on_its_batch(split):
+    model = tiny_var() if split is None else code_stages(tiny_var(), tiny_var(3, num_layers=1), split)
+    together = decode(model, torch.arange(5)).tokens
+    for row in range(5):
+        assert torch.equal(decode(model, torch.tensor([row])).tokens[0], together[row])
+    turned = torch.tensor([4, 2, 0, 3, 1])
+    assert torch.equal(decode(model, turned).tokens, together[turned])
+    assert len(together.unique(dim=0)) == 5
+
+
+def test_one_generator_serves_a_batch_and_goes_on():
+    model, sampler = tiny_var(), ScaleWiseSampler()
+    generator = torch.Generator().manual_seed(5)
+    first, second = (
+        sampler(model, TOKENIZER, LABELS[:2], law=GUIDED, generator=generator, batch_size=2).tokens
+        for _ in range(2)
+    )
+    generator = torch.Generator().manual_seed(5)
+    alone = sampler(model, TOKENIZER, LABELS[:1], law=GUIDED, generator=generator).tokens
+    assert not torch.equal(first, second) and torch.equal(alone[0], first[0])
+
+
+def test_guidance_ramps_as_published():
+    """Official: t = cfg * k / (K - 1), (1 + t) conditional - t unconditional."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 4, 12, generator=generator, dtype=torch.float64)
+    for k in range(10):
+        t = 1.5 * k / 9
+        law = law_at_scale(TokenLaw(guidance_scale=2.5), k / 9)
+        want = ((1 + t) * logits[:3] - t * logits[3:]).log_softmax(-1)
+        assert law.guided == (k > 0)
+        assert (law(logits if law.guided else logits[:3], law.guided) - want).abs().max() < 1e-12
+    unguided = TokenLaw(guidance_scale=0.5)
+    assert law_at_scale(unguided, 0.5) is unguided
+
+
+def test_smooth_tokens_are_mixtures_of_codes():
+    model, rows = tiny_var(), torch.arange(3)
+    result = decode(model, rows, smooth=True)
+    noise = CounterNoise(draw_keys(seeded(100, 101, 102), 3), "cpu")
+    canvas = torch.zeros(3, 2, 4, 4, dtype=torch.float64)
+    maps: list[Tensor] = []
+    for k, side in enumerate(SIDES):
+        r = k / 3
+        logits = model.teacher_forced(maps, LABELS[rows])[:, STARTS[k] :]
+        null = model.teacher_forced(maps, LABELS[rows], torch.ones(3, dtype=torch.bool))[:, STARTS[k] :]
+        t = 2.0 * r
+        kept = TokenLaw(1.0, 0.9, 8, 0.95)((1 + t) * logits - t * null, False)
+        slots = torch.arange(STARTS[k], STARTS[k + 1]).repeat(3, 1)
+        gumbel = noise.gumbel(slots, 12, TOKEN, dtype=torch.float64)
+        weights = (((1 + r) * kept + gumbel) / max(0.27 * (1 - r * 0.95), 0.005)).exp()
+        weights = weights / weights.sum(-1, keepdim=True)
+        assert torch.equal(result.tokens[:, STARTS[k] : STARTS[k + 1]], weights.argmax(-1))
+        codes = torch.einsum("bnv,vd->bdn", weights, TOKENIZER.codebook).view(3, 2, side, side)
+        canvas = TOKENIZER.accumulate_codes(canvas, k, codes)
+        if k < 3:
+            maps.append(TOKENIZER.next_map(canvas, k + 1))
+    assert (result.canvas - canvas).abs().max() < 1e-9
+    assert not result.trace.lossless and not ScaleWiseSampler(smooth=True).lossless
+    # A mixture lies between codes: the canvas is not that of the tokens.
+    hard = TOKENIZER.begin(3, torch.device("cpu"), torch.float64)
+    for k, part in enumerate(result.tokens.split([n * n for n in SIDES], 1)):
+        hard = TOKENIZER.accumulate(hard, k, part)
+    assert (result.canvas - hard).abs().max() > 0.01
+
+
+def test_smooth_samples_do_not_depend_on_their_batch():
+    together = decode(tiny_var(), torch.arange(5), smooth=True)
+    alone = decode(tiny_var(), torch.tensor([3]), smooth=True)
+    assert torch.equal(alone.tokens[0], together.tokens[3])
+    assert (alone.canvas[0] - together.canvas[3]).abs().max() < 1e-9
+
+
+def test_callback_sees_every_scale_with_its_canvas():
+    seen: list[tuple[int, Tensor]] = []
+    result = ScaleWiseSampler()(
+        tiny_var(),
+        TOKENIZER,
+        LABELS[:2],
+        law=GUIDED,
+        batch_size=2,
+        callback=lambda k, canvas: seen.append((k, canvas)),
+    )
+    assert [k for k, _ in seen] == [0, 1, 2, 3]
+    canvas = TOKENIZER.begin(2, torch.device("cpu"), torch.float64)
+    for (k, shown), part in zip(seen, result.tokens.split([n * n for n in SIDES], 1), strict=True):
+        canvas = TOKENIZER.accumulate(canvas, k, part)
+        assert torch.equal(shown, canvas)  # also after later scales: nothing is added in place
+    assert torch.equal(result.canvas, canvas)
+
+
+def test_the_trace_counts_forwards_and_cache_bytes():
+    large, small = tiny_var(dtype=torch.float32), tiny_var(3, dtype=torch.float32, num_layers=1)
+    rows = torch.arange(2)
+    slot = 2 * 16 * 4 * 4  # keys and values, width, bytes, guided rows; for one layer
+    plain = decode(large, rows).trace
+    assert isinstance(plain, ScaleTrace)
+    assert plain.target_calls.tolist() == [4, 4] and plain.model_calls == (4,)
+    assert plain.tokens_per_call.tolist() == [7.5, 7.5]
+    assert plain.commit_call[1].tolist() == [0] + [1] * 4 + [2] * 9 + [3] * 16
+    assert plain.cache_bytes == (2 * slot * 14,)
+    assert plain.lossless and plain.identical and plain.divergence is None
+    assert "same tokens" in plain.summary()
+    code = decode(code_stages(large, small, 2), rows).trace
+    assert code.model_calls == (2, 2) and code.target_calls.tolist() == [4, 4]
+    assert code.cache_bytes == (2 * slot * 1, slot * 14)  # the large model's last scale is not cached either
+    assert decode(code_stages(large, small, 3), rows).trace.cache_bytes == (2 * slot * 5, 0)
+    assert not code.lossless and not code.identical and "lossy" in code.summary()
+    assert set(code.phase_seconds) == {"prefill", "model", "verify"}
+
+
+def test_measuring_runs_the_first_model_to_the_end():
+    large, small, rows = tiny_var(), tiny_var(3, num_layers=1), torch.arange(3)
+    stages = code_stages(large, small, 2, law=TokenLaw(), small_law=GUIDED)
+    quiet, measured = decode(stages, rows), decode(stages, rows, measure=True)
+    assert torch.equal(quiet.tokens, measured.tokens) and quiet.trace.divergence is None
+    assert measured.trace.divergence is not None and 0.1 < measured.trace.divergence < 1
+    assert "measured divergence" in measured.trace.summary()
+    assert measured.trace.model_calls == (2, 2)
+    same = decode(code_stages(large, copy.deepcopy(large), 2), rows, measure=True)
+    assert same.trace.divergence is not None and same.trace.divergence < 1e-12
+    assert decode(large, rows, measure=True).trace.divergence is None  # nothing to compare
+
+
+@pytest.mark.parametrize("given", [TokenLaw(), TokenLaw(guidance_scale=4.0)])
+@pytest.mark.parametrize("first", [TokenLaw(), TokenLaw(guidance_scale=2.5)])
+def test_the_reference_law_is_guided_as_the_first_model_is(first, given):
+    """Not as the call's law is. The same network with the same law then measures nothing, with another it does."""
+    large, rows = tiny_var(), torch.arange(3)
+    stages = code_stages(large, copy.deepcopy(large), 2, law=first, small_law=first)
+    same = decode(stages, rows, given, measure=True).trace.divergence
+    assert same is not None and same < 1e-12
+    stages = code_stages(large, copy.deepcopy(large), 2, law=first, small_law=TokenLaw(guidance_scale=6.0))
+    other = decode(stages, rows, given, measure=True).trace.divergence
+    assert other is not None and other > 0.01
+    stages = [Stage(large, range(2)), Stage(copy.deepcopy(large), range(2, 4))]
+    own = decode(
+        stages, rows, given, measure=True
+    ).trace.divergence  # the call's law where the first has none
+    assert own is not None and own < 1e-12
+
+
+def test_a_model_that_follows_itself_keeps_its_cache():
+    model, rows = tiny_var(), torch.arange(3)
+    laws = [TokenLaw(), TokenLaw(guidance_scale=2.0), TokenLaw(guidance_scale=2.0), TokenLaw(top_k=3)]
+    stages = [Stage(model, range(1)), Stage(model, range(1, 3), laws[1]), Stage(model, range(3, 4), laws[3])]
+    result = decode(stages, rows, laws[0])
+    assert torch.equal(result.tokens, plain_loop([model] * 4, laws, rows, TOKENIZER))
+    assert result.trace.model_calls == (4,) and result.trace.lossless
+    tables = TableScaleModel(SIDES, 12)
+    stages = [
+        Stage(tables, range(1)),
+        Stage(tables, range(1, 3), laws[1]),
+        Stage(tables, range(3, 4), laws[3]),
+    ]
+    ScaleWiseSampler()(stages, TOKENIZER, None, law=laws[0])
+    assert tables.prefills == 1
+
+
+def test_configuration_is_plain_and_survives_saving(tmp_path):
+    sampler = ScaleWiseSampler(ramp=False, smooth=True, measure=True)
+    sampler.save_pretrained(tmp_path)
+    assert (tmp_path / "sampler_config.json").exists()
+    again: Any = ScaleWiseSampler.from_pretrained(tmp_path)
+    assert (again.config["ramp"], again.config["smooth"], again.config["measure"]) == (False, True, True)
+    sharp: Any = ScaleWiseSampler.from_config(sampler.config, smooth=False)
+    assert sharp.lossless and not sharp.config["ramp"]
+
+
+def test_logits_that_define_no_law_are_named():
+    model = tiny_var()
+    model.get_parameter("pos_1LC").data[0, 6] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"sample 0 .* column 0, slot 5 hold nan"):
+        decode(model, torch.arange(2))
+
+
+def test_requests_that_cannot_be_served_are_refused_before_compute():
+    model, other = TableScaleModel(SIDES, 12), TableScaleModel(SIDES, 12, seed=1)
+    sampler = ScaleWiseSampler()
+
+    def refused(model: Any, match: str, law: TokenLaw = GUIDED, tokenizer: Any = TOKENIZER, **rest) -> None:
+        with pytest.raises(ValueError, match=match):
+            sampler(model, tokenizer, None, law=law, **rest)
+
+    cover = r"follow each other without gap or overlap, from scale 0 to scale 3"
+    refused([], "the stages draw scales none; .* " + cover)
+    refused([Stage(model, range(3))], "draw scales 0 to 2; .* " + cover)
+    refused([Stage(model, range(1, 4))], "draw scales 1 to 3; .* " + cover)
+    refused([Stage(model, range(2)), Stage(other, range(3, 4))], "draw scales 0 to 1, 3 to 3; .* " + cover)
+    refused([Stage(model, range(3)), Stage(other, range(2, 4))], "draw scales 0 to 2, 2 to 3; .* " + cover)
+    refused([Stage(model, range(5))], "draw scales 0 to 4; .* " + cover)
+    shapes = [
+        (
+            TableScaleModel((1, 2, 3, 5), 12),
+            r"stage 1 predicts scales \(1, 2, 3, 5\) of 12 codes with 2 channels",
+        ),
+        (TableScaleModel(SIDES, 11), r"stage 1 predicts scales \(1, 2, 3, 4\) of 11 codes"),
+        (
+            TableScaleModel(SIDES, 12, code_dim=3),
+            "of 12 codes with 3 channels, but the tokenizer has .* 2 channels",
+        ),
+    ]
+    for wrong, match in shapes:
+        refused(code_stages(model, wrong, 2), match)
+    refused(model, "tokenizer has .* of 13 codes", tokenizer=FormulaTokenizer(SIDES, 13))
+    refused(model, "batch_size=0; pass an integer", batch_size=0)
+    refused(model, r"allowed=\(0, 13\) reaches beyond the vocabulary of 12", law=TokenLaw(allowed=(0, 13)))
+    for split in (0, 4, -1, 2.0, True):
+        with pytest.raises(ValueError, match=f"num_draft_scales={split!r}; pass an integer from 1 to 3"):
+            code_stages(model, other, split)  # pyright: ignore[reportArgumentType]
+    for scales in (range(0), range(0, 4, 2), (0, 4), range(-1, 2)):
+        with pytest.raises(ValueError, match=r"pass range\(first, stop\) of at least one scale"):
+            Stage(model, scales)  # pyright: ignore[reportArgumentType]
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="late_temperature=.*; pass a finite number above 0"):
+            Stage(model, range(1), late_temperature=temperature)
+    assert model.prefills == other.prefills == 0
+
+
+@pytest.mark.parametrize("name", ["ramp", "smooth", "measure"])
+def test_refuses_settings_that_are_neither_true_nor_false(name):
+    with pytest.raises(ValueError, match=f"{name}='yes'; pass True or False"):
+        ScaleWiseSampler(**{name: "yes"})

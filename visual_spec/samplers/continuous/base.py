@@ -1,0 +1,290 @@
+"""What samplers of continuous tokens share: their law, their state, their trace, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.fill_order import check_order
+from visual_spec.models.core.latents import ChainSettings, LatentModel
+from visual_spec.models.core.settings import OneOf, Within
+from visual_spec.samplers.continuous import conditions
+from visual_spec.samplers.continuous.denoising import ChainLaw
+from visual_spec.samplers.continuous.head_loop import HeadLoop
+from visual_spec.samplers.core.base import Run, Sampler, State
+from visual_spec.samplers.core.checks import check_batch_size
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import ORDER
+from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult
+
+ORDERS = ("random", "raster")
+
+
+@dataclass
+class ContinuousTrace(DecodeTrace):
+    """A `DecodeTrace` of continuous tokens.
+
+    Attributes:
+        head_calls: long [B], calls of the target's head that had to wait for each other. Heads that run side by side
+            for several slots or levels are one call.
+        tested, kept: long [B], drafts of tokens, or of points within the head, that were tested, and that were kept.
+        draft_calls: long [B], calls of the drafter.
+    """
+
+    head_calls: Tensor | None = None
+    tested: Tensor | None = None
+    kept: Tensor | None = None
+    draft_calls: Tensor | None = None
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the tested drafts that were kept; None where nothing was tested."""
+        if self.tested is None or self.kept is None or not self.tested.any():
+            return None
+        return float(self.kept.sum() / self.tested.sum())
+
+    def summary(self) -> str:
+        """Return the line of `DecodeTrace`, with calls of the head and acceptance."""
+        assert self.head_calls is not None
+        kept = "" if self.acceptance is None else f", {100 * self.acceptance:.0f} % of the drafts kept"
+        return f"{super().summary()}; {self.head_calls.float().mean():.0f} head calls{kept}"
+
+
+class Counts:
+    """What `ContinuousTrace` counts, for all samples of a batch, also those that have left it. Each long [B]."""
+
+    NAMES = ("head_calls", "tested", "kept", "draft_calls")
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        for name in self.NAMES:  # attributes, which a recorded call finds
+            setattr(self, name, torch.zeros(batch_size, dtype=torch.long, device=device))
+        self._samples = torch.arange(batch_size, device=device)
+
+    def select(self, samples: Tensor) -> None:
+        """Continue with the samples long [N] only. The counts of the others stay."""
+        self._samples = self._samples[samples]
+
+    def add(self, name: str, counts: Tensor) -> None:
+        """Add counts, long [samples still here]."""
+        getattr(self, name).index_add_(0, self._samples, counts)
+
+
+@dataclass
+class ContinuousState(State):
+    """A `State` of continuous tokens: `tokens` are [B, L + scratch, d], by slot.
+
+    Attributes:
+        places: long [B, L + scratch], where each slot stands on the grid; scratch slots stand past it.
+        law: how tokens are drawn.
+        counts: of calls and drafts.
+    """
+
+    places: Tensor
+    law: ChainLaw
+    counts: Counts
+
+    def put(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Write the first `count`, long [B], of tokens [B, N, d] at slots long [B, N]."""
+        wanted = torch.arange(slots.shape[1], device=slots.device) < count[:, None]
+        at = slots[..., None].expand_as(tokens)
+        held = self.tokens.gather(1, at)
+        self.tokens.scatter_(1, at, torch.where(wanted[..., None], tokens.to(held.dtype), held))
+
+    def count(self, name: str, calls: int | Tensor, num_tokens: int) -> None:
+        """Add to a count of the samples that are not complete."""
+        self.counts.add(name, torch.where(self.lengths < num_tokens, calls, 0))
+
+
+# The settings of the law, see `ContinuousTokenSampler`.
+_OWN = "the model's own"
+SlotOrder = Annotated[str | Sequence[int] | None, OneOf(ORDERS), Within(0, none="random, or the model's own")]
+Guidance = Annotated[str, OneOf(("linear", "constant"))]
+HeadSteps = Annotated[int | None, Within(1, 1000, none=_OWN)]
+Eta = Annotated[float | None, Within(0, 1, none=_OWN)]
+FinalNoise = Annotated[float | None, Within(0, none=_OWN)]
+
+
+class ContinuousTokenSampler(Sampler):
+    """The base of samplers of continuous tokens.
+
+    Their settings `order`, `guidance`, `head_steps`, `eta` and `final_noise` are part of the law, so a sampler is
+    lossless with respect to plain decoding with the same ones. None is the model's own (`ChainSettings`).
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ()
+
+    def chain_settings(self, own: ChainSettings) -> ChainSettings:
+        """The chain, where a model's own is `own`."""
+        given = {name: self.config[name] for name in ("head_steps", "eta", "final_noise")}
+        return ChainSettings(**{k: getattr(own, k) if v is None else v for k, v in given.items()})
+
+    @property
+    def law_settings(self) -> dict[str, Any]:
+        """The settings that are part of the law: samplers that differ in one of them draw from different laws."""
+        names = ("steps", "order", "guidance", "head_steps", "last_head_steps", "eta", "final_noise")
+        if self.config.get("reuse"):
+            names += ("reuse", "reuse_from")
+        return {name: self.config.get(name) for name in names}
+
+    def num_steps(self, model: LatentModel) -> int:
+        """Calls of a model that draws every token of a call at once."""
+        return model.grid.num_tokens
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        check_batch_size(batch_size)
+        off = TokenLaw()
+        for name in ("top_k", "top_p", "allowed", "guidance_until"):
+            if getattr(law, name) != getattr(off, name):
+                raise ValueError(
+                    f"{name}={getattr(law, name)} given, which is for tokens out of a vocabulary; the tokens of this "
+                    "model are vectors. Leave it out."
+                )
+        self.check_model(model)
+
+    def check_model(self, model: Any) -> None:
+        """Refuse a model that cannot be decoded with these settings.
+
+        Raises:
+            ValueError: an order for a model that has its own, or one that is no permutation.
+        """
+        order = self.config.order
+        if order is None:
+            return
+        if conditions.is_causal(model):
+            raise ValueError(
+                f"order={order!r} given, but this model knows one order only, its own; leave order out."
+            )
+        if order not in ORDERS:
+            length = model.grid.num_tokens
+            if len(order) != length:
+                raise ValueError(
+                    f"an order of {len(order)} places given; the model has {length}, name each once."
+                )
+            check_order(torch.tensor([list(order)]))
+
+    def prefill(
+        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> Any:
+        window = self.window_of(model)
+        return conditions.begin(model, condition, batch_size=batch_size, guided=law.guided, window=window)
+
+    # -- what methods begin with
+
+    def open(
+        self, run: Run, kind: type[Any], scratch: int, first: int = 1, keep: bool = False, **more: Any
+    ) -> Any:
+        """The state behind call 0, which draws and commits the first slots.
+
+        Args:
+            kind: of the state, a `ContinuousState`.
+            scratch: number of slots past the grid that calls may write.
+            first: how many slots that call draws.
+            keep: whether it holds what local calls go on from.
+            more: the other fields of `kind`.
+        """
+        model, size, device = run.model, run.batch_size, run.device
+        places = run.tables["places"] = self.places(run, scratch, device)
+        z = conditions.first_conditions(model, run.cache, places, first, keep)
+        zeros = torch.zeros(size, dtype=torch.long, device=device)
+        dtype = torch.promote_types(z.dtype, torch.float32)
+        state = kind(
+            cache=run.cache,
+            tokens=torch.zeros(*places.shape, model.token_dim, dtype=dtype, device=device),
+            lengths=zeros.clone(),
+            round=0,
+            target_calls=zeros.clone(),
+            commit_call=torch.zeros_like(places),
+            meter=None if self.lossless else DivergenceMeter(size, device),
+            places=places,
+            law=self.chain_law(run, scratch, device),
+            counts=Counts(size, device),
+            **more,
+        )
+        run.lap("model")
+        self.draw_plainly(run, state, z)
+        return state
+
+    def draw_plainly(self, run: Run, state: Any, z: Tensor) -> None:
+        """Draw and commit the next slots with conditions `z [R, N, dim]`, each by its own chain and noise."""
+        slots = state.next_slots(z.shape[1])
+        tokens = self.draw(run, state, z, slots)
+        count = torch.full_like(state.lengths, z.shape[1])
+        state.put(slots, tokens, count)
+        state.commit(slots, count, run.num_tokens)
+        run.lap("head")
+
+    def draw(self, run: Run, state: Any, z: Tensor, slots: Tensor) -> Tensor:
+        """Tokens [B, N, d] of slots [B, N] with conditions `z [R, N, dim]`, by the plain chain."""
+        levels = self.chain_levels(state)
+        state.count("head_calls", levels, run.num_tokens)
+        law, places = state.law, state.places.gather(1, slots)
+        return law.loop(z, law.scales[slots], run.noise, places, levels)
+
+    def chain_levels(self, state: Any) -> int:
+        """Levels of the plain chains of the next call."""
+        return state.law.levels
+
+    def chain_lengths(self, model: LatentModel) -> list[int]:
+        """All levels that plain chains may have."""
+        return [self.chain_settings(model.chain).head_steps]
+
+    def chain_law(self, run: Run, scratch: int, device: torch.device) -> ChainLaw:
+        """How the tokens of this decode are drawn."""
+        model, law = run.model, run.law_given
+        settings = self.chain_settings(model.chain)
+        linear = self.config.guidance == "linear"
+        steps = self.num_steps(model)
+        scales = conditions.scales_of_slots(model, law.guidance_scale, steps, linear=linear, scratch=scratch)
+        schedule = model.schedule(settings.head_steps, settings.eta)
+        loop = HeadLoop(
+            model,
+            (model.schedule(count, settings.eta) for count in dict.fromkeys(self.chain_lengths(model))),
+            temperature=law.temperature,
+            final_noise=settings.final_noise,
+            guided=run.guided,
+        )
+        return ChainLaw(settings, schedule, law.temperature, run.guided, scales.to(device), loop)
+
+    def places(self, run: Run, scratch: int, device: torch.device) -> Tensor:
+        """Where the slots stand, long [B, L + scratch]."""
+        length = run.model.grid.num_tokens
+        every = torch.arange(length, device=device).expand(run.batch_size, -1)
+        order = self.config.order
+        if conditions.is_causal(run.model):
+            every = run.model.places[:length].to(device).expand(run.batch_size, -1)
+        elif order in (None, "random"):
+            every = run.noise.uniform(every, ORDER, dtype=torch.float64).argsort(-1)
+        elif order != "raster":
+            every = torch.tensor(list(order), device=device).expand(run.batch_size, -1)
+        past = torch.arange(length, length + scratch, device=device).expand(run.batch_size, -1)
+        return torch.cat([every, past], 1)
+
+    # -- what comes out
+
+    def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
+        if state.meter is None or not state.meter.tested.any():
+            return None, None
+        return state.meter.mean(), state.meter.moved.cpu()
+
+    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        """Tokens float [B, L, d] in raster order, whatever the order of decoding.
+
+        Raises:
+            FloatingPointError: tokens that are not finite; names the first.
+        """
+        places = run.tables["places"]
+        bad = (~tokens.isfinite().all(-1)).nonzero()
+        if len(bad):
+            sample, slot = bad[0].tolist()
+            raise FloatingPointError(
+                f"the token of sample {sample}, place {int(places[sample, slot])} (slot {slot}) is not finite. Check "
+                "the weights, or run the model in float32 or bfloat16 if it overflows in float16."
+            )
+        length = tokens.shape[1]
+        counts = {name: getattr(state.counts, name).cpu() for name in Counts.NAMES}
+        trace["commit_call"] = conditions.on_grid(trace["commit_call"], places.cpu(), length)
+        return SampleResult(conditions.on_grid(tokens, places, length), ContinuousTrace(**trace, **counts))

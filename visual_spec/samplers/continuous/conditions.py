@@ -1,0 +1,193 @@
+"""Conditions of the slots that come next, from models of both kinds: causal with a cache, and masked without.
+
+A slot counts tokens in the order of decoding; its place is where it stands on the grid. A context is the tokens of all
+earlier slots. A causal model scores several contexts in one call, because each token of a window sees those before it.
+A masked model sees tokens both ways, so each context is a row of its own of one batched call.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.fill_order import guidance_scales, hidden_after
+from visual_spec.samplers.core.checks import check_guided, check_returned
+
+
+class SlotGroup(NamedTuple):
+    """The slots that a local call computes, all samples alike.
+
+    Attributes:
+        past: slots of the group that are known.
+        fresh: the last of these, which the call before drew.
+        ahead: slots of the group that are still to be drawn.
+    """
+
+    past: int
+    fresh: int
+    ahead: int
+
+
+def is_causal(model: Any) -> bool:
+    """Whether a model feeds tokens in one order (`CausalLatentModel`); else it is a `MaskedLatentModel`."""
+    return hasattr(model, "prefill")
+
+
+def begin(model: Any, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
+    """A model's state before the first token."""
+    if is_causal(model):
+        cache = model.prefill(condition, batch_size=batch_size, guided=guided, window=window)
+    else:
+        cache = model.prepare(condition, batch_size=batch_size, guided=guided)
+    check_guided(cache, guided)
+    if is_causal(model):
+        _checked(model, cache.conditions[:, None], cache, batch_size, 1)
+    return cache
+
+
+def _checked(model: Any, z: Tensor, cache: Any, batch_size: int, count: int) -> Tensor:
+    """Return conditions z [R, count, dim], refused if they have another shape."""
+    dim = getattr(getattr(model, "config", None), "dim", None)  # of a model of one's own any
+    return check_returned(z, batch_size, cache.guided, count, dim)
+
+
+def first_conditions(model: Any, cache: Any, places: Tensor, count: int, keep: bool = False) -> Tensor:
+    """Conditions [R, count, dim] of the first slots, which know nothing; a causal model has them from its prefill."""
+    if is_causal(model):
+        return cache.conditions[:, None]
+    tokens = torch.zeros(*places.shape, model.token_dim, dtype=model.dtype, device=places.device)
+    lengths = torch.zeros(len(places), dtype=torch.long, device=places.device)
+    return step_conditions(model, cache, tokens, places, lengths, count, 0, keep)
+
+
+def step_conditions(
+    model: Any,
+    cache: Any,
+    tokens: Tensor,
+    places: Tensor,
+    lengths: Tensor,
+    count: int,
+    room: int,
+    keep: bool = False,
+) -> Tensor:
+    """Conditions [R, count, dim] of the next slots, which all know the slots before `lengths`, long [B].
+
+    Args:
+        tokens: [B, S, d], by slot; places: long [B, S].
+        room: of a masked model, at least the number of known slots of any sample.
+        keep: a masked model holds what `group_conditions` needs.
+    """
+    if is_causal(model):
+        assert count == 1, "a causal model draws one token a call"
+        slots = lengths[:, None] - 1
+        fed = tokens.gather(1, slots[..., None].expand(-1, -1, tokens.shape[-1]))
+        return _checked(model, model(cache, fed.to(model.dtype), slots), cache, len(slots), 1)
+    length, device = model.grid.num_tokens, places.device
+    by_slot = torch.arange(length, device=device) < lengths[:, None]  # [B, L]
+    known = torch.zeros_like(by_slot).scatter(1, places[:, :length], by_slot)
+    kept = {"keep": True} if keep else {}
+    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, room, **kept)  # [R, L, dim]
+    _checked(model, z, cache, len(places), length)
+    at = places.gather(1, lengths[:, None] + torch.arange(count, device=device)).repeat(
+        len(z) // len(places), 1
+    )
+    return z.gather(1, at[..., None].expand(-1, -1, z.shape[-1]))
+
+
+def group_conditions(
+    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, count: int, group: SlotGroup
+) -> Tensor:
+    """Conditions [R, count, dim] of the next slots by a local call, which computes the places of a group only.
+
+    Args:
+        tokens, places, lengths: as for `step_conditions`.
+    """
+    slots = lengths[:, None] + torch.arange(-group.past, group.ahead, device=places.device)
+    at = places.gather(1, slots)  # [B, past + ahead]
+    new = slice(group.past - group.fresh, group.past)
+    fed = tokens.gather(1, slots[:, new, None].expand(-1, -1, tokens.shape[-1])).to(model.dtype)
+    z = _checked(model, model.again(cache, fed, at[:, new], at), cache, *at.shape)
+    return z[:, group.past : group.past + count]
+
+
+def window_conditions(
+    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, width: int, *, again: int = 0
+) -> Tensor:
+    """Conditions [R, width, dim] of the slots from `lengths`, long [B], on; each knows all slots before its own.
+
+    Slots past the grid give conditions that mean nothing.
+
+    Args:
+        tokens: [B, S, d], by slot: committed tokens, then drafts.
+        again: how many more tokens to feed a causal model, which it has not seen, or seen differently, in its cache.
+    """
+    steps = torch.arange(width, device=places.device)
+    if is_causal(model):
+        slots = lengths[:, None] - 1 + torch.arange(-again, width, device=places.device)
+        slots = slots.clamp_min(0)
+        fed = tokens.gather(1, slots[..., None].expand(-1, -1, tokens.shape[-1]))
+        return _checked(model, model(cache, fed.to(model.dtype), slots), cache, *slots.shape)[:, again:]
+    length, batch_size = model.grid.num_tokens, len(places)
+    slots = (lengths[:, None] + steps).clamp_max(length - 1)  # [B, width]
+    by_slot = torch.arange(length, device=places.device) < slots[..., None]  # [B, width, L]
+    at = places[:, None, :length].expand_as(by_slot)
+    known = torch.zeros_like(by_slot).scatter(2, at, by_slot).flatten(0, 1)
+    rows = torch.arange(batch_size, device=places.device).repeat_interleave(width)
+    state = copy.copy(cache)
+    state.select(rows)
+    z = model(state, on_grid(tokens, places, length)[rows].to(model.dtype), known)  # [R width, L, dim]
+    _checked(model, z, cache, len(rows), length)
+    wanted = places.gather(1, slots).flatten().repeat(len(z) // len(rows))
+    z = z[torch.arange(len(z), device=z.device), wanted]
+    return z.unflatten(0, (-1, width))
+
+
+def block_conditions(
+    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, width: int
+) -> Tensor:
+    """As `window_conditions`, but all slots know only those before `lengths`. For masked models."""
+    length = model.grid.num_tokens
+    known = torch.zeros(len(places), length, dtype=torch.bool, device=places.device)
+    known.scatter_(1, places[:, :length], torch.arange(length, device=places.device) < lengths[:, None])
+    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known)  # [R, L, dim]
+    _checked(model, z, cache, len(places), length)
+    slots = (lengths[:, None] + torch.arange(width, device=places.device)).clamp_max(length - 1)
+    at = places.gather(1, slots).repeat(len(z) // len(places), 1)
+    return z[torch.arange(len(z), device=z.device)[:, None], at]
+
+
+def on_grid(tokens: Tensor, places: Tensor, length: int) -> Tensor:
+    """Tokens [B, L, ...] by place, of tokens [B, S, ...] by slot."""
+    found = torch.zeros_like(tokens[:, :length])
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    found[rows, places[:, :length]] = tokens[:, :length]
+    return found
+
+
+def scales_of_slots(model: Any, scale: float, steps: int, *, linear: bool, scratch: int) -> Tensor:
+    """The scale of guidance at each slot, float32 [L + scratch] on the CPU.
+
+    Linear guidance grows with the share of the slots that are filled behind a call (Li et al. 2024, appendix B).
+
+    Args:
+        steps: calls of a masked model.
+    """
+    length = model.grid.num_tokens
+    if is_causal(model):
+        grown = [1.0 + (scale - 1.0) * (slot + 1) / length for slot in range(length)]
+        by_slot = grown if linear else [scale] * length
+    else:
+        edges = step_edges(length, steps)
+        of_steps = guidance_scales(scale, length, steps, linear=linear)
+        by_slot = [
+            one for one, low, high in zip(of_steps, edges, edges[1:], strict=False) for _ in range(low, high)
+        ]
+    return torch.tensor([*by_slot, *by_slot[-1:] * scratch])
+
+
+def step_edges(length: int, steps: int) -> list[int]:
+    """The first slot of each call, and the number of slots: 0, ..., L."""
+    return [0, *(length - left for left in hidden_after(length, steps)[:-1]), length]

@@ -1,0 +1,342 @@
+"""Videos frame by frame, and the tokens of a frame in parallel: Lumos-1's decoding.
+
+A frame begins with all tokens hidden, and `MaskedSampler` draws it in `steps` calls; earlier frames are read from the
+cache. Then one more call writes the frame for those behind it: a copy in which a share of the tokens is hidden again.
+The model was trained with such a history (autoregressive discrete diffusion forcing), where a copy of a still
+background would have been too easy. With T frames a clip takes `steps` T + T - 1 calls: nothing reads the last frame.
+
+The decoder defines its own output law, a product over frames of the laws of masked decoding.
+
+* Yuan et al., "Lumos-1: on autoregressive video generation with discrete diffusion from a unified model perspective",
+  arXiv 2507.08801, section 3.3, and the released code. There the same evenly spaced places are hidden in every frame of
+  a clip, 70 % of them in all scripts; a frame takes 18 steps of a cosine schedule, with Gumbel noise of scale 1 on the
+  log-probability; and unconditional rows are meant to see no token of the history. Its noise is multiplied by the
+  share of steps that are left at every step and never set again, so it is zero from the second frame on:
+  `falls="product", later_noise=False`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.masked_protocol import FrameModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import CALLS, SHARE, OneOf
+from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.checks import check_guided
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CHOICE
+from visual_spec.samplers.core.trace import DivergenceMeter, SampleResult
+from visual_spec.samplers.masked.checks import check_frame_model, check_given
+from visual_spec.samplers.masked.masked import (
+    Clock,
+    Cooling,
+    EntropyBound,
+    Falls,
+    GuidanceCourse,
+    LastTemperature,
+    LeastGuidance,
+    MaskedSampler,
+    NoiseScale,
+    Schedule,
+    Score,
+    ScoreTemperature,
+)
+from visual_spec.samplers.masked.state import MaskedRunState, MaskedTrace
+
+PATTERNS = ("even", "random")
+UNCONDITIONAL = ("hidden", "same")
+
+
+@dataclass
+class FrameTrace(MaskedTrace):
+    """A `MaskedTrace` of a decode by frames. Calls that write a frame count, and keep no token.
+
+    Attributes:
+        frame_calls: long [T], calls of the batch for each frame: those that drew it, and the one that wrote it.
+    """
+
+    frame_calls: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+
+    @property
+    def output_law(self) -> str:
+        """The output law in words."""
+        by_frame = "the law of masked decoding, frame by frame"
+        if self.divergence is None:
+            return by_frame
+        return f"{by_frame}, {self.divergence:.4f} a slot from one token a call"
+
+
+@dataclass
+class FrameView:
+    """The next frame of a `FrameModel` as a `MaskedModel`."""
+
+    model: Any
+    grid: TokenGrid
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the model."""
+        return self.model.vocab_size
+
+    @property
+    def mask_id(self) -> int:
+        """The id of a hidden token."""
+        return self.model.mask_id
+
+    def __call__(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
+        """Score the slots of the next frame, given its tokens [B, N, 1]: logits [R, N, V]."""
+        return self.model(state, tokens[..., 0])
+
+
+@dataclass
+class FramesState:
+    """A batch between two calls. L = T N slots.
+
+    Attributes:
+        cache: the model's own state.
+        view: what draws the next frame.
+        tokens: long [B, L], the mask id where a token is hidden.
+        entry_call: long [B, L], which of its sample's calls kept each token; -1 for tokens not yet kept, and given
+            ones.
+        target_calls: long [B]; under an entropy bound complete frames wait for those of other samples.
+        history: bool [B, N], the places that are hidden of every frame that is written.
+        frame_calls: calls of each frame so far.
+        drawn: the frames of which some sample has a token to decode.
+        frame: the frame that is being decoded.
+        drawing: its masked decode.
+        round: index of the batch's last call, -1 before the first.
+        meter, correlation: as in `masked.state.MaskedRunState`.
+    """
+
+    cache: Any
+    view: FrameView
+    tokens: Tensor
+    entry_call: Tensor
+    target_calls: Tensor
+    history: Tensor
+    frame_calls: list[int]
+    drawn: list[int]
+    meter: DivergenceMeter | None
+    correlation: Tensor | None
+    frame: int = 0
+    drawing: MaskedRunState | None = None
+    round: int = -1
+
+    @property
+    def commit_call(self) -> Tensor:
+        """The call at which each slot was kept, 0 for given slots: long [B, L]."""
+        return self.entry_call.clamp(min=0)
+
+    @property
+    def places(self) -> slice:
+        """The slots of the frame."""
+        count = self.view.grid.num_tokens
+        return slice(self.frame * count, (self.frame + 1) * count)
+
+
+class FrameMaskedSampler(Sampler):
+    """Draws a video frame by frame, each by masked decoding, with a partly hidden history.
+
+    The defaults are the settings of Lumos-1's scripts, up to the noise, which falls evenly in every frame.
+
+    Args:
+        steps: calls that draw a frame.
+        history_hidden: share of each written frame that later frames do not see, 0 to 1. Above 0 at least one token.
+        history_pattern: which places these are, the same in all frames of a clip: "even", evenly spaced from the first
+            on, or "random", drawn for each sample.
+        unconditional_history: what unconditional rows see of the frames that are written: "hidden", no token, or the
+            "same" as the conditional rows.
+        schedule, clock, score, choice_temperature, falls, temperature, last_temperature, guidance, least_guidance,
+            entropy_bound, filtered_score, score_temperature, greedy, measure: as of `MaskedSampler`, within each frame.
+        later_noise: whether frames after the first that is drawn have noise on the score.
+
+    A call takes
+        given: long [B, L] or [B, L, 1], known tokens; the mask id marks tokens to decode. Frames that are known in all
+            samples cost the one call that writes them. None: no token is known.
+
+    and returns tokens long [B, L] with a `FrameTrace`.
+
+    Raises:
+        ValueError: a name is unknown, or a number is out of its range.
+    """
+
+    takes = ("given",)
+    promise = "lossy"
+    counts_prefill = False
+    records_steps = False
+
+    @register_to_config
+    def __init__(
+        self,
+        steps: Annotated[int, CALLS] = 18,
+        history_hidden: Annotated[float, SHARE] = 0.7,
+        history_pattern: Annotated[str, OneOf(PATTERNS)] = "even",
+        unconditional_history: Annotated[str, OneOf(UNCONDITIONAL)] = "hidden",
+        schedule: Schedule = "cosine",
+        clock: Clock = "maskgit",
+        score: Score = "log_probability",
+        choice_temperature: NoiseScale = 1.0,
+        falls: Falls = "after",
+        temperature: Cooling = "constant",
+        last_temperature: LastTemperature = 0.7,
+        guidance: GuidanceCourse = "constant",
+        least_guidance: LeastGuidance = 1.0,
+        entropy_bound: EntropyBound = None,
+        filtered_score: bool = False,
+        score_temperature: ScoreTemperature = None,
+        greedy: bool = False,
+        measure: bool = False,
+        later_noise: bool = True,
+    ) -> None:
+        inner: dict[str, Any] = dict(
+            steps=steps,
+            schedule=schedule,
+            clock=clock,
+            score=score,
+            falls=falls,
+            temperature=temperature,
+            last_temperature=last_temperature,
+            guidance=guidance,
+            least_guidance=least_guidance,
+            entropy_bound=entropy_bound,
+            filtered_score=filtered_score,
+            score_temperature=score_temperature,
+            greedy=greedy,
+            measure=measure,
+        )
+        later = choice_temperature if later_noise else 0.0
+        self._inner, self._later = (
+            MaskedSampler(choice_temperature=noise, **inner) for noise in (choice_temperature, later)
+        )
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        check_frame_model(model, law, batch_size)
+        if parts.get("given") is not None:
+            check_given(model, parts["given"], batch_size)
+
+    def prefill(
+        self, model: FrameModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> Any:
+        return check_guided(model.prepare(condition, batch_size=batch_size, guided=law.guided), law.guided)
+
+    def num_calls(self, run: Run) -> int | None:
+        if self.config.entropy_bound is not None:
+            return None
+        drawn = _drawn_frames(run)
+        return self.config.steps * len(drawn) + drawn[-1]
+
+    def prepare(self, run: Run) -> FramesState:
+        """Hide all tokens that are not given, and begin the first frame."""
+        grid, given = run.model.grid, run.parts.get("given")
+        tokens = torch.full((run.batch_size, grid.num_tokens), run.model.mask_id, device=run.device)
+        if given is not None:
+            tokens.copy_(given.reshape(tokens.shape))
+        measures = self.config.measure
+        state = FramesState(
+            cache=run.cache,
+            view=FrameView(run.model, TokenGrid(grid.height, grid.width)),
+            tokens=tokens,
+            entry_call=torch.full_like(tokens, -1),
+            target_calls=torch.zeros_like(tokens[:, 0]),
+            history=self._history(run),
+            frame_calls=[0] * grid.frames,
+            drawn=_drawn_frames(run),
+            meter=DivergenceMeter(run.batch_size, run.device) if measures else None,
+            correlation=torch.zeros(run.batch_size, device=run.device) if measures else None,
+        )
+        self._begin_frame(run, state)
+        return state
+
+    def step(self, run: Run, state: FramesState) -> None:
+        """Make a call that draws tokens of the frame, or the one that writes it."""
+        drawing = state.drawing
+        assert drawing is not None
+        complete = drawing.round + 1 == len(drawing.plan)
+        if complete and state.frame == state.drawn[-1]:
+            return  # under an entropy bound the end is noticed one call late on a GPU
+        state.round += 1
+        state.frame_calls[state.frame] += 1
+        if complete:
+            self._write(run, state)
+            return
+        before = drawing.target_calls.clone()
+        inner = self._inner if state.frame == state.drawn[0] else self._later
+        inner.step(replace(run, model=state.view, parts={}), drawing)
+        tokens, kept = drawing.tokens[..., 0], drawing.entry_call[..., 0] == drawing.round
+        state.tokens[:, state.places] = tokens
+        entries = state.entry_call[:, state.places]
+        state.entry_call[:, state.places] = torch.where(kept, state.target_calls[:, None], entries)
+        state.target_calls += drawing.target_calls - before
+        if self.config.entropy_bound is not None and not bool((tokens == run.model.mask_id).any()):
+            drawing.plan = drawing.plan[: drawing.round + 1]  # the frame is complete before its last step
+
+    def _write(self, run: Run, state: FramesState) -> None:
+        """Write the frame, partly hidden, and begin the next one."""
+        mask = run.model.mask_id
+        tokens = state.tokens[:, state.places].masked_fill(state.history, mask)  # [B, N]
+        if run.guided and self.config.unconditional_history == "hidden":
+            tokens = torch.cat([tokens, torch.full_like(tokens, mask)])
+        run.model.write(state.cache, tokens)
+        state.target_calls += 1
+        state.frame += 1
+        self._begin_frame(run, state)
+        run.lap("write")
+
+    def _begin_frame(self, run: Run, state: FramesState) -> None:
+        drawing = self._inner.prepare(replace(run, model=state.view, parts={}))
+        drawing.tokens.copy_(state.tokens[:, state.places, None])
+        if state.frame not in state.drawn:
+            drawing.plan = []
+        drawing.first = state.places.start
+        drawing.meter, drawing.correlation = state.meter, state.correlation
+        state.drawing = drawing
+
+    def _history(self, run: Run) -> Tensor:
+        """Return which places of every written frame are hidden, bool [B, N]."""
+        count = run.model.grid.height * run.model.grid.width
+        number = round(self.config.history_hidden * count)
+        if self.config.history_hidden > 0:
+            number = max(number, 1)
+        places = torch.arange(count, device=run.device).expand(run.batch_size, -1)
+        if self.config.history_pattern == "random":
+            # Counters behind those of the grid, which scores of units may use.
+            return run.noise.uniform(run.num_tokens + places, CHOICE).argsort(1).argsort(1) < number
+        return torch.isin(places, places.new_tensor(even_places(number, count)))
+
+    def progress(self, run: Run, state: FramesState) -> Tensor:
+        return (state.tokens != run.model.mask_id).sum(1)
+
+    def committed(self, run: Run, state: FramesState) -> Tensor:
+        return state.tokens != run.model.mask_id
+
+    def result(self, run: Run, state: FramesState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        found = FrameTrace(
+            **trace,
+            entry_call=state.entry_call[..., None].cpu(),
+            whole_calls=float(state.round + 1),
+            total_correlation=None if state.correlation is None else state.correlation.cpu(),
+            frame_calls=torch.tensor(state.frame_calls),
+        )
+        if found.stopped:  # what is still hidden has the mask's id, which nothing decodes
+            tokens = torch.where(tokens < run.model.vocab_size, tokens, 0)
+        return SampleResult(tokens, found)
+
+
+def even_places(number: int, count: int) -> list[int]:
+    """Return `number` of `count` places, evenly spaced from the first on; all of them different."""
+    return [round(index * count / number) for index in range(number)]
+
+
+def _drawn_frames(run: Run) -> list[int]:
+    """Return the frames of which some sample has a token to decode."""
+    frames, given = run.model.grid.frames, run.parts.get("given")
+    if given is None:
+        return list(range(frames))
+    unknown = (given.reshape(run.batch_size, frames, -1) == run.model.mask_id).any(2).any(0)
+    return unknown.nonzero()[:, 0].tolist()

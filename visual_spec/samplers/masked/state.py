@@ -1,0 +1,121 @@
+"""What a masked decode holds between two calls, and what it tells afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter
+
+
+@dataclass
+class MaskedTrace(DecodeTrace):
+    """A `DecodeTrace` of a masked decode. There is no prefill: call 0 is the first forward of the model.
+
+    `commit_call` is the call at which the last codebook of a slot was kept, 0 for given slots. `tokens_per_call` counts
+    decoded slots.
+
+    Attributes:
+        entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.
+        rescorer_calls: forwards of the rescoring model.
+        first_calls: long [B], the part of `target_calls` made by the model that decoded the beginning (hybrid).
+        reused_calls: those of `target_calls` that went on from what an earlier one computed.
+        whole_calls: calls of all slots that the slots which the model computed would fill.
+        total_correlation: float [B], what `measure` found of the dependence that groups were drawn without, in nats a
+            sample; None if it was not measured.
+    """
+
+    entry_call: Tensor = field(default_factory=lambda: torch.zeros(0))
+    rescorer_calls: int = 0
+    first_calls: Tensor | None = None
+    reused_calls: int = 0
+    whole_calls: float = 0.0
+    total_correlation: Tensor | None = None
+
+    @property
+    def tokens_per_call(self) -> Tensor:
+        """Decoded slots per target call: float [B]."""
+        return (self.entry_call >= 0).any(-1).sum(1) / self.target_calls.float()
+
+    @property
+    def output_law(self) -> str:
+        """The output law in words."""
+        if self.divergence is None:
+            return "the law of masked decoding"
+        return f"the law of masked decoding, {self.divergence:.4f} a slot from one token a call"
+
+
+@dataclass
+class MaskedRunState:
+    """A batch between two calls.
+
+    Attributes:
+        cache: the model's own state.
+        calls: the model, or what records its calls.
+        tokens: long [B, L, K], the mask id where a token is hidden.
+        entry_call: long [B, L, K], the call at which each token was kept; -1 for tokens not yet kept, and given ones.
+        target_calls: long [B].
+        plan: (codebook, step) of every call.
+        steps: number of calls of each codebook.
+        round: index of the last call, -1 before the first.
+        stage: state of the codebook that is being decoded.
+        meter, correlation: what `measure` has found so far; None without it. correlation: [B], in nats.
+        reused_calls, whole_calls: see `MaskedTrace`.
+        first: the counter of the first slot: above 0 for a part of a longer decode.
+    """
+
+    cache: Any
+    calls: Any
+    tokens: Tensor
+    entry_call: Tensor
+    target_calls: Tensor
+    steps: list[int]
+    plan: list[tuple[int, int]]
+    round: int = -1
+    stage: CodebookStage | None = None
+    meter: DivergenceMeter | None = None
+    correlation: Tensor | None = None
+    reused_calls: int = 0
+    whole_calls: float = 0.0
+    first: int = 0
+
+    @property
+    def commit_call(self) -> Tensor:
+        """The call at which the last codebook of a slot was kept, 0 for given slots: long [B, L]."""
+        return self.entry_call.amax(-1).clamp(min=0)
+
+
+@dataclass
+class CodebookStage:
+    """The decoding of one codebook.
+
+    Attributes:
+        unknown: bool [B, L], the tokens to decode.
+        hidden: bool [B, U], the units that are not kept yet.
+        shares: hidden share of the tokens before every step.
+        counts: long [B] each, the number of hidden units before every step, and 0 after the last.
+        entries, units: long [B, L] and [B, U], counter slots.
+        order: [B, U], scores that keep units in a fixed order; None if draws are scored.
+        full: whether each step is a full call.
+        score: [B, U], of the last full call; local calls keep their group in its order.
+        places: long [B, n], the slots of the group, see `places_of`.
+        newest: bool [B, L], the tokens that the last step kept.
+        room: places of the widest group; full calls keep so many scratch places, whatever group follows.
+    """
+
+    unknown: Tensor
+    hidden: Tensor
+    shares: Sequence[float]
+    counts: list[Tensor]
+    entries: Tensor
+    units: Tensor
+    order: Tensor | None
+    full: Sequence[bool]
+    score: Tensor | None = None
+    places: Tensor | None = None
+    newest: Tensor | None = None
+    room: int = 0

@@ -1,0 +1,324 @@
+"""Speculative Jacobi decoding: one call scores a window of drafts, and the kept ones are committed at once.
+
+A slot that the last call scored is drafted from the result of that call. A slot that enters the window gets an initial
+draft. So drafts are refined from call to call until they are committed. A correction makes the drafts behind it stale;
+a second source (`second_source`) may draft these anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.protocol import DecodeState
+from visual_spec.models.core.settings import COUNT, Graph, OneOf
+from visual_spec.samplers.core.base import Run, State
+from visual_spec.samplers.core.checks import (
+    COUPLINGS,
+    check_coupled,
+    check_exact_width,
+)
+from visual_spec.samplers.core.draft_chain import ChainSampler
+from visual_spec.samplers.core.drafters import check_drafter, start_drafter
+from visual_spec.samplers.core.drafts import (
+    INITIAL_DRAFTS,
+    LAST_LAW,
+    UNIFORM,
+    Draft,
+    Label,
+    copied_tokens,
+    rows_of,
+    uniform_tokens,
+)
+from visual_spec.samplers.core.graph import AUTO as AUTO_GRAPH
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.core.verification import Verdict
+from visual_spec.samplers.core.window import Window, by_rows, check_window, widest
+from visual_spec.samplers.orders.ordered import OrderedSampler, whole_picture
+from visual_spec.samplers.raster.redrafting import (
+    CARRIED,
+    CHOSEN,
+    DRAFTS,
+    PICTURED,
+    REPAIRED,
+    UNKNOWN,
+    Chosen,
+    Source,
+    copies,
+    pictured,
+    redrafted,
+)
+
+
+@dataclass
+class JacobiState(State):
+    """A batch between two calls. `tokens` holds drafts for the W - 1 slots after the committed tokens.
+
+    Attributes:
+        label: the laws that the drafts were drawn from; None under acceptance "identical".
+        width: slots that the next call scores, at most the window; None: the whole window.
+        given: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any. Only with a
+            second source, as are the following.
+        steady: long [B, L + scratch], by slot: how many calls in a row left the draft as it was, at most 2. Only under
+            acceptance "identical", with "chosen" drafts.
+        drafter_cache: the drafter's own state, with "chosen" drafts, as the following.
+        fed: long [B], the number of leading slots that the drafter has been fed in final form.
+        picture: long [B, L + scratch], by slot: what the drafter drew beforehand, with "pictured" drafts.
+    """
+
+    label: Label | None = None
+    width: int | None = None
+    given: Tensor | None = None
+    steady: Tensor | None = None
+    drafter_cache: DecodeState | None = None
+    fed: Tensor | None = None
+    picture: Tensor | None = None
+
+
+class SpeculativeJacobiSampler(ChainSampler):
+    """Jacobi decoding with speculative acceptance: several tokens a call, from the autoregressive law or near it.
+
+    SJD (Teng et al., "Accelerating auto-regressive text-to-image generation with training-free speculative Jacobi
+    decoding", ICLR 2025) is coupling "independent" with acceptance "exact". Drawing the drafts of one
+    slot with common randomness in successive rounds makes them agree more often: "gumbel" and "maximal" are the two
+    couplings of SCD / MC-SJD (So et al., ICML 2026). Acceptance "identical" verifies with the slot's own Gumbel
+    noise as well, and returns the tokens of `AutoregressiveSampler` for the same generator. These are lossless.
+
+    The relaxed acceptances of `relaxed.py` are lossy: "grouped" (GSD, published with coupling "independent"),
+    "clustered" (its static variant) and "lantern" (LANTERN, LANTERN++). They work with every coupling. The trace
+    measures their cost.
+
+    Args:
+        window: slots scored by one call, at least 1; or "auto" with acceptance "identical": the window with the most
+            tokens per second on this machine, by measured calls (`visual_spec.samplers.core.window`). None: 32; with
+            acceptance "identical" fewer in batches, so that a call has at most 128 positions in all rows, or 4 slots.
+        coupling: how the drafts of a slot in successive rounds depend on each other: "gumbel", "independent" or
+            "maximal".
+        acceptance: "identical" (needs coupling "gumbel"), "exact", "grouped", "clustered" or "lantern".
+        initial_draft: the draft of a slot that enters the window: "uniform" over the allowed ids, a copy of the
+            token to the "left" or "up", or a draw from the law of the last scored slot, "last_law".
+        relaxation: the numbers of a relaxed acceptance, by name, such as {"delta": 0.2}; see `Relaxation`.
+        graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
+            replays them wherever possible. Completed samples then stay in the batch until it ends.
+        exact_width: keep the promise of acceptance "identical" below float32 too. Every call of the model then has 32
+            positions, whatever the window, and completed samples stay in the batch, so that all calls run the same
+            kernels. The tokens are those of `AutoregressiveSampler(exact_width=True)` for the same batch. A window
+            below 32 saves nothing; "auto" is 32.
+        drafts: who drafts a slot behind a token that has changed since the slot's draft was drawn: "carried" (nobody:
+            the old draft stays, as published), "repaired" (a copy of the last token with the same two neighbours), or
+            "chosen" (a drafter, where it beats the old draft); or "pictured": a drafter draws the whole sample
+            beforehand, in its own order and with the noise of the slots. Its tokens enter the window in place of
+            `initial_draft`, and stand in for stale drafts where their neighbours agree; elsewhere as "repaired". Only
+            with acceptance "identical". The tokens are the same, or their law; see
+            `visual_spec.samplers.raster.redrafting`. None: "repaired" with acceptance "identical", else "carried".
+        redrafts: how many slots, from the first open one on, may be drafted anew; at least 1. With "chosen" each
+            costs a drafter call.
+
+    Raises:
+        ValueError: a setting has a value that is not listed here.
+    """
+
+    reads_text = True
+
+    @register_to_config
+    def __init__(
+        self,
+        window: Window | None = None,
+        coupling: Annotated[str, OneOf(COUPLINGS)] = "gumbel",
+        acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))] = "identical",
+        initial_draft: Annotated[str, OneOf(INITIAL_DRAFTS)] = "left",
+        relaxation: Mapping[str, Any] | None = None,
+        graph: Graph = AUTO_GRAPH,
+        exact_width: bool = False,
+        drafts: Annotated[str | None, OneOf(DRAFTS)] = None,
+        redrafts: Annotated[int, COUNT] = 12,
+    ) -> None:
+        Relaxation.of(acceptance, relaxation)
+        if window is not None:
+            check_window(window, acceptance)
+        check_coupled(coupling, acceptance)
+        check_exact_width(exact_width, acceptance, window)
+        if drafts == PICTURED and acceptance != "identical":
+            raise ValueError(
+                f"drafts='pictured' with acceptance={acceptance!r}; a picture was drawn with the noise that tests it, "
+                "which only acceptance 'identical' allows."
+            )
+        if drafts in (PICTURED, CHOSEN):
+            self.takes, self.needs_drafter = ("codebook", "drafter", "drafter_condition"), True
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        super().check(model, law, batch_size, parts)
+        if self.needs_drafter:
+            drafter = parts.get("drafter")
+            check_drafter(self, model, drafter)
+            if self.drafts == PICTURED:
+                _check_painter(drafter, law, batch_size)
+
+    def width(self, model: Any) -> int:
+        """The most slots that a call drafts and scores: the window, or the grid if it is smaller."""
+        return min(widest(self.config.window, self.fixed_width), model.grid.num_tokens)
+
+    def window_of(self, model: Any) -> int:
+        return self.width(model)
+
+    @property
+    def drafts(self) -> str:
+        """Who drafts a slot whose draft is stale."""
+        given = self.config.get("drafts", CARRIED)  # a subclass may have no such setting
+        return given or (REPAIRED if self.identical else CARRIED)
+
+    @property
+    def redraws(self) -> bool:
+        """Whether drafts are drawn anew after every call, instead of carried over from verification."""
+        return not self.identical and not self.coupled
+
+    @property
+    def labels(self) -> bool:
+        """Whether drafts are labelled with the laws they were drawn from."""
+        return not self.identical
+
+    @property
+    def coupled(self) -> bool:
+        return self.config.coupling == "maximal"
+
+    @property
+    def needs_laws(self) -> bool:
+        return self.config.initial_draft == LAST_LAW
+
+    def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
+        # Under the other acceptances the tokens of a seed depend on the window, so it may not depend on the batch.
+        if self.config.window is None and self.identical and self.fixed_width is None:
+            return by_rows(advance, state, run.cache.guided)
+        return super().paced(advance, run, state)
+
+    def prepare(self, run: Run) -> JacobiState:
+        window = self.width(run.model)
+        state = JacobiState.begin(run, scratch=window)
+        if self.drafts != CARRIED:
+            state.given = torch.full_like(state.tokens, UNKNOWN)
+        if self.drafts == PICTURED:
+            state.picture = F.pad(whole_picture(run, state.tokens[:, 0]), (0, window))
+            run.lap("draft")
+        if self.drafts == CHOSEN:
+            state.drafter_cache = start_drafter(run, window=window)
+            state.fed = torch.zeros_like(state.lengths)
+            state.steady = torch.zeros_like(state.tokens) if self.identical else None
+        first = run.law(run.cache.logits[:, None], torch.zeros_like(state.tokens[:, :1]), run.guided)
+        self.redraft(run, state, first.repeat(1, window, 1), torch.ones_like(state.lengths), width=1)
+        return state
+
+    def propose(self, run: Run, state: JacobiState) -> Draft:
+        window = self.width(run.model)
+        slots = state.next_slots(min(state.width or window, window) - 1)
+        carried = Draft(state.tokens.gather(1, slots), state.label, "last call")
+        if self.drafts == CARRIED:
+            return carried
+        source: Source
+        if self.drafts in (REPAIRED, PICTURED):
+            source = copies(state.tokens, state.lengths, run.model.grid)
+            if state.picture is not None:
+                source = pictured(state.picture, state.tokens, run.model.grid, source)
+        else:
+            source = Chosen(run, state, window, self.config.coupling == "gumbel", state.steady)
+        draft = redrafted(state, slots, carried, self.config.redrafts, source)
+        if self.redraws:  # `settle` leaves kept drafts where they are
+            state.tokens.scatter_(1, slots, draft.tokens)
+        if self.needs_drafter:
+            run.lap("draft")
+        return draft
+
+    def settle(self, run: Run, state: JacobiState, slots: Tensor, verdict: Verdict) -> None:
+        if hasattr(run.drafter, "observe"):
+            run.drafter.observe(state.drafter_cache, state.cache.features, slots - 1)
+        if state.steady is not None:
+            same = state.tokens.gather(1, slots) == verdict.tokens
+            age = (state.steady.gather(1, slots) + 1).clamp(max=2)
+            state.steady.scatter_(1, slots, torch.where(same, age, 0))
+        if self.redraws:  # the drafts after the replacement are drawn below
+            refused = verdict.kept[:, None]
+            state.tokens.scatter_(1, slots.gather(1, refused), verdict.tokens.gather(1, refused))
+        else:
+            state.tokens.scatter_(1, slots, verdict.tokens)
+        state.commit(slots, verdict.kept + 1, run.num_tokens, verdict.near)
+        self.redraft(run, state, verdict.laws, verdict.kept + 1, slots.shape[1], verdict.drawn)
+
+    def redraw(self, state: JacobiState) -> tuple[int, int | Tensor] | None:
+        if not self.redraws or self.config.initial_draft == LAST_LAW:
+            return None
+        return self._draft_noise(state)
+
+    def _draft_noise(self, state: JacobiState) -> tuple[int, int | Tensor]:
+        # Gumbel coupling always draws a slot with its own noise, so that similar laws give the same token. Other
+        # couplings use fresh noise in every round.
+        return (TOKEN, 0) if self.config.coupling == "gumbel" else (DRAFT, state.round)
+
+    def redraft(
+        self,
+        run: Run,
+        state: JacobiState,
+        laws: Tensor | None,
+        advance: Tensor,
+        width: int,
+        drawn: Tensor | None = None,
+    ) -> None:
+        """Draft the W - 1 slots after the committed tokens, and label each draft with the law it is drawn from.
+
+        Args:
+            laws: [B, C, V] of the last call, of which the first `width` positions count; None if nothing is drawn.
+            advance: long [B], the number of its positions that were committed. The slots of later positions are drafted
+                from their own laws; slots that the call did not reach get an initial draft.
+            drawn: long [B, width], draws from the laws that a kernel has already made.
+        """
+        initial_draft, slots = self.config.initial_draft, state.next_slots(self.width(run.model) - 1)
+        offsets = torch.arange(slots.shape[1], device=slots.device)
+        source = advance[:, None] + offsets  # the position of the last call that scored each slot
+        reached, rows = source < width, source.clamp(max=width - 1)
+        if self.identical:  # an earlier, wider call may also have scored a slot: drafts need no label
+            reached = reached | (state.commit_call.gather(1, slots) > 0)
+        drafts = state.tokens.gather(1, slots)
+        if self.redraws or initial_draft == LAST_LAW:
+            # After the last position, its law serves as the initial draft "last_law".
+            if drawn is None:
+                assert laws is not None
+                fresh = run.noise.categorical(rows_of(laws, rows), slots, *self._draft_noise(state))
+            else:
+                fresh = drawn.gather(1, rows)
+            drafts = fresh if self.redraws else torch.where(reached, drafts, fresh)
+        allowed = run.law.law.allowed or (0, run.model.vocab_size)
+        kind = UNIFORM_LAW if initial_draft == UNIFORM else POINT_LAW
+        if state.picture is not None:
+            drafts = torch.where(reached, drafts, state.picture.gather(1, slots))
+        elif initial_draft == UNIFORM:
+            drafts = torch.where(reached, drafts, uniform_tokens(run.noise, slots, state.round, allowed))
+        elif initial_draft != LAST_LAW:
+            newest = (state.lengths - advance + width - 1)[:, None]  # [B, 1], the last slot the call reached
+            copies = copied_tokens(initial_draft, state.tokens, slots, newest, run.model.grid)
+            drafts = torch.where(reached, drafts, copies)
+        state.tokens.scatter_(1, slots, drafts)
+        if self.labels:
+            assert laws is not None
+            rows = rows if initial_draft == LAST_LAW else torch.where(reached, rows, kind)
+            state.label = Label(laws, rows, allowed)
+
+
+def _check_painter(drafter: Any, law: TokenLaw, batch_size: int) -> None:
+    """Refuse a drafter that draws no whole samples.
+
+    Raises:
+        ValueError: it reads the target's features, or has an order that is unknown.
+    """
+    if hasattr(drafter, "follow"):
+        raise ValueError(
+            f"drafts='pictured' needs a drafter that draws whole samples, and {type(drafter).__name__} reads the "
+            "target's features; pass a model of the same tokens, such as a near-to-far one, or drafts='chosen'."
+        )
+    OrderedSampler().check(drafter, law, batch_size, {})
