@@ -17,8 +17,8 @@ import visual_spec
 from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.steps import DecodeProgress
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "a red circle"

@@ -93,8 +93,8 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         """
         from visual_spec.models.masked.maskgit_checkpoint import load_maskgit_checkpoint
         from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer
-        from visual_spec.samplers.core.masked_presets import PRESETS
-        from visual_spec.samplers.masked import MaskedSampler
+        from visual_spec.samplers.masked.masked import MaskedSampler
+        from visual_spec.samplers.masked.presets import PRESETS
 
         model = load_maskgit_checkpoint(transformer, num_heads=num_heads, dtype=dtype)
         tokenizer = load_tokenizer(vq_model, dtype=dtype)
