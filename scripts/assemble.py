@@ -95,8 +95,8 @@ RECIPES = {
     "shapes": Recipe(
         "ImagePipeline",
         "speculative-jacobi",
-        {"default_guidance_scale": 1.5},
-        halved=dict.fromkeys(("transformer", "vq_model", "text_encoder", "drafter")),
+        {"default_guidance_scale": 1.5, "default_temperature": 0.7},
+        halved={**dict.fromkeys(("vq_model", "text_encoder", "drafter")), "transformer": ("", 2)},
     ),
     "shapes_nar": Recipe("ImagePipeline", "ordered", {"default_guidance_scale": 1.5}, OF_SHAPES),
     "shapes_distilled": Recipe(
