@@ -1,4 +1,4 @@
-# make demo | test | test-bitwise | test-all | test-vllm | lint | bench | docs.
+# make demo | figures | test | test-bitwise | test-all | test-vllm | lint | bench | docs.
 # PYTHON=python3.12 make test  picks another interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
@@ -29,7 +29,7 @@ DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 
-.PHONY: demo test test-all test-bitwise test-vllm lint bench docs clean
+.PHONY: demo test test-all test-bitwise test-vllm lint bench docs clean figures
 
 $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
@@ -78,6 +78,10 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	env NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# Measures what was measured with other weights of `shapes`, and writes the tables of README and RESULTS.
+figures: $(STAMP)
+	$(BIN)/python benchmarks/figures.py
 
 clean:
 	rm -rf .venv .venv-vllm build demo site *.egg-info

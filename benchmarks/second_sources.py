@@ -1,6 +1,6 @@
 """Count the tokens per call of Jacobi decoding with each source of drafts, beside plain decoding of the same prompts.
 
-python benchmarks/second_sources.py --prompts 200 --out benchmarks/results/shapes-second-sources.json
+python benchmarks/second_sources.py --prompts 200 --out benchmarks/results/shapes-calls.json
 python benchmarks/second_sources.py --prompts 200 --pictures shapes_nar --out benchmarks/results/shapes-pictured.json
 python benchmarks/second_sources.py --prompts 2000 --pictures shapes_nar --batch-size 8 --only "pictured, window 64" ...
 

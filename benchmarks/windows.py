@@ -1,6 +1,6 @@
 """Time windows of Jacobi decoding, "auto" and the default against plain decoding, in rounds that go through them all.
 
-python benchmarks/windows.py --batch 1 4 8 --prompts 24 --out benchmarks/results/shapes-windows.json
+python benchmarks/windows.py --batch 1 4 8 --prompts 24 --out benchmarks/results/shapes-times.json
 python benchmarks/windows.py --dtype bfloat16 --exact-width --batch 1 --prompts 12
 
 All rows draw the same pictures in float32; the share of equal ones is printed. `--busy` runs another process beside.

@@ -1,0 +1,252 @@
+"""Measure the figures of `shapes` again, and write their tables into README.md and docs/RESULTS.md.
+
+    make figures                                                 # what was measured with other weights than today's
+    python benchmarks/figures.py --list                          # every figure, and whether it is current
+    python benchmarks/figures.py --only shapes-calls --again     # one figure, though it is current
+    python benchmarks/figures.py --tables                        # write the tables alone, from the stored results
+
+A table stands between `<!-- figure: NAME -->` and `<!-- end -->`. `results/measured.json` says with which weights and
+on which machine each result was measured. A table of earlier weights says so in its first line. Times need an idle
+machine. A run that is interrupted loses the figure that it was measuring, and no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visual_spec.eval.machine import environment
+from visual_spec.files.whole import write_atomically
+from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.pipelines.loading import load_pipeline
+
+HOME = Path(__file__).resolve().parents[1]
+RESULTS = HOME / "benchmarks" / "results"
+PAGES = (HOME / "README.md", HOME / "docs" / "RESULTS.md")
+MARKED = re.compile(r"(<!-- figure: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A result and its table.
+
+    Attributes:
+        command: arguments of Python from the root of the checkout; `{out}` stands for the JSON file, `{folder}` for a
+            temporary folder.
+        table: Markdown of the stored document.
+        models: embedded models whose weights it depends on.
+        timed: compares seconds, so an idle machine is needed.
+        copies: files of `{folder}` to keep: {name: path in the checkout}.
+    """
+
+    command: str
+    table: Callable[[dict[str, Any]], str]
+    models: tuple[str, ...] = ("shapes",)
+    timed: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+
+def share(figure: Mapping[str, float]) -> str:
+    """`94.0 (92.1-95.8)`: a share in percent with its 95 % interval."""
+    return f"{100 * figure['value']:.1f} ({100 * figure['low']:.1f}-{100 * figure['high']:.1f})"
+
+
+def table(header: str, rows: list[list[str]], align: str) -> str:
+    """Markdown. `header`: titles, separated by |. `align`: "l" or "r" for each column."""
+    rule = [":--" if side == "l" else "--:" for side in align]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header.split("|"), rule, *rows])
+
+
+def law_table(document: dict[str, Any]) -> str:
+    names = ("background", "texture", "colour", "size", "count", "relation", "shape")
+    rows = []
+    for row in document["rows"]:
+        law = {name: value for name, value in row["law"].items() if value is not None}
+        text = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in law.items())
+        shares = [f"{100 * row['attributes'][name]['value']:.1f}" for name in names]
+        rows.append(
+            [text or "the model's default", share(row["mean_attribute"]), share(row["all_correct"]), *shares]
+        )
+    return table(f"law|attributes right|whole prompts|{'|'.join(names)}", rows, "l" + "r" * (len(names) + 2))
+
+
+def calls_table(document: dict[str, Any]) -> str:
+    rows = []
+    for name, row in document["rows"].items():
+        drafts, _, window = name.partition(", window ")
+        low, high = row["interval"]
+        equal = f"{row['equal pictures']} of {document['prompts']}"
+        mean = f"{row['tokens per call']:.2f} ({low:.2f}-{high:.2f})"
+        rows.append([window, drafts, mean, str(row["most calls"]), equal])
+    return table("window|drafts|tokens per call|most calls of a picture|equal pictures", rows, "rlrrr")
+
+
+def times_table(document: dict[str, Any]) -> str:
+    rows = []
+    for batch in (key for key in document if key.startswith("batch ")):
+        for name, row in document[batch].items():
+            cells = [f"{row['seconds a picture']:.3f}", f"{row['speed-up']:.2f}x"]
+            equal = f"{row['equal pictures']} of {document['prompts']}"
+            rows.append([batch.removeprefix("batch "), name, *cells, f"{row['tokens per call']:.2f}", equal])
+    return table("batch|sampler|seconds a picture|speed-up|tokens per call|equal pictures", rows, "rlrrrr")
+
+
+def demo_table(document: dict[str, Any]) -> str:
+    rows = []
+    for row in document["comparison"]:
+        times = f"{row['plain_seconds']:.2f} to {row['seconds']:.2f}"
+        same = "yes" if row["identical"] else "no"
+        gain = f"{row['plain_seconds'] / row['seconds']:.2f}x"
+        calls = f"{row['plain_calls']} to {row['calls']}"
+        rows.append([row["prompt"], calls, f"{row['tokens_per_call']:.2f}", times, gain, same])
+    return table("prompt|calls|tokens per call|seconds|speed-up|same pixels", rows, "lrrrrl")
+
+
+DEMO = (
+    "a large red circle on a plain sky background",
+    "a small yellow star left of a large blue square on a striped mint background",
+    "a small white cross inside a large green circle on a dotted pink background",
+    "three small purple diamonds on a gradient sand background",
+)
+
+FIGURES = {
+    "shapes-law": Figure(
+        "benchmarks/laws.py --prompts 500 --first 200 --temperature 0.7 --top-p 1 --guidance-scale 1.5 --out {out}",
+        law_table,
+    ),
+    "shapes-times": Figure(
+        "benchmarks/windows.py --batch 1 --prompts 24 --windows 16 --out {out}", times_table, timed=True
+    ),
+    "shapes-batches": Figure(
+        "benchmarks/windows.py --batch 1 2 4 8 --prompts 32 --windows --out {out}", times_table, timed=True
+    ),
+    "shapes-calls": Figure(
+        "benchmarks/second_sources.py --prompts 200 --first 200 --batch-size 10 --out {out}", calls_table
+    ),
+    "shapes-pictured": Figure(
+        "benchmarks/second_sources.py --prompts 200 --first 200 --batch-size 10 --pictures shapes_nar --out {out}",
+        calls_table,
+        models=("shapes", "shapes_nar"),
+    ),
+    "shapes-demo": Figure(
+        f"-m visual_spec generate {shlex.join(DEMO)} --compare --out {{folder}} --overwrite",
+        demo_table,
+        timed=True,
+        copies={"comparison.png": "docs/demo.png", "comparison.json": "benchmarks/results/shapes-demo.json"},
+    ),
+}
+
+
+def headline(documents: Mapping[str, Any]) -> str:
+    """README's line on the default sampler of `shapes`."""
+    times = documents["shapes-times"]
+    row, law = times["batch 1"]["default"], documents["shapes-law"]["rows"][0]
+    return (
+        f"* **Images, Jacobi (the default of `shapes`)**: {row['speed-up']:.2f}x in total time over {times['prompts']} "
+        f"prompts at batch 1,\n  {row['tokens per call']:.2f} tokens per call, "
+        f"{row['equal pictures']} of {times['prompts']} pictures identical. {share(law['mean_attribute'])} % of the\n"
+        f"  attributes and {share(law['all_correct'])} % of whole prompts are right over 500 prompts, as by plain "
+        "decoding."
+    )
+
+
+def measure(name: str, figure: Figure) -> None:
+    """Run the command of a figure and keep what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = figure.command.format(out=RESULTS / f"{name}.json", folder=folder)
+        arguments = [sys.executable, *shlex.split(command)]
+        subprocess.run(arguments, check=True, cwd=HOME, stdout=subprocess.DEVNULL)
+        for file, home in figure.copies.items():
+            if file.endswith(".json"):  # where its files were is nobody's business
+                text = (Path(folder) / file).read_text().replace(f"{folder}/", "")
+                write_atomically(HOME / home, text, overwrite=True)
+            else:
+                shutil.copyfile(Path(folder) / file, HOME / home)
+
+
+def weights_of(models: tuple[str, ...]) -> dict[str, str]:
+    """Fingerprints of the weights that draw with each model; its drafter moves calls, too."""
+    found = {}
+    for name in models:
+        pipe = load_pipeline(name)
+        found[name] = fingerprint(part for part in pipe.components.values() if hasattr(part, "state_dict"))
+    return found
+
+
+def marked(text: str, blocks: Mapping[str, str]) -> str:
+    """`text` with new contents of its marked places; a place without a block stays as it is."""
+
+    def fill(place: re.Match[str]) -> str:
+        return f"{place[1]}\n{blocks[place[2]]}\n\n{place[3]}" if place[2] in blocks else place[0]
+
+    return MARKED.sub(fill, text)
+
+
+def write_tables(measured: Mapping[str, Any], weights: Mapping[str, Mapping[str, str]]) -> None:
+    documents = {
+        name: json.loads((RESULTS / f"{name}.json").read_text()) for name in FIGURES if name in measured
+    }
+    blocks = {}
+    for name, document in documents.items():
+        entry = measured[name]
+        load = "" if entry["load"] is None else f", load {entry['load']} at the start"
+        where = f"{entry['machine']}, {entry['threads']} threads{load}."
+        earlier = (
+            " **Measured with earlier weights, at temperature 1.**"
+            if entry["weights"] != weights[name]
+            else ""
+        )
+        blocks[name] = f"{FIGURES[name].table(document)}\n\n`{name}.json`: {where}{earlier}"
+    if {"shapes-times", "shapes-law"} <= documents.keys():
+        blocks["headline"] = headline(documents)
+    for page in PAGES:
+        write_atomically(page, marked(page.read_text(), blocks), overwrite=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES))
+    parser.add_argument("--again", action="store_true", help="measure what is current, too")
+    parser.add_argument("--tables", action="store_true", help="measure nothing")
+    parser.add_argument("--list", action="store_true", help="say what is current, and stop")
+    args = parser.parse_args()
+    record = RESULTS / "measured.json"
+    measured = json.loads(record.read_text()) if record.exists() else {}
+    weights = {name: weights_of(figure.models) for name, figure in FIGURES.items()}
+    for name in args.only:
+        figure, current = FIGURES[name], measured.get(name, {}).get("weights") == weights[name]
+        if args.list:
+            print(f"{name:16} {'current' if current else 'to measure'}{', idle machine' * figure.timed}")
+        elif not args.tables and (args.again or not current):
+            here = environment(torch.device("cpu"), torch.float32)
+            print(f"{name}: python {figure.command}", flush=True)
+            measure(name, figure)
+            measured[name] = {
+                "weights": weights[name],
+                "machine": here["device_name"],
+                "threads": here["threads"],
+                "load": here["load_average"],
+                "commit": here["commit"],
+                "command": figure.command,
+            }
+            write_atomically(record, json.dumps(measured, indent=1, sort_keys=True) + "\n", overwrite=True)
+    if not args.list:
+        write_tables(measured, weights)
+
+
+if __name__ == "__main__":
+    main()

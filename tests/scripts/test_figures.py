@@ -1,0 +1,41 @@
+"""The tables of README and RESULTS are those of the stored results (`benchmarks/figures.py`)."""
+
+import json
+
+import pytest
+
+from benchmarks import figures
+
+
+def test_pages_hold_the_tables_of_the_stored_results():
+    measured = json.loads((figures.RESULTS / "measured.json").read_text())
+    places = [place for page in figures.PAGES for place in figures.MARKED.finditer(page.read_text())]
+    assert {place[2] for place in places} == {*measured, "headline"}
+    for place in places:
+        if place[2] != "headline":
+            document = json.loads((figures.RESULTS / f"{place[2]}.json").read_text())
+            assert figures.FIGURES[place[2]].table(document) in place[0]
+            assert measured[place[2]]["command"] == figures.FIGURES[place[2]].command
+
+
+def test_a_table_gives_the_figures_of_a_document():
+    row = {"tokens per call": 5.651, "interval": [5.4, 5.9], "most calls": 94, "equal pictures": 200}
+    text = figures.calls_table({"prompts": 200, "rows": {"repaired, window 32": row}})
+    assert text.splitlines()[2] == "| 32 | repaired | 5.65 (5.40-5.90) | 94 | 200 of 200 |"
+
+
+@pytest.mark.parametrize(("weights", "earlier"), [("new", False), ("old", True)])
+def test_a_result_of_earlier_weights_says_so(tmp_path, monkeypatch, weights, earlier):
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- figure: shapes-demo -->\nold table\n<!-- end -->\nAfter.\n")
+    (tmp_path / "shapes-demo.json").write_text('{"comparison": []}')
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "PAGES", (page,))
+    entry = {"weights": {"shapes": weights}, "machine": "a processor", "threads": 2, "load": 0.1}
+    figures.write_tables({"shapes-demo": entry}, {"shapes-demo": {"shapes": "new"}})
+    text = page.read_text()
+    assert text.startswith("Before.\n<!-- figure: shapes-demo -->") and text.endswith(
+        "<!-- end -->\nAfter.\n"
+    )
+    assert "old table" not in text and "a processor, 2 threads" in text
+    assert ("earlier weights" in text) == earlier
