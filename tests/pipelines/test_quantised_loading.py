@@ -8,7 +8,7 @@ from diffusers.quantizers import PipelineQuantizationConfig
 from diffusers.quantizers.quantization_config import TorchAoConfig
 from torch import Tensor
 
-from visual_spec.models.core.checkpoints import check_finite
+from visual_spec.models.core.checkpoints import check_finite, stored_parts
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
@@ -85,8 +85,12 @@ def test_a_pipeline_is_quantised_by_torchao_as_it_is_loaded_and_saved(tmp_path):
     assert torch.equal(ids(again), drawn)
 
 
-def test_weights_stored_in_eight_bits_are_not_quantised_again():
-    with pytest.raises(
-        ValueError, match=r"holds \d+ weights in 8 bits, such as .*save it with save_pretrained"
-    ):
-        load_pipeline("shapes_masked", quantization_config=by_torchao())
+@pytest.mark.parametrize("name", ["shapes", "shapes_masked"])
+def test_weights_stored_in_eight_bits_are_quantised_from_what_they_mean(name, tmp_path):
+    load_pipeline(name).save_pretrained(tmp_path)  # in float32
+    expected = load_pipeline(str(tmp_path), quantization_config=by_torchao()).transformer.state_dict()
+    actual = load_pipeline(name, quantization_config=by_torchao()).transformer.state_dict()
+    for key, weight in expected.items():
+        parts = zip(stored_parts(weight), stored_parts(actual[key]), strict=True)
+        assert all(torch.equal(*pair) for pair in parts), key
+    assert any(hasattr(weight, "__tensor_flatten__") for weight in actual.values())

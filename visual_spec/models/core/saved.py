@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
@@ -66,14 +67,21 @@ class SavedModel(ModelMixin, ConfigMixin):
 
         Raises:
             ValueError: the weights do not match the configuration, are not of a floating dtype, or are not finite; or
-                no model can be built from the configuration; or weights in 8 bits should be quantised. The message
-                names the folder and the keys.
+                no model can be built from the configuration. The message names the folder and the keys.
         """
         folder = Path(pretrained_model_name_or_path or "") / (kwargs.get("subfolder") or "")
         if pretrained_model_name_or_path is not None and folder.is_dir():
             check_folder(folder, cls, kwargs.get("variant"))
-            if kwargs.get("quantization_config") is not None:
-                _refuse_eight_bits(folder, kwargs.get("variant"))
+            stored = (
+                {}
+                if kwargs.get("quantization_config") is None
+                else _read_headers(folder, kwargs.get("variant"))
+            )
+            if any(weight.dtype.itemsize == 1 for weight in stored.values()):
+                # A quantiser reads numbers as they are stored, so it gets a copy in float32.
+                with TemporaryDirectory() as copy:
+                    cls.from_pretrained(folder, variant=kwargs.pop("variant", None)).save_pretrained(copy)
+                    return cls.from_pretrained(copy, **{**kwargs, "subfolder": None})
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         align_weights(model)
@@ -134,16 +142,6 @@ def check_folder(folder: Path, model: type[ModelMixin], variant: str | None = No
             f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
         )
     _check_dtypes(folder, weights, expected, (*FLOATING, *stored_as))
-
-
-def _refuse_eight_bits(folder: Path, variant: str | None) -> None:
-    """Refuse to quantise weights stored in 8 bits: a quantiser gets them as they are stored, and reads them wrongly."""
-    narrow = [key for key, value in _read_headers(folder, variant).items() if value.dtype.itemsize == 1]
-    if narrow:
-        raise ValueError(
-            f"{folder} holds {len(narrow)} weights in 8 bits, such as {narrow[0]}, which quantization_config does not "
-            "take; load it without, save it with save_pretrained, and pass the new folder."
-        )
 
 
 def check_transformers_folder(folder: Path, model: Any, variant: str | None = None) -> None:

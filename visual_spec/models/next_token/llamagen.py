@@ -134,9 +134,9 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         branch_start: int | None = None,
     ):
         super().__init__()
-        if ORDERS.get(order, ":").split(":")[1] != type(self).__name__ or (
-            order != RASTER_ORDER and num_frames > 1
-        ):
+        classes = {place.partition(":")[2] for place in ORDERS.values()}
+        own = next(base.__name__ for base in type(self).__mro__ if base.__name__ in classes)
+        if ORDERS.get(order, ":").partition(":")[2] != own or (order != RASTER_ORDER and num_frames > 1):
             raise ValueError(
                 f"order={order!r} of {num_frames} frames of a {type(self).__name__}; pass raster, or "
                 f"{', '.join(list(ORDERS)[1:])} of one frame, to LlamaGenTransformer"
