@@ -34,7 +34,7 @@ VLLM_STAMP := .venv-vllm/.installed
 $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable ./weights --editable '.[audio,eval,models,quant,video,dev]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --editable ./weights --editable '.[audio,eval,lora,models,quant,video,dev]' --constraint constraints.txt
 	touch $@
 
 demo: $(STAMP)

@@ -10,12 +10,13 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
+from diffusers.loaders.lora_base import LoraBaseMixin
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import deprecation_utils
@@ -53,13 +54,15 @@ _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dty
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
 
 
-class VisualPipeline(DiffusionPipeline):
+class VisualPipeline(LoraBaseMixin, DiffusionPipeline):
     """A `DiffusionPipeline` around a token sampler.
 
     `from_pretrained` takes the name of an embedded model ("shapes"), a folder written by `save_pretrained`, or a Hub
     id ("owner/name").
     """
 
+    _lora_loadable_modules = ["transformer"]
+    transformer: Any
     sampler: Any
     drafter: Any = None
     last_trace: Any = None
@@ -381,6 +384,47 @@ class VisualPipeline(DiffusionPipeline):
         if any(isinstance(one, str) for one in written):
             return annotated_types(cls)
         return super()._get_signature_types()
+
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def load_lora_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        pretrained_model_name_or_path_or_dict: str | os.PathLike | Mapping[str, torch.Tensor],
+        adapter_name: str | None = None,
+        *,
+        weight_name: str | None = None,
+    ) -> None:
+        """Add a LoRA adapter to the transformer, and make it the active one.
+
+        The rest is as in diffusers (`set_adapters`, `disable_lora`, `unload_lora_weights` ...). Samplers that are
+        lossless, or identical to plain decoding, are so for the adapted model's own law.
+
+        Args:
+            pretrained_model_name_or_path_or_dict: a `.safetensors` file of diffusers or PEFT, a folder or Hub id with
+                one, or its tensors.
+            weight_name: the file, where a folder holds several.
+
+        Raises:
+            ImportError, OSError: PEFT is not installed, or there is no such file.
+            ValueError: the transformer takes no adapters, or not this one; names the layers.
+        """
+        from visual_spec.pipelines.adapters import load_adapter
+
+        load_adapter(self.transformer, pretrained_model_name_or_path_or_dict, adapter_name, weight_name)
+
+    def save_lora_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, save_directory: str | os.PathLike, adapter_name: str = "default"
+    ) -> None:
+        """Write an adapter as a file for `load_lora_weights`."""
+        self.transformer.save_lora_adapter(os.fspath(save_directory), adapter_name)
+
+    def fuse_lora(self, components: Sequence[str] = ("transformer",), **kwargs: Any) -> None:
+        """Add the active adapters to the weights, so that calls are as fast as without."""
+        super().fuse_lora(components=list(components), **kwargs)
+
+    def unfuse_lora(self, components: Sequence[str] = ("transformer",), **kwargs: Any) -> None:
+        """Take them off again."""
+        super().unfuse_lora(components=list(components), **kwargs)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
+from diffusers.loaders.peft import PeftAdapterMixin
 from diffusers.models.modeling_utils import ModelMixin
 from safetensors import safe_open
 from torch import Tensor
@@ -50,8 +51,8 @@ def _wraps(wrapped: Callable) -> Callable[[_Method], _Method]:
     return cast(Any, functools.wraps(wrapped))
 
 
-class SavedModel(ModelMixin, ConfigMixin):
-    """A diffusers model whose folder is checked when it is loaded.
+class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
+    """A diffusers model whose folder is checked when it is loaded, and which takes adapters of PEFT.
 
     Subclasses also list `ModelMixin` and `ConfigMixin` as bases: diffusers looks for them in the module of a class.
 
@@ -90,7 +91,18 @@ class SavedModel(ModelMixin, ConfigMixin):
 
     @_wraps(ModelMixin.save_pretrained)  # diffusers looks at the arguments
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save as diffusers does, so that a kill in between leaves no half-written file (`written_whole`)."""
+        """Save as diffusers does, so that a kill in between leaves no half-written file (`written_whole`).
+
+        Raises:
+            ValueError: the model has adapters.
+        """
+        from visual_spec.models.core.adapters import has_adapters
+
+        if has_adapters(self):
+            raise ValueError(
+                f"{type(self).__name__} has adapters, which are no part of its folder; write them by save_lora_weights "
+                "and unload them, or fuse_lora and then unload_lora_weights to keep what they add."
+            )
         if kwargs.get("push_to_hub") or (args and not args[0]):
             return super().save_pretrained(save_directory, *args, **kwargs)
         stale = r"diffusion_pytorch_model(-\d+-of-\d+\.safetensors|\.safetensors(\.index\.json)?)"

@@ -20,6 +20,7 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedState
@@ -465,7 +466,7 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
         if proj == 1:
             return hidden
         corner = row % proj * proj + column % proj  # [R, n], of the token in its square
-        wide = F.linear(hidden, self.out_proj.weight[:, :, 0, 0]).unflatten(-1, (-1, proj**2))
+        wide = F.linear(hidden, weight_of(self.out_proj)[:, :, 0, 0]).unflatten(-1, (-1, proj**2))
         return wide.gather(-1, corner[..., None, None].expand(-1, -1, wide.shape[2], 1))[..., 0]
 
     def _layers(self, state: MaskedImageState, hidden: Tensor, held: StaticCache | None) -> Tensor:

@@ -24,6 +24,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.kernels.rotary_write import Turns
+from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
@@ -102,7 +103,7 @@ class _TextAttention(nn.Module):
     def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values `[R, H, T, D]` of words `[R, T, source_dim]`."""
         bias = torch.cat([torch.zeros_like(self.v_bias), self.v_bias])
-        both = F.linear(text, self.mat_kv.weight, bias)
+        both = F.linear(text, weight_of(self.mat_kv), bias)
         k, v = rearrange(both, "r t (two h d) -> two r h t d", two=2, h=self.heads)
         return k, v
 

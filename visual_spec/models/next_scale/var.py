@@ -22,6 +22,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.kernels.rotary_write import Turns, rotate
+from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.checkpoints import (
     Checkpoint,
@@ -120,7 +121,9 @@ class Attention(nn.Module):
         """
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         q, k, v = (
-            F.linear(x, self.mat_qkv.weight, bias).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            F.linear(x, weight_of(self.mat_qkv), bias)
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
         )
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = self.scale_mul_1H11.to(wide).clamp_max(_LARGEST_SCALE).exp()

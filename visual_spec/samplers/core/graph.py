@@ -64,7 +64,7 @@ class Recording:
     """
 
     parts: Parts
-    weights: tuple[int, ...]
+    weights: tuple[Any, ...]
     shapes: tuple[Any, ...]
     replays: dict[int | None, Callable[[], Any] | None] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -404,13 +404,19 @@ def _tensors(parts: Parts) -> list[Tensor]:
     return [tensor for _, tensor in _places(parts)] + buffers
 
 
-def _addresses(model: Any) -> tuple[int, ...]:
-    """Return the addresses of the weights. Quantised weights have none; they count as moved when the objects change."""
+def _addresses(model: Any) -> tuple[Any, ...]:
+    """Return the addresses of the weights, and the state of adapters.
+
+    Quantised weights have no address; they count as moved when the objects change.
+    """
+    from visual_spec.models.core.adapters import adapter_state  # on a GPU only
+
     weights = [parameter for module in modules_of(model) for parameter in module.parameters()]
-    return tuple(one.data_ptr() if type(one) is nn.Parameter else id(one) for one in weights)
+    addresses = tuple(one.data_ptr() if type(one) is nn.Parameter else id(one) for one in weights)
+    return addresses + adapter_state(modules_of(model))
 
 
-def _weights(model: Any, drafter: Any) -> tuple[int, ...]:
+def _weights(model: Any, drafter: Any) -> tuple[Any, ...]:
     return _addresses(model) + (() if drafter is None else _addresses(drafter))
 
 

@@ -1,0 +1,175 @@
+"""LoRA adapters: what a pipeline draws with one is what it draws with the product of its matrices in the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tiny import tiny_pipeline
+from tests.tiny_audio import tiny_audio_pipeline
+from tests.tiny_latents import tiny_latent_pipeline
+from tests.tiny_pipelines import KINDS, Kind
+from visual_spec.models.core.adapters import adapter_state, weight_of
+from visual_spec.models.core.saved import SavedModel
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+
+pytest.importorskip("peft")
+
+KINDS = {name: kind for name, kind in KINDS.items() if isinstance(kind.make().transformer, SavedModel)}
+KINDS |= {name: Kind(lambda name=name: tiny_latent_pipeline(name), 1) for name in ("mar", "causal")}
+
+
+def random_lora(model: nn.Module, rank: int = 2, seed: int = 7, size: float = 0.3) -> dict[str, Tensor]:
+    """Matrices of an adapter of all linear layers and convolutions of 1 x 1, as diffusers writes them."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            shapes = (rank, layer.in_features), (layer.out_features, rank)
+        elif isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1):
+            shapes = (rank, layer.in_channels, 1, 1), (layer.out_channels, rank, 1, 1)
+        else:
+            continue
+        for part, shape in zip("AB", shapes, strict=True):
+            found[f"transformer.{name}.lora_{part}.weight"] = size * torch.randn(shape, generator=generator)
+    return found
+
+
+def add_by_hand(model: nn.Module, lora: dict[str, Tensor], scale: float = 1.0) -> None:
+    """Add the products to the weights."""
+    layer: Any
+    for name, layer in model.named_modules():
+        if (a := lora.get(f"transformer.{name}.lora_A.weight")) is not None:
+            b = lora[f"transformer.{name}.lora_B.weight"]
+            product = b.flatten(1).double() @ a.flatten(1).double()
+            layer.weight.data += scale * product.reshape(layer.weight.shape).to(layer.weight)
+
+
+def drawn(kind: Kind, pipe: Any) -> np.ndarray:
+    made = kind.ask(pipe, output_type="pt")
+    return np.asarray(made[0] if isinstance(made, tuple) else made.to_tuple()[0], dtype=np.float64)
+
+
+def wide(pipe: Any) -> Any:
+    """The pipeline in float64, so that sums in another order draw the same."""
+    pipe.to(torch.float64)
+    return pipe
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_adapter_draws_as_its_product_in_the_weights(name: str) -> None:
+    kind = KINDS[name]
+    plain, pipe, half, whole = (wide(kind.make()) for _ in range(4))
+    before = drawn(kind, plain)
+    lora = random_lora(pipe.transformer, size=1.0 if name in ("scales", "bits") else 0.3)
+    pipe.load_lora_weights(lora, adapter_name="mine")
+    wide(pipe)
+    add_by_hand(whole.transformer, lora)
+    add_by_hand(half.transformer, lora, 0.5)
+    wanted = drawn(kind, whole)
+    assert not np.allclose(before, wanted)
+    assert np.allclose(drawn(kind, pipe), wanted, atol=1e-6)
+    pipe.set_adapters("mine", 0.5)
+    assert np.allclose(drawn(kind, pipe), drawn(kind, half), atol=1e-6)
+    pipe.disable_lora()
+    assert np.allclose(drawn(kind, pipe), before, atol=1e-6)
+    pipe.enable_lora()
+    pipe.set_adapters("mine", 1.0)
+    pipe.fuse_lora()
+    assert pipe.num_fused_loras == 1 and np.allclose(drawn(kind, pipe), wanted, atol=1e-6)
+    pipe.unfuse_lora()
+    pipe.unload_lora_weights()
+    assert pipe.get_list_adapters() == {} and np.allclose(drawn(kind, pipe), before, atol=1e-6)
+
+
+def test_weight_of_a_convolution_of_two_adapters() -> None:
+    pipe = tiny_pipeline()
+    layer = nn.Conv2d(3, 4, 1)
+    pipe.transformer.register_module("more", layer)
+    parts = [random_lora(pipe.transformer, seed=seed) for seed in (1, 2)]
+    wanted = layer.weight.detach().clone()
+    for scale, lora in zip((0.25, 2.0), parts, strict=True):
+        product = torch.einsum(
+            "orhw,rihw->oihw",
+            lora["transformer.more.lora_B.weight"].double(),
+            lora["transformer.more.lora_A.weight"].double(),
+        )
+        wanted += scale * product
+    states = [adapter_state([pipe.transformer])]
+    for name, lora in zip("ab", parts, strict=True):
+        pipe.load_lora_weights(lora, adapter_name=name)
+        states.append(adapter_state([pipe.transformer]))
+    pipe.set_adapters(["a", "b"], [0.25, 2.0])
+    states.append(adapter_state([pipe.transformer]))
+    assert torch.allclose(weight_of(pipe.transformer.more), wanted.float(), atol=1e-5)
+    assert (
+        len(set(states)) == 4 and states[0] == ()
+    )  # a recorded graph of one of them is not taken for another
+
+
+def test_identical_tokens_with_an_adapter() -> None:
+    pipe = wide(tiny_pipeline())
+    pipe.set_progress_bar_config(disable=True)
+    pipe.load_lora_weights(random_lora(pipe.transformer, size=0.3))
+    wide(pipe)
+    tokens = []
+    for sampler in (AutoregressiveSampler(), SpeculativeJacobiSampler(window=4)):
+        pipe.sampler = sampler
+        generator = torch.Generator().manual_seed(3)
+        tokens.append(pipe("a red circle", generator=generator, output_type="latent").tokens)
+    assert torch.equal(*tokens)
+
+
+def test_files_of_diffusers_and_of_peft(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    pipe, again, third = tiny_pipeline(), tiny_pipeline(), tiny_pipeline()
+    adapted: Any = get_peft_model(
+        tiny_pipeline().transformer, LoraConfig(r=2, lora_alpha=6, target_modules=["wqkv", "w1"])
+    )
+    for key, value in adapted.named_parameters():
+        if "lora_B" in key:
+            nn.init.normal_(value, generator=torch.Generator().manual_seed(len(key)))
+    adapted.save_pretrained(tmp_path / "peft")
+    pipe.load_lora_weights(tmp_path / "peft", adapter_name="mine")
+    pipe.save_lora_weights(tmp_path / "ours", "mine")
+    again.load_lora_weights(tmp_path / "ours")
+    third.load_lora_weights(str(tmp_path / "ours" / "pytorch_lora_weights.safetensors"))
+    merged = dict(adapted.merge_and_unload().named_parameters())
+    for one in (pipe, again, third):
+        one.fuse_lora()
+        one.unload_lora_weights()  # what was fused stays
+        for key, value in one.transformer.named_parameters():
+            assert torch.allclose(value, merged[key], atol=1e-6)
+
+
+def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
+    pipe = tiny_pipeline()
+    lora = random_lora(pipe.transformer)
+    key = next(key for key in lora if "lora_B" in key)
+    for wrong, match in (
+        ({"transformer.nowhere.lora_A.weight": torch.zeros(2, 3)}, "nowhere"),
+        (lora | {key: torch.zeros(3, 2)}, r"\[3, 2\]"),
+        (lora | {key.replace("lora_B.weight", "alpha"): torch.ones(())}, "alpha"),
+        ({}, "holds nothing"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            pipe.load_lora_weights(wrong)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        pipe.load_lora_weights(tmp_path / "missing.safetensors")
+    with pytest.raises(ValueError, match="no .safetensors file"):
+        pipe.load_lora_weights(tmp_path)
+    with pytest.raises(ValueError, match="MusicgenForCausalLM"):
+        tiny_audio_pipeline().load_lora_weights(lora)
+    assert pipe.get_list_adapters() == {}
+    pipe.load_lora_weights(lora)
+    with pytest.raises(ValueError, match="adapters"):
+        pipe.save_pretrained(tmp_path / "saved")
+    pipe.unload_lora_weights()
+    pipe.save_pretrained(tmp_path / "saved")
