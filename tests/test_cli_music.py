@@ -139,8 +139,8 @@ def test_a_masked_model_is_compared_with_the_model_of_columns_beside_it(tmp_path
     [
         (["--compare"], "tunes decodes plainly by default, and --compare would compare that with itself"),
         (["--masked", "tunes_masked"], "--masked tunes_masked given without --compare"),
-        (["--compare", "--masked", "tunes"], "takes a masked model of music beside one of columns"),
-        (["--compare", "--masked", "shapes"], "takes a masked model of music beside one of columns"),
+        (["--compare", "--masked", "tunes"], "takes a masked model beside one of the same tokens"),
+        (["--compare", "--masked", "shapes"], "takes a masked model beside one of the same tokens"),
     ],
 )
 def test_a_comparison_with_itself_is_refused(tmp_path, capsys, arguments, message):

@@ -129,7 +129,7 @@ def _add_media(generate: argparse.ArgumentParser) -> None:
     music.add_argument(
         "--masked",
         metavar="MODEL",
-        help="with --compare: a masked model of the same codec, which is compared with --model",
+        help="with --compare: a masked model of the same tokens, which is compared with plain decoding of --model",
     )
     music.add_argument("--seconds", type=float, metavar="S", help="length (default: that of the training)")
     music.add_argument(

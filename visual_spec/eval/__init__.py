@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from visual_spec.eval.quality.neighbours import density_coverage as density_coverage
     from visual_spec.eval.quality.neighbours import precision_recall as precision_recall
     from visual_spec.eval.quality.published import frechet_distance as frechet_distance
-    from visual_spec.eval.report.pages import ComparisonRow as ComparisonRow
+    from visual_spec.eval.report.maps import acceptance_map as acceptance_map
+    from visual_spec.eval.report.maps import paid_slots as paid_slots
     from visual_spec.eval.report.pages import contact_sheet as contact_sheet
     from visual_spec.eval.report.pages import write_html as write_html
-    from visual_spec.eval.report.pictures import acceptance_map as acceptance_map
-    from visual_spec.eval.report.pictures import paid_slots as paid_slots
+    from visual_spec.eval.report.rows import ComparisonRow as ComparisonRow
 
 # `evaluate` is not offered here: the name is that of the sub-module.
 _HOME = {
-    "ComparisonRow": "report.pages",
-    "acceptance_map": "report.pictures",
+    "ComparisonRow": "report.rows",
+    "acceptance_map": "report.maps",
     "contact_sheet": "report.pages",
     "density_coverage": "quality.neighbours",
     "frechet_distance": "quality.published",
-    "paid_slots": "report.pictures",
+    "paid_slots": "report.maps",
     "precision_recall": "quality.neighbours",
     "summarise": "quality.accuracy",
     "wilson_interval": "intervals",

@@ -1,7 +1,8 @@
-"""Pages from templates."""
+"""Self-contained pages: made of templates, with files inline."""
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ def render_page(template: str, /, **values: Any) -> str:
     """A page made of a template of this package.
 
     Args:
-        template: its name, such as "report.html.jinja".
+        template: its name, such as "comparison.html.jinja".
         values: what it asks for; text is escaped.
 
     Raises:
@@ -26,3 +27,8 @@ def render_page(template: str, /, **values: Any) -> str:
         undefined=jinja2.StrictUndefined,
     )
     return environment.get_template(template).render(**values)
+
+
+def data_url(kind: str, content: bytes) -> str:
+    """A file within a page; `kind` is its MIME type."""
+    return f"data:{kind};base64," + base64.b64encode(content).decode()

@@ -7,7 +7,6 @@ import pytest
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import tiny_scale_pipeline
 from visual_spec.eval.report.comparison import compare
-from visual_spec.eval.report.pages import ScaleComparisonRow
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
@@ -53,11 +52,16 @@ def test_two_models_are_compared_with_the_first_one_alone():
     rows = compare(pipe, ScaleWiseSampler(), [("3", 9), ("1", 10)], {"top_k": 5}, plan=plan)
     assert pipe.config["num_draft_scales"] is None and pipe.budget is None
     for row, (label, seed) in zip(rows, [(3, 9), (1, 10)], strict=True):
-        assert isinstance(row, ScaleComparisonRow)
+        assert row.scales is not None
         plain = pipe(label, generator=seeded(seed), num_draft_scales=4, top_k=5)
-        assert row.plain_image.tobytes() == plain.images[0].tobytes() != row.fast_image.tobytes()
-        assert row.plain_cache == plain.trace.cache_bytes[0] > row.fast_cache
-        assert (row.sides, row.drafted, row.plain_calls, row.fast_calls) == ((1, 2, 3, 4), 2, 4, 4)
+        assert row.plain.tobytes() == plain.images[0].tobytes() != row.fast.tobytes()
+        assert row.scales.plain_cache == plain.trace.cache_bytes[0] > row.scales.fast_cache
+        assert (row.scales.sides, row.scales.drafted, row.plain_calls, row.fast_calls) == (
+            (1, 2, 3, 4),
+            2,
+            4,
+            4,
+        )
         assert not row.identical and not row.promised
         assert row.headline == (f"{row.speed_up:.2f}x", "as fast")
         assert row.map_caption.startswith("2 of 4 scales; cache 7 -> ")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from visual_spec.eval.report.drawing import RUN_COLOURS
-from visual_spec.eval.report.maps import acceptance_svg, entries_svg, runs_svg, scales_svg
-from visual_spec.eval.report.pictures import acceptance_map, scale_map
+from visual_spec.eval.report.maps import acceptance_map, entry_map, scale_map, strip_map, token_map
 from visual_spec.models.core.protocol import TokenGrid
 
 TEMPLATES = Path(__file__).parents[3] / "visual_spec" / "eval" / "templates"
@@ -30,8 +29,6 @@ def painted(svg: str, x: float, y: float) -> tuple[int, ...] | None:
             continue
         if tag == "rect":
             inside = 0 <= x - number["x"] < number["width"] and 0 <= y - number["y"] < number["height"]
-        elif tag == "circle":
-            inside = (x - number["cx"]) ** 2 + (y - number["cy"]) ** 2 < number["r"] ** 2
         else:
             continue
         if inside:
@@ -44,7 +41,7 @@ def painted(svg: str, x: float, y: float) -> tuple[int, ...] | None:
 )
 def test_the_map_has_the_colours_of_the_picture_at_every_slot(runs, grid):
     calls = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))
-    svg = acceptance_svg(calls, grid, 'a "map" of <b>')
+    svg = token_map(calls, grid).svg('a "map" of <b>')
     picture = np.asarray(
         acceptance_map(calls, grid, 40 * max(grid.width * grid.frames, grid.height), legend=False)
     )
@@ -61,23 +58,31 @@ def test_the_map_has_the_colours_of_the_picture_at_every_slot(runs, grid):
 
 
 def test_the_map_of_scales_has_the_colours_of_the_picture():
-    svg, picture = scales_svg((1, 2, 3, 4), 2, "scales"), scale_map((1, 2, 3, 4), 2, 320)
+    drawn = scale_map((1, 2, 3, 4), 2)
+    svg, picture = drawn.svg("scales"), drawn.picture(320)
     for x in range(8):
         for y in range(8):
             got = painted(svg, 10 * x + 5, 10 * y + 5)
             assert picture.getpixel((40 * x + 20, 40 * y + 20)) == (got or (251, 250, 247))
-    with pytest.raises(ValueError, match="no maps to draw"):
-        scales_svg((), 0, "none")
+
+
+def test_without_drafts_nothing_is_paid_and_later_calls_are_darker():
+    calls = torch.tensor([2, 0, 1, 0])
+    (first, last), *_ = RUN_COLOURS
+    svg = token_map(calls, TokenGrid(2, 2), drafts=False).svg("calls")
+    found = [painted(svg, 10 * (slot % 2) + 5, 10 * (slot // 2) + 5) for slot in range(4)]
+    assert found[0] == last and found[1] == found[3] == first
+    assert found[2] not in (first, last, None) and len(shapes_of(svg)[1]) == 1 + 4  # the ground, and no beads
 
 
 def test_the_strip_shows_runs_and_what_was_paid():
-    svg = runs_svg(torch.tensor([0, 1, 1, 1, 2]), "columns")
+    svg = strip_map(torch.tensor([0, 1, 1, 1, 2])).svg("columns")
     (_, first), (free, paid), (_, last) = RUN_COLOURS[:3]
     assert [painted(svg, column + 0.5, 0.5) for column in range(5)] == [first, free, free, paid, last]
 
 
 def test_a_filled_in_clip_has_a_row_for_each_codebook_in_the_colours_of_its_calls():
-    svg = entries_svg(torch.tensor([[0, 2], [1, 2], [0, 3], [-1, 7]]), "codes")  # [S, K]
+    svg = entry_map(torch.tensor([[0, 2], [1, 2], [0, 3], [-1, 7]])).svg("codes")  # [S, K]
     light = [colour for colour, _ in RUN_COLOURS]
     found = [[painted(svg, column + 0.5, book + 0.5) for column in range(4)] for book in range(2)]
     assert found == [[light[0], light[1], light[0], None], [light[2], light[2], light[3], light[1]]]
@@ -92,7 +97,8 @@ def test_pages_fit_a_narrow_screen_in_the_dark():
     assert light == dark - {"--scheme"} and "--ground" in dark
     for page in TEMPLATES.glob("*.jinja"):
         text = page.read_text()
-        assert 'name="viewport" content="width=device-width' in text
+        viewport = 'name="viewport" content="width=device-width'
+        assert viewport in text or '{% extends "page.html.jinja" %}' in text or page.name.startswith("facts")
         assert text.count("<table") == len(re.findall(r'class="[^"]*scroll[^"]*">\s*<table', text)), page.name
         widths = [int(width) for width in re.findall(r"(?<!max-)(?<!min-)width: (\d+)px", style + text)]
         assert all(width <= 340 for width in widths), page.name

@@ -7,7 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from visual_spec.eval.report.music_pages import AudioRow, mel_picture, write_music_page
+from visual_spec.eval.report.drawing import mel_picture
+from visual_spec.eval.report.pages import write_html
+from visual_spec.eval.report.rows import ComparisonRow
 
 RATE = 16_000
 
@@ -16,12 +18,12 @@ def tone(hertz: float, seconds: float = 1.0) -> np.ndarray:
     return 0.5 * np.sin(2 * np.pi * hertz * np.arange(round(seconds * RATE)) / RATE)[None]
 
 
-def row(**changes) -> AudioRow:
+def row(**changes) -> ComparisonRow:
     values: dict = dict(
         prompt="a <slow> organ",
-        plain_audio=tone(440),
-        fast_audio=tone(440),
-        sampling_rate=RATE,
+        plain=tone(440),
+        fast=tone(440),
+        rate=RATE,
         commit_call=torch.tensor([0, 1, 1, 1, 2]),
         plain_calls=5,
         fast_calls=3,
@@ -29,7 +31,7 @@ def row(**changes) -> AudioRow:
         fast_seconds=1.0,
         identical=True,
     )
-    return AudioRow(**values | changes)
+    return ComparisonRow(**values | changes)
 
 
 def brightest_row(picture: Image.Image, columns: slice) -> int:
@@ -53,8 +55,8 @@ def test_high_tones_stand_above_low_ones_and_late_ones_to_the_right():
 
 
 def test_the_page_holds_players_pictures_and_figures(tmp_path):
-    differing = row(prompt="other", identical=False, plain_audio=tone(500))
-    path = write_music_page([row(), differing], tmp_path / "page.html", facts={"model": "tiny & small"})
+    differing = row(prompt="other", identical=False, plain=tone(500))
+    path = write_html([row(), differing], tmp_path / "page.html", facts={"model": "tiny & small"})
     page = path.read_text()
     assert page.count("<audio") == 3 and page.count("data:image/png") == 2
     assert page.count("<svg") == 2 and page.count("3 columns paid, 2 free<br>") == 2
@@ -63,14 +65,20 @@ def test_the_page_holds_players_pictures_and_figures(tmp_path):
     assert "1.67</dd>" in page and "6 <small>instead of 10" in page and "2.00x" in page
     assert "same codes, same samples" in page and "codes differ" in page and "http" not in page
     with pytest.raises(FileExistsError):
-        write_music_page([row()], path)
+        write_html([row()], path)
     with pytest.raises(ValueError, match="no rows"):
-        write_music_page([], tmp_path / "none.html")
+        write_html([], tmp_path / "none.html")
 
 
 def test_a_filled_in_clip_is_shown_with_its_own_words(tmp_path):
     entry = torch.tensor([[0, 2], [1, 2], [0, 3], [-1, 7]])  # [S, K]
-    filled = row(entry_call=entry, commit_call=entry.amax(-1), identical=False, output_law="a law of its own")
-    page = write_music_page([filled], tmp_path / "page.html").read_text()
+    filled = row(
+        entry_call=entry,
+        commit_call=entry.amax(-1),
+        identical=False,
+        drafts=False,
+        output_law="a law of its own",
+    )
+    page = write_html([filled], tmp_path / "page.html").read_text()
     assert "a law of its own" in page and "fills in hidden codes" in page and "a row is a codebook" in page
     assert "paid" not in page.split("<main>")[1] and "codes differ" not in page

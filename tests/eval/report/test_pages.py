@@ -14,14 +14,9 @@ from tests.helpers.pages import calls_of, row
 from tests.tiny import tiny_pipeline
 from visual_spec.eval.report import drawing
 from visual_spec.eval.report.drawing import MAP_GROUND, PAPER, RUN_COLOURS, text_width
-from visual_spec.eval.report.pages import (
-    ScaleComparisonRow,
-    acceptance_map,
-    contact_sheet,
-    paid_slots,
-    scale_map,
-    write_html,
-)
+from visual_spec.eval.report.maps import acceptance_map, paid_slots, scale_map
+from visual_spec.eval.report.pages import contact_sheet, write_html
+from visual_spec.eval.report.rows import ComparisonRow, Scales
 from visual_spec.files import whole
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -150,7 +145,7 @@ def assert_near(pixel, colour, tolerance=3):
 
 
 def test_the_sheet_holds_both_pictures_and_grows_by_row():
-    rows = [row(), row("a blue square", runs=[16], fast_image=Image.new("RGB", (8, 8), (20, 40, 220)))]
+    rows = [row(), row("a blue square", runs=[16], fast=Image.new("RGB", (8, 8), (20, 40, 220)))]
     one, two = contact_sheet(rows[:1]), contact_sheet(rows)
     assert one.width == two.width == 1000
     assert two.height - one.height > 230
@@ -169,7 +164,7 @@ def test_a_prompt_of_any_length_stays_in_its_column():
 
 def test_pictures_that_are_not_square_keep_their_proportions():
     wide = Image.new("RGB", (16, 8), (200, 30, 30))
-    sheet = contact_sheet([row(plain_image=wide, fast_image=wide)])
+    sheet = contact_sheet([row(plain=wide, fast=wide)])
     colours = colours_of(sheet)
     assert colours[200, 30, 30] == pytest.approx(2 * 230 * 115, rel=0.03)
 
@@ -177,12 +172,18 @@ def test_pictures_that_are_not_square_keep_their_proportions():
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
-        ({}, "same tokens, same pixels"),
-        ({"identical": False}, "tokens differ"),
-        ({"fast_image": Image.new("RGB", (8, 8), (200, 30, 31))}, "same tokens, other pixels"),
+        ({}, ("same tokens, same pixels", "same")),
+        ({"identical": False}, ("tokens differ", "other")),
+        ({"identical": False, "lossless": True}, ("tokens differ, the law is the same", "other")),
+        (
+            {"identical": False, "promised": True, "lossless": True},
+            ("tokens differ, the same were promised", "differs"),
+        ),
+        ({"identical": False, "drafts": False}, ("another law", "other")),
+        ({"fast": Image.new("RGB", (8, 8), (200, 30, 31))}, ("same tokens, other pixels", "differs")),
     ],
 )
-def test_the_verdict_looks_at_the_pixels(changes, verdict):
+def test_only_a_broken_promise_and_other_pixels_are_an_alarm(changes, verdict):
     assert row(**changes).verdict == verdict
 
 
@@ -214,11 +215,8 @@ def test_the_page_is_self_contained_and_holds_the_very_pixels(tmp_path):
         and "b" not in page.tags[page.tags.index("section") :][:3]
     )
     decoded = [Image.open(io.BytesIO(base64.b64decode(src.partition(",")[2]))) for src in page.images]
-    assert (
-        decoded[0].tobytes() == rows[0].plain_image.tobytes()
-        and decoded[1].tobytes() == rows[0].fast_image.tobytes()
-    )
-    assert all(one.draw_svg() in source for one in rows)
+    assert decoded[0].tobytes() == rows[0].plain.tobytes() and decoded[1].tobytes() == rows[0].fast.tobytes()
+    assert all(one.svg() in source for one in rows)
     text = re.sub(r"\s+", " ", page.text)
     assert "a <b>red</b> & round circle" in text and "A <title>" in text and "shapes & co" in text
     assert "5 calls · 3.20 tokens per call · 0.50 s (4.00x)" in text
@@ -260,20 +258,20 @@ def test_no_rows_and_impossible_counts_are_refused(tmp_path):
 # -- next-scale models ------------------------------------------------------------------------------------------------
 
 
-def scale_row(**changes) -> ScaleComparisonRow:
+def scale_row(**changes) -> ComparisonRow:
     picture = Image.new("RGB", (8, 8), (200, 30, 30))
     settings = dict(
-        plain_image=picture, fast_image=Image.new("RGB", (8, 8)), grid=TokenGrid(1, 30), sides=(1, 2, 3, 4), drafted=2,
+        plain=picture, fast=Image.new("RGB", (8, 8)), grid=TokenGrid(1, 30),
         commit_call=torch.arange(4).repeat_interleave(torch.tensor([1, 4, 9, 16])), plain_calls=4, fast_calls=4,
-        plain_seconds=3.0, fast_seconds=2.0, plain_cache=4096, fast_cache=1024, identical=False,
+        plain_seconds=3.0, fast_seconds=2.0, identical=False, scales=Scales((1, 2, 3, 4), 2, 30, 4096, 1024),
     )  # fmt: skip
-    return ScaleComparisonRow(prompt="red circle", **{**settings, **changes})
+    return ComparisonRow(prompt="red circle", **{**settings, **changes})
 
 
 @pytest.mark.parametrize("drafted", [0, 1, 3, 4])
 def test_the_map_of_scales_has_every_cell_in_the_colour_of_its_model(drafted):
     sides = (1, 2, 3, 4)
-    drawn = scale_map(sides, drafted, 200)
+    drawn = scale_map(sides, drafted).picture(200)
     # Lines of 8 cells: 1, 2 and 3 with one between them, then 4; 3 + 1 + 4 rows.
     places = [(0, 0), (2, 0), (5, 0), (0, 4)]
     assert drawn.size == (200, 200)
@@ -292,19 +290,35 @@ def test_the_map_of_scales_has_every_cell_in_the_colour_of_its_model(drafted):
             if (x, y) not in inside:
                 assert drawn.getpixel((x * cell + cell // 2, y * cell + cell // 2)) == PAPER
     with pytest.raises(ValueError, match="no maps to draw"):
-        scale_map((), 0, 200)
-    with pytest.raises(ValueError, match="leaves 1.2 pixels for each of 8 x 8 cells"):
-        scale_map(sides, 0, 10)
+        scale_map((), 0)
 
 
 def test_rows_of_scales_on_the_sheet_and_on_the_page(tmp_path):
     rows = [scale_row(), scale_row(plain_seconds=0.0, fast_seconds=0.0)]
     assert rows[0].headline == ("1.50x", "as fast") and rows[1].headline == ("1", "KiB of cache")
-    assert rows[0].map_caption == "2 of 4 scales; cache 4 -> 1 KiB" and rows[0].verdict == "tokens differ"
+    assert rows[0].map_caption == "2 of 4 scales; cache 4 -> 1 KiB" and rows[0].verdict == (
+        "tokens differ",
+        "other",
+    )
     sheet = contact_sheet(rows)
     assert sheet.width == 1000
     drawn = sheet.crop((744, 62, 974, 292))
-    assert ImageChops.difference(drawn, rows[0].draw_map(230)).getbbox() is None
+    assert ImageChops.difference(drawn, rows[0].draw_map().picture(230)).getbbox() is None
     page = write_html(rows, tmp_path / "page.html").read_text()
     assert page.count("who drew which scale</b> &middot; 2 of 4 scales; cache 4 -&gt; 1 KiB") == 2
     assert "tokens per call" not in page and "Every model call draws one map of tokens" in page
+
+
+def test_what_draws_without_drafts_speaks_of_none(tmp_path):
+    """A masked model alone is shown beside one token a call: what that costs is told, and no speed-up over it."""
+    calls = torch.arange(16) % 4
+    alone = row(
+        commit_call=calls, fast_calls=4, identical=False, drafts=False, reference=True, plain_seconds=11.0
+    )
+    page = write_html([alone], tmp_path / "page.html").read_text().split("<main>")[1]
+    assert not re.search(r"\b(paid|free|accepted)\b|\d x|\dx\b|as fast", page)
+    assert "one token a call</dt><dd>16 <small>calls, 11.00 s" in page and "another law" in page
+    assert alone.speed_up == 0 and alone.headline == ("4", "model calls")
+    beside = row(commit_call=calls, fast_calls=4, identical=False, drafts=False)
+    page = write_html([beside], tmp_path / "pair.html").read_text().split("<main>")[1]
+    assert not re.search(r"\b(paid|free|accepted)\b", page) and "4.00x" in page and "its own" in page

@@ -17,8 +17,7 @@ from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.neighbours import density_coverage, precision_recall
 from visual_spec.eval.quality.published import frechet_of_pairs
-from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, wrap_text
-from visual_spec.eval.report.music_pages import mel_picture
+from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, mel_picture, wrap_text
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.tables import markdown
 from visual_spec.eval.words import words_of

@@ -6,7 +6,6 @@ Everything is in the page: it asks for no other file.
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from visual_spec.eval.charts import Point, draw_points, inline_svg
-from visual_spec.eval.files import render_page
+from visual_spec.eval.files import data_url, render_page
 from visual_spec.eval.quality.beside import compared, summary
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.media_files import read_picture, read_video
@@ -151,7 +150,7 @@ def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:
         cells.append(
             {
                 "name": one.name,
-                "url": f"data:{kind};base64," + base64.b64encode(content).decode(),
+                "url": data_url(kind, content),
                 "size": size,
                 "calls": line["calls"],
                 "same": (line["crc32"], line["bytes"]) == (lines[0]["crc32"], lines[0]["bytes"]),

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from visual_spec.eval.report.music_pages import AudioRow
-from visual_spec.eval.report.pages import ComparisonRow, ScaleComparisonRow
-from visual_spec.eval.report.video_pages import VideoRow
+from visual_spec.eval.report.rows import ComparisonRow, Scales
+from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan, make_row
 from visual_spec.pipelines.video_files import pixels_of
-from visual_spec.samplers.masked.state import MaskedTrace
+from visual_spec.samplers import registry
 
 
 def seeded_generators(seeds: Sequence[int]) -> list[torch.Generator]:
@@ -43,10 +42,9 @@ def compare(
         done: called with the index of a job and its row, as soon as it is there.
 
     Returns:
-        A `ComparisonRow`, `ScaleComparisonRow`, `VideoRow` or `AudioRow` a job. `identical`: tokens and pixels,
-        or codes and waves, are equal; `promised`: the sampler says so without a condition. Seconds are those of the
-        decoding, from prefill to the last token, after one sample of warm-up for each sampler. A sampler with
-        `exact_width` is compared with plain decoding with `exact_width`, and timed beside plain decoding without it.
+        A row a job. Seconds are those of the decoding, from prefill to the last token, after one sample of warm-up
+        for each sampler. A sampler with `exact_width` is compared with plain decoding with `exact_width`, and timed
+        beside plain decoding without it.
 
     Raises:
         ValueError, TypeError: a pipeline with one way to decode; bad input, as a call of the pipeline.
@@ -87,7 +85,7 @@ def compare(
                     exact.trace = dataclasses.replace(exact.trace, seconds=seconds)
                     outputs[0] = exact
                 if index >= 0:
-                    rows.append(_row_maker(pipe)(pipe, jobs[index][0], *outputs))
+                    rows.append(_row(pipe, jobs[index][0], *outputs))
                     done(index, rows[-1])
     finally:
         pipe.sampler = before
@@ -104,77 +102,61 @@ def plain_decoding(pipe: Any) -> tuple[Any, ScalePlan]:
     return (pipe.sampler if type(pipe.sampler) is type(sampler) else sampler), plan
 
 
-def _figures(prompt: str, plain: Any, fast: Any) -> dict[str, Any]:
-    """What all kinds of rows hold."""
-    return dict(
-        prompt=prompt,
-        commit_call=fast.trace.commit_call[0].cpu(),
-        plain_calls=int(plain.trace.target_calls[0]),
-        fast_calls=int(fast.trace.target_calls[0]),
-        plain_seconds=plain.trace.seconds,
-        fast_seconds=fast.trace.seconds,
-        promised=fast.trace.promises_tokens,
-        output_law=fast.trace.output_law,
-        near_ties=None if fast.trace.near_ties is None else int(fast.trace.near_ties.sum()),
-    )
-
-
-def _pictures(plain: Any, fast: Any) -> dict[str, Any]:
-    one, two = plain.images[0], fast.images[0]
-    same_pixels = np.array_equal(np.asarray(one), np.asarray(two))
-    return dict(
-        plain_image=one, fast_image=two, identical=bool(plain.tokens.equal(fast.tokens)) and same_pixels
-    )
-
-
-def _token_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
-    heads = [getattr(one.trace, "head_calls", None) for one in (plain, fast)]
+def _row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
+    shown, grid, rate, scales = _SHOWN[pipe.medium](pipe, plain, fast)
+    one, two = shown
+    trace = fast.trace
+    heads = [getattr(output.trace, "head_calls", None) for output in (plain, fast)]
+    entered = getattr(trace, "entry_call", None)
+    ids = "codes" if pipe.medium == "audio" else "tokens"
     return ComparisonRow(
-        grid=pipe.transformer.grid,
+        prompt=prompt,
+        plain=one,
+        fast=two,
+        commit_call=trace.commit_call[0].cpu(),
+        plain_calls=int(plain.trace.target_calls[0]),
+        fast_calls=int(trace.target_calls[0]),
+        plain_seconds=plain.trace.seconds,
+        fast_seconds=trace.seconds,
+        identical=getattr(plain, ids).equal(getattr(fast, ids))
+        and np.array_equal(np.asarray(one), np.asarray(two)),
+        grid=grid,
+        rate=rate,
+        promised=trace.promises_tokens,
+        lossless=trace.lossless,
+        output_law=trace.output_law,
+        near_ties=None if trace.near_ties is None else int(trace.near_ties.sum()),
+        # A plain sampler draws all that it commits.
+        drafts=all(entry.class_name != trace.sampler or not entry.plain for entry in registry.SAMPLERS),
+        reference=MASKED in pipe.calls,
         head_calls=None if None in heads else tuple(int(calls[0]) for calls in heads),  # pyright: ignore
-        **_pictures(plain, fast),
-        **_figures(prompt, plain, fast),
+        entry_call=entered[0] if entered is not None and pipe.medium == "audio" else None,
+        scales=scales,
     )
 
 
-def _scale_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ScaleComparisonRow:
-    return ScaleComparisonRow(
-        grid=TokenGrid(1, fast.tokens.shape[1]),
+def _pictures(pipe: Any, plain: Any, fast: Any) -> tuple[Any, ...]:
+    images = plain.images[0], fast.images[0]
+    if pipe.unit != "scales":
+        return images, pipe.transformer.grid, 0, None
+    scales = Scales(
         sides=tuple(pipe.vq_model.scales[: sum(fast.trace.model_calls)]),
-        plain_tokens=plain.tokens.shape[1],
         drafted=fast.trace.model_calls[0],
+        plain_tokens=plain.tokens.shape[1],
         plain_cache=max(plain.trace.cache_bytes),
         fast_cache=max(fast.trace.cache_bytes),
-        **_pictures(plain, fast),
-        **_figures(prompt, plain, fast),
     )
+    return images, TokenGrid(1, fast.tokens.shape[1]), 0, scales
 
 
-def _column_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> AudioRow:
-    return AudioRow(
-        plain_audio=plain.audios[0],
-        fast_audio=fast.audios[0],
-        sampling_rate=fast.sampling_rate,
-        identical=plain.codes.equal(fast.codes) and np.array_equal(plain.audios, fast.audios),
-        entry_call=fast.trace.entry_call[0] if isinstance(fast.trace, MaskedTrace) else None,
-        **_figures(prompt, plain, fast),
-    )
+def _clips(pipe: Any, plain: Any, fast: Any) -> tuple[Any, ...]:
+    clips = tuple(pixels_of(output.frames[0]) for output in (plain, fast))
+    return clips, dataclasses.replace(pipe.transformer.grid, frames=len(clips[1])), fast.frame_rate, None
 
 
-def _video_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> VideoRow:
-    one, two = (pixels_of(output.frames[0]) for output in (plain, fast))
-    return VideoRow(
-        plain_frames=one,
-        fast_frames=two,
-        frame_rate=fast.frame_rate,
-        grid=dataclasses.replace(pipe.transformer.grid, frames=len(two)),
-        identical=bool(plain.tokens.equal(fast.tokens)) and np.array_equal(one, two),
-        **_figures(prompt, plain, fast),
-    )
+def _sounds(pipe: Any, plain: Any, fast: Any) -> tuple[Any, ...]:
+    return (plain.audios[0], fast.audios[0]), None, fast.sampling_rate, None
 
 
-def _row_maker(pipe: Any) -> Callable[..., Any]:
-    return _video_row if pipe.medium == "video" else _ROWS[pipe.unit]
-
-
-_ROWS = {"tokens": _token_row, "scales": _scale_row, "columns": _column_row}
+# By medium: the samples of both, the grid of their tokens, their rate, and the scales; see `ComparisonRow`.
+_SHOWN = {"image": _pictures, "video": _clips, "audio": _sounds}

@@ -1,4 +1,4 @@
-"""Bars, beads, legends and captions: the drawing that the reports share. Pillow only, with its built-in font."""
+"""Legends, captions and spectrograms: the drawing that the reports share. Pillow only, with its built-in font."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
+from visual_spec.data.waves import levels
+
+Colour = tuple[int, int, int]
 # (run, paid slot): six hues far apart when neighbours, each readable on the paper colour and on a dark page.
 RUN_COLOURS = (
     ((178, 208, 240), (33, 96, 170)),
@@ -25,26 +31,13 @@ INK = (28, 30, 36)
 MUTED = (104, 106, 114)
 GOOD = (24, 118, 66)
 SUPERSAMPLE = 4
+# Of a spectrogram, from silence to full scale; each colour is darker or lighter than the one before it.
+_MEL_COLOURS = ((18, 20, 44), (70, 34, 110), (165, 48, 106), (233, 110, 60), (250, 196, 92), (252, 250, 214))
+_LEAST_DECIBELS = -80.0
+_MEL_WINDOW = 1024  # samples of a spectrum
 
 
-def draw_bar(draw: ImageDraw.ImageDraw, left, top, right, bottom, fill, *, square: tuple[bool, bool]) -> None:
-    """A bar with round ends, or square ones that run to the edge of its cells."""
-    inset = 0.1 * (bottom - top)
-    top, bottom = top + inset, bottom - inset
-    height = bottom - top
-    x0 = left if square[0] else left + inset
-    x1 = right if square[1] else right - inset
-    if not square[0]:
-        draw.ellipse((x0, top, x0 + height, bottom), fill=fill)
-        x0 += height / 2
-    if not square[1]:
-        draw.ellipse((x1 - height, top, x1, bottom), fill=fill)
-        x1 -= height / 2
-    if x1 > x0:
-        draw.rectangle((x0, top, x1, bottom), fill=fill)
-
-
-def keyed_strip(width: int, entries: Sequence[tuple[tuple[int, int, int], str]]) -> Image.Image:
+def keyed_strip(width: int, entries: Sequence[tuple[Colour, str]]) -> Image.Image:
     """A strip of (colour, text) pairs, each with a square of its colour."""
     symbols = [
         (Image.new("RGB", (18 * SUPERSAMPLE, 18 * SUPERSAMPLE), colour), text) for colour, text in entries
@@ -61,10 +54,11 @@ def legend_strip(width: int, paid: int | None = None, free: int | None = None) -
     bead, bar, hues = (Image.new("RGB", (cells * big, big), PAPER) for cells in (1, 3, 3))
     light, dark = RUN_COLOURS[0]
     ImageDraw.Draw(bead).ellipse((0.21 * big, 0.21 * big, 0.79 * big, 0.79 * big), fill=dark)
-    draw_bar(ImageDraw.Draw(bar), 0, 0, 3 * big, big, light, square=(False, False))
+    low, high, radius = 0.1 * big, 0.9 * big, 0.4 * big
+    ImageDraw.Draw(bar).rounded_rectangle((low, low, 3 * big - low, high), radius, fill=light)
     for index in range(3):
-        left, pen = index * big, ImageDraw.Draw(hues)
-        draw_bar(pen, left, 0, left + big, big, RUN_COLOURS[index][0], square=(False, False))
+        box = (index * big + low, low, index * big + high, high)
+        ImageDraw.Draw(hues).rounded_rectangle(box, radius, fill=RUN_COLOURS[index][0])
     entries = (
         (bead, f"{count_paid}paid: cost a model call"),
         (bar, f"{count_free}free: accepted drafts"),
@@ -150,3 +144,21 @@ def png_bytes(picture: Image.Image) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()
+
+
+def mel_picture(audio: np.ndarray | Tensor, sampling_rate: int, width: int, height: int) -> Image.Image:
+    """The log mel spectrogram of a clip, [C, N] or [N]: time to the right, pitch upwards, -80 dB to 0 dB.
+
+    Raises:
+        ValueError: no samples, or values that are not finite.
+    """
+    wave = torch.as_tensor(audio).double()
+    wave = wave.mean(0) if wave.ndim == 2 else wave
+    if not wave.numel() or not wave.isfinite().all():
+        raise ValueError(f"a clip of {wave.numel()} samples, or with nan or infinity; pass finite samples.")
+    decibels = levels(wave, _MEL_WINDOW, sampling_rate)  # [bands, frames]
+    share = (1 - decibels.clamp(_LEAST_DECIBELS, 0) / _LEAST_DECIBELS).flip(0).numpy()
+    stops = np.linspace(0, 1, len(_MEL_COLOURS))
+    colours = [np.interp(share, stops, channel) for channel in np.array(_MEL_COLOURS, float).T]
+    picture = Image.fromarray(np.rint(np.stack(colours, -1)).astype(np.uint8))
+    return picture.resize((width, height), Image.Resampling.BICUBIC)

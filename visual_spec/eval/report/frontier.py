@@ -8,7 +8,6 @@ temperature, the squares at speed-up 1, which any sampler could have been traded
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from visual_spec.eval.charts import (
     image_bytes,
     inline_svg,
 )
-from visual_spec.eval.files import render_page
+from visual_spec.eval.files import data_url, render_page
 from visual_spec.eval.words import words_of
 from visual_spec.files.records import read_object
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
@@ -360,7 +359,7 @@ def _sheet(path: Path) -> str | None:
     sheet = path.parent / "pictures.png"
     if not sheet.exists():
         return None
-    return "data:image/png;base64," + base64.b64encode(sheet.read_bytes()).decode()
+    return data_url("image/png", sheet.read_bytes())
 
 
 def write_page(
