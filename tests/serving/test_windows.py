@@ -17,7 +17,7 @@ from visual_spec.serving.windows import Rows, Served, Windows
 
 MODEL = TabularModel(TokenGrid(6, 6), 12, order=2, conditions=3, dependence=0.3)
 LENGTH, FIRST = 36, 5  # the ids of the engine are those of the model + 5
-SERVED = Served(MODEL.grid, FIRST, FIRST + 12, end=20)
+SERVED = Served((MODEL.grid,), FIRST, FIRST + 12, end=20)
 LAWS = [TokenLaw(guidance_scale=2.0, top_k=6), TokenLaw(temperature=0.8), TokenLaw(guidance_scale=1.5)]
 
 
@@ -93,6 +93,94 @@ def test_pictures_of_changing_batches_are_those_of_the_sampler(window):
             assert engine.calls[handle] == calls
 
 
+class LayoutEngine:
+    """Greedy verification of one request whose places are the slots of two grids, and row ends.
+
+    The logits of a slot are computed anew from the tokens of its grid, so that nothing depends on what was fed.
+    """
+
+    def __init__(self, served: Served, window: int, full: bool) -> None:
+        self.served, self.windows = served, Windows(served, window - 1)
+        self.drafted = (
+            window - 1 if full else 0
+        )  # as vLLM's second runner: always so many drafts, zeros if need be
+
+    def draw(self, law: TokenLaw, seed: int) -> tuple[list[int], int]:
+        settings = settings_of(law, seed, "pair" if law.guided else None)
+        for member, own in enumerate(settings):
+            self.windows.join(member, PictureRequest.of(own))
+        tokens: list[int] = []
+        calls = 0
+        while len(tokens) < len(self.served.places):
+            fed = self.windows.next_drafts(0) if tokens else []
+            fed = fed + [0] * (self.drafted - len(fed) if tokens else 0)
+            width = 1 + len(fed)
+            batch = [Rows(member, member * width, len(tokens), fed) for member in range(len(settings))]
+            logits = torch.cat([self._logits(tokens, fed, member, law) for member in range(len(settings))])
+            drawn = self.windows.force(logits, batch).argmax(-1).tolist()
+            assert drawn[:width] == drawn[-width:]
+            kept = 0
+            while kept < len(fed) and fed[kept] == drawn[kept]:
+                kept += 1
+            tokens += drawn[: kept + 1]
+            calls += 1
+        return tokens[: len(self.served.places)], calls
+
+    def _logits(self, tokens: list[int], fed: list[int], member: int, law: TokenLaw) -> Tensor:
+        wide = torch.full((1 + len(fed), 21), -torch.inf, dtype=torch.float64)
+        for row in range(1 + len(fed)):
+            place = len(tokens) + row
+            if place >= len(self.served.places) or self.served.places[place][1] < 0:
+                wide[row, 3] = 0.0  # what the model would like here is no matter
+                continue
+            number, slot = self.served.places[place]
+            codes = [min(max(code, 0), 11) for code in self.served.codes(tokens + fed[:row])[number]]
+            wide[row, FIRST : FIRST + 12] = raw_logits(number, codes, slot, member, law.guided)
+        return wide
+
+
+def raw_logits(number: int, codes: list[int], slot: int, member: int, guided: bool) -> Tensor:
+    """Of a slot of grid `number` behind its tokens so far; each grid has a condition of its own."""
+    model = MODELS[number]
+    state = model.prefill(torch.tensor([number]), batch_size=1, guided=guided, window=8)
+    if slot == 0:
+        return state.logits[member]
+    slots = torch.arange(slot)[None]
+    return model(state, torch.tensor([codes[:slot]]), slots)[member, -1]
+
+
+MODELS = [
+    TabularModel(TokenGrid(height, width), 12, order=2, conditions=3, dependence=0.3)
+    for height, width in ((2, 3), (4, 5))
+]
+LAYOUTS = {
+    "row ends": dict(row_end=19),
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("window", [1, 4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("law", LAWS[:2])
+def test_grids_and_row_ends_are_those_of_the_sampler(law, layout, window, full):
+    """Grids follow each other in one request; the noise of each has a key of its own, as in sampler calls in turn."""
+    served = Served(tuple(model.grid for model in MODELS), FIRST, FIRST + 12, end=20, **LAYOUTS[layout])
+    tokens, calls = LayoutEngine(served, window, full).draw(law, 7)
+    generator, most = torch.Generator().manual_seed(7), 0
+    for number, model in enumerate(MODELS):
+        given = dict(law=law, generator=generator, batch_size=1)
+        drawn = SpeculativeJacobiSampler(window)(model, torch.tensor([number]), **given)  # type: ignore[arg-type]
+        assert served.codes(tokens)[number] == drawn.tokens[0].tolist()
+        most += int(drawn.trace.target_calls)
+    ends = [token for token, (_, slot) in zip(tokens, served.places, strict=True) if slot < 0]
+    assert ends == [19] * (6 if layout == "row ends" else 0)
+    if window > 1:
+        assert calls < len(tokens)
+    if layout == "plain" and not full:
+        assert calls <= most
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_picture_without_its_other_member_ends(missing, caplog):
     """Nothing is guessed; the pictures beside it go on."""
@@ -121,7 +209,7 @@ def test_strange_requests_are_left_as_they_are():
 
 def test_a_prompt_of_another_length_ends(caplog):
     """One request names itself, and does not end the engine."""
-    windows = Windows(Served(MODEL.grid, FIRST, FIRST + 12, 20, prompt_tokens=4, exact_prompt=True), 0)
+    windows = Windows(Served((MODEL.grid,), FIRST, FIRST + 12, 20, prompt_tokens=4, exact_prompt=True), 0)
     for handle in ("long", "right"):
         windows.join(handle, PictureRequest.of({"seed": 0}))
     batch = [Rows("long", 0, 0, [], prompt=5), Rows("right", 1, 0, [], prompt=4)]
@@ -160,7 +248,8 @@ def test_bad_requests_are_named(settings, named):
 @pytest.mark.parametrize(
     ("settings", "end"),
     [({"grid": [6, 6]}, 20), ({"grid": [0, 6], "image_ids": [0, 4]}, 20), ({"grid": 6, "image_ids": [0, 4]}, 20),
-     ({"grid": [6, 6], "image_ids": [0, 30]}, 20), ({"grid": [6, 6], "image_ids": [0, 4]}, None)],
+     ({"grid": [6, 6], "image_ids": [0, 30]}, 20), ({"grid": [6, 6], "image_ids": [0, 4]}, None),
+     ({"grids": [], "image_ids": [0, 4]}, 20), ({"grid": [6, 6], "image_ids": [0, 4], "row_end": 20}, 20)],
 )  # fmt: skip
 def test_models_that_say_too_little_are_refused(settings, end):
     with pytest.raises(ValueError, match="grid|eos_token_id"):

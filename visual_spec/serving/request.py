@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
@@ -23,16 +24,20 @@ class PictureRequest:
     """One request: a picture, or one of the two members of a guided one.
 
     Attributes:
-        key: the key of the noise, that of `torch.Generator().manual_seed(seed)`.
+        seed: of the noise, as of `torch.Generator().manual_seed(seed)`.
         law: how logits become the law of a token; of a pair, that of the conditional member counts.
         role: "conditional", or "unconditional" for the member whose prompt guidance leads away from.
         pair: the name that both members of a guided picture share, and nobody else; None without guidance.
     """
 
-    key: int
+    seed: int
     law: TokenLaw
     role: str = CONDITIONAL
     pair: str | None = None
+
+    def key(self, number: int = 0) -> int:
+        """Return the key of the noise of a grid: one generator gives those of all grids, in their order."""
+        return _keys(self.seed, number + 1)[number]
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None) -> Self | None:
@@ -58,7 +63,13 @@ class PictureRequest:
                 f"pair={pair!r} with guidance_scale={law.guidance_scale}; above 1 two requests draw a picture, and "
                 "both name the pair by one string. At 1 or below there is no pair."
             )
-        return cls(int(draw_keys([torch.Generator().manual_seed(seed)], 1)), law, role, pair)
+        return cls(seed, law, role, pair)
+
+
+@functools.lru_cache(maxsize=4096)
+def _keys(seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(draw_keys([generator], 1)) for _ in range(count)]
 
 
 def settings_of(law: TokenLaw, seed: int, pair: str | None = None) -> list[dict[str, Any]]:

@@ -36,10 +36,11 @@ def _ready(model: Any, dtype: torch.dtype = torch.float64) -> Any:
     return model.to(dtype).eval()
 
 
-def janus(dtype: torch.dtype = torch.float64) -> Any:
+def janus(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    decoder = {**DECODER, **changes}
     config = JanusConfig(
         text_config=dict(
-            model_type="llama", vocab_size=48, bos_token_id=1, eos_token_id=2, pad_token_id=0, **DECODER
+            model_type="llama", vocab_size=48, bos_token_id=1, eos_token_id=2, pad_token_id=0, **decoder
         ),
         vision_config=dict(
             hidden_size=32,
@@ -57,9 +58,9 @@ def janus(dtype: torch.dtype = torch.float64) -> Any:
             base_channels=32,
             channel_multiplier=[1, 1],
             num_res_blocks=1,
-            projection_dim=32,
+            projection_dim=decoder["hidden_size"],
             num_patches=4,
-            image_token_embed_dim=32,
+            image_token_embed_dim=decoder["hidden_size"],
         ),
         image_token_id=5,
     )
@@ -98,11 +99,11 @@ def chameleon(dtype: torch.dtype = torch.float64, *, scattered: bool = False, **
     return _ready(ChameleonForConditionalGeneration(config), dtype)
 
 
-def emu3(dtype: torch.dtype = torch.float64) -> Any:
+def emu3(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     names = {"<image>": 8, "<|extra_200|>": 9, "<|extra_201|>": 10, "<|image end|>": 11}
     names |= {f"<|visual token {code:06d}|>": 20 + code for code in range(24)}
     config = Emu3Config(
-        text_config=dict(vocab_size=64, pad_token_id=1, bos_token_id=0, eos_token_id=2, **DECODER),
+        text_config=dict(vocab_size=64, pad_token_id=1, bos_token_id=0, eos_token_id=2, **{**DECODER, **changes}),
         vq_config=dict(
             codebook_size=24,
             embed_dim=4,
@@ -119,8 +120,11 @@ def emu3(dtype: torch.dtype = torch.float64) -> Any:
     return _ready(Emu3ForConditionalGeneration(config), dtype)
 
 
-def glm_image(dtype: torch.dtype = torch.float64) -> Any:
-    rotary = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], partial_rotary_factor=1.0)
+def glm_image(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    decoder = {**DECODER, **changes}
+    part = decoder["hidden_size"] // decoder["num_attention_heads"] // 8  # of the turned pairs of channels
+    sections = [2 * part, part, part]
+    rotary = dict(rope_type="default", rope_theta=1e4, mrope_section=sections, partial_rotary_factor=1.0)
     config = GlmImageConfig(
         text_config=dict(
             vocab_size=64,
@@ -129,7 +133,7 @@ def glm_image(dtype: torch.dtype = torch.float64) -> Any:
             eos_token_id=27,
             max_position_embeddings=256,
             rope_parameters=rotary,
-            **DECODER,
+            **decoder,
         ),
         image_token_id=51,
         image_start_token_id=26,

@@ -17,12 +17,13 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.request import settings_of
 from visual_spec.serving.vllm.folder import PromptIds
 from visual_spec.serving.vllm.start import PROPOSER
+from visual_spec.serving.windows import Served
 
 
 def engine_arguments(
     folder: str | os.PathLike, *, window: int = 32, requests: int = 16, second: bool = False, **more: Any
 ) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM` or `EngineArgs` for a folder of `save_for_vllm`.
+    """Return arguments of `vllm.LLM` or `EngineArgs` for a folder of `save_for_vllm` or `save_model_for_vllm`.
 
     Args:
         window: W, slots that a call scores for each request; 1: no window.
@@ -31,9 +32,9 @@ def engine_arguments(
         more: other arguments, which take precedence.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
-    height, width = config["visual_spec"]["grid"]
+    served = Served.of(config["visual_spec"], config["eos_token_id"])
     prompt = config["visual_spec"]["prompt_tokens"]
-    length = prompt + height * width + 2 * window + 2  # where less room is left, vLLM drafts for nobody
+    length = prompt + len(served.places) + 2 * window + 2  # where less room is left, vLLM drafts for nobody
     drafts: dict[str, Any] = {"num_speculative_tokens": window - 1}
     drafts |= {"method": "ngram"} if second else {"method": "custom_class", "model": PROPOSER}
     if second:

@@ -15,14 +15,19 @@ from visual_spec.serving.vllm.start import FITS, fits, settings_of
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURE = "VisualSpecLlamaGen"
+MODELS = {
+    "VisualSpecLlamaGen": "visual_spec.serving.vllm.llamagen:ServedLlamaGen",
+    "VisualSpecJanus": "visual_spec.serving.vllm.decoders:ServedJanus",
+    "VisualSpecGlmImage": "visual_spec.serving.vllm.decoders:ServedGlmImage",
+}
 
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: make our models and our speculator known. May run several times."""
     from vllm import ModelRegistry, __version__
 
-    ModelRegistry.register_model(ARCHITECTURE, "visual_spec.serving.vllm.llamagen:ServedLlamaGen")
+    for architecture, place in MODELS.items():
+        ModelRegistry.register_model(architecture, place)
     if not fits():
         logger.warning("visual_spec was run with vLLM %s; with %s it serves nothing", FITS, __version__)
         return

@@ -89,12 +89,11 @@ class OwnNoiseSampler:
             slot = int(places[first]) - int(lengths[handle]) + 1
             if slot == 0:  # a new request
                 self.windows.leave([handle])
-            if 0 <= slot < self.windows.served.grid.num_tokens:
+            if 0 <= slot < len(self.windows.served.places):
                 slots = slot + torch.arange(stop - first, device=drawn.device)[None]
                 ids = (own - self.windows.served.first).long()[None]
-                self.windows.settle(
-                    [Rows(handle, first, slot, drafts.tolist())], slots, ids, count[row, None].long()
-                )
+                rows = Rows(handle, first, slot, drafts.tolist())
+                self.windows.settle(rows, slots, ids, count[row, None].long())
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             count,
             batch.seq_lens,

@@ -72,7 +72,7 @@ def check_start(vllm_config: Any, served: Served) -> None:
         raise ValueError(
             f"max_num_seqs={scheduler.max_num_seqs}; pairs take two places. Pass an even number."
         )
-    longest = served.prompt_tokens or max(1, vllm_config.model_config.max_model_len - served.grid.num_tokens)
+    longest = served.prompt_tokens or max(1, vllm_config.model_config.max_model_len - len(served.places))
     needed = scheduler.max_num_seqs * max(num_drafts_of(vllm_config) + 1, longest)
     budget = getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
     if budget < needed:
