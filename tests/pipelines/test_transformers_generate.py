@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 import visual_spec
 from tests.helpers.musicgen import IDS, MASK
 from tests.models.next_token import tiny_transformers as tiny
+from tests.models.next_token.tiny_languages import CODES, END, language_model, texts
 from tests.models.next_token.tiny_transformers import prompts
 from tests.tiny import seeded
 from tests.tiny_audio import tiny_musicgen
@@ -149,15 +151,81 @@ def test_what_no_sampler_knows_is_refused(given, named):
             call(**INPUTS["emu3"], **SAMPLING, **own, **given)
 
 
-def test_a_language_model_is_refused():
-    from transformers import LlamaConfig, LlamaForCausalLM
+TINY_T5: Any = dict(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+TEXTS: Any = dict(max_new_tokens=20, do_sample=True, temperature=0.8, top_k=9, pad_token_id=0)
 
-    sizes: dict[str, Any] = dict(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2))
+
+def written(model: Any, generator: Any, **settings: Any) -> tuple[torch.Tensor, list[int]]:
+    """The ids and calls of an accelerated language model."""
+    visual_spec.accelerate(model, "speculative-jacobi:window=6", codes=CODES, end=END)
+    try:
+        ids = model.generate(**texts([7, 4, 9]), **TEXTS, **settings, generator=generator)
+        return ids, model.last_trace.target_calls.tolist()
+    finally:
+        visual_spec.restore(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, dict(repetition_penalty=1.4, no_repeat_ngram_size=3, min_new_tokens=5), dict(guidance_scale=2.0)],
+    ids=["nothing", "rules", "guidance"],
+)
+def test_a_language_model_of_codes_writes_what_an_accelerated_one_writes(kind, settings, tmp_path):
+    model = language_model(kind)
+    if "guidance_scale" in settings:
+        other = texts([3, 2, 3], seed=1)
+        names = {"input_ids": "negative_prompt_ids", "attention_mask": "negative_prompt_attention_mask"}
+        settings = settings | {names[name]: value for name, value in other.items()}
+    want, calls = written(model, seeded(1, 2, 3), **settings)
+    own: Any = dict(codes=CODES, end=END, window=6)
+    hook = dict(custom_generate=visual_spec.custom_generate, generator=seeded(1, 2, 3))
+    assert torch.equal(model.generate(**texts([7, 4, 9]), **TEXTS, **settings, **own, **hook), want)
+    assert model.last_trace.target_calls.tolist() == calls and "sampler" not in vars(model)
+
+    folder = visual_spec.save_custom_generate(tmp_path / "code")
+    hook = dict(custom_generate=str(folder), trust_remote_code=True, generator=seeded(1, 2, 3))
+    assert torch.equal(model.generate(**texts([7, 4, 9]), **TEXTS, **settings, **own, **hook), want)
+
+    model.save_pretrained(tmp_path / "model")
+    folder = visual_spec.save_custom_generate(tmp_path / "model")
+    again = type(model).from_pretrained(folder, trust_remote_code=True, dtype=model.dtype)
+    drawn = again.generate(**texts([7, 4, 9]), **TEXTS, **settings, **own, generator=seeded(1, 2, 3))
+    assert torch.equal(drawn, want)
+
+
+def test_a_processor_of_the_user_is_heard():
+    class Odd(LogitsProcessor):
+        """Forbids even ids behind an odd one."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            odd, even = input_ids[:, -1:] % 2 == 1, torch.arange(scores.shape[1]) % 2 == 0
+            return scores.masked_fill(odd & even, -torch.inf)
+
+    model, more = language_model("llama"), dict(logits_processor=LogitsProcessorList([Odd()]))
+    want, _ = written(model, seeded(1, 2, 3), **more)
+    hook = dict(custom_generate=visual_spec.custom_generate, codes=CODES, end=END, window=6)
+    drawn = model.generate(**texts([7, 4, 9]), **TEXTS, **more, **hook, generator=seeded(1, 2, 3))
+    assert torch.equal(drawn, want)
+    assert not torch.equal(drawn, written(model, seeded(1, 2, 3))[0])
+
+
+@pytest.mark.parametrize("kind", ["emu3"])
+def test_the_prompt_that_guidance_leads_away_from_is_heard(kind):
+    model, inputs = MAKE[kind](), INPUTS[kind]
+    more: Any = dict(negative_prompt_ids=inputs["input_ids"][:, -3:] - 1, guidance_scale=3.0)
+    more["negative_prompt_attention_mask"] = torch.ones_like(more["negative_prompt_ids"])
+    want, _ = accelerated(model, inputs, **more)
+    hook = dict(custom_generate=visual_spec.custom_generate, window=6, generator=seeded(1, 2, 3))
+    assert torch.equal(model.generate(**inputs, **SAMPLING, **more, **hook), want)
+    assert not torch.equal(accelerated(model, inputs, guidance_scale=3.0)[0], want)
+
+
+def test_a_language_model_without_its_codes_is_refused():
     config = GenerationConfig(max_new_tokens=2, do_sample=True)
-    with pytest.raises(TypeError, match="LlamaForCausalLM"):
-        model.generate(
+    with pytest.raises(TypeError, match="LlamaForCausalLM.*codes="):
+        language_model("llama").generate(
             torch.ones(1, 2).long(), generation_config=config, custom_generate=visual_spec.custom_generate
         )
+    with pytest.raises(TypeError, match="T5.*MusicgenForConditionalGeneration.*codes"):
+        generate(torch.ones(1, 2).long(), model=T5ForConditionalGeneration(T5Config(**TINY_T5)))

@@ -3,6 +3,8 @@
     ids = model.generate(**inputs, custom_generate=visual_spec.custom_generate, window=32)     # a callable
     ids = model.generate(**inputs, custom_generate=folder, trust_remote_code=True, window=32)  # a folder
 
+A language model is told its codes, too: `codes=(first, last + 1), end=end`.
+
 The folder is written by `save_custom_generate`. Lying in a model's own folder, it replaces `generate` of the model that
 `from_pretrained(folder, trust_remote_code=True)` loads. That is the way for MusicGen, whose `generate` has no hook.
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 import visual_spec
-from visual_spec.pipelines import transformers_models, transformers_music
+from visual_spec.pipelines import transformers_codes, transformers_models, transformers_music
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 
@@ -52,6 +54,13 @@ _KNOWN = (
     "TopPLogitsWarper",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
 )
+# And of a language model of codes.
+_RULES = (
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+)
 
 
 def custom_generate(
@@ -66,27 +75,37 @@ def custom_generate(
     drafter: Any = None,
     layout: str | None = None,
     image_sizes: Any = None,
+    codes: Any = None,
+    end: int | None = None,
     **given: Any,
 ) -> Any:
     """Decode for `model.generate(**inputs, custom_generate=visual_spec.custom_generate)`.
 
     Args:
-        model: a Janus, Emu3, Chameleon or GLM-Image of transformers.
+        model: a Janus, Emu3, Chameleon or GLM-Image of transformers; or a causal language model, with `codes`.
         input_ids: long [B, T]; one row for each sequence to return, as `generate` hands them on.
         window: W of the sampler: slots that one call scores. None: the sampler's own.
         sampler: a sampler, or its text, in place of the fast one of `accelerate`.
         image_guidance_scale: in place of `guidance_scale`; for Janus, whose `generate` drops that on the way here.
         generator, callback, drafter, layout, image_sizes: as in `transformers_models.generate_images`.
+        codes, end: of a language model, as in `transformers_codes.accelerate`.
         given: what `generate` hands on: the mask, the generation config, and what else the processor made.
 
     Returns:
-        What `generate_images` of an accelerated model returns.
+        What `generate_images` of an accelerated model returns, or `generate` of an accelerated language model.
 
     Raises:
         TypeError: a model that is not supported, or a logits processor, streamer or input that no sampler here knows.
         ValueError: both a window and a sampler; or as `generate_images`.
     """
-    _check_processors(given.pop("logits_processor", ()))
+    processors = list(given.pop("logits_processor", ()))
+    given |= _negative_prompt(processors, 0 if input_ids is None else len(input_ids))
+    if transformers_codes.is_language_model(model):
+        given["logits_processor"] = [
+            part for part in processors if type(part).__name__ not in _KNOWN + _RULES
+        ]
+    else:
+        _check_processors(processors)
     given = {name: value for name, value in given.items() if name not in _PREPARED}
     config = given.get("generation_config")
     if config is not None and (config.num_return_sequences or 1) > 1:  # `generate` has repeated the rows
@@ -94,6 +113,7 @@ def custom_generate(
     own = dict(
         generator=generator, callback=callback, drafter=drafter, layout=layout, image_sizes=image_sizes
     )
+    own |= dict(codes=codes, end=end)
     own |= dict(window=window, sampler=sampler, image_guidance_scale=image_guidance_scale)
     return generate(input_ids, model=model, **own, **given)
 
@@ -127,19 +147,37 @@ def generate(
         given["input_ids"] = inputs
     if image_guidance_scale is not None:
         given["guidance_scale"] = image_guidance_scale
-    music = transformers_music.is_music_model(model)
-    adapter: Any = transformers_music if music else transformers_models
-    if not music and transformers_models.image_model_class(model) is None:
-        raise TypeError(
-            f"cannot decode a {type(model).__name__}; pass one of {', '.join(transformers_models.TAKES)} or a "
-            "MusicgenForConditionalGeneration."
-        )
-    chosen = _sampler(
-        window, sampler, adapter.FAST_SAMPLER, "column-jacobi" if music else "speculative-jacobi"
-    )
+    adapter, decode, windowed = _decoder(model)
+    chosen = _sampler(window, sampler, adapter.FAST_SAMPLER, windowed)
     check_sampler(chosen, adapter.CALLS)
-    decode = adapter.generate_audio if music else adapter.generate_images
     return decode(model, generation_config=generation_config, sampler=chosen, **given)
+
+
+def _decoder(model: Any) -> tuple[Any, Callable[..., Any], str]:
+    """The adapter that decodes with a model, its function, and its sampler that has a window.
+
+    Raises:
+        TypeError: there is none; names those that there are.
+    """
+    if transformers_music.is_music_model(model):
+        return transformers_music, transformers_music.generate_audio, "column-jacobi"
+    if transformers_models.image_model_class(model) is not None:
+        return transformers_models, transformers_models.generate_images, "speculative-jacobi"
+    if transformers_codes.is_language_model(model):
+        return transformers_codes, _generate_codes, "speculative-jacobi"
+    takes = ", ".join(
+        (*transformers_models.TAKES, "MusicgenForConditionalGeneration", *transformers_codes.TAKES)
+    )
+    raise TypeError(f"cannot decode a {type(model).__name__}; pass one of {takes}.")
+
+
+def _generate_codes(model: Any, *, codes: Any = None, end: int | None = None, **given: Any) -> Any:
+    if codes is None and "codes" not in vars(model):
+        raise TypeError(
+            f"cannot decode a {type(model).__name__} without the ids of its codes; pass codes=(first, last + 1), and "
+            "end=, the id that ends a text."
+        )
+    return transformers_codes.generate_codes(model, codes=codes, end=end, **given)
 
 
 def save_custom_generate(folder: str | os.PathLike) -> Path:
@@ -170,6 +208,21 @@ def _sampler(window: int | str | None, sampler: Any, usual: str, windowed: str) 
     if sampler is not None:
         return sampler
     return make_sampler(usual) if window is None else make_sampler(windowed, window=window)
+
+
+def _negative_prompt(processors: Sequence[Any], rows: int) -> dict[str, Any]:
+    """The prompts that guidance leads away from: `generate` hands them to its own processor only."""
+    for part in processors:
+        context = getattr(part, "unconditional_context", None)
+        if context is not None and context["input_ids"] is not None:
+            names = {"input_ids": "negative_prompt_ids", "attention_mask": "negative_prompt_attention_mask"}
+            times = max(1, rows // len(context["input_ids"]))
+            return {
+                name: context[key].repeat_interleave(times, 0)
+                for key, name in names.items()
+                if context[key] is not None
+            }
+    return {}
 
 
 def _check_processors(processors: Sequence[Any]) -> None:
