@@ -160,7 +160,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("window", [1, 4, 8])
+@pytest.mark.parametrize("window", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("law", LAWS[:2])
 def test_grids_and_row_ends_are_those_of_the_sampler(law, layout, window, full):

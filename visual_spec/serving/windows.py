@@ -325,19 +325,14 @@ class Windows:
             self._drafts[handle] = []
             if memory is not None and spans[handle]:
                 groups[known, sum(slot >= 0 for slot in spans[handle])].append(handle)
+        row_end = -1 if self.served.row_end is None else self.served.row_end
         for (number, count), handles in groups.items():
             memory = WindowMemory.join([self._memories[handle][1] for handle in handles])
-            drafts = (
-                (memory.drafts(count, self.served.grids[number]) + self.served.first).tolist()
-                if count
-                else []
-            )
-            for handle, own, ids in zip(handles, memory.split(), drafts or [[]] * len(handles), strict=True):
+            drafts = (memory.drafts(count, self.served.grids[number]) + self.served.first).tolist()
+            for handle, own, ids in zip(handles, memory.split(), drafts, strict=True):
                 self._memories[handle] = number, own
                 left = iter(ids)
-                self._drafts[handle] = [
-                    next(left) if slot >= 0 else self.served.row_end for slot in spans[handle]
-                ]
+                self._drafts[handle] = [next(left) if slot >= 0 else row_end for slot in spans[handle]]
 
     def _memory(self, handle: Hashable, number: int, device: torch.device) -> WindowMemory:
         known, memory = self._memories.get(handle, (-1, None))

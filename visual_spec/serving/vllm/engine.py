@@ -8,14 +8,13 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.request import settings_of
-from visual_spec.serving.vllm.folder import PromptIds
 from visual_spec.serving.vllm.start import PROPOSER
 from visual_spec.serving.windows import Served
 
@@ -52,8 +51,16 @@ def engine_arguments(
     }
 
 
+class Prompts(Protocol):
+    """Prompts as ids: `PromptIds`, `ModelPrompts`."""
+
+    def of(self, prompt: Any, /) -> Sequence[list[int]]:
+        """Return the ids of a prompt, and those of the prompt that guidance leads away from."""
+        ...
+
+
 def requests_of(
-    ids: PromptIds, prompt: str | int, seed: int, law: TokenLaw, length: int, pair: str
+    ids: Prompts, prompt: Any, seed: int, law: TokenLaw, length: int, pair: str
 ) -> list[tuple[dict[str, Any], Any]]:
     """Return the requests of a picture: prompt and `SamplingParams` each, two of them with guidance.
 
@@ -62,7 +69,7 @@ def requests_of(
         pair: a name that no other picture in the engine has.
 
     Raises:
-        ValueError: see `PromptIds.of` and `PictureRequest.of`.
+        ValueError: see `of` of the prompts, and `PictureRequest.of`.
     """
     from vllm import SamplingParams
 
@@ -91,13 +98,17 @@ def check_whole(tokens: Sequence[int], length: int) -> None:
 
 def draw_tokens(
     engine: Any,
-    ids: PromptIds,
-    prompts: Sequence[str | int],
+    ids: Prompts,
+    prompts: Sequence[Any],
     seeds: Sequence[int],
     law: TokenLaw,
     length: int,
 ) -> Tensor:
-    """Draw pictures by a `vllm.LLM`, all at once: long [B, L], the tokens of a pipeline for the same seeds.
+    """Draw pictures by a `vllm.LLM`, all at once: long [B, L], the ids of a pipeline for the same seeds.
+
+    Args:
+        length: places of a request, those of row ends included (`Served.places`). `Served.codes` reads ids of a model
+            that has some, or several grids.
 
     Raises:
         ValueError, RuntimeError: as `requests_of` and `check_whole`.

@@ -55,8 +55,7 @@ class PromptIds:
         """
         if self.encoder is None:
             none = self.end - 1
-            whole("class", prompt, Within(0, none - self.first - 1))
-            return [self.first + prompt], [none]
+            return [self.first + whole("class", prompt, Within(0, none - self.first - 1))], [none]
         if not isinstance(prompt, str):
             raise ValueError(f"prompt {prompt!r}; pass a caption.")
         ids = (self.encoder.word_ids([prompt])[0] + self.first).tolist()
