@@ -46,7 +46,7 @@ def run(*arguments: str) -> dict[str, Any]:
 def test_served_tokens_are_those_of_the_accelerated_model(name, guided, window, runner, tmp_path):
     """Prompts of different lengths in one batch; row ends of Emu3, both grids of GLM-Image; by both runners."""
     facts = run(str(tmp_path), name, str(guided), str(window), *runner.split())
-    assert facts["equal"] == [True] * 3 and facts["different"] == 3 and facts["codes"] > 10
+    assert facts["equal"] == [True] * 3 and facts["different"] == 3 and facts["codes"] > 3
     ahead = runner == "second"  # it schedules a call ahead
     if window > 1:
         # Row ends take places of a window, and are kept. So calls are about those of the adapter for the slowest.

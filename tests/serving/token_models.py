@@ -55,7 +55,7 @@ def main() -> None:
     windows = windows_of(engine.llm_engine.vllm_config)
     assert windows is not None
     windows.calls = 0
-    law = TokenLaw(temperature=0.5, top_k=4, guidance_scale=3.0 if guided else 1.0)
+    law = TokenLaw(temperature=0.5, top_k=4, guidance_scale=1.5 if guided else 1.0)
     places = len(windows.served.places)
     served = draw_tokens(engine, ModelPrompts(model, guided=bool(guided)), rows, range(3), law, places)
     calls = windows.calls

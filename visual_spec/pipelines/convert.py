@@ -25,7 +25,7 @@ from visual_spec.models.next_scale.var import SCALES, VARTransformer, load_var_c
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer, recognise
-from visual_spec.models.video.self_forcing_checkpoint import is_wan, load_self_forcing
+from visual_spec.models.video.self_forcing_checkpoint import is_lora, is_wan, load_self_forcing
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.convert_students import read_student
@@ -265,25 +265,27 @@ def assemble_infinity(
 
 
 def is_of_wan(source: Path | Checkpoint) -> bool:
-    """Whether a file is a transformer of Wan."""
-    return isinstance(source, Checkpoint) and is_wan(source)
+    """Whether a file is a transformer of Wan, or low-rank changes of one."""
+    return isinstance(source, Checkpoint) and (is_wan(source) or is_lora(source))
 
 
 def assemble_wan(
     sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, str]]:
-    """The transformer of Self-Forcing's file, for diffusers, and what the file is."""
+    """The transformer of Self-Forcing's file, for diffusers, and what the files are."""
     checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
-    if len(checkpoints) > 1:
-        raise ValueError(
-            f"{checkpoints[0].path} and {checkpoints[1].path} given; pass one transformer of Wan, alone."
-        )
+    changes = [checkpoint for checkpoint in checkpoints if not is_wan(checkpoint)]
+    checkpoints = [checkpoint for checkpoint in checkpoints if is_wan(checkpoint)]
+    if len(checkpoints) != 1 or len(changes) > 1:
+        given = " and ".join(str(checkpoint.path) for checkpoint in (*checkpoints, *changes))
+        raise ValueError(f"{given} given; pass one transformer of Wan, alone or with one LoRA of it.")
     for name, value in {"text_encoder": text_encoder, "image_size": image_size}.items():
         if value is not None:
             raise ValueError(
                 f"{name}={value} given for {checkpoints[0].path}, a transformer of Wan; leave it out."
             )
-    return load_self_forcing(checkpoints[0], dtype=dtype), {str(checkpoints[0].path): "Wan"}
+    model = load_self_forcing(checkpoints[0], lora=changes[0] if changes else None, dtype=dtype)
+    return model, {str(checkpoints[0].path): "Wan"} | {str(change.path): "LoRA of Wan" for change in changes}
 
 
 def is_of_var(source: Path | Checkpoint) -> bool:

@@ -153,6 +153,7 @@ def generate_latents(
     chunk: int = 3,
     steps: tuple[float, ...] = (1000, 750, 500, 250),
     shift: float = 5.0,
+    first_steps: tuple[float, ...] = (),
     **options: Any,
 ) -> Tensor:
     """Draw latents with an accelerated transformer.
@@ -161,7 +162,7 @@ def generate_latents(
         prompt_embeds: [B, T, E], on the device where the clip is drawn.
         num_frames, height, width: in latent frames and pixels.
         drafter: an accelerated Wan of the same latents, smaller; with `reward` and `threshold`.
-        chunk, steps, shift: as `visual_spec.samplers.continuous.chunk_rollout.ChunkSchedule`.
+        chunk, steps, shift, first_steps: as `visual_spec.samplers.continuous.chunk_rollout.ChunkSchedule`.
         options: generator, context, reward, threshold, callback, as `roll_out`.
 
     Returns:
@@ -186,7 +187,7 @@ def generate_latents(
         num_frames=num_frames,
         height=height,
         width=width,
-        schedule=ChunkSchedule(chunk, tuple(steps), shift),
+        schedule=ChunkSchedule(chunk, tuple(steps), shift, tuple(first_steps)),
         drafter=helper,
         **options,
     )
@@ -229,23 +230,14 @@ def generate_video(
     """
     for name, neutral in NEUTRAL.items():
         check_neutral(
-            name, options.pop(name, None), neutral, "Supported are steps, shift, chunk and context."
+            name,
+            options.pop(name, None),
+            neutral,
+            "Supported are steps, first_steps, shift, chunk and context.",
         )
-    in_time, in_space = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
-    chunk = options.get("chunk", 3)
-    latent_frames, rest = divmod(num_frames - 1, in_time)
-    latent_frames += 1
-    if num_frames < 1 or rest or latent_frames % chunk:
-        first, step = in_time * (chunk - 1) + 1, in_time * chunk
-        raise ValueError(
-            f"num_frames={num_frames} gives no whole chunks of {chunk} latent frames; pass {first}, {first + step}, "
-            f"{first + 2 * step} ..., {step} more each."
-        )
-    for name, size in {"height": height, "width": width}.items():
-        if size < 1 or size % in_space:
-            raise ValueError(f"{name}={size} pixels; pass a multiple of {in_space}.")
+    frames, high, wide = latent_size(pipe, num_frames, height, width, options.get("chunk", 3))
     type(pipe).check_inputs(pipe, prompt, None, 16, 16, prompt_embeds)
-    pipe.transformer.causal.check_size(height // in_space, width // in_space, chunk)
+    pipe.transformer.causal.check_size(high, wide, options.get("chunk", 3))
     if prompt_embeds is not None:
         prompt_embeds = prompt_embeds.repeat_interleave(num_videos_per_prompt, 0)
     prompt_embeds, _ = pipe.encode_prompt(
@@ -258,16 +250,36 @@ def generate_video(
     )
     latents = pipe.transformer.generate_latents(
         prompt_embeds,
-        num_frames=latent_frames,
-        height=height // in_space,
-        width=width // in_space,
+        num_frames=frames,
+        height=high,
+        width=wide,
         **options,
     )
-    frames = latents if output_type == "latent" else _pixels(pipe, latents, output_type)
+    clips = latents if output_type == "latent" else _pixels(pipe, latents, output_type)
     pipe.maybe_free_model_hooks()
     from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 
-    return WanPipelineOutput(frames=frames) if return_dict else (frames,)
+    return WanPipelineOutput(frames=clips) if return_dict else (clips,)
+
+
+def latent_size(pipe: Any, num_frames: int, height: int, width: int, chunk: int) -> tuple[int, int, int]:
+    """Return latent frames, height and width of a clip of so many frames and pixels.
+
+    Raises:
+        ValueError: the frames give no whole chunks, or the size is none of the decoder's.
+    """
+    in_time, in_space = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
+    frames, rest = divmod(num_frames - 1, in_time)
+    if num_frames < 1 or rest or (frames + 1) % chunk:
+        first, step = in_time * (chunk - 1) + 1, in_time * chunk
+        raise ValueError(
+            f"num_frames={num_frames} gives no whole chunks of {chunk} latent frames; pass {first}, {first + step}, "
+            f"{first + 2 * step} ..., {step} more each."
+        )
+    for name, size in {"height": height, "width": width}.items():
+        if size < 1 or size % in_space:
+            raise ValueError(f"{name}={size} pixels; pass a multiple of {in_space}.")
+    return frames + 1, height // in_space, width // in_space
 
 
 def _warned_check(pipe: Any, *args: Any, **kwargs: Any) -> Any:

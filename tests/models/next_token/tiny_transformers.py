@@ -103,7 +103,9 @@ def emu3(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     names = {"<image>": 8, "<|extra_200|>": 9, "<|extra_201|>": 10, "<|image end|>": 11}
     names |= {f"<|visual token {code:06d}|>": 20 + code for code in range(24)}
     config = Emu3Config(
-        text_config=dict(vocab_size=64, pad_token_id=1, bos_token_id=0, eos_token_id=2, **{**DECODER, **changes}),
+        text_config=dict(
+            vocab_size=64, pad_token_id=1, bos_token_id=0, eos_token_id=2, **{**DECODER, **changes}
+        ),
         vq_config=dict(
             codebook_size=24,
             embed_dim=4,

@@ -127,7 +127,11 @@ def test_files_that_need_pickle_are_refused(tmp_path):
 
 
 def test_convert_writes_a_folder_of_diffusers(tmp_path, monkeypatch):
-    monkeypatch.setattr(load_self_forcing, "__kwdefaults__", {"head_dim": HEAD_DIM, "dtype": None})
+    monkeypatch.setattr(
+        load_self_forcing,
+        "__kwdefaults__",
+        {"lora": None, "lora_scale": 1.0, "head_dim": HEAD_DIM, "dtype": None},
+    )
     file = saved(tmp_path, official())
     facts = convert([file], tmp_path / "out")
     assert facts["class"] == "WanTransformer3DModel"
@@ -140,3 +144,75 @@ def test_convert_writes_a_folder_of_diffusers(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="image_size=256 given for .* leave it out"):
         convert([file], tmp_path / "other", image_size=256)
     assert not (tmp_path / "other").exists()
+
+
+def low_rank(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As LongLive's: two matrices for each linear layer of a block, by PEFT's names."""
+    generator, parts = torch.Generator().manual_seed(1), {}
+    for key, value in official().items():
+        if key.startswith("blocks.") and key.endswith(".weight") and value.ndim == 2:
+            name = f"base_model.model.{key.removesuffix('.weight')}"
+            parts[f"{name}.lora_A.weight"] = torch.randn(4, value.shape[1], generator=generator)
+            parts[f"{name}.lora_B.weight"] = torch.randn(value.shape[0], 4, generator=generator)
+    return parts | changes
+
+
+@pytest.mark.parametrize("release", ["Causal-Forcing", "LongLive", "Krea realtime"])
+def test_files_of_other_causal_students_are_read(tmp_path, release):
+    """Where each release keeps its weights, as its own inference reads them."""
+    from safetensors.torch import save_file
+
+    named = {f"model.{key}": value for key, value in official().items()}
+    file = tmp_path / "weights.pt"
+    if release == "Causal-Forcing":
+        torch.save({"generator": {key.replace("model.", "model._fsdp_wrapped_module."): value
+                                  for key, value in named.items()}}, file)  # fmt: skip
+    elif release == "LongLive":
+        torch.save({"generator": named}, file)
+    else:
+        file = tmp_path / "krea-realtime-video-14b.safetensors"
+        save_file(named, file)
+    assert torch.equal(flow(load_self_forcing(file, head_dim=HEAD_DIM)), flow(expected()))
+
+
+def test_a_lora_is_added_to_the_weights_it_names(tmp_path):
+    weights, parts = official(), low_rank()
+    for key, up in parts.items():
+        if key.endswith(".lora_B.weight"):
+            name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+            weights[f"{name}.weight"] += 0.5 * up @ parts[key.replace("lora_B", "lora_A")]
+    wanted = tiny_wan().float()
+    wanted.load_state_dict(convert_wan_transformer_to_diffusers(weights))
+    torch.save({"generator_lora": parts}, tmp_path / "lora.pt")
+    base = saved(tmp_path, official())
+    model = load_self_forcing(base, lora=tmp_path / "lora.pt", lora_scale=0.5, head_dim=HEAD_DIM)
+    torch.testing.assert_close(model.state_dict(), wanted.state_dict())
+    assert (flow(model) - flow(expected())).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"base_model.model.blocks.7.ffn.0.lora_A.weight": torch.zeros(4, 24)}, r"blocks\.7\.ffn\.0\.lora_A"),
+        ({"base_model.model.blocks.0.ffn.0.lora_A.weight": torch.zeros(4, 25)}, r"\[4, 25\]"),
+        ({"base_model.model.blocks.0.ffn.0.diff": torch.zeros(4)}, r"ffn\.0\.diff"),
+    ],
+)
+def test_a_lora_of_another_model_is_refused(tmp_path, changes, named):
+    torch.save({"generator_lora": low_rank(**changes)}, tmp_path / "lora.pt")
+    with pytest.raises(ValueError, match=named):
+        load_self_forcing(saved(tmp_path, official()), lora=tmp_path / "lora.pt", head_dim=HEAD_DIM)
+
+
+def test_convert_adds_a_lora(tmp_path, monkeypatch):
+    own = {"lora": None, "lora_scale": 1.0, "head_dim": HEAD_DIM, "dtype": None}
+    monkeypatch.setattr(load_self_forcing, "__kwdefaults__", own)
+    base = saved(tmp_path, official())
+    torch.save({"generator_lora": low_rank()}, tmp_path / "lora.pt")
+    facts = convert([base, tmp_path / "lora.pt"], tmp_path / "out")
+    assert sorted(facts["files"].values()) == ["LoRA of Wan", "Wan"]
+    wanted = load_self_forcing(base, lora=tmp_path / "lora.pt").state_dict()
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, wanted[key]) for key, value in loaded.items())
+    with pytest.raises(ValueError, match="lora.pt given"):
+        convert([tmp_path / "lora.pt"], tmp_path / "other")

@@ -194,7 +194,7 @@ def test_a_reward_that_always_passes_leaves_the_small_model_all_but_the_first_ch
         for start in (3, 6, 9):
             slots = torch.arange(start, start + 3)[None]
             clean: Any = None
-            for step, level in enumerate(ChunkSchedule().levels):
+            for step, level in enumerate(ChunkSchedule().levels()):
                 values = noise.normal(slots, 64, CHAIN, step, torch.float64)
                 draw = values.view(1, 3, 4, 4, 4).permute(0, 2, 1, 3, 4)
                 noisy = draw if clean is None else (1 - level) * clean + level * draw
@@ -292,4 +292,21 @@ def test_a_drafter_of_other_latents_is_refused():
 
 
 def test_levels_are_those_of_self_forcing():
-    assert ChunkSchedule().levels == pytest.approx([1, 15 / 16, 5 / 6, 5 / 8])
+    assert ChunkSchedule().levels() == pytest.approx([1, 15 / 16, 5 / 6, 5 / 8])
+
+
+def test_the_first_chunk_may_take_more_steps():
+    """It is then the first chunk of a clip of these steps throughout; later ones take fewer."""
+    model, embeds = pair()[0], prompts(1)
+    many, few = (1000, 750, 500, 250), (1000, 500)
+    options: dict[str, Any] = dict(generator=seeded(), **SIZE)
+    first, _ = roll_out(model, embeds, num_frames=3, schedule=ChunkSchedule(steps=many), **options)
+    options["generator"] = seeded()
+    both = ChunkSchedule(steps=few, first_steps=many)
+    drawn, trace = roll_out(model, embeds, num_frames=9, schedule=both, **options)
+    assert torch.equal(drawn[:, :, :3], first) and trace.calls.tolist() == [5 + 3 + 3]
+    options["generator"] = seeded()
+    rest, _ = roll_out(
+        model, embeds, num_frames=6, schedule=ChunkSchedule(steps=few), context=first, **options
+    )
+    assert torch.isfinite(rest).all() and both.levels(3) == ChunkSchedule(steps=few).levels()

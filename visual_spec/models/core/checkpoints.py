@@ -27,10 +27,11 @@ from visual_spec.models.core.aligned import align_weights
 
 # Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
 # bare dict, Infinity's tokenizers "vae", VAR's training "trainer" with "var_wo_ddp" in it, and Self-Forcing
-# "generator_ema", beside which "generator" is the last step of training.
+# "generator_ema", beside which "generator" is the last step of training, and LongLive's LoRA "generator_lora".
 _CONTAINERS = (
     ("generator_ema",),
     ("generator",),
+    ("generator_lora",),
     ("model",),
     ("model_state_dict",),
     ("module",),

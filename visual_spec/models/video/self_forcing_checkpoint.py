@@ -1,12 +1,20 @@
-"""Self-Forcing's checkpoint files as diffusers' `WanTransformer3DModel`.
+"""Files of causal students of Wan as diffusers' `WanTransformer3DModel`: Self-Forcing and those with its layout.
 
-`self_forcing_dmd.pt` (guandeh17/Self-Forcing) holds the averaged weights under "generator_ema", with the keys of Wan's
-own program behind a prefix "model."; files of training runs hold "generator", too, and names of FSDP's wrappers in the
-keys. Wan's official files have the same keys without a prefix, and are read as well.
+All have the keys of Wan's own program behind a prefix "model.", and where FSDP saved them names of its wrappers in the
+keys; Wan's official files have no prefix, and are read as well. What differs is where the weights stand:
 
-    transformer = load_self_forcing("self_forcing_dmd.pt")
+| release | file | weights |
+|:--|:--|:--|
+| Self-Forcing (guandeh17) | `self_forcing_dmd.pt` | "generator_ema" |
+| Causal-Forcing (thu-ml) | `causal_forcing.pt`, `framewise-2step.pt` | "generator_ema", or else "generator" |
+| LongLive (NVlabs, 1.0) | `longlive_base.pt` and `lora.pt` | "generator"; and "generator_lora" of PEFT, added here |
+| Krea realtime (14B) | `krea-realtime-video-14b.safetensors` | bare |
+
+    transformer = load_self_forcing("longlive_base.pt", lora="lora.pt")
     pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", transformer=transformer)
-    visual_spec.accelerate(pipe, "deep-forcing")
+    visual_spec.accelerate(pipe, "sink-window:sink=3,window=12")
+
+Chunks and steps of each: `docs/MODELS.md`.
 """
 
 from __future__ import annotations
@@ -50,13 +58,25 @@ def is_wan(checkpoint: Checkpoint) -> bool:
     return any(key.endswith("time_projection.1.weight") for key in checkpoint.weights)
 
 
+def is_lora(checkpoint: Checkpoint) -> bool:
+    """Whether a file has low-rank changes of a Wan, as LongLive's `lora.pt`."""
+    return any(".lora_A." in key and "blocks." in key for key in checkpoint.weights)
+
+
 def load_self_forcing(
-    source: Source, *, head_dim: int = HEAD_DIM, dtype: torch.dtype | None = None
+    source: Source,
+    *,
+    lora: Source | None = None,
+    lora_scale: float = 1.0,
+    head_dim: int = HEAD_DIM,
+    dtype: torch.dtype | None = None,
 ) -> WanTransformer3DModel:
     """Load Self-Forcing's transformer, or another one of Wan's layout that draws from text.
 
     Args:
         source: an official file, or its content.
+        lora: a file of low-rank changes to add to the weights, or its content.
+        lora_scale: alpha / rank of these, which the file does not tell; 1 of LongLive.
         head_dim: channels of a head, which the file does not tell.
         dtype: to cast the weights to; None keeps that of the file.
 
@@ -73,6 +93,8 @@ def load_self_forcing(
             "folder of diffusers is loaded by WanTransformer3DModel.from_pretrained."
         )
     weights = _official(checkpoint)
+    if lora is not None:
+        _add_lora(weights, lora if isinstance(lora, Checkpoint) else read_checkpoint(lora), lora_scale)
     if pictures := [key for key in weights if key.startswith("img_emb.") or ".k_img." in key]:
         raise ValueError(
             f"{name} is a Wan that takes pictures ({some(pictures)}); pass one that draws from text alone, such as "
@@ -95,11 +117,41 @@ def _official(checkpoint: Checkpoint) -> dict[str, Tensor]:
         bare = key
         for wrapper in _WRAPPERS:
             bare = bare.replace(wrapper, "")
-        bare = bare.removeprefix("model.")
+        bare = bare.removeprefix("base_model.model.").removeprefix("model.")
         if bare in found:
             raise ValueError(f"{checkpoint.path} has {bare} twice, once as {key}; pass a file with one set.")
         found[bare] = value
     return found
+
+
+def _add_lora(weights: dict[str, Tensor], lora: Checkpoint, scale: float) -> None:
+    """Add products of low-rank pairs, in the accuracy of float32, to the weights that they change.
+
+    Raises:
+        ValueError: a key that is no half of a pair, or a pair that fits no weight.
+    """
+    parts, changed = _official(lora), dict[str, Tensor]()
+    for key, down in parts.items():
+        if key.endswith(".lora_B.weight"):
+            continue
+        name, up = key.removesuffix(".lora_A.weight"), parts.get(key.replace(".lora_A.", ".lora_B."))
+        weight = weights.get(f"{name}.weight")
+        if (
+            weight is None
+            or up is None
+            or weight.shape != (len(up), down.shape[-1])
+            or len(down) != up.shape[-1]
+        ):
+            raise ValueError(
+                f"{lora.path} does not fit: {key} {list(down.shape)} changes no weight of the transformer; pass the "
+                "LoRA that was trained on it."
+            )
+        changed[f"{name}.weight"] = (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+    if len(changed) * 2 != len(parts):
+        raise ValueError(
+            f"{lora.path} has {len(parts)} tensors, no pairs of lora_A and lora_B; pass such a file."
+        )
+    weights |= changed
 
 
 def _renamed(key: str) -> str:

@@ -57,26 +57,30 @@ class ChunkSchedule:
         chunk: latent frames of a chunk.
         steps: timesteps, from 1000 (noise) down, before the shift.
         shift: of the noise levels, `shift * u / (1 + (shift - 1) * u)`.
+        first_steps: the steps of the first chunk; none: those of all. Students of one or two steps take four there
+            (Causal-Forcing++, 2605.15141).
     """
 
     chunk: int = 3
     steps: tuple[float, ...] = (1000, 750, 500, 250)
     shift: float = 5.0
+    first_steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         whole("chunk", self.chunk)
-        falls = all(now > after for now, after in pairwise((*self.steps, 0)))
-        if not self.steps or self.steps[0] > 1000 or not falls:
-            raise ValueError(
-                f"steps={tuple(self.steps)}; pass timesteps that fall, from at most 1000 to above 0."
-            )
+        for name, steps in {"steps": self.steps, "first_steps": self.first_steps or self.steps}.items():
+            falls = all(now > after for now, after in pairwise((*steps, 0)))
+            if not steps or steps[0] > 1000 or not falls:
+                raise ValueError(
+                    f"{name}={tuple(steps)}; pass timesteps that fall, from at most 1000 to above 0."
+                )
         if not self.shift > 0:
             raise ValueError(f"shift={self.shift}; pass a number above 0.")
 
-    @property
-    def levels(self) -> list[float]:
-        """The share of noise at each step, in [0, 1]; the model's timestep is 1000 times that."""
-        shares = [step / 1000 for step in self.steps]
+    def levels(self, index: int = 1) -> list[float]:
+        """The share of noise at each step of a chunk, in [0, 1]; the model's timestep is 1000 times that."""
+        steps = self.steps if index else self.first_steps or self.steps
+        shares = [step / 1000 for step in steps]
         return [self.shift * share / (1 + (self.shift - 1) * share) for share in shares]
 
 
@@ -233,7 +237,6 @@ def _roll(
         for model, state in pairs:
             model.commit(state, piece)
     noise = _FrameNoise(keys, embeds, (batch, channels, chunk, height, width))
-    steps = len(schedule.steps)
     trace = RolloutTrace(
         calls=torch.full((batch,), -(-before // chunk)),
         draft_calls=torch.zeros(batch, dtype=torch.long),
@@ -242,15 +245,15 @@ def _roll(
     )
     drawn: list[Tensor] = []
     for index in range(chunks):
-        latents = None
+        latents, levels = None, schedule.levels(index)
         if reward is not None and index > 0:
-            latents = _draw(*pairs[1], noise, index, schedule.levels)
-            trace.draft_calls += steps
+            latents = _draw(*pairs[1], noise, index, levels)
+            trace.draft_calls += len(levels)
             trace.rewards[:, index] = score = _score(reward, latents, index)
             trace.kept[:, index] = score >= threshold
         if latents is None or not trace.kept[0, index]:
-            latents = _draw(*pairs[0], noise, index, schedule.levels)
-            trace.calls += steps
+            latents = _draw(*pairs[0], noise, index, levels)
+            trace.calls += len(levels)
         for model, state in pairs:
             model.commit(state, latents)
         trace.calls += 1
