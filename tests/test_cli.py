@@ -14,7 +14,7 @@ import torch
 
 import visual_spec
 from tests.official import add_tiny_presets, write_class_model, write_tokenizer
-from tests.tiny import tiny_pipeline
+from tests.tiny import tiny_masked_pipeline, tiny_pipeline
 from visual_spec import cli
 from visual_spec.files.whole import ready_folder
 from visual_spec.pipelines import embedded
@@ -439,3 +439,73 @@ def test_bench_reads_its_own_arguments(monkeypatch, capsys):
 def test_nothing_stands_beside_the_one_sampler_of_a_model(tmp_path, capsys):
     assert generate("shapes_nar", tmp_path, PROMPT, "--compare") == 2
     assert "no other sampler fits it, so leave --compare out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("genrate x", "generate"),
+        ("generate x --negtive-prompt y", "--negative-prompt"),
+        ("sample --promts x", "--prompts"),
+        ("eval --samplrs x", "--samplers"),
+        ("--quiet bench --modle shapes", "--model"),
+        ("score --featurs x", "--features"),
+        ("serve shapes --windw=3", "--window"),
+    ],
+)
+def test_a_misspelt_option_is_answered_before_one_that_is_missing(arguments, meant, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments.split())
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith(f"did you mean {meant}?\n")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_quiet_and_verbose(model, tmp_path, capsys, place):
+    said = {}
+    for level in ("--quiet", "--verbose", ""):
+        arguments = ["generate", "a red zebra", "--model", model, "--out", str(tmp_path / (level or "x"))]
+        arguments[place:place] = [level] if level else []
+        assert cli.main(arguments) == 0
+        said[level] = capsys.readouterr()
+    assert said["--quiet"].err == "" and "seed0.png" in said["--quiet"].out
+    warned = "visual-spec: warning: "
+    assert warned in said[""].err and warned in said["--verbose"].err  # of the zebra
+    assert "loaded in" in said["--verbose"].err and "loaded in" not in said[""].err
+    assert "16 tokens" in said["--verbose"].err  # of the trace
+
+
+def test_a_negative_prompt_reaches_the_pipeline(model, tmp_path, capsys):
+    assert generate(model, tmp_path, PROMPT, "--negative-prompt", "a blue square", "--json") == 0
+    document = last_line(capsys)
+    pipe = visual_spec.ImagePipeline.from_pretrained(model)
+    wanted = pipe(PROMPT, negative_prompt="a blue square", generator=torch.Generator().manual_seed(0))
+    assert document["negative_prompt"] == "a blue square"
+    assert np.array_equal(pixels(document["images"][0]["file"]), np.asarray(wanted.images[0]))
+    assert generate(model, tmp_path / "b", PROMPT, "--negative-prompt", "x", "--guidance-scale", "1") == 2
+    assert "guidance_scale=1.0" in capsys.readouterr().err and not (tmp_path / "b" / "x").exists()
+
+
+def test_painting_into_a_picture(model, tmp_path, capsys):
+    folder, picture, mask = tmp_path / "masked", tmp_path / "picture.png", tmp_path / "mask.png"
+    pipe = tiny_masked_pipeline()
+    pipe.save_pretrained(folder)
+    content = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    PIL.Image.fromarray(content).save(picture)
+    hidden = np.zeros((8, 8), np.uint8)
+    hidden[:, 4:] = 255
+    PIL.Image.fromarray(hidden).save(mask)
+    given = ["--image", str(picture), "--mask", str(mask)]
+    assert generate(str(folder), tmp_path / "a", PROMPT, *given, "--json") == 0
+    document = last_line(capsys)
+    wanted = pipe(PROMPT, image=content, mask=hidden > 0, generator=torch.Generator().manual_seed(0))
+    assert (document["image"], document["mask"]) == (str(picture), str(mask))
+    assert np.array_equal(pixels(document["images"][0]["file"]), np.asarray(wanted.images[0]))
+    for name, arguments, wrong in (
+        (str(folder), ["--mask", str(mask)], "mask given without image"),
+        (model, given, "SpeculativeJacobiSampler"),
+        ("shapes_var", given, "shapes_var takes no --image"),
+        (str(folder), ["--image", str(folder / "model_index.json"), "--strength", "0.5"], "model_index.json"),
+        (str(folder), ["--image", str(picture), "--strength", "2"], "strength=2.0"),
+    ):
+        assert generate(name, tmp_path / "b", "red circle", *arguments) == 2
+        assert wrong in capsys.readouterr().err

@@ -7,22 +7,20 @@ a file in the way are answered at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import visual_spec
-from visual_spec.eval.arguments import add_threads, at_least
+from visual_spec.eval.arguments import Parser, add_threads, at_least, show_warning
 from visual_spec.eval.tables import plain_table
 from visual_spec.samplers.registry import names
 
@@ -46,24 +44,8 @@ _OWN_ARGUMENTS = {
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors name the command or option that was probably meant."""
-
-    def error(self, message: str) -> NoReturn:
-        known = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                known += action.choices
-                known += [
-                    name for parser in action.choices.values() for name in parser._option_string_actions
-                ]
-        wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (-[^\s=]+)", message)
-        near = difflib.get_close_matches(wrong[1] or wrong[2], known, 1) if wrong else []
-        super().error(f"{message}; did you mean {near[0]}?" if near else message)
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="visual-spec", description="Fast and exact token-by-token generation.")
+    parser = Parser(prog="visual-spec", description="Fast and exact token-by-token generation.")
     parser.add_argument("--version", action="version", version=f"visual-spec {visual_spec.__version__}")
     commands = parser.add_subparsers(
         dest="command",
@@ -123,7 +105,16 @@ def _add_generate(commands: Any) -> None:
 
 
 def _add_media(generate: argparse.ArgumentParser) -> None:
-    """What only music, control pictures or clips have."""
+    """What only some models take: texts to avoid, pictures, and what music and clips have."""
+    generate.add_argument(
+        "--negative-prompt", metavar="TEXT", help="what guidance leads away from, in place of no prompt"
+    )
+    paint = generate.add_argument_group("painting into a picture (masked models)")
+    paint.add_argument("--image", type=Path, metavar="FILE", help="of the size that the model draws")
+    paint.add_argument("--mask", type=Path, metavar="FILE", help="white where --image is drawn anew")
+    paint.add_argument(
+        "--strength", type=float, metavar="S", help="share of these tokens that is drawn anew (default: all)"
+    )
     music = generate.add_argument_group("music")
     music.add_argument("--music", action="store_true", help="as --model tunes, where no model is named")
     music.add_argument(
@@ -229,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # At import diffusers says that it does not know a newer torchao's tensors; nothing here reads them through it.
     logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = show_warning
         try:
             status = _run(arguments)
             sys.stdout.flush()  # here, where a closed pipe can be caught
@@ -259,6 +250,8 @@ def _open_closed_streams() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    early = next((at for at, text in enumerate(arguments) if text not in ("--quiet", "--verbose")), 0)
+    arguments = arguments[early : early + 1] + arguments[:early] + arguments[early + 1 :]
     if arguments and arguments[0] in _OWN_ARGUMENTS:
         module = importlib.import_module(_OWN_ARGUMENTS[arguments[0]][0])
         return module.main(arguments[1:]) or 0
@@ -429,7 +422,3 @@ def _generate(args: argparse.Namespace) -> int:
     from visual_spec.generate import generate
 
     return generate(args)
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"visual-spec: warning: {message}", file=sys.stderr)

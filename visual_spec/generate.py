@@ -7,15 +7,18 @@ before the work: files in the way, settings out of range, a sampler that does no
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from visual_spec import families
+from visual_spec.eval.arguments import is_quiet, logger
 from visual_spec.eval.tables import plain_table
 from visual_spec.families import MediumWords
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
@@ -24,7 +27,8 @@ from visual_spec.pipelines.facts import LAW_SETTINGS
 from visual_spec.samplers.registry import fitting
 
 SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
-_CONTROL = ("control", "control_strength")
+_PICTURES = ("control", "image", "mask")
+_INPUTS = (*_PICTURES, "control_strength", "strength", "negative_prompt")
 
 # The same codes in fewer calls, and in more time (docs/RESULTS.md, "Music").
 SLOWER = "column-jacobi:window=4"
@@ -94,8 +98,8 @@ def generate(args: argparse.Namespace) -> int:
     given |= _lengths(args, pipe.medium)
     if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
         sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
-    control = _control(args, pipe)
-    _check(args, pipe, sampler, plan, control)
+    inputs = _inputs(args, pipe)
+    _check(args, pipe, sampler, plan, inputs)
     document: dict[str, Any] = {
         "model": args.model,
         **({"masked": args.masked} if args.masked else {}),
@@ -107,11 +111,9 @@ def generate(args: argparse.Namespace) -> int:
         | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
         | plan.describe(),
         **given,
-        **{
-            name: str(value) if name == "control" else value for name, value in _given(args, _CONTROL).items()
-        },
+        **{name: str(value) if name in _PICTURES else value for name, value in _given(args, _INPUTS).items()},
     }
-    run = _Run(args, medium, pipe, jobs, files, given | control, document)
+    run = _Run(args, medium, pipe, jobs, files, given | inputs, document)
     status = run.compare(sampler, plan, reports) if args.compare else run.decode(sampler, plan)
     if args.json:
         print(json.dumps(document))
@@ -142,6 +144,7 @@ class _Run:
                 batch = self.jobs[start : start + size]
                 generators = seeded_generators([seed for _, seed in batch])
                 output = self.pipe([prompt for prompt, _ in batch], generator=generators, **self.given)
+                logger.debug("%s", output.trace.summary())
                 for index, (prompt, seed) in enumerate(batch):
                     path = self.files[start + index]
                     content = self.medium.file(output, index, self.args)
@@ -396,26 +399,26 @@ def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None
         )
 
 
-def _control(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
-    """The control picture and its strength, for a pipeline that takes them.
+def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
+    """What a call takes beside prompts and law: texts to avoid, and pictures, read from their files.
 
     Raises:
-        ValueError: the pipeline takes none, or the file is no picture.
+        ValueError: the pipeline takes no such thing, or a file is no picture.
         OSError: there is no such file.
     """
-    given = _given(args, _CONTROL)
-    if not given:
-        return {}
-    if not hasattr(getattr(pipe, "transformer", None), "control_size"):
-        raise ValueError(f"--control is for a ControlAR, and {args.model} is none; leave it out.")
-    if args.control is not None:
-        from visual_spec.files.pictures import read_picture_file
+    given = _given(args, _INPUTS)
+    taken = inspect.signature(type(pipe).__call__).parameters
+    for name in given:
+        if name not in taken:
+            raise ValueError(f"{args.model} takes no --{name.replace('_', '-')}; leave it out.")
+        if name in _PICTURES:
+            from visual_spec.files.pictures import read_picture_file
 
-        given["control"] = read_picture_file(args.control)
+            given[name] = read_picture_file(given[name])
     return given
 
 
-def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any, control: dict[str, Any]) -> None:
+def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any, inputs: dict[str, Any]) -> None:
     """Refuse, before any work, what the pipeline has no use of."""
     if args.guidance_until is not None and pipe.unit == "scales":
         raise ValueError(
@@ -430,7 +433,9 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any, control
     try:
         pipe.check_sampler()
         with plan.on(pipe):
-            pipe.check_inputs(args.prompts, **_lengths(args, pipe.medium), **control)
+            pipe.check_inputs(
+                args.prompts, **_lengths(args, pipe.medium), **_given(args, LAW_SETTINGS), **inputs
+            )
     except TypeError as error:
         raise ValueError(str(error)) from error
     finally:
@@ -452,7 +457,10 @@ def _load(args: argparse.Namespace) -> Any:
     place = {"device": choose_device(args.device)}
     if args.dtype is not None:
         place["dtype"] = getattr(torch, args.dtype)
+    start = time.perf_counter()
     pipe = load_pipeline(args.model).to(**place)
+    pipe.set_progress_bar_config(disable=is_quiet())
+    logger.debug("%s loaded in %.1f s: %s", args.model, time.perf_counter() - start, type(pipe).__name__)
     if args.drafter is not None:
         pipe.drafter = load_drafter(args.drafter).to(**place)
     if args.masked is not None:

@@ -217,4 +217,4 @@ def test_the_command_draws_along_a_picture(files, tmp_path, capsys):
         )
         == 2
     )
-    assert "--control is for a ControlAR, and shapes_var is none" in capsys.readouterr().err
+    assert "shapes_var takes no --control" in capsys.readouterr().err

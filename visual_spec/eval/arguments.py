@@ -1,13 +1,95 @@
-"""Arguments that commands have in common, and the reading of numbers. The standard library only."""
+"""The parser of all commands, arguments that they have in common, and the logger. The standard library only."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import logging
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+logger = logging.getLogger("visual_spec")
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the command or option that was probably meant, with `--quiet` and `--verbose`.
+
+    Where the arguments are read, the logger gets its level: what a command says beside its output goes through it, to
+    standard error.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        level = self.add_mutually_exclusive_group()
+        for flag, value, what in (
+            ("quiet", logging.ERROR, "no progress and no warnings"),
+            ("verbose", logging.DEBUG, "say more: what was loaded, what each batch cost"),
+        ):
+            level.add_argument(
+                f"--{flag}",
+                dest="log_level",
+                action="store_const",
+                const=value,
+                default=argparse.SUPPRESS,
+                help=what,
+            )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        arguments = sys.argv[1:] if args is None else list(args)
+        if not any(isinstance(action, argparse._SubParsersAction) for action in self._actions):
+            self._refuse_unknown(arguments)
+        found = super().parse_known_args(arguments, namespace)
+        _set_level(getattr(found[0], "log_level", logging.INFO))
+        return found
+
+    def _refuse_unknown(self, arguments: Sequence[str]) -> None:
+        """Refuse an option that does not exist before argparse misses one that is required."""
+        for text in arguments:
+            if text == "--":
+                return
+            name = text.partition("=")[0]
+            if re.fullmatch(r"--[A-Za-z][\w-]*", name) and not any(
+                option.startswith(name) for option in self._option_string_actions
+            ):
+                self.error(f"unrecognized arguments: {name}")
+
+    def error(self, message: str) -> NoReturn:
+        known = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                known += action.choices
+        wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (-[^\s=]+)", message)
+        near = difflib.get_close_matches(wrong[1] or wrong[2], known, 1) if wrong else []
+        super().error(f"{message}; did you mean {near[0]}?" if near else message)
+
+
+class _Stderr(logging.Handler):
+    """Writes messages as they are; looks for standard error anew each time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def _set_level(level: int) -> None:
+    logger.setLevel(level)
+    if not logger.handlers:
+        logger.addHandler(_Stderr())
+        logger.propagate = False
+
+
+def is_quiet() -> bool:
+    """Whether the command was asked to say nothing beside its output."""
+    return logger.getEffectiveLevel() > logging.WARNING
+
+
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """What `warnings.showwarning` is while a command runs."""
+    logger.warning("visual-spec: warning: %s", message)
 
 
 def at_least(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
@@ -77,4 +159,4 @@ def add_law(parser: argparse.ArgumentParser) -> None:
 
 def progress(text: str) -> None:
     """Tell how far a command is, beside its output."""
-    print(text, file=sys.stderr, flush=True)
+    logger.info("%s", text)

@@ -91,7 +91,11 @@ def settings_of_model(name: str) -> ModelSettings:
     index, facts = read_index(name), read_facts(name)
     module, _, function = read_family(name).measured.partition(":")
     if not function:  # one way to decode, and no data of ours to judge it by
-        raise ValueError(f"{name} holds a {index['_class_name']}, which is not measured here.")
+        kind = index["_class_name"]
+        raise ValueError(
+            f"{name} holds a {kind}, which is not measured here; draw with it in Python: "
+            f"visual_spec.{kind}.from_pretrained({name!r})."
+        )
     rows = getattr(importlib.import_module(f"visual_spec.{module}"), function)
     return rows(facts, index, partial(read_config, name))
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from visual_spec.eval.arguments import Parser, is_quiet
 from visual_spec.models.core.calls import RASTER
 
 # What vLLM reads when it is imported: one process, so that pairs enter together, and nothing that calls home.
@@ -21,7 +22,7 @@ _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="visual-spec serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="embedded name, folder, or Hub id of a pipeline of pictures")
@@ -67,7 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     painter = _painter(args)
     limits = http.Limits(body=args.max_body, prompt=args.max_prompt, n=args.max_n, queue=args.queue)
     try:
-        uvicorn.run(http.make_app(painter, limits, key), host=args.host, port=args.port, log_level="info")
+        uvicorn.run(
+            http.make_app(painter, limits, key),
+            host=args.host,
+            port=args.port,
+            log_level="error" if is_quiet() else "info",
+        )
     finally:
         painter.close()
     return 0

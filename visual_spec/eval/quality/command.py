@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from visual_spec.eval.arguments import add_law, add_machine, add_model, add_share, progress, share
+from visual_spec.eval.arguments import Parser, add_law, add_machine, add_model, add_share, progress, share
 
 if TYPE_CHECKING:
     from visual_spec.eval.defaults import ModelSettings
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments and run; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="visual-spec eval", description="What samplers gain, and what it costs in quality; resumable."
     )
     add_arguments(parser)

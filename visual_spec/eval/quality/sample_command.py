@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.eval.arguments import add_machine, add_model, add_share, progress, share
+from visual_spec.eval.arguments import Parser, add_machine, add_model, add_share, progress, share
 
 if TYPE_CHECKING:
     from visual_spec.eval.quality.prompt_files import Prompts
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments and run; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="visual-spec sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import add_machine, add_share, progress, share
+from visual_spec.eval.arguments import Parser, add_machine, add_share, progress, share
 
 _DEFAULT = {"image": "shapes", "audio": "mel", "video": "frames"}
 
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments and run; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="visual-spec score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser)

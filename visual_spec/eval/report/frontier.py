@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visual_spec.eval.arguments import Parser
 from visual_spec.eval.charts import (
     BAND,
     GOOD,
@@ -395,7 +396,7 @@ def main(
     Raises:
         ValueError, OSError: bad input; names it.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="visual-spec report",
         description="Speed-up against quality, from results of visual-spec eval; or one page of sets of samples, from "
         "folders that visual-spec sample wrote, of which the first is the one that others are compared with.",

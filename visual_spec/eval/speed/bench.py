@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import add_threads
+from visual_spec.eval.arguments import Parser, add_threads, progress
 
 _RUNS = "visual_spec.eval.speed"
 # What measures a model, by what a call of it commits.
@@ -147,7 +146,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments and run; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="visual-spec bench", description="Calls and seconds of the samplers beside plain decoding."
     )
     add_arguments(parser)
@@ -182,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
         unit = known.facts.unit
     _refuse_options(args, unit)
     home = "official_bench" if args.random_weights and unit == "tokens" else _HOME[unit]
-    document, text = importlib.import_module(f"{_RUNS}.{home}").run(args, known, _progress)
+    document, text = importlib.import_module(f"{_RUNS}.{home}").run(args, known, progress)
     document["settings"] = settings_of(args) | document.get("settings", {})
 
     from visual_spec.eval.machine import environment_line
@@ -247,7 +246,3 @@ def _refuse_options(args: argparse.Namespace, unit: str) -> None:
     from visual_spec.eval.speed.measure import refuse_dtype
 
     refuse_dtype(choose_device(args.device), getattr(torch, args.dtype))
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
