@@ -159,7 +159,7 @@ def test_progress_counts_no_scratch_slots():
     progress(0, torch.tensor([1, 1]))
     assert bar.n == 2
     progress(1, torch.tensor([4, 6]))
-    assert bar.n == 8 and bar.postfix == "2.00 tokens per call"
+    assert bar.n == 8 and bar.postfix == "2 calls, 2.00 tokens per call"
 
 
 def test_compiled_transformer_survives(pipe, tmp_path):

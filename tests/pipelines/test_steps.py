@@ -1,12 +1,15 @@
 """`callback_on_step_end` and `pipe._interrupt`, of every kind of pipeline."""
 
+import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import tqdm
 from diffusers.callbacks import PipelineCallback
 
-from tests.tiny import seeded
+from tests.tiny import seeded, tiny_masked_pipeline
 from tests.tiny_audio import FRAMES, HOP
 from tests.tiny_pipelines import KINDS
 from visual_spec.models.columns.encodec import decode_codes
@@ -169,3 +172,22 @@ def test_an_interruption_at_the_end_is_none():
             pipe._interrupt = step == last
 
         assert not kind.ask(pipe, callback_on_step_end=stop).trace.stopped
+
+
+def test_the_bar_counts_calls_and_no_known_tokens():
+    pipe = tiny_masked_pipeline()
+    seen = []
+
+    class Bar(tqdm.tqdm):
+        def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+            seen.append((self.total, s))
+            super().set_postfix_str(s, refresh)
+
+    pipe.progress_bar = lambda total: Bar(total=total, file=io.StringIO())
+    mask = np.zeros((8, 8), np.float32)
+    mask[:, 4:] = 1  # 8 of 16 tokens
+    content = np.zeros((8, 8, 3), np.uint8)
+    calls = int(pipe("a red circle", image=content, mask=mask).trace.target_calls[0])
+    assert {total for total, _ in seen} == {8}
+    assert seen[-1][1] == f"{calls} calls, {8 / calls:.2f} tokens per call"
+    assert float(seen[0][1].split()[2]) < 8

@@ -42,7 +42,7 @@ from visual_spec.pipelines.facts import LAW_DEFAULTS, LAW_SETTINGS, PipelineFact
 from visual_spec.pipelines.inputs import Asked, check_generator
 from visual_spec.pipelines.sampler_text import as_saved
 from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
-from visual_spec.pipelines.steps import StepListener, asked_tensors
+from visual_spec.pipelines.steps import StepListener, Streams, asked_tensors
 from visual_spec.samplers import registry
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -54,7 +54,7 @@ _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dty
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
 
 
-class VisualPipeline(LoraBaseMixin, DiffusionPipeline):
+class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     """A `DiffusionPipeline` around a token sampler.
 
     `from_pretrained` takes the name of an embedded model ("shapes"), a folder written by `save_pretrained`, or a Hub

@@ -123,6 +123,12 @@ class NextScalePipeline(VisualPipeline):
         output = images, result.tokens, result.trace
         return ImagePipelineOutput(*output) if args["return_dict"] else output
 
+    def _partial(self, result: Any, args: Mapping[str, Any]) -> ImagePipelineOutput:
+        # No place is open: every scale covers the picture.
+        return ImagePipelineOutput(
+            self.decode_canvas(result.canvas, args["output_type"]), result.tokens, result.trace
+        )
+
     def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
         """Pictures of a canvas [B, D, h, w], finished or as a callback sees it, in the form `output_type` asks for."""
         if output_type == "latent":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
+from visual_spec.models.core.settings import whole
 from visual_spec.samplers.core.base import STOP
 
 StepCallback = Callable[[Any, int, int, dict[str, Any]], Any]
@@ -102,6 +104,41 @@ def asked_tensors(callback: Any, names: Sequence[str] | None, allowed: Sequence[
     return names
 
 
+class Streams:
+    """A pipeline whose samples can be looked at while they grow."""
+
+    def stream(self, *args: Any, every: int = 1, **kwargs: Any) -> Iterator[Any]:
+        """Draw or play, and yield the output of the call again and again: so far, and at last whole.
+
+        Of pictures and clips, tokens that are open are grey, and `trace.commit_call` is -1 there; a next-scale model
+        shows the picture that its scales make so far. Of music, `audios` is what is heard so far, and `codes` and
+        `trace` are None until the end. The last output is that of the call itself, bit by bit. Decoding goes on in a
+        thread until the iterator ends or is closed; until then, nothing else may use the pipeline.
+
+        Args:
+            every: target calls from one output to the next; music comes by stretches (`stretch_in_s`).
+            args, kwargs: as for the call.
+
+        Raises:
+            ValueError, TypeError: bad input, before any computation.
+
+        Example:
+            >>> for output in pipe.stream("a large red circle on a plain sky background", every=4):
+            ...     output.images[0].save("circle.png")
+        """
+        from visual_spec.pipelines import streaming
+
+        whole("every", every)
+        this: Any = self
+        call = inspect.signature(type(this).__call__).bind(this, *args, **kwargs)
+        call.apply_defaults()
+        this.check_inputs(*args, **kwargs)
+        kwargs["return_dict"] = True
+        if "callback_on_audio" in call.arguments:
+            return streaming.stream_waves(this, args, kwargs, call.arguments["output_type"])
+        return streaming.stream_pictures(this, every, args, kwargs, call.arguments)
+
+
 class DecodeProgress:
     """Sampler callback: moves a progress bar by committed tokens, and passes each target call on to a listener.
 
@@ -110,8 +147,9 @@ class DecodeProgress:
     passed on to the sampler.
 
     Args:
-        bar: a tqdm bar over `batch_size * num_tokens` tokens.
+        bar: a tqdm bar over `batch_size * num_tokens` tokens, without the known ones.
         num_tokens: tokens of one sample.
+        known: tokens of all samples that were not to be decoded, such as those around what is painted anew.
         listener: called as (call_index, lengths [B]) after every target call.
         unit: what is counted.
     """
@@ -123,12 +161,13 @@ class DecodeProgress:
         listener: Callable[[int, Tensor], Any] | None = None,
         *,
         unit: str = "tokens",
+        known: int = 0,
     ):
         self.bar = bar
         bar.unit = f" {unit}"
         self.num_tokens = num_tokens
         self.listener = listener
-        self.unit = unit
+        self.unit, self.known = unit, known
         self._pending: tuple[int, Tensor, Any] | None = None
 
     def __call__(self, call_index: int, lengths: Tensor) -> Any:
@@ -152,7 +191,10 @@ class DecodeProgress:
             self._show(call_index, lengths)
 
     def _show(self, call_index: int, lengths: Tensor) -> None:
-        committed = int(lengths.clamp(max=self.num_tokens).sum())
-        per_call = committed / lengths.shape[0] / (call_index + 1)  # the prefill is call 0
-        self.bar.set_postfix_str(f"{per_call:.2f} {self.unit} per call", refresh=False)
+        committed = int(lengths.clamp(max=self.num_tokens).sum()) - self.known
+        calls = call_index + 1  # the prefill is call 0
+        per_call = committed / lengths.shape[0] / calls
+        self.bar.set_postfix_str(
+            f"{calls} call{'s' * (calls > 1)}, {per_call:.2f} {self.unit} per call", refresh=False
+        )
         self.bar.update(committed - self.bar.n)

@@ -166,10 +166,11 @@ class TokenImagePipeline(VisualPipeline):
             return heard(step, lambda: int(lengths.min()), lengths=lengths)
 
         num_tokens = self._num_timesteps = model.grid.num_tokens
+        known = int((parts["given"] != model.mask_id).sum()) if "given" in parts else 0
         self._guidance_scale = law.guidance_scale
         used = model, *self._used(parts)
-        with at_hand(*used), self.progress_bar(total=count * num_tokens) as bar:  # type: ignore[call-arg]
-            progress = DecodeProgress(bar, num_tokens, listen, unit=self.unit)
+        with at_hand(*used), self.progress_bar(total=count * num_tokens - known) as bar:  # type: ignore[call-arg]
+            progress = DecodeProgress(bar, num_tokens, listen, unit=self.unit, known=known)
             result = self.sampler(
                 model,
                 condition,
@@ -181,13 +182,28 @@ class TokenImagePipeline(VisualPipeline):
             )
             progress.finish()
         self.last_trace = result.trace
-        size, own = ((grid.height, grid.width) for grid in (model.grid, self.transformer.grid))
-        made = self.decode_tokens(
-            result.tokens, args["output_type"], **({} if size == own else {"size": size})
-        )
+        made = self.decode_tokens(result.tokens, args["output_type"], **self._size_of(model))
         self.maybe_free_model_hooks()
         output = made, result.tokens, result.trace, *self._more_output()
         return self._output(*output) if args["return_dict"] else output
+
+    def _size_of(self, model: Any) -> dict[str, Any]:
+        """What `decode_tokens` takes for the pictures of this model, where they are not of the transformer's size."""
+        size, own = ((grid.height, grid.width) for grid in (model.grid, self.transformer.grid))
+        return {} if size == own else {"size": size}
+
+    def _partial(self, result: Any, args: Mapping[str, Any]) -> Any:
+        from visual_spec.pipelines.streaming import shown, with_grey
+
+        is_open = (result.trace.commit_call < 0).to(result.tokens.device)
+        known = result.tokens.masked_fill(is_open[(...,) + (None,) * (result.tokens.dim() - 2)], 0)
+        size, output_type = self._size_of(self._sized(args)), args["output_type"]
+        if output_type == "latent":
+            made = self.decode_tokens(known, "latent", **size)
+        else:
+            pixels = with_grey(self.decode_tokens(known, "pt", **size), is_open, self._patch)
+            made = shown(pixels, self.image_processor, output_type)
+        return self._output(made, result.tokens, result.trace, *self._more_output())
 
     def _used(self, parts: Mapping[str, Any]) -> tuple[Any, ...]:
         """The models beside the transformer that decoding needs on the device throughout."""

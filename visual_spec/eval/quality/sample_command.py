@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.eval.arguments import Parser, add_machine, add_model, add_share, progress, share
+from visual_spec.eval.arguments import Parser, add_machine, add_model, add_share, is_quiet, progress, share
 
 if TYPE_CHECKING:
     from visual_spec.eval.quality.prompt_files import Prompts
@@ -134,7 +134,10 @@ def sample_set(args: argparse.Namespace) -> SampleSet:
 def _here(args: argparse.Namespace) -> dict[str, Any] | None:
     from visual_spec.eval.quality.sample_set import sample
 
-    return sample(sample_set(args), report=progress, **share(args))
+    drawn = sample_set(args)
+    # Within a batch, on a terminal; seldom enough not to count in its seconds.
+    drawn.pipe.set_progress_bar_config(disable=is_quiet() or None, leave=False, mininterval=1.0)
+    return sample(drawn, report=progress, **share(args))
 
 
 def _by_ray(

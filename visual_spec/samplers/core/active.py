@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import fields
 from typing import Any
 
@@ -9,6 +11,10 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import DecodeState
+
+# Looks on while a sampler decodes, in this context only: called after every target call with a function that returns
+# the result as if the decode ended there. What it returns ends the decode if it is `STOP`.
+WATCHER: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("WATCHER", default=None)
 
 
 def counted(state: Any) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
-from visual_spec.samplers.core.active import ActiveSamples, counted
+from visual_spec.samplers.core.active import WATCHER, ActiveSamples, counted
 from visual_spec.samplers.core.checks import (
     CheckedLaw,
     check_guided,
@@ -519,15 +519,17 @@ def decode(
     """
     active, num_tokens = ActiveSamples(state), run.num_tokens
     shrinks, on_host = shrinks and active.can_shrink, HostCopy()
-    num_calls, steps = sampler.num_calls(run), 0
+    num_calls, steps, watcher = sampler.num_calls(run), 0, WATCHER.get()
     first = 1 if sampler.counts_prefill else 0  # index of the first step's call
 
     def stops(call: int) -> bool:
-        """Tell the callback about a call. Returns whether it ends the decode."""
-        if callback is None:
-            return False
-        answer = callback(call, active.whole("progress", sampler.progress(run, state)).clone())
-        sampler.answered(run, state, answer)
+        """Tell the callback and the watcher about a call. Returns whether they end the decode."""
+        answer = None
+        if callback is not None:
+            answer = callback(call, active.whole("progress", sampler.progress(run, state)).clone())
+            sampler.answered(run, state, answer)
+        if watcher is not None and watcher(lambda: _result(sampler, run, state, active, cut=True)) is STOP:
+            return True
         return answer is STOP
 
     stopped = bool(first) and stops(0)

@@ -1,0 +1,120 @@
+"""Samples that are looked at while they grow: what they show, what they end with, and that they stop."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import seeded, tiny_pipeline
+from tests.tiny_audio import tiny_audio_pipeline
+from tests.tiny_latents import tiny_latent_pipeline
+from tests.tiny_pipelines import KINDS, Kind
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+
+PICTURES = {name: kind for name, kind in KINDS.items() if "music" not in name}
+PICTURES |= {name: Kind(lambda name=name: tiny_latent_pipeline(name), 1) for name in ("mar", "causal")}
+
+
+def streamed(kind: Kind, pipe: Any, **settings: Any) -> list[Any]:
+    settings = {"output_type": "pt", **kind.settings, **settings}
+    return list(pipe.stream(kind.asked, generator=seeded(3), **settings))
+
+
+def pixels(output: Any) -> Any:
+    return output.to_tuple()[0]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_grows_and_ends_as_the_call_draws_it(name: str) -> None:
+    kind = PICTURES[name]
+    pipe = kind.make()
+    whole = kind.ask(pipe, seed=3)
+    calls = int(whole.trace.target_calls.max())
+    outputs = streamed(kind, pipe)
+    assert len(outputs) >= calls > 1
+    assert torch.equal(pixels(outputs[-1]), pixels(whole)) and torch.equal(outputs[-1].tokens, whole.tokens)
+    counts = [int((output.trace.commit_call >= 0).sum()) for output in outputs]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+    for output in outputs:
+        assert pixels(output).shape == pixels(whole).shape
+    # What is committed stays: open tokens are the only grey ones.
+    if name not in ("scales", "bits"):
+        for output in outputs[:-1]:
+            done = output.trace.commit_call >= 0
+            assert torch.equal(output.tokens[done], whole.tokens[done])
+            side = round(done.shape[1] ** 0.5) if name != "video" else None
+            if side is not None:
+                patch = pixels(whole).shape[-1] // side
+                squares = done.reshape(-1, side, side).repeat_interleave(patch, 1).repeat_interleave(patch, 2)
+                grey = (pixels(output) == 0.5).all(1)
+                assert torch.equal(grey | squares, torch.ones_like(grey)) and not (grey & squares).all()
+
+
+@pytest.mark.parametrize("output_type", ["pil", "np", "latent"])
+@pytest.mark.parametrize("name", ["captions", "video"])
+def test_forms(name: str, output_type: str) -> None:
+    kind = PICTURES[name]
+    pipe = kind.make()
+    first, *_, last = streamed(kind, pipe, output_type=output_type)
+    here, there = (np.asarray(pixels(output)) for output in (first, last))
+    assert (
+        type(pixels(first)) is type(pixels(last)) and here.shape == there.shape and here.dtype == there.dtype
+    )
+    assert not np.array_equal(here, there)
+
+
+def test_every_and_identical_samplers() -> None:
+    pipe = tiny_pipeline(AutoregressiveSampler())
+    prompts = ["a red circle", "a blue square"]
+    plain = list(pipe.stream(prompts, generator=seeded(1, 2), every=5, output_type="pt"))
+    assert [int((output.trace.commit_call[0] >= 0).sum()) for output in plain] == [5, 10, 15, 16]
+    pipe.sampler = SpeculativeJacobiSampler(window=4)
+    fast = list(pipe.stream(prompts, generator=seeded(1, 2), output_type="pt"))
+    assert torch.equal(fast[-1].images, plain[-1].images)
+    ended = fast[-1].trace.target_calls
+    assert (
+        ended[0] != ended[1] or len(fast) == int(ended.max()) + 1
+    )  # a sample that left the batch stays whole
+
+
+def test_music_is_heard_stretch_by_stretch() -> None:
+    pipe = tiny_audio_pipeline()
+    stretch = 2 / pipe.frame_rate
+    *parts, last = pipe.stream("a slow sad organ", generator=seeded(3), stretch_in_s=stretch)
+    whole = pipe("a slow sad organ", generator=seeded(3), stretch_in_s=stretch)
+    assert len(parts) > 1 and np.array_equal(last.audios, whole.audios)
+    lengths = [part.audios.shape[-1] for part in parts]
+    assert lengths == sorted(set(lengths)) and parts[0].trace is None
+    for part in parts:
+        assert np.array_equal(part.audios, whole.audios[..., : part.audios.shape[-1]])
+
+
+def test_a_consumer_that_stops_ends_the_call() -> None:
+    pipe = tiny_pipeline(AutoregressiveSampler())
+    calls = []
+    real = pipe.transformer.forward
+    pipe.transformer.forward = lambda *args, **kwargs: calls.append(0) or real(*args, **kwargs)
+    before = threading.active_count()
+    growing = pipe.stream("a red circle", generator=seeded(1))
+    next(growing)
+    growing.close()
+    assert threading.active_count() == before and len(calls) < 8
+    pipe.transformer.forward = real
+    assert len(list(pipe.stream("a red circle", generator=seeded(1), every=4))) == 5
+
+
+def test_errors_come_to_the_consumer() -> None:
+    pipe = tiny_pipeline(AutoregressiveSampler())
+    with pytest.raises(ValueError, match="every=0"):
+        pipe.stream("a red circle", every=0)
+    with pytest.raises(ValueError, match="temperature=-1"):
+        pipe.stream("a red circle", temperature=-1.0)  # before it is read
+    for weight in pipe.transformer.parameters():
+        weight.data.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="slot 0"):
+        list(pipe.stream("a red circle"))

@@ -1,0 +1,127 @@
+"""Samples that grow while they are decoded: outputs of a call as they would be if it ended after this target call."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from einops import repeat
+from torch import Tensor
+
+from visual_spec.pipelines.output import AudioPipelineOutput
+from visual_spec.samplers.core.active import WATCHER
+from visual_spec.samplers.core.base import STOP
+
+GREY = 0.5  # of pixels in [0, 1]: places that are open
+
+
+def stream_pictures(pipe: Any, every: int, args: tuple, kwargs: dict[str, Any], asked: Any) -> Iterator[Any]:
+    """Partial outputs of a pipeline of pictures or clips after every so many target calls, then its own output."""
+
+    def call(hear: Callable[[Callable[[], Any]], Any]) -> Any:
+        calls = 0
+
+        def watch(result: Callable[[], Any]) -> Any:
+            nonlocal calls
+            calls += 1
+            # A copy: what the result holds goes on.
+            return hear(lambda: copy.deepcopy(result()) if calls % every == 0 else None)
+
+        WATCHER.set(watch)
+        return pipe(*args, **kwargs)
+
+    return _stream(call, lambda result: pipe._partial(result, asked))
+
+
+def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: str) -> Iterator[Any]:
+    """Outputs of a pipeline of music with what is heard so far, stretch by stretch, then its own output."""
+    heard: list[Tensor] = []
+
+    def call(hear: Callable[[Callable[[], Any]], Any]) -> Any:
+        def listen(pipe: Any, start: int, waves: Tensor) -> None:
+            if hear(lambda: waves) is STOP:
+                pipe._interrupt = True
+
+        return pipe(*args, **kwargs, callback_on_audio=listen)
+
+    def partial(waves: Tensor) -> Any:
+        heard.append(waves)
+        audios = torch.cat(heard, -1)
+        unknown: Any = None  # codes and trace, until the end
+        shown: Any = audios.numpy() if output_type == "np" else audios
+        return AudioPipelineOutput(shown, pipe.sampling_rate, unknown, unknown)
+
+    return _stream(call, partial)
+
+
+def _stream(call: Callable[[Any], Any], partial: Callable[[Any], Any]) -> Iterator[Any]:
+    """Yield what `partial` makes of all that a call hands on, then what it returns.
+
+    The call runs in a thread of its own, at most two items ahead. It ends soon after the iterator is closed.
+
+    Args:
+        call: takes a function to hand items on, each as a function that makes it (None: nothing to show), which
+            returns `STOP` where nobody reads them any more.
+    """
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=1)
+    closed = threading.Event()
+
+    def put(kind: str, item: Any) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put((kind, item), timeout=0.1)
+            except queue.Full:
+                continue
+
+    def hear(make: Callable[[], Any]) -> Any:
+        if not closed.is_set() and (item := make()) is not None:
+            put("partial", item)
+        return STOP if closed.is_set() else None
+
+    def work() -> None:
+        try:
+            put("whole", call(hear))
+        except BaseException as error:  # raised where the iterator is read
+            put("error", error)
+
+    worker = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="visual-spec-stream")
+    worker.start()
+    try:
+        while True:
+            kind, item = ready.get()
+            if kind == "error":
+                raise item
+            if kind == "whole":
+                yield item
+                return
+            with torch.no_grad():
+                made = partial(item)
+            yield made
+    finally:
+        closed.set()
+        worker.join()
+
+
+def with_grey(pixels: Tensor, is_open: Tensor, patch: int) -> Tensor:
+    """Pixels [B, 3, H, W] or [B, T, 3, H, W] in [0, 1], grey at the open tokens, bool [B, h * w] or [B, T * h * w]."""
+    clips = pixels if pixels.dim() == 5 else pixels[:, None]
+    rows, columns = clips.shape[-2] // patch, clips.shape[-1] // patch
+    places = is_open.to(pixels.device).reshape(len(clips), -1, 1, rows, columns)
+    squares = repeat(places, "b t c h w -> b t c (h p) (w q)", p=patch, q=patch)
+    return clips.masked_fill(squares, GREY).reshape(pixels.shape)
+
+
+def shown(pixels: Tensor, processor: Any, output_type: str) -> Any:
+    """Pixels as `with_grey` gives them, in the form `output_type` asks for."""
+    if pixels.dim() == 4:
+        return processor.postprocess(2 * pixels - 1, output_type=output_type)
+    clips = [shown(clip, processor, output_type) for clip in pixels]
+    if output_type == "np":
+        return np.stack(clips)
+    return torch.stack(clips) if output_type == "pt" else clips
