@@ -1,4 +1,4 @@
-# make demo | figures | test | test-bitwise | test-all | test-vllm | lint | bench | docs.
+# make demo | figures | test | test-bitwise | test-all | test-peers | test-vllm | lint | bench | docs.
 # PYTHON=python3.12 make test  picks another interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
@@ -29,7 +29,7 @@ DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 
-.PHONY: demo test test-all test-bitwise test-vllm lint bench docs clean figures
+.PHONY: demo test test-all test-bitwise test-peers test-vllm lint bench docs clean figures
 
 $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
@@ -53,13 +53,17 @@ $(VLLM_STAMP): pyproject.toml weights/pyproject.toml constraints-vllm.txt
 	touch $@
 
 test-vllm: $(VLLM_STAMP)
-	env OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m '' tests/serving
+	env OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m '' tests/serving tests/peers/test_rejection_sampler.py
 
 test: $(STAMP)
 	$(PYTEST)
 
 test-all: $(STAMP)
 	$(PYTEST) -m ''
+
+# Cases of the tests of vLLM, transformers, diffusers and audiocraft. Fetches nothing. Part of `make test`.
+test-peers: $(STAMP)
+	$(PYTEST) -m 'peers and not slow' tests/peers
 
 # Tests that compare bits. With MKL_CBWR=AVX2 or COMPATIBLE products round as on other processors.
 test-bitwise: $(STAMP)
