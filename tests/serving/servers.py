@@ -30,7 +30,7 @@ CPU = {
 
 @contextlib.contextmanager
 def running(
-    arguments: list[str], key: str | None = None, patience: float = 240, **environment: str
+    arguments: list[str], key: str | None = None, patience: float = 900, **environment: str
 ) -> Iterator[Any]:
     """Run `visual-spec serve` with these arguments, and give an `httpx.Client` that has the key."""
     import httpx  # pyright: ignore[reportMissingImports]
@@ -42,7 +42,7 @@ def running(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     server = subprocess.Popen(command, env=os.environ | CPU | environment)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=240) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=900) as client:
             start = time.monotonic()
             while True:
                 with contextlib.suppress(httpx.TransportError):
