@@ -6,7 +6,7 @@ import torch
 
 from tests.models.next_token.tiny_transformers import prompts
 from tests.tiny import seeded
-from visual_spec.pipelines.transformers_models import accelerate, restore
+from visual_spec.pipelines.accelerate import accelerate, restore
 
 GRIDS = torch.tensor([[1, 3, 5], [1, 2, 3]])
 INPUTS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
 from tests.tiny_audio import tiny_musicgen
 from tests.tiny_wan import prompts as embeddings
-from visual_spec.pipelines.generate_arguments import NEUTRAL
+from visual_spec.pipelines.accelerate.arguments import NEUTRAL
 
 # Prompts of one length: nothing is padding.
 CALLS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 import visual_spec
 from tests.models.next_token.tiny_languages import CLASSES, CODES, END, language_model, texts
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
-from visual_spec.pipelines.transformers_codes import generate_codes
+from visual_spec.pipelines.accelerate.codes import generate_codes
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 

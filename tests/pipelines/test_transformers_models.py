@@ -19,8 +19,9 @@ from tests.helpers.transformers_models import GRIDS, GUIDED, INPUTS, SETTINGS, d
 from tests.models.next_token import tiny_transformers as tiny
 from tests.tiny import seeded
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
-from visual_spec.pipelines.generate_arguments import read_request
-from visual_spec.pipelines.transformers_models import accelerate, law_of, restore, summary
+from visual_spec.pipelines.accelerate import accelerate, restore, summary
+from visual_spec.pipelines.accelerate.arguments import read_request
+from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
@@ -300,7 +301,7 @@ def test_other_objects_and_samplers_are_refused():
         TypeError, match=f"cannot accelerate a Linear; .*{supported}, JanusForConditionalGeneration"
     ):
         accelerate(torch.nn.Linear(2, 2), AutoregressiveSampler())
-    for sampler in ("jacobi", ColumnJacobiSampler()):
+    for sampler in (object(), ColumnJacobiSampler()):
         with pytest.raises(TypeError, match="which does not fit a next-token model; those that fit: Autoreg"):
             accelerate(MODELS["janus"], sampler)
     assert "generate_images" not in vars(MODELS["janus"])

@@ -21,7 +21,7 @@ from tests.helpers.without_numbers import NoHost, without_numbers
 from tests.tiny_speech import AUDIO, END, IDS, LATENT, MASK, PAD, START, Script, tiny_pocket, tiny_vibevoice
 from visual_spec.models.continuous.dpm_solver import read_solver
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, VibeVoiceHead
-from visual_spec.pipelines import speech_model, speech_pocket, speech_vibevoice
+from visual_spec.pipelines.accelerate import pocket_tts, speech_model, vibevoice
 from visual_spec.samplers.core import graph
 
 END_OF_TEXT = END + 2
@@ -284,16 +284,16 @@ def test_pocket_is_recorded(recordings):
 def test_nothing_in_the_loop_reads_or_writes_the_host():
     solver = read_solver(DPMSolverMultistepScheduler(**COSINE), 10)
     assert solver is not None
-    vibevoice, pocket = tiny_vibevoice().model.diffusion_head, tiny_pocket().flow_head
+    speaking, pocket = tiny_vibevoice().model.diffusion_head, tiny_pocket().flow_head
     with FakeTensorMode(), torch.no_grad():
-        heads = VibeVoiceHead(without_numbers(vibevoice)), PocketTTSHead(without_numbers(pocket))
+        heads = VibeVoiceHead(without_numbers(speaking)), PocketTTSHead(without_numbers(pocket))
         noise, condition, embedded = (
             torch.empty(size, dtype=torch.float64, device="cuda") for size in ((3, LATENT), (6, 32), (10, 32))
         )
         with NoHost():
-            found = speech_vibevoice._solve(heads[0], solver, 1.3, noise, condition, embedded)
+            found = vibevoice._solve(heads[0], solver, 1.3, noise, condition, embedded)
             assert found.shape == noise.shape
-            found = speech_pocket._flow(heads[1], 10, noise, condition[:3], embedded[:, :24])
+            found = pocket_tts._flow(heads[1], 10, noise, condition[:3], embedded[:, :24])
             assert found.shape == noise.shape
 
 

@@ -20,8 +20,8 @@ from visual_spec.models.core.settings import whole
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import CachePolicy, HeadBudgets
+from visual_spec.pipelines.accelerate.video import check_policy, read_text
 from visual_spec.pipelines.constructor import registers
-from visual_spec.pipelines.diffusers_video import check_policy, read_text
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.shown import ShownPictures

@@ -20,7 +20,7 @@ from diffusers.modular_pipelines.modular_pipeline import ModularPipelineBlocks, 
 from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec, InputParam, OutputParam
 
 from visual_spec.models.video.causal_wan import CausalWan
-from visual_spec.pipelines.diffusers_video import check_policy, latent_size, read_text
+from visual_spec.pipelines.accelerate.video import check_policy, latent_size, read_text
 from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
 
 _USUAL = ChunkSchedule()
@@ -37,7 +37,7 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
     Outputs: `latents` for the decoder's block; `causal_trace`, a `RolloutTrace`.
 
     Raises:
-        TypeError, ValueError: as `visual_spec.pipelines.diffusers_video.generate_video`.
+        TypeError, ValueError: as `visual_spec.pipelines.accelerate.video.generate_video`.
     """
 
     model_name = "wan"

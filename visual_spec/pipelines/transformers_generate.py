@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 import visual_spec
-from visual_spec.pipelines import transformers_codes, transformers_models, transformers_music
+from visual_spec.pipelines.accelerate.adapter import Adapter, unwrapped
+from visual_spec.pipelines.accelerate.codes import CodeAdapter, generate_codes
+from visual_spec.pipelines.accelerate.images import ImageAdapter, generate_images
+from visual_spec.pipelines.accelerate.music import MusicAdapter, generate_audio
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 
@@ -87,8 +90,8 @@ def custom_generate(
         window: W of the sampler: slots that one call scores. None: the sampler's own.
         sampler: a sampler, or its text, in place of the fast one of `accelerate`.
         image_guidance_scale: in place of `guidance_scale`; for Janus, whose `generate` drops that on the way here.
-        generator, callback, drafter, layout, image_sizes: as in `transformers_models.generate_images`.
-        codes, end: of a language model, as in `transformers_codes.accelerate`.
+        generator, callback, drafter, layout, image_sizes: as in `generate_images`.
+        codes, end: of a language model, as in `visual_spec.accelerate`.
         given: what `generate` hands on: the mask, the generation config, and what else the processor made.
 
     Returns:
@@ -100,7 +103,7 @@ def custom_generate(
     """
     processors = list(given.pop("logits_processor", ()))
     given |= _negative_prompt(processors, 0 if input_ids is None else len(input_ids))
-    if transformers_codes.is_language_model(model):
+    if CodeAdapter().models(model):
         given["logits_processor"] = [
             part for part in processors if type(part).__name__ not in _KNOWN + _RULES
         ]
@@ -141,33 +144,33 @@ def generate(
     Raises:
         TypeError, ValueError: as `custom_generate`, and as `generate_audio` of an accelerated MusicGen.
     """
-    model = transformers_models.unwrapped(model)
+    model = unwrapped(model)
     given = {name: value for name, value in given.items() if value is not None}
     if inputs is not None:
         given["input_ids"] = inputs
     if image_guidance_scale is not None:
         given["guidance_scale"] = image_guidance_scale
     adapter, decode, windowed = _decoder(model)
-    chosen = _sampler(window, sampler, adapter.FAST_SAMPLER, windowed)
-    check_sampler(chosen, adapter.CALLS)
+    chosen = _sampler(window, sampler, adapter.fast_sampler or windowed, windowed)
+    check_sampler(chosen, adapter.calls)
     return decode(model, generation_config=generation_config, sampler=chosen, **given)
 
 
-def _decoder(model: Any) -> tuple[Any, Callable[..., Any], str]:
+def _decoder(model: Any) -> tuple[Adapter, Callable[..., Any], str]:
     """The adapter that decodes with a model, its function, and its sampler that has a window.
 
     Raises:
         TypeError: there is none; names those that there are.
     """
-    if transformers_music.is_music_model(model):
-        return transformers_music, transformers_music.generate_audio, "column-jacobi"
-    if transformers_models.image_model_class(model) is not None:
-        return transformers_models, transformers_models.generate_images, "speculative-jacobi"
-    if transformers_codes.is_language_model(model):
-        return transformers_codes, _generate_codes, "speculative-jacobi"
-    takes = ", ".join(
-        (*transformers_models.TAKES, "MusicgenForConditionalGeneration", *transformers_codes.TAKES)
+    decoders = (
+        (MusicAdapter(), generate_audio, "column-jacobi"),
+        (ImageAdapter(), generate_images, "speculative-jacobi"),
+        (CodeAdapter(), _generate_codes, "speculative-jacobi"),
     )
+    for adapter, decode, windowed in decoders:
+        if adapter.models(model):
+            return adapter, decode, windowed
+    takes = ", ".join(name for adapter, *_ in decoders for name in adapter.takes)
     raise TypeError(f"cannot decode a {type(model).__name__}; pass one of {takes}.")
 
 
@@ -177,7 +180,7 @@ def _generate_codes(model: Any, *, codes: Any = None, end: int | None = None, **
             f"cannot decode a {type(model).__name__} without the ids of its codes; pass codes=(first, last + 1), and "
             "end=, the id that ends a text."
         )
-    return transformers_codes.generate_codes(model, codes=codes, end=end, **given)
+    return generate_codes(model, codes=codes, end=end, **given)
 
 
 def save_custom_generate(folder: str | os.PathLike) -> Path:

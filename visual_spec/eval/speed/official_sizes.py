@@ -329,7 +329,7 @@ def of_transformers(
         inputs: what else the adapter's `plan` takes.
     """
     from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
-    from visual_spec.pipelines.transformers_models import image_model_class
+    from visual_spec.pipelines.accelerate.images import image_model_class
 
     kind = image_model_class(module)
     assert kind is not None

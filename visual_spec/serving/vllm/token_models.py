@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visual_spec.models.core.transformers_cache import Prompt
-from visual_spec.pipelines.transformers_models import image_model_class, unwrapped
+from visual_spec.pipelines.accelerate.images import image_model_class, unwrapped
 
 Size = tuple[int, int]
 

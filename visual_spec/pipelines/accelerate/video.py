@@ -24,16 +24,11 @@ from torch import Tensor
 
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import POLICIES, HeadBudgets
-from visual_spec.pipelines.generate_arguments import check_neutral
+from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_accelerated, is_of, take_off, unwrapped
+from visual_spec.pipelines.accelerate.arguments import check_neutral
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.shown import check_pixels
-from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, put_plain_back, unwrapped
 from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
-
-TAKES = ("WanTransformer3DModel", "WanPipeline")
-FAST_SAMPLER = "full"  # what the weights were trained in
-
-_NAMES = ("causal", "generate_latents", "generate_video", "last_trace", "check_inputs")
 
 # Arguments of the pipeline's own call that chunk by chunk have no meaning, and the values beside None that do nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -47,11 +42,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "negative_prompt_embeds": (),
     "num_inference_steps": (),
 }
-
-
-def is_video_model(thing: Any) -> bool:
-    """Whether it is a `WanTransformer3DModel` of diffusers, or a `WanPipeline` that holds one."""
-    return _transformer_of(thing) is not None
 
 
 def read_text(text: str) -> Any:
@@ -84,62 +74,55 @@ def check_policy(policy: Any) -> None:
             raise TypeError(f"policy is a {type(given).__name__}; pass its text, or one of {names}.")
 
 
-def accelerate(model_or_pipeline: Any, policy: Any) -> Any:
-    """Make a Wan causal, with a cache of this policy. Calling it again swaps the policy.
+class VideoAdapter(Adapter):
+    """A Wan of diffusers, made causal with a cache of frames. Calling `accelerate` again swaps the cache's policy.
 
     The transformer gets `generate_latents` and `last_trace`, the pipeline `generate_video`. Outside of these the
     transformer does what it did: the pipeline's own call draws without a cache, and warns.
-
-    Args:
-        model_or_pipeline: a `WanTransformer3DModel`, or a `WanPipeline` with one.
-        policy: one of `POLICIES`, or `HeadBudgets`.
-
-    Returns:
-        The same object.
-
-    Raises:
-        TypeError: something else, or what is no policy.
-        ValueError: a Wan that takes pictures, or one of two transformers.
     """
-    transformer = _transformer_of(model_or_pipeline)
-    if transformer is None:
-        raise TypeError(
-            f"cannot make a {type(model_or_pipeline).__name__} causal; pass a WanTransformer3DModel or a WanPipeline."
-        )
-    check_policy(policy)
-    if getattr(model_or_pipeline, "transformer_2", None) is not None:
-        raise ValueError("this pipeline has two transformers (Wan 2.2); pass one of Wan 2.1.")
-    CausalWan.check_model(transformer, policy)
-    restore(model_or_pipeline)
-    keep_plain(transformer, _NAMES)
-    transformer.__dict__["causal"] = CausalWan(transformer, policy)
-    transformer.__dict__["generate_latents"] = functools.partial(generate_latents, transformer)
-    transformer.__dict__["last_trace"] = None
-    if _is_a(model_or_pipeline, "WanPipeline"):
-        keep_plain(model_or_pipeline, _NAMES)
-        model_or_pipeline.__dict__["generate_video"] = functools.partial(generate_video, model_or_pipeline)
-        model_or_pipeline.__dict__["check_inputs"] = functools.partial(_warned_check, model_or_pipeline)
-    return model_or_pipeline
 
+    takes = ("WanTransformer3DModel", "WanPipeline")
+    fast_sampler = "full"  # what the weights were trained in
 
-def restore(model_or_pipeline: Any) -> Any:
-    """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
-    transformer = _transformer_of(model_or_pipeline)
-    if transformer is not None and PLAIN in transformer.__dict__:
-        transformer.__dict__["causal"].release()
-        put_plain_back(transformer, _NAMES)
-    put_plain_back(model_or_pipeline, _NAMES)
-    return model_or_pipeline
+    def models(self, thing: Any) -> list[Any]:
+        thing = unwrapped(thing)
+        if is_of(thing, ["WanPipeline"], "diffusers"):
+            thing = unwrapped(thing.transformer)
+        return [thing] if is_of(thing, ["WanTransformer3DModel"], "diffusers") else []
 
+    def read_text(self, text: str) -> Any:
+        return read_text(text)
 
-def summary(model_or_pipeline: Any) -> str:
-    """One line on what the last clips cost."""
-    transformer = _transformer_of(model_or_pipeline)
-    if transformer is None or PLAIN not in transformer.__dict__:
-        return f"{type(model_or_pipeline).__name__}: not accelerated"
-    policy = transformer.causal.policy
-    trace = transformer.last_trace
-    return f"{policy}: {'nothing drawn yet' if trace is None else trace.summary()}"
+    def accelerate(self, thing: Any, sampler: Any) -> Any:
+        """`sampler` is a policy: one of `POLICIES`, or `HeadBudgets`.
+
+        Raises:
+            TypeError: it is none.
+            ValueError: a Wan that takes pictures, or one of two transformers.
+        """
+        (transformer,) = self.models(thing)
+        check_policy(sampler)
+        if getattr(thing, "transformer_2", None) is not None:
+            raise ValueError("this pipeline has two transformers (Wan 2.2); pass one of Wan 2.1.")
+        CausalWan.check_model(transformer, sampler)
+        self.restore(thing)
+        latents = functools.partial(generate_latents, transformer)
+        hang(transformer, causal=CausalWan(transformer, sampler), generate_latents=latents, last_trace=None)
+        if is_of(thing, ["WanPipeline"], "diffusers"):
+            video, check = functools.partial(generate_video, thing), functools.partial(_warned_check, thing)
+            hang(thing, generate_video=video, check_inputs=check)
+        return thing
+
+    def restore(self, thing: Any) -> Any:
+        for transformer in filter(is_accelerated, self.models(thing)):
+            transformer.causal.release()
+            take_off(transformer)
+        take_off(thing)
+        return thing
+
+    def line(self, model: Any) -> str:
+        trace = model.last_trace
+        return f"{model.causal.policy}: {'nothing drawn yet' if trace is None else trace.summary()}"
 
 
 def generate_latents(
@@ -174,8 +157,8 @@ def generate_latents(
     """
     helper = None
     if drafter is not None:
-        inner = _transformer_of(drafter)
-        if inner is None or PLAIN not in inner.__dict__:
+        inner = next(filter(is_accelerated, VideoAdapter().models(drafter)), None)
+        if inner is None:
             raise TypeError(
                 f"drafter is a {type(drafter).__name__} that is not accelerated; pass a smaller Wan, made causal by "
                 "visual_spec.accelerate(drafter, policy)."
@@ -303,18 +286,3 @@ def _pixels(pipe: Any, latents: Tensor, output_type: str) -> Any:
     video = pipe.vae.decode(latents, return_dict=False)[0]
     check_pixels(video)
     return pipe.video_processor.postprocess_video(video, output_type=output_type)
-
-
-def _transformer_of(thing: Any) -> Any:
-    """The `WanTransformer3DModel` that a thing is or a `WanPipeline` holds, or None."""
-    thing = unwrapped(thing)
-    if _is_a(thing, "WanPipeline"):
-        thing = unwrapped(thing.transformer)
-    return thing if _is_a(thing, "WanTransformer3DModel") else None
-
-
-def _is_a(thing: Any, name: str) -> bool:
-    """Whether it is of that class of diffusers, by its name: other pipelines then need not import Wan's."""
-    return any(
-        kind.__name__ == name and kind.__module__.startswith("diffusers.") for kind in type(thing).__mro__
-    )

@@ -20,16 +20,10 @@ from visual_spec.models.core.calls import RASTER
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
+from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, unwrapped
+from visual_spec.pipelines.accelerate.arguments import bound_arguments, read_request, stream
+from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
-from visual_spec.pipelines.generate_arguments import bound_arguments, read_request, stream
-from visual_spec.pipelines.transformers_models import (
-    PLAIN,
-    check_needs,
-    keep_plain,
-    law_of,
-    put_plain_back,
-    unwrapped,
-)
 from visual_spec.samplers.core.history import (
     HistoryRule,
     NoRepeatNgram,
@@ -39,92 +33,72 @@ from visual_spec.samplers.core.history import (
 )
 from visual_spec.samplers.core.law import TokenLaw
 
-TAKES = ("causal language models with codes=(first, last + 1)",)
-TAKES_CODES = True
-CALLS = (RASTER,)
-FAST_SAMPLER = "speculative-jacobi"
-
 # Settings of `generate` that are neutral for other models, and rules here.
 _RULES = ("no_repeat_ngram_size", "repetition_penalty")
 _USUAL_NEW = 20  # tokens that transformers makes where nothing is said
 
-# What is hung on an accelerated model.
-_NAMES = ("sampler", "last_trace", "codes", "end", "generate")
 
+class CodeAdapter(Adapter):
+    """Causal language models of transformers that write codes by a head over their vocabulary.
 
-def is_language_model(thing: Any) -> bool:
-    """Whether it is a model of transformers that writes text by a head over its vocabulary."""
-    model = unwrapped(thing)
-    if not isinstance(model, nn.Module) or getattr(
-        getattr(model, "config", None), "is_encoder_decoder", True
-    ):
-        return False
-    names = {kind.__name__ for kind in type(model).__mro__}
-    own = type(model).__name__
-    return {"PreTrainedModel", "GenerationMixin"} <= names and (
-        own.endswith("ForCausalLM") or own.endswith("LMHeadModel")
-    )
-
-
-def accelerate(thing: Any, sampler: Any, *, codes: Any = None, end: int | None = None) -> Any:
-    """Have a causal language model of transformers write codes with a sampler.
-
-    `generate` then draws codes. The model gets `sampler` and, after a text, `last_trace`. A model that cannot be read
-    is left as it is, and a warning says why.
-
-    Args:
-        thing: the model, or a wrapper of it.
-        sampler: a sampler of next-token models without a drafter.
-        codes: (first, last + 1), the ids of the codes, or a list of such ranges.
-        end: the id that ends a text; None: every text has `max_new_tokens` codes.
-
-    Returns:
-        The same object.
-
-    Raises:
-        TypeError: no codes, or a sampler that does not fit.
-        ValueError: ids that the model does not have, or a sampler that lacks its drafter.
+    `generate` then draws codes. A model gets `sampler` and, after a text, `last_trace`. A model that cannot be read is
+    left as it is, and a warning says why.
     """
-    model = unwrapped(thing)
-    if codes is None:
-        raise TypeError(
-            f"cannot accelerate a {type(model).__name__} without the ids of its codes; pass codes=(first, last + 1), "
-            "and end=, the id that ends a text."
-        )
-    check_sampler(sampler, CALLS)
-    check_needs(sampler, None, "of which a language model takes none here; name another sampler")
-    if not sampler.reads_text:
-        raise TypeError(
-            f"{type(sampler).__name__} decodes no texts that end early; pass 'speculative-jacobi' or 'autoregressive'."
-        )
-    CodeLanguageModel(model, codes, end, new_tokens=1)  # refuses ids, and attention that takes no mask
-    reason = why_not(model)
-    if reason is not None:
-        warnings.warn(f"{type(model).__name__} is left as it is: {reason}.", stacklevel=3)
+
+    takes = ("causal language models with codes=(first, last + 1)",)
+    calls = (RASTER,)
+    fast_sampler = "speculative-jacobi"
+    options = ("codes", "end")
+
+    def models(self, thing: Any) -> list[Any]:
+        model = unwrapped(thing)
+        config = getattr(model, "config", None)
+        if not isinstance(model, nn.Module) or getattr(config, "is_encoder_decoder", True):
+            return []
+        names = {kind.__name__ for kind in type(model).__mro__}
+        writes = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        return [model] if writes and {"PreTrainedModel", "GenerationMixin"} <= names else []
+
+    def accelerate(self, thing: Any, sampler: Any, *, codes: Any = None, end: int | None = None) -> Any:
+        """Write codes with a sampler of next-token models without a drafter.
+
+        Args:
+            codes: (first, last + 1), the ids of the codes, or a list of such ranges.
+            end: the id that ends a text; None: every text has `max_new_tokens` codes.
+
+        Raises:
+            TypeError: no codes, or a sampler that does not fit.
+            ValueError: ids that the model does not have, or a sampler that lacks its drafter.
+        """
+        (model,) = self.models(thing)
+        if codes is None:
+            raise TypeError(
+                f"cannot accelerate a {type(model).__name__} without the ids of its codes; pass codes=(first, last + "
+                "1), and end=, the id that ends a text."
+            )
+        check_sampler(sampler, self.calls)
+        check_needs(sampler, None, "of which a language model takes none here; name another sampler")
+        if not sampler.reads_text:
+            raise TypeError(
+                f"{type(sampler).__name__} decodes no texts that end early; pass 'speculative-jacobi' or "
+                "'autoregressive'."
+            )
+        CodeLanguageModel(model, codes, end, new_tokens=1)  # refuses ids, and attention that takes no mask
+        reason = why_not(model)
+        if reason is not None:
+            warnings.warn(f"{type(model).__name__} is left as it is: {reason}.", stacklevel=3)
+            return thing
+        generate = functools.partial(_generate, model)
+        hang(model, sampler=sampler, codes=codes, end=end, last_trace=None, generate=generate)
         return thing
-    keep_plain(model, _NAMES)
-    own = model.__dict__
-    own["sampler"], own["codes"], own["end"], own["last_trace"] = sampler, codes, end, None
-    own["generate"] = functools.partial(_generate, model)
-    return thing
 
-
-def restore(thing: Any) -> Any:
-    """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
-    put_plain_back(unwrapped(thing), _NAMES)
-    return thing
-
-
-def summary(thing: Any) -> str:
-    """One line on what the last texts of an accelerated model cost: tokens, calls, tokens per call, seconds."""
-    model = unwrapped(thing)
-    if PLAIN not in model.__dict__:
-        return f"{type(model).__name__}: not accelerated"
-    trace = model.last_trace
-    if trace is not None:
-        return trace.summary()
-    promise = "same tokens" if model.sampler.identical else "same law" if model.sampler.lossless else "lossy"
-    return f"{type(model.sampler).__name__}: codes {model.codes}, {promise}, nothing decoded yet"
+    def line(self, model: Any) -> str:
+        if model.last_trace is not None:
+            return model.last_trace.summary()
+        promise = (
+            "same tokens" if model.sampler.identical else "same law" if model.sampler.lossless else "lossy"
+        )
+        return f"{type(model.sampler).__name__}: codes {model.codes}, {promise}, nothing decoded yet"
 
 
 @loads_groups
@@ -163,7 +137,7 @@ def generate_codes(
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, repetition_penalty,
             no_repeat_ngram_size, max_new_tokens or max_length, min_new_tokens or min_length, eos_token_id (the end),
             pad_token_id, num_return_sequences, return_dict_in_generate. What `generate` takes beside these has to be
-            neutral (`generate_arguments.NEUTRAL`).
+            neutral (`arguments.NEUTRAL`).
 
     Returns:
         The ids that `generate` returns, long [B, T + N]: prompts, then texts, with padding after their ends. With

@@ -1,4 +1,4 @@
-"""PocketTTS of transformers with a split head and a recorded loop; see `transformers_speech` for the whole."""
+"""PocketTTS of transformers with a split head and a recorded loop; see `speech` for the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, SpeechHead
 from visual_spec.models.core.offload import at_hand
-from visual_spec.pipelines.speech_model import FORWARD, GENERATE, Run, SpeechModel
+from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, Run, SpeechModel
 
 _FLOW = "sample_latent"
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.pipelines.accelerate.adapter import hang
 from visual_spec.samplers.core.graph import AUTO, RecordedFunction, wants_graph
 from visual_spec.samplers.core.trace import Stopwatch
 
@@ -69,10 +70,11 @@ class SpeechModel:
 
     def hang(self) -> None:
         """Replace the model's functions. `generate` reads the signatures of some, so they stay what they were."""
-        own = self.model.__dict__
-        for name, plain in self.plain.items():
-            own[name] = functools.update_wrapper(functools.partial(getattr(self, name)), plain)
-        own["last_trace"] = None
+        functions = {
+            name: functools.update_wrapper(functools.partial(getattr(self, name)), plain)
+            for name, plain in self.plain.items()
+        }
+        hang(self.model, **functions, last_trace=None)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         if self.run is not None:  # one that `generate` calls itself

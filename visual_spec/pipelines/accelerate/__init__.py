@@ -6,9 +6,11 @@ Samplers are components, so all this does is to swap one and to remember the oth
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from typing import Any
 
 from visual_spec.models.core.calls import CHUNKS
+from visual_spec.pipelines.accelerate.adapter import Adapter
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler  # noqa: F401
 from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
@@ -27,8 +29,8 @@ def accelerate(
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, a
             MusicGen, VibeVoice or PocketTTS of transformers, a causal language model of transformers that writes
-            codes, or a Wan of diffusers: see `visual_spec.pipelines.transformers_models`, `transformers_music`,
-            `transformers_speech`, `transformers_codes` and `diffusers_video` for what those get.
+            codes, or a Wan of diffusers: see the modules `images`, `music`, `speech`, `codes` and `video` beside this
+            one for what those get.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
             "speculative-jacobi". A pipeline that has a sampler of this class keeps it. So does one of music or of
             continuous tokens: there no sampler has been faster without changing what is drawn, as a warning says.
@@ -47,16 +49,17 @@ def accelerate(
         ValueError: an unknown sampler name, or a sampler that drafts with a model that the pipeline does not have.
     """
     adapter = _adapter(pipe)
-    if adapter is None:
-        _refuse_others(pipe)
-    if drafter is not None and not getattr(adapter, "TAKES_DRAFTER", False):
-        advice = "set pipe.drafter" if adapter is None else "leave it out"
-        raise TypeError(f"a {type(pipe).__name__} takes no drafter here; {advice}.")
-    given = {name: value for name, value in dict(codes=codes, end=end).items() if value is not None}
-    if given and not getattr(adapter, "TAKES_CODES", False):
+    if adapter is None and not isinstance(pipe, VisualPipeline):
+        names = ", ".join(name for adapter in adapters() for name in adapter.takes)
         raise TypeError(
-            f"a {type(pipe).__name__} takes no {' and '.join(given)}; only causal language models do. Leave out."
+            f"cannot accelerate a {type(pipe).__name__}; pass a visual_spec pipeline, one of {names}, or a pipeline of "
+            "diffusers that holds an image generator."
         )
+    options = {n: v for n, v in dict(drafter=drafter, codes=codes, end=end).items() if v is not None}
+    unknown = [name for name in options if adapter is None or name not in adapter.options]
+    if unknown:
+        advice = "set pipe.drafter" if adapter is None and drafter is not None else "leave out"
+        raise TypeError(f"a {type(pipe).__name__} takes no {' and '.join(unknown)} here; {advice}.")
     if adapter is None and CHUNKS in pipe.calls:
         raise TypeError(
             f"{type(pipe).__name__} has no sampler to swap; name the policy of its cache in the call, as "
@@ -72,11 +75,11 @@ def accelerate(
         )
         return pipe
     if sampler is None:
-        sampler = _fast_sampler(pipe) if adapter is None else adapter.FAST_SAMPLER
+        sampler = _fast_sampler(pipe) if adapter is None else adapter.fast_sampler
     if isinstance(sampler, str):
-        sampler = getattr(adapter, "read_text", _read_sampler)(sampler)
+        sampler = _read_sampler(sampler) if adapter is None else adapter.read_text(sampler)
     if adapter is not None:
-        return adapter.accelerate(pipe, sampler, *([] if drafter is None else [drafter]), **given)
+        return adapter.accelerate(pipe, sampler, **options)
     before = _set_sampler(pipe, sampler)
     if not hasattr(pipe, _PLAIN):
         setattr(pipe, _PLAIN, before)
@@ -135,40 +138,28 @@ def summary(pipe: Any) -> str:
     return trace.summary() if trace is not None else f"{type(pipe.sampler).__name__}: nothing decoded yet"
 
 
-def _takes() -> dict[Any, Any]:
-    """The one table of what `accelerate` takes from other libraries: a test, and the module that does it."""
-    from visual_spec.pipelines import (
-        diffusers_video,
-        transformers_codes,
-        transformers_models,
-        transformers_music,
-        transformers_speech,
-    )
-
-    return {
-        diffusers_video.is_video_model: diffusers_video,
-        transformers_speech.is_speech_model: transformers_speech,
-        transformers_music.is_music_model: transformers_music,
-        transformers_models.holds_image_model: transformers_models,
-        transformers_codes.is_language_model: transformers_codes,
-    }
+# What `accelerate` takes from other libraries, asked in turn: a module beside this one, and its class. Read when an
+# object of another library comes.
+ADAPTERS = (
+    ("video", "VideoAdapter"),
+    ("speech", "SpeechAdapter"),
+    ("music", "MusicAdapter"),
+    ("images", "ImageAdapter"),
+    ("codes", "CodeAdapter"),
+)
 
 
-def _adapter(thing: Any) -> Any:
-    """The module that accelerates a model of another library, or what holds one; None for a pipeline of ours, and for
-    what nobody takes."""
+def adapters() -> list[Adapter]:
+    """An object of every adapter."""
+    return [getattr(import_module(f"{__name__}.{module}"), name)() for module, name in ADAPTERS]
+
+
+def _adapter(thing: Any) -> Adapter | None:
+    """The adapter of a model of another library, or of what holds one; None for a pipeline of ours and what nobody
+    takes."""
     if isinstance(thing, VisualPipeline):
         return None
-    return next((module for test, module in _takes().items() if test(thing)), None)
-
-
-def _refuse_others(thing: Any) -> None:
-    if not isinstance(thing, VisualPipeline):
-        names = ", ".join(name for module in _takes().values() for name in module.TAKES)
-        raise TypeError(
-            f"cannot accelerate a {type(thing).__name__}; pass a visual_spec pipeline, one of {names}, or a pipeline "
-            "of diffusers that holds an image generator."
-        )
+    return next((adapter for adapter in adapters() if adapter.claims(thing)), None)
 
 
 def _read_sampler(text: str) -> Any:

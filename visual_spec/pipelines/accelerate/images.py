@@ -28,8 +28,9 @@ from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.models.next_token.emu3_constraint import NoLayoutError
+from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, plain, unwrapped
+from visual_spec.pipelines.accelerate.arguments import bound_arguments, read_request, stream
 from visual_spec.pipelines.base import check_sampler
-from visual_spec.pipelines.generate_arguments import bound_arguments, read_request, stream
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -39,16 +40,6 @@ FAMILIES = {
     "GlmImageForConditionalGeneration": ("visual_spec.models.next_token.glm_image", "GlmImageStage"),
     "JanusForConditionalGeneration": ("visual_spec.models.next_token.janus", "JanusImageModel"),
 }
-
-CALLS = RASTER_TREE_ORDER  # that these models answer
-FAST_SAMPLER = "speculative-jacobi"
-
-TAKES = tuple(FAMILIES)
-TAKES_DRAFTER = True
-
-# What is hung on an accelerated model.
-_NAMES = ("sampler", "drafter", "last_trace", "generate_images", "decode_images", "generate")
-PLAIN = "_visual_spec_plain"
 
 
 def image_model_class(model: Any) -> type[CachedDecoder] | None:
@@ -60,140 +51,53 @@ def image_model_class(model: Any) -> type[CachedDecoder] | None:
     return None
 
 
-def unwrapped(thing: Any) -> Any:
-    """The model inside a compiled model, a PEFT model or a pipeline of transformers; other things as they are.
+class ImageAdapter(Adapter):
+    """Image generators of transformers, alone or among the components of a diffusers pipeline.
 
-    What is hung on it is found through the wrapper, too: all three look up there what they do not have themselves.
-
-    Raises:
-        TypeError: a PEFT model that learned a prompt, which is no part of the model inside.
-    """
-    while True:
-        kinds = type(thing).__mro__
-        if "_orig_mod" in getattr(thing, "_modules", {}):  # torch.compile
-            thing = thing._orig_mod
-        elif any(kind.__name__ == "PeftModel" for kind in kinds):
-            if getattr(thing.active_peft_config, "is_prompt_learning", False):
-                raise TypeError(
-                    f"cannot accelerate a {type(thing).__name__} that learned a prompt; pass an adapter that changes "
-                    "weights, such as LoRA."
-                )
-            thing = thing.get_base_model()
-        elif any(kind.__module__.startswith("transformers.pipelines") for kind in kinds):
-            thing = thing.model
-        else:
-            return thing
-
-
-def _models_of(thing: Any) -> list[Any]:
-    """The image generators in a model or in the components of a diffusers pipeline."""
-    thing = unwrapped(thing)
-    parts = getattr(thing, "components", None)
-    candidates = map(unwrapped, parts.values()) if isinstance(parts, dict) else [thing]
-    return [part for part in candidates if image_model_class(part) is not None]
-
-
-def holds_image_model(thing: Any) -> bool:
-    """Whether it is an image generator of a supported class, or holds one."""
-    return bool(_models_of(thing))
-
-
-def accelerate(model_or_pipeline: Any, sampler: Any, drafter: Any = None) -> Any:
-    """Have a transformers model, or the one inside a diffusers pipeline, draw with a sampler.
-
-    The model gets `generate_images`, `decode_images`, `sampler` and, after a picture, `last_trace`. `generate` of a
+    A model gets `generate_images`, `decode_images`, `sampler` and, after a picture, `last_trace`. `generate` of a
     Chameleon writes text; it goes on doing so, and warns.
-
-    Args:
-        model_or_pipeline: see `FAMILIES`.
-        sampler: a sampler of next-token models.
-        drafter: for samplers that need one: a smaller model of the same class.
-
-    Returns:
-        The same object.
-
-    Raises:
-        TypeError: no model of a supported class, or a sampler or a drafter that does not fit; names those that do.
-        ValueError: a sampler that lacks its drafter, or needs the codebook of the picture's decoder.
     """
-    models = _models_of(model_or_pipeline)
-    if not models:
-        raise TypeError(
-            f"cannot accelerate a {type(model_or_pipeline).__name__}; pass one of transformers' {', '.join(TAKES)}."
-        )
-    check_sampler(sampler, CALLS)
-    check_needs(sampler, drafter, f"a smaller {type(models[0]).__name__}")
-    for model in models:
-        _check_drafter(model, drafter)
-    for model in models:
-        keep_plain(model, _NAMES)
-        own = model.__dict__
-        own["sampler"], own["drafter"] = sampler, drafter
-        own["last_trace"] = None
-        own["generate_images"] = functools.partial(generate_images, model)
-        own["decode_images"] = functools.partial(decode_images, model)
-        own["generate"] = functools.partial(_generate, model)
-    return model_or_pipeline
 
+    takes = tuple(FAMILIES)
+    calls = RASTER_TREE_ORDER
+    fast_sampler = "speculative-jacobi"
+    options = ("drafter",)
 
-def check_needs(sampler: Any, drafter: Any, fitting: str) -> None:
-    """Refuse a sampler that could not make its first call.
+    def models(self, thing: Any) -> list[Any]:
+        thing = unwrapped(thing)
+        parts = getattr(thing, "components", None)
+        candidates = map(unwrapped, parts.values()) if isinstance(parts, dict) else [thing]
+        return [part for part in candidates if image_model_class(part) is not None]
 
-    Raises:
-        ValueError: it drafts with a second model, and there is none; or it needs a codebook, which is not at hand.
-    """
-    name = type(sampler).__name__
-    if getattr(sampler, "needs_codebook", False):
-        raise ValueError(
-            f"{name} with these settings needs the codebook of the decoder, which no model of transformers hands out; "
-            "pass a sampler without a codebook, such as 'speculative-jacobi'."
-        )
-    if getattr(sampler, "needs_drafter", False) and drafter is None:
-        raise ValueError(
-            f"{name} needs a drafter; pass visual_spec.accelerate(model, sampler, drafter=...), {fitting}."
-        )
+    def accelerate(self, thing: Any, sampler: Any, drafter: Any = None) -> Any:
+        """Draw with a sampler of next-token models; `drafter`, for samplers that need one: a smaller model of the same
+        class.
+
+        Raises:
+            TypeError: a sampler or a drafter that does not fit; names those that do.
+            ValueError: a sampler that lacks its drafter, or needs the codebook of the picture's decoder.
+        """
+        models = self.models(thing)
+        check_sampler(sampler, self.calls)
+        check_needs(sampler, drafter, f"a smaller {type(models[0]).__name__}")
+        for model in models:
+            _check_drafter(model, drafter)
+        for model in models:
+            hang(
+                model,
+                sampler=sampler,
+                drafter=drafter,
+                last_trace=None,
+                generate_images=functools.partial(generate_images, model),
+                decode_images=functools.partial(decode_images, model),
+                generate=functools.partial(_generate, model),
+            )
+        return thing
 
 
 def _check_drafter(model: Any, drafter: Any) -> None:
     if drafter is not None and image_model_class(drafter) is not image_model_class(model):
         raise TypeError(f"drafter is a {type(drafter).__name__}; pass a smaller {type(model).__name__}.")
-
-
-def restore(model_or_pipeline: Any) -> Any:
-    """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
-    for model in _models_of(model_or_pipeline):
-        put_plain_back(model, _NAMES)
-    return model_or_pipeline
-
-
-def keep_plain(model: Any, names: Sequence[str]) -> None:
-    """Remember, at first, which of these attributes the model has of its own."""
-    own = model.__dict__
-    own.setdefault(PLAIN, {name: own[name] for name in names if name in own})
-
-
-def put_plain_back(model: Any, names: Sequence[str]) -> None:
-    """Give the model back what `keep_plain` remembered, if it did."""
-    own = model.__dict__
-    if PLAIN in own:
-        before = own.pop(PLAIN)
-        for name in names:
-            own.pop(name, None)
-        own.update(before)
-
-
-def summary(model_or_pipeline: Any) -> str:
-    """One line on what the last pictures of each accelerated model cost: tokens, calls, tokens per call, seconds."""
-    accelerated = [model for model in _models_of(model_or_pipeline) if PLAIN in model.__dict__]
-    if not accelerated:
-        return f"{type(model_or_pipeline).__name__}: not accelerated"
-    nothing = "nothing decoded yet"
-    return "\n".join(
-        model.last_trace.summary()
-        if model.last_trace is not None
-        else f"{type(model.sampler).__name__}: {nothing}"
-        for model in accelerated
-    )
 
 
 @loads_groups
@@ -224,12 +128,12 @@ def generate_images(
         callback: called after every target call, as (index, committed tokens [B]).
         drafter: for samplers that need one: a smaller model of the same class; None is that of `accelerate`.
         streamer: of transformers; gets the prompt and then the tokens, when all are drawn
-            (`visual_spec.pipelines.generate_arguments.stream`).
+            (`visual_spec.pipelines.accelerate.arguments.stream`).
         sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
         inputs: what else the processor makes (`image_sizes`, `image_grid_thw`, `images_per_sample`, `pixel_values`),
             `layout` for Lumina-mGPT, and settings of `generate`: do_sample, temperature, top_k, top_p,
             guidance_scale, num_return_sequences, return_dict_in_generate. The picture decides about the length. What
-            `generate` takes beside these has to be neutral (`generate_arguments.NEUTRAL`).
+            `generate` takes beside these has to be neutral (`arguments.NEUTRAL`).
 
     Returns:
         The ids that `generate` returns, long: of Janus the image tokens [B, height * width], of the others prompt and
@@ -359,27 +263,27 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated Janus, Emu3 or GLM-Image: pictures by `generate_images`, text as before."""
     kind = image_model_class(model)
     assert kind is not None
-    plain = getattr(model, PLAIN).get("generate") or functools.partial(type(model).generate, model)
+    plain_generate = plain(model, "generate")
     if kind.family == "Chameleon":
         warnings.warn(
             "generate of a Chameleon writes text and is not accelerated; draw pictures with "
             "model.generate_images(**inputs).",
             stacklevel=3,
         )
-        return plain(*args, **kwargs)
+        return plain_generate(*args, **kwargs)
     if kind.family == "Janus" and kwargs.get("generation_mode", "text") != "image":
-        return plain(*args, **kwargs)
+        return plain_generate(*args, **kwargs)
     asked = bound_arguments(model, args, kwargs)
     asked.pop("generation_mode", None)
     if kind.family == "Emu3":
         if asked.get("prefix_allowed_tokens_fn") is not None:
-            return _generate_constrained(model, functools.partial(plain, *args, **kwargs), asked)
+            return _generate_constrained(model, functools.partial(plain_generate, *args, **kwargs), asked)
         if asked.get("image_sizes") is None or asked.get("pixel_values") is not None:
-            return plain(*args, **kwargs)
+            return plain_generate(*args, **kwargs)
     return generate_images(model, **asked)
 
 
-def _generate_constrained(model: Any, plain: Any, kwargs: dict[str, Any]) -> Any:
+def _generate_constrained(model: Any, plain_generate: Any, kwargs: dict[str, Any]) -> Any:
     """`generate` of an accelerated Emu3 with `prefix_allowed_tokens_fn`, the constraint of its documentation: by
     `generate_images` if the function lays out one picture, else as before, with a warning."""
     settings = {name: value for name, value in kwargs.items() if name != "image_sizes"}
@@ -400,7 +304,7 @@ def _generate_constrained(model: Any, plain: Any, kwargs: dict[str, Any]) -> Any
             "image_sizes in: model.generate(**inputs, image_sizes=...).",
             stacklevel=3,
         )
-        return plain()
+        return plain_generate()
     size = [(constraint.height, constraint.width)]
     output = generate_images(model, ids, image_sizes=size, **settings)
     whole = output if isinstance(output, Tensor) else output.sequences

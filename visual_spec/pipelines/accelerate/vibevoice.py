@@ -1,4 +1,4 @@
-"""VibeVoice of transformers with one call of the language model a latent; see `transformers_speech` for the whole.
+"""VibeVoice of transformers with one call of the language model a latent; see `speech` for the whole.
 
 Replaced are the functions that its `generate` calls. Each gives what the model's own would give.
 """
@@ -17,7 +17,7 @@ from visual_spec.models.continuous.dpm_solver import LinearSolver, read_solver
 from visual_spec.models.continuous.joined_cache import JoinedCache, joined_mask
 from visual_spec.models.continuous.speech_heads import SpeechHead, VibeVoiceHead, guided
 from visual_spec.models.core.offload import at_hand
-from visual_spec.pipelines.speech_model import FORWARD, GENERATE, Run, SpeechModel
+from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, Run, SpeechModel
 
 _PREPARE, _RESTART = "_prepare_negative_generation", "_reset_negative_cache_for_audio_start"
 _STEP, _LATENT = "_step_negative_branch", "_sample_audio_latent"

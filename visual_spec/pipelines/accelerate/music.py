@@ -4,7 +4,7 @@
     visual_spec.accelerate(model)  # or another sampler: accelerate(model, "column-jacobi:window=4")
     waves = model.generate_audio(**processor(text=prompts, padding=True, return_tensors="pt"), max_new_tokens=503)
 
-As `visual_spec.pipelines.transformers_models` for images: `accelerate` hangs functions on the object and touches
+As `visual_spec.pipelines.accelerate.images` for images: `accelerate` hangs functions on the object and touches
 nothing else. `generate` always plays here, so it is routed to `generate_audio`, and calls of it are accelerated
 unchanged.
 """
@@ -25,79 +25,59 @@ from visual_spec.models.core.calls import COLUMNS
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, is_of, unwrapped
+from visual_spec.pipelines.accelerate.arguments import bound_arguments, read_request, stream
+from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
-from visual_spec.pipelines.generate_arguments import bound_arguments, read_request, stream
-from visual_spec.pipelines.transformers_models import (
-    PLAIN,
-    check_needs,
-    keep_plain,
-    law_of,
-    put_plain_back,
-    unwrapped,
-)
-
-TAKES = WHOLE_MODELS
-TAKES_DRAFTER = True
-CALLS = (COLUMNS,)  # that they answer
-# Plain decoding in a static cache: no sampler of the same codes has been faster (docs/RESULTS.md, "Music").
-FAST_SAMPLER = "columns"
 
 _INPUTS = ("encoder_outputs", "input_values", "padding_mask", "input_features", "decoder_input_ids")
 
-# What is hung on an accelerated model.
-_NAMES = ("sampler", "drafter", "last_trace", "last_codes", "generate_audio", "generate")
 
+class MusicAdapter(Adapter):
+    """MusicGen and MusicGen Melody of transformers.
 
-def is_music_model(model: Any) -> bool:
-    """Whether it is a model of transformers that plays, of a supported class or not."""
-    kinds = type(unwrapped(model)).__mro__
-    return any(k.__name__.startswith("Musicgen") and k.__module__.startswith("transformers.") for k in kinds)
-
-
-def accelerate(model: Any, sampler: Any, drafter: Any = None) -> Any:
-    """Have a MusicGen or MusicGen Melody of transformers play with a sampler of columns.
-
-    The model gets `generate_audio`, `sampler` and, after a clip, `last_trace` and `last_codes` (long [B, K, T]).
-
-    Args:
-        model: see `TAKES`.
-        sampler: a sampler of columns.
-        drafter: for samplers that need one, as for `generate_audio`.
-
-    Returns:
-        The same model.
-
-    Raises:
-        TypeError: a bare language model, or a sampler that decodes no columns.
-        ValueError: a sampler that lacks its drafter.
+    A model gets `generate_audio`, `sampler` and, after a clip, `last_trace` and `last_codes` (long [B, K, T]).
     """
-    given, model = model, unwrapped(model)
-    if not {kind.__name__ for kind in type(model).__mro__} & set(WHOLE_MODELS):
-        raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {' or a '.join(WHOLE_MODELS)}.")
-    check_sampler(sampler, CALLS)
-    check_needs(sampler, drafter, "a ColumnEagleDrafter trained for this model or a smaller MusicGen")
-    MusicgenColumnModel(model, 1)  # refuses attention that takes no mask
-    keep_plain(model, _NAMES)
-    own = model.__dict__
-    own["sampler"], own["drafter"], own["last_trace"], own["last_codes"] = sampler, drafter, None, None
-    own["generate_audio"] = functools.partial(generate_audio, model)
-    own["generate"] = functools.partial(_generate, model)
-    return given
 
+    takes = WHOLE_MODELS
+    calls = (COLUMNS,)
+    # Plain decoding in a static cache: no sampler of the same codes has been faster (docs/RESULTS.md, "Music").
+    fast_sampler = "columns"
+    options = ("drafter",)
 
-def restore(model: Any) -> Any:
-    """Undo `accelerate`; what was not accelerated is left as it is. Returns the same model."""
-    put_plain_back(unwrapped(model), _NAMES)
-    return model
+    def models(self, thing: Any) -> list[Any]:
+        model = unwrapped(thing)
+        return [model] if is_of(model, WHOLE_MODELS) else []
 
+    def claims(self, thing: Any) -> bool:
+        kinds = type(unwrapped(thing)).__mro__
+        return any(
+            k.__name__.startswith("Musicgen") and k.__module__.startswith("transformers.") for k in kinds
+        )
 
-def summary(model: Any) -> str:
-    """One line on what the last clips of an accelerated model cost: columns, calls, columns per call, seconds."""
-    model = unwrapped(model)
-    if PLAIN not in model.__dict__:
-        return f"{type(model).__name__}: not accelerated"
-    trace = model.last_trace
-    return trace.summary() if trace is not None else f"{type(model.sampler).__name__}: nothing decoded yet"
+    def accelerate(self, thing: Any, sampler: Any, drafter: Any = None) -> Any:
+        """Play with a sampler of columns; `drafter` as for `generate_audio`.
+
+        Raises:
+            TypeError: a bare language model, or a sampler that decodes no columns.
+            ValueError: a sampler that lacks its drafter.
+        """
+        for model in self.models(thing):
+            check_sampler(sampler, self.calls)
+            check_needs(sampler, drafter, "a ColumnEagleDrafter trained for this model or a smaller MusicGen")
+            MusicgenColumnModel(model, 1)  # refuses attention that takes no mask
+            hang(
+                model,
+                sampler=sampler,
+                drafter=drafter,
+                last_trace=None,
+                last_codes=None,
+                generate_audio=functools.partial(generate_audio, model),
+                generate=functools.partial(_generate, model),
+            )
+            return thing
+        kind = type(unwrapped(thing)).__name__
+        raise TypeError(f"cannot accelerate a {kind}; pass a {' or a '.join(WHOLE_MODELS)}.")
 
 
 @loads_groups
@@ -140,7 +120,7 @@ def generate_audio(
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, max_new_tokens or max_length (in
             steps: a clip of T frames takes T + lag of them, and one for the empty step in front), num_return_sequences,
             return_dict_in_generate. Without a length, as many steps as `generate` takes. What it takes beside these has
-            to be neutral (`generate_arguments.NEUTRAL`).
+            to be neutral (`arguments.NEUTRAL`).
 
     Returns:
         The waves that `generate` returns, [B, C, N]. With return_dict_in_generate they are the `sequences` of a

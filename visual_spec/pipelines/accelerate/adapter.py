@@ -1,0 +1,140 @@
+"""What accelerated models of other libraries share: functions are hung on the object, and taken off again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
+
+PLAIN = "_visual_spec_plain"
+_ABSENT = object()
+
+
+class Adapter(ABC):
+    """How `visual_spec.accelerate` treats one kind of models. It has no state: what is hung lies on the models.
+
+    Attributes:
+        takes: names of what it takes, for refusals.
+        calls: kinds of calls that its models answer.
+        fast_sampler: text of the sampler that `accelerate` sets by default; None: there is nothing to choose.
+        options: arguments of `accelerate` beside the sampler that it takes: "drafter", "codes", "end".
+    """
+
+    takes: ClassVar[Sequence[str]]
+    calls: ClassVar[tuple[str, ...]] = ()
+    fast_sampler: ClassVar[str | None]
+    options: ClassVar[Collection[str]] = ()
+
+    @abstractmethod
+    def models(self, thing: Any) -> Sequence[Any]:
+        """The models of this kind that an object is, wraps or holds."""
+
+    @abstractmethod
+    def accelerate(self, thing: Any, sampler: Any, **options: Any) -> Any:
+        """Hang the accelerated functions on the models of an object, and return the object; refusals change nothing."""
+
+    def claims(self, thing: Any) -> bool:
+        """Whether an object is for this adapter, be it to refuse it by name."""
+        return bool(self.models(thing))
+
+    def read_text(self, text: str) -> Any:
+        """The sampler of a text: `name` or `name:setting=value,...`."""
+        from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
+
+        name, settings = parse_sampler(text)
+        return make_sampler(name, **settings)
+
+    def restore(self, thing: Any) -> Any:
+        """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
+        for model in self.models(thing):
+            take_off(model)
+        return thing
+
+    def summary(self, thing: Any) -> str:
+        """What the last call of each accelerated model cost, a line each."""
+        lines = [self.line(model) for model in self.models(thing) if is_accelerated(model)]
+        return "\n".join(lines) or f"{type(thing).__name__}: not accelerated"
+
+    def line(self, model: Any) -> str:
+        """What the last call of an accelerated model cost."""
+        trace = model.last_trace
+        return f"{type(model.sampler).__name__}: nothing decoded yet" if trace is None else trace.summary()
+
+
+def hang(model: Any, **attributes: Any) -> None:
+    """Set attributes of an object, and remember those that it had of its own before it was first accelerated."""
+    own = vars(model)
+    before = own.setdefault(PLAIN, {})
+    for name, value in attributes.items():
+        before.setdefault(name, own.get(name, _ABSENT))
+        own[name] = value
+
+
+def take_off(thing: Any) -> None:
+    """Give an object back what it had before `hang`."""
+    own = vars(thing)
+    for name, value in own.pop(PLAIN, {}).items():
+        own.pop(name, None)
+        if value is not _ABSENT:
+            own[name] = value
+
+
+def is_accelerated(model: Any) -> bool:
+    """Whether something is hung on it."""
+    return PLAIN in vars(model)
+
+
+def plain(model: Any, name: str) -> Any:
+    """A method of an accelerated model as it was before."""
+    before = vars(model)[PLAIN].get(name, _ABSENT)
+    return getattr(type(model), name).__get__(model) if before is _ABSENT else before
+
+
+def unwrapped(thing: Any) -> Any:
+    """The model inside a compiled model, a PEFT model or a pipeline of transformers; other things as they are.
+
+    What is hung on it is seen through the wrapper, too: all three look up there what they do not have themselves.
+
+    Raises:
+        TypeError: a PEFT model that learned a prompt, which is no part of the model inside.
+    """
+    while True:
+        kinds = type(thing).__mro__
+        if "_orig_mod" in getattr(thing, "_modules", {}):  # torch.compile
+            thing = thing._orig_mod
+        elif any(kind.__name__ == "PeftModel" for kind in kinds):
+            if getattr(thing.active_peft_config, "is_prompt_learning", False):
+                raise TypeError(
+                    f"cannot accelerate a {type(thing).__name__} that learned a prompt; pass an adapter that changes "
+                    "weights, such as LoRA."
+                )
+            thing = thing.get_base_model()
+        elif any(kind.__module__.startswith("transformers.pipelines") for kind in kinds):
+            thing = thing.model
+        else:
+            return thing
+
+
+def is_of(thing: Any, names: Collection[str], library: str = "transformers") -> bool:
+    """Whether it is an object of a class of a library, or of a subclass, by name: nothing is imported."""
+    return any(
+        kind.__name__ in names and kind.__module__.startswith(f"{library}.") for kind in type(thing).__mro__
+    )
+
+
+def check_needs(sampler: Any, drafter: Any, fitting: str) -> None:
+    """Refuse a sampler that could not make its first call.
+
+    Raises:
+        ValueError: it drafts with a second model, and there is none; or it needs a codebook, which is not at hand.
+    """
+    name = type(sampler).__name__
+    if getattr(sampler, "needs_codebook", False):
+        raise ValueError(
+            f"{name} with these settings needs the codebook of the decoder, which no model of transformers hands out; "
+            "pass a sampler without a codebook, such as 'speculative-jacobi'."
+        )
+    if getattr(sampler, "needs_drafter", False) and drafter is None:
+        raise ValueError(
+            f"{name} needs a drafter; pass visual_spec.accelerate(model, sampler, drafter=...), {fitting}."
+        )

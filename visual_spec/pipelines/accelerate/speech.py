@@ -1,0 +1,102 @@
+"""Speed up a speech model of transformers that the user already has, and undo it.
+
+    model = VibeVoiceForConditionalGeneration.from_pretrained(...)
+    visual_spec.accelerate(model)
+    audio = model.generate(**processor(...), max_new_tokens=400)
+
+As `visual_spec.pipelines.accelerate.images` for images: `accelerate` hangs functions on the object and touches
+nothing else. `generate` stays the model's own, with every setting it takes; the functions that it calls are replaced.
+For the same noise the latents are the same, up to rounding: products of more rows round differently.
+
+A guided `generate` of VibeVoice reads all weights of the language model three times a latent: for the prompt with its
+audio, for the audio alone, and for the text guidance that `generate` puts on the token. It reads those of the head ten
+times. Here:
+
+* One call of the language model serves all three texts (`JoinedCache`). The text of audio alone moves on only in steps
+  that yield audio, so its part of other calls is not kept. It starts anew with every piece of audio; if another sample
+  of the batch speaks in that very step, the text of audio alone is called by itself once more. Without guidance
+  (scale 1) the prompt's text alone is called: the others change nothing.
+* The head's modulations of all steps are one product before its loop, and guidance rows share what they have in common.
+* The solver is read off the scheduler once (`read_solver`). On a GPU the whole loop is recorded as a CUDA graph.
+
+Two things stay as they are. Calls of the language model: where the cache is not dynamic (static, quantised,
+offloaded), is not used or has sliding layers, and where attention is neither "sdpa" nor "eager". Steps of the solver:
+where the scheduler is of another class than `DPMSolverMultistepScheduler`, draws noise in its steps, or clips by
+thresholding. The head is split for these schedulers, too.
+
+PocketTTS makes one call of the language model a latent as it is. Its head is split, and its loop recorded.
+
+No speculation is offered, because both solvers are deterministic: the only randomness of a latent is the noise it
+starts from, so no later draw is left by which a draft could be accepted.
+
+Checked with transformers 5.20 (VibeVoice), 5.22 and 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, unwrapped
+from visual_spec.pipelines.accelerate.pocket_tts import PocketTTS
+from visual_spec.pipelines.accelerate.speech_model import SpeechModel
+from visual_spec.pipelines.accelerate.vibevoice import VibeVoice
+
+MODELS: dict[str, type[SpeechModel]] = {
+    "VibeVoiceForConditionalGeneration": VibeVoice,
+    "PocketTTSForConditionalGeneration": PocketTTS,
+}
+
+
+class SpeechAdapter(Adapter):
+    """VibeVoice and PocketTTS of transformers: fewer calls for the same latents.
+
+    The model's `generate` gives `last_trace`, a `SpeechTrace`.
+    """
+
+    takes = tuple(MODELS)
+    fast_sampler = None  # all that is done is exact
+
+    def models(self, thing: Any) -> list[Any]:
+        model = unwrapped(thing)
+        return [model] if _kind_of(model) is not None else []
+
+    def claims(self, thing: Any) -> bool:
+        kinds = [k for k in type(unwrapped(thing)).__mro__ if k.__module__.startswith("transformers.")]
+        return any(kind.__name__.startswith(("VibeVoice", "PocketTTS")) for kind in kinds)
+
+    def accelerate(self, thing: Any, sampler: Any = None) -> Any:
+        """Replace what `generate` calls. Twice changes nothing.
+
+        Raises:
+            TypeError: another model, a sampler (these models need none), or a release of transformers whose `generate`
+                has other parts.
+        """
+        model = unwrapped(thing)
+        kind = _kind_of(model)
+        if kind is None:
+            raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {' or a '.join(MODELS)}.")
+        if sampler is not None:
+            raise TypeError(
+                f"{type(sampler).__name__} given; a {type(model).__name__} takes no sampler, because its solver draws "
+                "no noise by which a draft could be accepted. Pass the model alone."
+            )
+        missing = [name for name in kind.replaces if not hasattr(model, name)]
+        if missing:
+            import transformers
+
+            raise TypeError(
+                f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; use a "
+                "release from 5.20 to 5.23."
+            )
+        if not is_accelerated(model):
+            kind(model).hang()
+        return thing
+
+    def line(self, model: Any) -> str:
+        trace = model.last_trace
+        return f"{type(model).__name__}: nothing generated yet" if trace is None else trace.summary()
+
+
+def _kind_of(model: Any) -> type[SpeechModel] | None:
+    names = {parent.__name__ for parent in type(model).__mro__}
+    return next((kind for name, kind in MODELS.items() if name in names), None)
