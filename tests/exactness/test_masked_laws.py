@@ -19,7 +19,7 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import masking
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.masked import masked
+from visual_spec.samplers.masked import policies
 from visual_spec.samplers.masked.masked import MaskedSampler
 
 
@@ -227,7 +227,7 @@ def test_catches_a_schedule_that_is_a_step_behind(monkeypatch):
         counts = masking.hidden_counts(*given)
         return [counts[0], *counts[:-1]]
 
-    monkeypatch.setattr(masked, "hidden_counts", behind)
+    monkeypatch.setattr(policies, "hidden_counts", behind)
     assert check(monkeypatch, table(4, 2), dict(steps=3)) > 1e-3
 
 
@@ -240,7 +240,7 @@ def test_catches_a_bound_that_counts_the_largest_entropy(monkeypatch):
 
 
 def test_catches_the_surest_hidden_again(monkeypatch):
-    monkeypatch.setattr(masked, "least_sure", lambda score, *given: masking.least_sure(-score, *given))
+    monkeypatch.setattr(policies, "least_sure", lambda score, *given: masking.least_sure(-score, *given))
     assert check(monkeypatch, table(4, 2), dict(steps=3)) > 1e-2
 
 

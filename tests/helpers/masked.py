@@ -7,6 +7,7 @@ from visual_spec.models.columns.musicgen import MagnetModel
 from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.masked.presets import PRESETS
 
 FRAMES = 10
 
@@ -20,6 +21,6 @@ def text(rows: list[int] | None = None) -> TextCondition:
     return condition if rows is None else rows_of(condition, rows)
 
 
-MAGNET = dict(clock="magnet", span=3, temperature="falling", guidance="falling")
+MAGNET = PRESETS["magnet"].settings | dict(span=3)
 LAW = TokenLaw(guidance_scale=4.0, temperature=2.0, top_p=0.9)
 STEPS = [5, 3, 2, 1]

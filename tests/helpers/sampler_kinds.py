@@ -187,7 +187,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         steps=3, history_hidden=0.5, history_pattern="random", unconditional_history="same", schedule="arccos",
         clock="magnet", score="probability", choice_temperature=0.5, falls="before", temperature="falling",
         last_temperature=0.5, guidance="falling", least_guidance=1.2, entropy_bound=0.4, filtered_score=True,
-        score_temperature=0.8, greedy=True, measure=True, later_noise=False,
+        score_temperature=0.8, greedy=True, measure=True, later_noise=False, warmup=1, second_draw=True,
     ),
     "ContinuousSampler": dict(
         steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,

@@ -9,6 +9,7 @@ from transformers import EncodecModel
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.masked.magnet_checkpoint import load_magnet
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.samplers.masked.presets import PRESETS
 
 
 def official_magnet(
@@ -23,11 +24,9 @@ def official_magnet(
     own = loaded.settings
     sampler = make_sampler(
         "masked",
+        **PRESETS["magnet"].settings,
         steps=own.steps,
-        clock="magnet",
         span=own.span,
-        temperature="falling",
-        guidance="falling",
         least_guidance=own.least_guidance,
     )
     published: dict[str, Any] = dict(

@@ -12,7 +12,6 @@ _HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
     "DecodeTrace": "visual_spec.samplers.core.trace",
     "SampleResult": "visual_spec.samplers.core.trace",
     "TokenLaw": "visual_spec.samplers.core.law",
-    "hybrid_decode": "visual_spec.samplers.masked.hybrid",
 }
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -289,7 +289,7 @@ def test_a_generator_without_a_seed_has_the_default_one():
 
 
 def test_a_million_keys_seed_different_generators():
-    """As `hybrid_decode` seeds. Only keys with one low half can give generators of one state: they must differ too."""
+    """Only keys with one low half can give generators of one state: they must differ too."""
     keys = torch.randint(-(2**63), 2**63 - 1, (10**6,), generator=seeded(0)) & (2**63 - 1)
     low, order = (keys & (2**32 - 1)).sort()
     same = (low[1:] == low[:-1]).nonzero()[:, 0]

@@ -30,6 +30,7 @@ from visual_spec.samplers.core.masking import (
 )
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import LawByStep
 from visual_spec.samplers.masked.presets import PRESETS
 from visual_spec.samplers.masked.state import MaskedTrace
 
@@ -371,14 +372,14 @@ def test_known_tokens_in_an_open_span_are_never_kept_by_a_call():
 def test_falling_temperatures_end_where_they_should():
     """MAGNeT's code ends at 0.01; MaskGCT takes the likeliest tokens, but draws where there is one step."""
     law = TokenLaw(temperature=2.0)
-    after, before = (MaskedSampler(temperature="falling", falls=falls) for falls in ("after", "before"))
-    assert [after._law(law, 0.5, step, 4).temperature for step in range(4)] == [1.5, 1.0, 0.5, 0.01]
-    assert [before._law(law, 0.5, step, 4).temperature for step in range(4)] == [2.0, 1.5, 1.0, 0.0]
-    assert before._law(law, 1.0, 0, 1).temperature == 0.2
-    root = MaskedSampler(temperature="root", last_temperature=0.5)
-    assert root._law(law, 0.5, 1, 5).temperature == pytest.approx(
-        2.0 * (1 - 0.5 * 0.5)
-    )  # the root of a quarter
+    after, before = (LawByStep(temperature="falling", falls=falls) for falls in ("after", "before"))
+    four = [True] * 4
+    assert [after.law(law, 0.5, step, four).temperature for step in range(4)] == [1.5, 1.0, 0.5, 0.01]
+    assert [before.law(law, 0.5, step, four).temperature for step in range(4)] == [2.0, 1.5, 1.0, 0.0]
+    assert before.law(law, 1.0, 0, [True]).temperature == 0.2
+    root = LawByStep(temperature="root", last_temperature=0.5)
+    fallen = root.law(law, 0.5, 1, [True] * 5).temperature
+    assert fallen == pytest.approx(2.0 * (1 - 0.5 * 0.5))  # the root of a quarter
 
 
 def test_the_trace_tells_when_tokens_were_kept():

@@ -18,7 +18,9 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import hidden_counts, hidden_shares
 from visual_spec.samplers.core.noise import CHOICE, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.masked.calls import Reuse
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import LawByStep
 from visual_spec.samplers.masked.presets import PRESETS
 
 # -- the Halton sampler ------------------------------------------------------------------------------------------------
@@ -149,10 +151,12 @@ def test_noise_falls_as_each_code_lets_it():
     }
     assert want["product"] == pytest.approx([3 / 4, 3 / 8, 3 / 32, 0])
     for falls, scales in want.items():
-        sampler = MaskedSampler(steps, choice_temperature=1.0, falls=falls)
-        assert [sampler._left(step, steps) for step in range(steps)] == pytest.approx(scales)
-    pairs = MaskedSampler(5, choice_temperature=1.0, falls="full", reuse=1, reuse_from=0.2)
-    assert [pairs._left(step, 5) for step in (0, 1, 3)] == pytest.approx([2 / 3, 1 / 3, 0])
+        left = [LawByStep(falls=falls).left(step, [True] * steps) for step in range(steps)]
+        assert left == pytest.approx(scales)
+    full = Reuse(reuse=1, reuse_from=0.2).full(5)
+    assert [LawByStep(falls="full").left(step, full) for step in (0, 1, 3)] == pytest.approx(
+        [2 / 3, 1 / 3, 0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@
 `register_to_config` reads the declarations: it refuses what they do not allow, and makes Python numbers of numpy's, so
 that whatever draws can also be saved. Dataclasses call `read_fields`, functions `whole`. The command line reads the
 declarations too (`settings_of`).
+
+Settings that several constructors have are the fields of a dataclass, declared there: `with_groups` adds them to the
+parameters of a constructor, and `group_of` reads them back from its configuration.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -218,3 +221,37 @@ def read_fields(record: Any) -> None:
     """
     for name, setting in settings_of(type(record).__init__).items():
         object.__setattr__(record, name, setting.read(getattr(record, name)))
+
+
+Group = TypeVar("Group")
+_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def with_groups(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the fields of dataclasses to the parameters of a constructor, whose last one is `**groups: Any`.
+
+    They stand before its parameters after `*`. A parameter of its own takes the place of the field of its name: it has
+    another default. All may be given by position or by name.
+    """
+
+    def add(init: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(init)
+        added: list[inspect.Parameter] = []
+        for group in groups:
+            hints = get_type_hints(group, include_extras=True)
+            for one in fields(group):
+                if one.name not in own.parameters:
+                    added.append(inspect.Parameter(one.name, _BOTH, default=one.default))
+                    init.__annotations__[one.name] = hints[one.name]
+        first = [one for one in own.parameters.values() if one.kind is _BOTH]
+        last = [one.replace(kind=_BOTH) for one in own.parameters.values() if one.kind is one.KEYWORD_ONLY]
+        signature = own.replace(parameters=[*first, *added, *last])
+        init.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+        return init
+
+    return add
+
+
+def group_of(group: type[Group], config: Mapping[str, Any]) -> Group:
+    """Return the settings of a configuration that are fields of a dataclass."""
+    return group(**{one.name: config[one.name] for one in fields(group)})  # pyright: ignore[reportArgumentType]

@@ -10,6 +10,7 @@ from torch import Tensor
 from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
 from visual_spec.samplers.core.checks import check_allowed, check_batch_size
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.masked.policies import Ranking
 
 
 def check_masked_model(model: Any, law: TokenLaw, batch_size: int) -> None:
@@ -79,7 +80,7 @@ def check_given(model: MaskedModel, given: Tensor, batch_size: int) -> None:
         raise ValueError("all tokens are given; leave some at the mask id to have them decoded.")
 
 
-def check_rescorer(model: MaskedModel, rescorer: Rescorer, score: str) -> None:
+def check_rescorer(model: MaskedModel, rescorer: Rescorer, ranking: Ranking) -> None:
     """Refuse a rescorer of other codes or clips, and scores that are no probabilities.
 
     Raises:
@@ -95,9 +96,11 @@ def check_rescorer(model: MaskedModel, rescorer: Rescorer, score: str) -> None:
             f"the rescorer is made for clips of {rescorer.num_frames} frames, and the model for "
             f"{model.grid.num_tokens}; pass one for as many frames."
         )
-    if score not in ("log_probability", "probability"):
+    if ranking.second_draw:
+        raise ValueError("second_draw=True with a rescorer, which ranks the draws themselves; leave one out.")
+    if not ranking.of_draws:
         raise ValueError(
-            f"score={score!r} asks for no probability of a draw, so there is nothing to rescore; pass "
+            f"score={ranking.score!r} asks for no probability of a draw, so there is nothing to rescore; pass "
             "score='log_probability' or 'probability', or no rescorer."
         )
 
@@ -131,23 +134,33 @@ def check_reuse(model: Any, settings: Any, parts: dict[str, Any]) -> None:
         shortcut.check_fits(model)
 
 
-def check_causal_layer(model: Any, layer: Any) -> None:
-    """Refuse a model that keeps no features or has several codebooks, and a layer that is missing or does not fit.
+def check_in_order(model: Any) -> None:
+    """Refuse a model that cannot be decoded in an order of tokens: of several codebooks, or one that reads the time.
 
     Raises:
-        ValueError: says what to pass.
+        ValueError: says what to use.
     """
-    name = type(model).__name__
     if model.grid.codebooks != 1:
         raise ValueError(
             f"the model has {model.grid.codebooks} codebooks; this sampler decodes one. Use MaskedSampler."
         )
     if hasattr(model, "set_time"):
         raise ValueError(
-            f"a {name} is told how far the decode is, which the layer was not trained with; use MaskedSampler."
+            f"a {type(model).__name__} is told how far the decode is, which no order of tokens says; use MaskedSampler."
         )
+
+
+def check_causal_layer(model: Any, layer: Any) -> None:
+    """Refuse a model that keeps no features, and a layer that is missing or does not fit.
+
+    Raises:
+        ValueError: says what to pass.
+    """
+    check_in_order(model)
     if not hasattr(model, "scores"):
-        raise ValueError(f"a {name} keeps nothing of a call, which a causal layer reads; use MaskedSampler.")
+        raise ValueError(
+            f"a {type(model).__name__} keeps nothing of a call, which a causal layer reads; use MaskedSampler."
+        )
     if layer is None:
         raise ValueError(
             "this sampler needs causal_layer, a CausalLayer trained for this model (in a checkout: "

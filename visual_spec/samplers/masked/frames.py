@@ -1,7 +1,7 @@
 """Videos frame by frame, and the tokens of a frame in parallel: Lumos-1's decoding.
 
-A frame begins with all tokens hidden, and `MaskedSampler` draws it in `steps` calls; earlier frames are read from the
-cache. Then one more call writes the frame for those behind it: a copy in which a share of the tokens is hidden again.
+A frame begins with all tokens hidden, and masked decoding (`unmasking`) draws it in `steps` calls; earlier frames are
+read from the cache. Then one more call writes the frame for later ones: a copy in which some tokens are hidden again.
 The model was trained with such a history (autoregressive discrete diffusion forcing), where a copy of a still
 background would have been too easy. With T frames a clip takes `steps` T + T - 1 calls: nothing reads the last frame.
 
@@ -26,28 +26,17 @@ from torch import Tensor
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import FrameModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.settings import CALLS, SHARE, OneOf
+from visual_spec.models.core.settings import CALLS, SHARE, OneOf, Within, group_of, with_groups
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_guided
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE
-from visual_spec.samplers.core.trace import DivergenceMeter, SampleResult
+from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.checks import check_frame_model, check_given
-from visual_spec.samplers.masked.masked import (
-    Clock,
-    Cooling,
-    EntropyBound,
-    Falls,
-    GuidanceCourse,
-    LastTemperature,
-    LeastGuidance,
-    MaskedSampler,
-    NoiseScale,
-    Schedule,
-    Score,
-    ScoreTemperature,
-)
+from visual_spec.samplers.masked.dependence import Dependence
+from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
 from visual_spec.samplers.masked.state import MaskedRunState, MaskedTrace
+from visual_spec.samplers.masked.unmasking import Unmasking
 
 PATTERNS = ("even", "random")
 UNCONDITIONAL = ("hidden", "same")
@@ -111,7 +100,7 @@ class FramesState:
         frame: the frame that is being decoded.
         drawing: its masked decode.
         round: index of the batch's last call, -1 before the first.
-        meter, correlation: as in `masked.state.MaskedRunState`.
+        meter: as in `masked.state.MaskedRunState`.
     """
 
     cache: Any
@@ -122,8 +111,7 @@ class FramesState:
     history: Tensor
     frame_calls: list[int]
     drawn: list[int]
-    meter: DivergenceMeter | None
-    correlation: Tensor | None
+    meter: Dependence | None
     frame: int = 0
     drawing: MaskedRunState | None = None
     round: int = -1
@@ -152,9 +140,9 @@ class FrameMaskedSampler(Sampler):
             on, or "random", drawn for each sample.
         unconditional_history: what unconditional rows see of the frames that are written: "hidden", no token, or the
             "same" as the conditional rows.
-        schedule, clock, score, choice_temperature, falls, temperature, last_temperature, guidance, least_guidance,
-            entropy_bound, filtered_score, score_temperature, greedy, measure: as of `MaskedSampler`, within each frame.
+        choice_temperature, measure: as of `MaskedSampler`, within each frame.
         later_noise: whether frames after the first that is drawn have noise on the score.
+        groups: by their names, the settings of `Schedule`, `Ranking` and `LawByStep`, within each frame.
 
     A call takes
         given: long [B, L] or [B, L, 1], known tokens; the mask id marks tokens to decode. Frames that are known in all
@@ -163,7 +151,7 @@ class FrameMaskedSampler(Sampler):
     and returns tokens long [B, L] with a `FrameTrace`.
 
     Raises:
-        ValueError: a name is unknown, or a number is out of its range.
+        ValueError: a name is unknown, a number is out of its range, or two settings exclude each other.
     """
 
     takes = ("given",)
@@ -172,48 +160,21 @@ class FrameMaskedSampler(Sampler):
     records_steps = False
 
     @register_to_config
+    @with_groups(Schedule, Ranking, LawByStep)
     def __init__(
         self,
         steps: Annotated[int, CALLS] = 18,
         history_hidden: Annotated[float, SHARE] = 0.7,
         history_pattern: Annotated[str, OneOf(PATTERNS)] = "even",
         unconditional_history: Annotated[str, OneOf(UNCONDITIONAL)] = "hidden",
-        schedule: Schedule = "cosine",
-        clock: Clock = "maskgit",
-        score: Score = "log_probability",
-        choice_temperature: NoiseScale = 1.0,
-        falls: Falls = "after",
-        temperature: Cooling = "constant",
-        last_temperature: LastTemperature = 0.7,
-        guidance: GuidanceCourse = "constant",
-        least_guidance: LeastGuidance = 1.0,
-        entropy_bound: EntropyBound = None,
-        filtered_score: bool = False,
-        score_temperature: ScoreTemperature = None,
-        greedy: bool = False,
+        choice_temperature: Annotated[float, Within(0)] = 1.0,
         measure: bool = False,
         later_noise: bool = True,
+        **groups: Any,
     ) -> None:
-        inner: dict[str, Any] = dict(
-            steps=steps,
-            schedule=schedule,
-            clock=clock,
-            score=score,
-            falls=falls,
-            temperature=temperature,
-            last_temperature=last_temperature,
-            guidance=guidance,
-            least_guidance=least_guidance,
-            entropy_bound=entropy_bound,
-            filtered_score=filtered_score,
-            score_temperature=score_temperature,
-            greedy=greedy,
-            measure=measure,
-        )
-        later = choice_temperature if later_noise else 0.0
-        self._inner, self._later = (
-            MaskedSampler(choice_temperature=noise, **inner) for noise in (choice_temperature, later)
-        )
+        schedule, ranking = group_of(Schedule, self.config), group_of(Ranking, self.config)
+        self._first = Unmasking(schedule, ranking, group_of(LawByStep, self.config))
+        self._later = self._first if later_noise else self._first.without_noise()
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_frame_model(model, law, batch_size)
@@ -237,7 +198,6 @@ class FrameMaskedSampler(Sampler):
         tokens = torch.full((run.batch_size, grid.num_tokens), run.model.mask_id, device=run.device)
         if given is not None:
             tokens.copy_(given.reshape(tokens.shape))
-        measures = self.config.measure
         state = FramesState(
             cache=run.cache,
             view=FrameView(run.model, TokenGrid(grid.height, grid.width)),
@@ -247,8 +207,7 @@ class FrameMaskedSampler(Sampler):
             history=self._history(run),
             frame_calls=[0] * grid.frames,
             drawn=_drawn_frames(run),
-            meter=DivergenceMeter(run.batch_size, run.device) if measures else None,
-            correlation=torch.zeros(run.batch_size, device=run.device) if measures else None,
+            meter=Dependence(run.batch_size, run.device) if self.config.measure else None,
         )
         self._begin_frame(run, state)
         return state
@@ -266,8 +225,8 @@ class FrameMaskedSampler(Sampler):
             self._write(run, state)
             return
         before = drawing.target_calls.clone()
-        inner = self._inner if state.frame == state.drawn[0] else self._later
-        inner.step(replace(run, model=state.view, parts={}), drawing)
+        loop = self._first if state.frame == state.drawn[0] else self._later
+        loop.step(replace(run, model=state.view, parts={}), drawing)
         tokens, kept = drawing.tokens[..., 0], drawing.entry_call[..., 0] == drawing.round
         state.tokens[:, state.places] = tokens
         entries = state.entry_call[:, state.places]
@@ -289,13 +248,14 @@ class FrameMaskedSampler(Sampler):
         run.lap("write")
 
     def _begin_frame(self, run: Run, state: FramesState) -> None:
-        drawing = self._inner.prepare(replace(run, model=state.view, parts={}))
-        drawing.tokens.copy_(state.tokens[:, state.places, None])
-        if state.frame not in state.drawn:
-            drawing.plan = []
-        drawing.first = state.places.start
-        drawing.meter, drawing.correlation = state.meter, state.correlation
-        state.drawing = drawing
+        state.drawing = self._first.begin(
+            replace(run, model=state.view, parts={}),
+            state.tokens[:, state.places, None].clone(),
+            [self.config.steps] if state.frame in state.drawn else [0],
+            first=state.places.start,
+            calls=state.view,
+            meter=state.meter,
+        )
 
     def _history(self, run: Run) -> Tensor:
         """Return which places of every written frame are hidden, bool [B, N]."""
@@ -305,7 +265,7 @@ class FrameMaskedSampler(Sampler):
             number = max(number, 1)
         places = torch.arange(count, device=run.device).expand(run.batch_size, -1)
         if self.config.history_pattern == "random":
-            # Counters behind those of the grid, which scores of units may use.
+            # Counters past those of the grid, which scores of units may use.
             return run.noise.uniform(run.num_tokens + places, CHOICE).argsort(1).argsort(1) < number
         return torch.isin(places, places.new_tensor(even_places(number, count)))
 
@@ -316,16 +276,16 @@ class FrameMaskedSampler(Sampler):
         return state.tokens != run.model.mask_id
 
     def result(self, run: Run, state: FramesState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        found = FrameTrace(
+        whole = FrameTrace(
             **trace,
             entry_call=state.entry_call[..., None].cpu(),
             whole_calls=float(state.round + 1),
-            total_correlation=None if state.correlation is None else state.correlation.cpu(),
+            total_correlation=None if state.meter is None else state.meter.correlation.cpu(),
             frame_calls=torch.tensor(state.frame_calls),
         )
-        if found.stopped:  # what is still hidden has the mask's id, which nothing decodes
+        if whole.stopped:  # what is still hidden has the mask's id, which nothing decodes
             tokens = torch.where(tokens < run.model.vocab_size, tokens, 0)
-        return SampleResult(tokens, found)
+        return SampleResult(tokens, whole)
 
 
 def even_places(number: int, count: int) -> list[int]:

@@ -36,7 +36,7 @@ from visual_spec.samplers.core.masking import FIXED_ORDERS
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.trace import SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import Verdict
-from visual_spec.samplers.masked.checks import check_masked_model
+from visual_spec.samplers.masked.checks import check_in_order, check_masked_model
 from visual_spec.samplers.orders.along_order import placed_in_grid, slots_in_order
 
 
@@ -154,15 +154,7 @@ class SpeculativeMaskedSampler(ChainSampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_masked_model(model, law, batch_size)
-        if model.grid.codebooks != 1:
-            raise ValueError(
-                f"the model has {model.grid.codebooks} codebooks; this sampler decodes one. Use MaskedSampler."
-            )
-        if hasattr(model, "set_time"):
-            raise ValueError(
-                f"a {type(model).__name__} is told how far the decode is, which no order of tokens says; use "
-                "MaskedSampler."
-            )
+        check_in_order(model)
 
     def window_of(self, model: Any) -> int:
         return self.config.num_drafts + 1

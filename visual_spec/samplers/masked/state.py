@@ -1,4 +1,4 @@
-"""What a masked decode holds between two calls, and what it tells afterwards."""
+"""What a masked decode holds between two calls, and what it reports at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter
+from visual_spec.samplers.core.trace import DecodeTrace
+from visual_spec.samplers.masked.dependence import Dependence
 
 
 @dataclass
@@ -22,7 +23,6 @@ class MaskedTrace(DecodeTrace):
     Attributes:
         entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.
         rescorer_calls: forwards of the rescoring model.
-        first_calls: long [B], the part of `target_calls` made by the model that decoded the beginning (hybrid).
         reused_calls: those of `target_calls` that went on from what an earlier one computed.
         whole_calls: calls of all slots that the slots which the model computed would fill.
         total_correlation: float [B], what `measure` found of the dependence that groups were drawn without, in nats a
@@ -31,7 +31,6 @@ class MaskedTrace(DecodeTrace):
 
     entry_call: Tensor = field(default_factory=lambda: torch.zeros(0))
     rescorer_calls: int = 0
-    first_calls: Tensor | None = None
     reused_calls: int = 0
     whole_calls: float = 0.0
     total_correlation: Tensor | None = None
@@ -59,11 +58,10 @@ class MaskedRunState:
         tokens: long [B, L, K], the mask id where a token is hidden.
         entry_call: long [B, L, K], the call at which each token was kept; -1 for tokens not yet kept, and given ones.
         target_calls: long [B].
-        plan: (codebook, step) of every call.
-        steps: number of calls of each codebook.
+        plan: (codebook, step, steps of this codebook) of every call.
         round: index of the last call, -1 before the first.
         stage: state of the codebook that is being decoded.
-        meter, correlation: what `measure` has found so far; None without it. correlation: [B], in nats.
+        meter: what `measure` has found so far; None without it.
         reused_calls, whole_calls: see `MaskedTrace`.
         first: the counter of the first slot: above 0 for a part of a longer decode.
     """
@@ -73,12 +71,10 @@ class MaskedRunState:
     tokens: Tensor
     entry_call: Tensor
     target_calls: Tensor
-    steps: list[int]
-    plan: list[tuple[int, int]]
+    plan: list[tuple[int, int, int]]
     round: int = -1
     stage: CodebookStage | None = None
-    meter: DivergenceMeter | None = None
-    correlation: Tensor | None = None
+    meter: Dependence | None = None
     reused_calls: int = 0
     whole_calls: float = 0.0
     first: int = 0
@@ -94,6 +90,7 @@ class CodebookStage:
     """The decoding of one codebook.
 
     Attributes:
+        codebook: its index.
         unknown: bool [B, L], the tokens to decode.
         hidden: bool [B, U], the units that are not kept yet.
         shares: hidden share of the tokens before every step.
@@ -101,12 +98,14 @@ class CodebookStage:
         entries, units: long [B, L] and [B, U], counter slots.
         order: [B, U], scores that keep units in a fixed order; None if draws are scored.
         full: whether each step is a full call.
+        room: places of the widest group; full calls keep so many scratch places, whatever group follows.
+        step: index of the current step.
         score: [B, U], of the last full call; local calls keep their group in its order.
         places: long [B, n], the slots of the group, see `places_of`.
         newest: bool [B, L], the tokens that the last step kept.
-        room: places of the widest group; full calls keep so many scratch places, whatever group follows.
     """
 
+    codebook: int
     unknown: Tensor
     hidden: Tensor
     shares: Sequence[float]
@@ -115,7 +114,8 @@ class CodebookStage:
     units: Tensor
     order: Tensor | None
     full: Sequence[bool]
+    room: int
+    step: int = 0
     score: Tensor | None = None
     places: Tensor | None = None
     newest: Tensor | None = None
-    room: int = 0

@@ -1,0 +1,216 @@
+"""What masked decoders decide by: how many tokens stay hidden, which ones are kept, and how the law changes by step.
+
+Published decoders are settings of these three (`presets`).
+
+* Chang et al., "MaskGIT: masked generative image transformer", CVPR 2022, section 3.2.
+* Ziv et al., "Masked audio generation using a single non-autoregressive transformer" (MAGNeT), ICLR 2024, section 3.
+* Besnier et al., "Halton scheduler for masked generative image transformer", ICLR 2025.
+* Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking", 2505.24857.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import SHARE, OneOf, Within
+from visual_spec.samplers.core.base import Run
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masking import (
+    CLOCKS,
+    FIXED_ORDERS,
+    SCHEDULES,
+    SCORES,
+    Spans,
+    beyond_entropy_bound,
+    draw_and_score,
+    fixed_order,
+    hidden_counts,
+    hidden_shares,
+    least_sure,
+)
+from visual_spec.samplers.core.noise import CHOICE, CounterNoise
+
+# Falling temperatures end at this value, not at 0 (MAGNeT's code).
+_LEAST_TEMPERATURE = 0.01
+# That of a codebook which is drawn in one step, where temperatures fall before the steps (MaskGCT's code).
+_SINGLE_TEMPERATURE = 0.2
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many tokens stay hidden after each step.
+
+    Attributes:
+        schedule: of the hidden share, one of `masking.SCHEDULES`.
+        clock: "maskgit" ends the schedule after the last step, "magnet" at it; see `masking.CLOCKS`.
+        entropy_bound: None keeps what the schedule says. A number lets each step keep as many of the surest tokens as
+            this bound on their entropy allows (`masking.beyond_entropy_bound`), until all are kept or the last step,
+            which keeps the rest. What changes from step to step follows `schedule` as without a bound. For models of
+            one codebook.
+    """
+
+    schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "cosine"
+    clock: Annotated[str, OneOf(tuple(CLOCKS))] = "maskgit"
+    entropy_bound: Annotated[float | None, Within(0)] = None
+
+    def shares(self, steps: int) -> list[float]:
+        """The share of all units that is hidden before each step."""
+        return hidden_shares(self.schedule, self.clock, steps)
+
+    def counts(self, shares: Sequence[float], units: Tensor) -> list[Tensor]:
+        """The number of hidden units before each step and after the last one, long [B] each, of `units`, long [B]."""
+        return [*hidden_counts(shares, self.clock, units), torch.zeros_like(units)]
+
+    def stays(self, score: Tensor, hidden: Tensor, count: Tensor, entropy: Tensor | None) -> Tensor:
+        """Which of the `hidden` units, bool [B, U], stay so: `count [B]` of least score, or what the bound refuses."""
+        if entropy is None:
+            return least_sure(score, hidden, count)
+        assert self.entropy_bound is not None
+        return beyond_entropy_bound(score, entropy, hidden, self.entropy_bound)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How tokens are drawn and scored; those of highest score are kept.
+
+    Attributes:
+        score: what is kept first, one of `masking.SCORES`.
+        choice_temperature: scale of the Gumbel noise on the score, times the share of steps that are left. 0: no noise.
+        filtered_score: score draws by the law they were drawn from. False: by that law before top-k and top-p.
+        score_temperature: score draws by the law of this temperature, above 0. None: by that of the draw.
+        second_draw: score another, independent draw from the law that scores, and keep the token all the same (ReCAP's
+            code).
+        greedy: take the likeliest tokens, and score them by the law with its temperature, which decides about their
+            order where it falls (MAGNeT's code with use_sampling=False). A law of temperature 0 takes the same tokens,
+            and scores them at temperature 1.
+    """
+
+    score: Annotated[str, OneOf(tuple(SCORES))] = "log_probability"
+    choice_temperature: Annotated[float, Within(0)] = 0.0
+    filtered_score: bool = False
+    score_temperature: Annotated[float | None, Within(above=0)] = None
+    second_draw: bool = False
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.score_temperature is not None:
+            TokenLaw(temperature=self.score_temperature)  # refuses what no law can have
+        if self.choice_temperature and self.score in FIXED_ORDERS:
+            raise ValueError(
+                f"choice_temperature={self.choice_temperature} with score={self.score!r}, an order that no noise "
+                "should change; pass choice_temperature=0."
+            )
+        if self.second_draw and not self.of_draws:
+            raise ValueError(
+                f"second_draw=True with score={self.score!r}, which looks at no draw; pass second_draw=False."
+            )
+
+    @property
+    def of_draws(self) -> bool:
+        """Whether the score is a probability of the draw."""
+        return self.score in ("log_probability", "probability")
+
+    def order(self, grid: TokenGrid, spans: Spans, noise: CounterNoise, units: Tensor) -> Tensor | None:
+        """Scores [B, U] that keep units in a fixed order; None if draws are scored. `units`: long [B, U], counters."""
+        return fixed_order(self.score, grid, spans, noise, units) if self.score in FIXED_ORDERS else None
+
+    def draw(
+        self,
+        run: Run,
+        logits: Tensor,
+        slots: Tensor,
+        drawn: Tensor,
+        step: int,
+        *,
+        scored: bool,
+        entropies: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Draw at every slot, see `draw_and_score`. Only logits of slots `drawn`, bool [B, L], are checked."""
+        return draw_and_score(
+            run.law,
+            run.noise,
+            logits,
+            slots,
+            torch.where(drawn, slots, run.num_tokens),
+            step,
+            score=self.score if scored else None,
+            filtered=self.filtered_score,
+            score_temperature=self.score_temperature,
+            entropies=entropies,
+            greedy=self.greedy,
+            second=self.second_draw,
+        )
+
+    def with_noise(self, score: Tensor, noise: CounterNoise, units: Tensor, step: int, left: float) -> Tensor:
+        """Scores [B, U] with Gumbel noise, where `left` of the steps is left."""
+        if not self.choice_temperature:
+            return score
+        gumbel = noise.gumbel(units, 1, CHOICE, step, score.dtype)[..., 0]
+        return score + self.choice_temperature * left * gumbel
+
+
+@dataclass(frozen=True)
+class LawByStep:
+    """How temperature and guidance of the law change from step to step.
+
+    Attributes:
+        temperature: "constant" uses the law's; "falling" scales it by the share of steps that are left, down to 0.01
+            (MAGNeT), or, if it falls "before" the steps, to the likeliest tokens in the last of them, but 0.2 in a
+            single one (MaskGCT); "root" lets it fall to the share `last_temperature` of itself, as the root of the
+            steps (ReCAP), and "sharpening" so that its inverse rises evenly (the Halton sampler's code: to 1 / 1.2).
+        last_temperature: see `temperature`.
+        falls: the share of steps by which noise and temperature fall is what is left "after" a step (MaskGIT, MAGNeT)
+            or "before" it (MaskGCT), the "product" of what is left after it and all steps before (Lumos-1's code), or
+            the share of "full" calls that is left after it (ReCAP's code).
+        guidance: "constant" uses the law's scale; "falling" goes from it to `least_guidance` as the hidden share falls
+            (MAGNeT); "rising" goes the other way (masked image models); "ramp" rises evenly from step to step.
+        least_guidance: at least 1, which means no guidance.
+        warmup: steps at the beginning of each codebook with twice the temperature (the Halton sampler's code).
+    """
+
+    temperature: Annotated[str, OneOf(("constant", "falling", "root", "sharpening"))] = "constant"
+    last_temperature: Annotated[float, SHARE] = 0.7
+    falls: Annotated[str, OneOf(("after", "before", "product", "full"))] = "after"
+    guidance: Annotated[str, OneOf(("constant", "falling", "rising", "ramp"))] = "constant"
+    least_guidance: Annotated[float, Within(1)] = 1.0
+    warmup: Annotated[int, Within(0)] = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature == "sharpening" and self.last_temperature == 0:
+            raise ValueError("last_temperature=0.0 with temperature='sharpening'; pass a share above 0.")
+
+    def left(self, step: int, full: Sequence[bool]) -> float:
+        """The share of the steps that is left, by which noise and temperature fall. `full`: which calls are full."""
+        steps = len(full)
+        if self.falls == "product":
+            return math.prod(1 - (earlier + 1) / steps for earlier in range(step + 1))
+        if self.falls == "full":
+            return 1 - sum(full[: step + 1]) / sum(full)
+        return 1 - (step + (self.falls == "after")) / steps
+
+    def law(self, law: TokenLaw, share: float, step: int, full: Sequence[bool]) -> TokenLaw:
+        """The law of a step at which `share` is hidden."""
+        scale, temperature = law.guidance_scale, law.temperature
+        steps = len(full)
+        past = step / max(steps - 1, 1)
+        if law.guided and self.guidance != "constant":
+            weight = {"falling": share, "rising": 1 - share, "ramp": past}[self.guidance]
+            scale = weight * scale + (1 - weight) * self.least_guidance
+        if self.temperature == "falling" and temperature:
+            temperature = max(temperature * self.left(step, full), _LEAST_TEMPERATURE)
+            if self.falls == "before" and step + 1 == steps:
+                temperature = 0.0 if step else _SINGLE_TEMPERATURE
+        if self.temperature == "root":
+            temperature *= 1 - (1 - self.last_temperature) * past**0.5
+        if self.temperature == "sharpening":
+            temperature /= 1 + (1 / self.last_temperature - 1) * past
+        if step < self.warmup:
+            temperature *= 2
+        return replace(law, guidance_scale=scale, temperature=temperature)
