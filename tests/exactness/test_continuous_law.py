@@ -22,12 +22,12 @@ from tests.exactness.mixtures import (
     kolmogorov_normal,
     straight_chain,
 )
+from visual_spec.samplers.continuous.as_released import _scaled_distance
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.continuous.denoising import Chains
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler
 from visual_spec.samplers.continuous.jacobi import ContinuousJacobiSampler
-from visual_spec.samplers.continuous.rules import _scaled_distance
 from visual_spec.samplers.core.law import TokenLaw
 
 pytestmark = pytest.mark.usefixtures("keys_in_bulk")

@@ -99,21 +99,30 @@ class ContinuousState(State):
         self.counts.add(name, torch.where(self.lengths < num_tokens, calls, 0))
 
 
-# The settings of the law, see `ContinuousTokenSampler`.
 _OWN = "the model's own"
-SlotOrder = Annotated[str | Sequence[int] | None, OneOf(ORDERS), Within(0, none="random, or the model's own")]
-Guidance = Annotated[str, OneOf(("linear", "constant"))]
-HeadSteps = Annotated[int | None, Within(1, 1000, none=_OWN)]
-Eta = Annotated[float | None, Within(0, 1, none=_OWN)]
-FinalNoise = Annotated[float | None, Within(0, none=_OWN)]
+
+
+@dataclass(frozen=True)
+class LawSettings:
+    """Settings that are part of the law: a sampler is lossless with respect to plain decoding with the same ones.
+
+    Attributes:
+        order: of a masked model: "random", "raster", or all places of the grid, each once; None: random.
+        guidance: "linear", growing with the share of slots that are filled, as published, or "constant".
+        head_steps, eta, final_noise: of the chain of a token (`ChainSettings`); None: the model's own.
+    """
+
+    order: Annotated[
+        str | Sequence[int] | None, OneOf(ORDERS), Within(0, none="random, or the model's own")
+    ] = None
+    guidance: Annotated[str, OneOf(("linear", "constant"))] = "linear"
+    head_steps: Annotated[int | None, Within(1, 1000, none=_OWN)] = None
+    eta: Annotated[float | None, Within(0, 1, none=_OWN)] = None
+    final_noise: Annotated[float | None, Within(0, none=_OWN)] = None
 
 
 class ContinuousTokenSampler(Sampler):
-    """The base of samplers of continuous tokens.
-
-    Their settings `order`, `guidance`, `head_steps`, `eta` and `final_noise` are part of the law, so a sampler is
-    lossless with respect to plain decoding with the same ones. None is the model's own (`ChainSettings`).
-    """
+    """The base of samplers of continuous tokens, whose settings include `LawSettings`."""
 
     takes: ClassVar[tuple[str, ...]] = ()
 

@@ -44,11 +44,11 @@ def begin(model: Any, condition: Any, *, batch_size: int, guided: bool, window: 
         cache = model.prepare(condition, batch_size=batch_size, guided=guided)
     check_guided(cache, guided)
     if is_causal(model):
-        _checked(model, cache.conditions[:, None], cache, batch_size, 1)
+        checked(model, cache.conditions[:, None], cache, batch_size, 1)
     return cache
 
 
-def _checked(model: Any, z: Tensor, cache: Any, batch_size: int, count: int) -> Tensor:
+def checked(model: Any, z: Tensor, cache: Any, batch_size: int, count: int) -> Tensor:
     """Return conditions z [R, count, dim], refused if they have another shape."""
     dim = getattr(getattr(model, "config", None), "dim", None)  # of a model of one's own any
     return check_returned(z, batch_size, cache.guided, count, dim)
@@ -84,13 +84,13 @@ def step_conditions(
         assert count == 1, "a causal model draws one token a call"
         slots = lengths[:, None] - 1
         fed = tokens.gather(1, slots[..., None].expand(-1, -1, tokens.shape[-1]))
-        return _checked(model, model(cache, fed.to(model.dtype), slots), cache, len(slots), 1)
+        return checked(model, model(cache, fed.to(model.dtype), slots), cache, len(slots), 1)
     length, device = model.grid.num_tokens, places.device
     by_slot = torch.arange(length, device=device) < lengths[:, None]  # [B, L]
     known = torch.zeros_like(by_slot).scatter(1, places[:, :length], by_slot)
     kept = {"keep": True} if keep else {}
     z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, room, **kept)  # [R, L, dim]
-    _checked(model, z, cache, len(places), length)
+    checked(model, z, cache, len(places), length)
     at = places.gather(1, lengths[:, None] + torch.arange(count, device=device)).repeat(
         len(z) // len(places), 1
     )
@@ -109,7 +109,7 @@ def group_conditions(
     at = places.gather(1, slots)  # [B, past + ahead]
     new = slice(group.past - group.fresh, group.past)
     fed = tokens.gather(1, slots[:, new, None].expand(-1, -1, tokens.shape[-1])).to(model.dtype)
-    z = _checked(model, model.again(cache, fed, at[:, new], at), cache, *at.shape)
+    z = checked(model, model.again(cache, fed, at[:, new], at), cache, *at.shape)
     return z[:, group.past : group.past + count]
 
 
@@ -129,7 +129,7 @@ def window_conditions(
         slots = lengths[:, None] - 1 + torch.arange(-again, width, device=places.device)
         slots = slots.clamp_min(0)
         fed = tokens.gather(1, slots[..., None].expand(-1, -1, tokens.shape[-1]))
-        return _checked(model, model(cache, fed.to(model.dtype), slots), cache, *slots.shape)[:, again:]
+        return checked(model, model(cache, fed.to(model.dtype), slots), cache, *slots.shape)[:, again:]
     length, batch_size = model.grid.num_tokens, len(places)
     slots = (lengths[:, None] + steps).clamp_max(length - 1)  # [B, width]
     by_slot = torch.arange(length, device=places.device) < slots[..., None]  # [B, width, L]
@@ -139,24 +139,10 @@ def window_conditions(
     state = copy.copy(cache)
     state.select(rows)
     z = model(state, on_grid(tokens, places, length)[rows].to(model.dtype), known)  # [R width, L, dim]
-    _checked(model, z, cache, len(rows), length)
+    checked(model, z, cache, len(rows), length)
     wanted = places.gather(1, slots).flatten().repeat(len(z) // len(rows))
     z = z[torch.arange(len(z), device=z.device), wanted]
     return z.unflatten(0, (-1, width))
-
-
-def block_conditions(
-    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, width: int
-) -> Tensor:
-    """As `window_conditions`, but all slots know only those before `lengths`. For masked models."""
-    length = model.grid.num_tokens
-    known = torch.zeros(len(places), length, dtype=torch.bool, device=places.device)
-    known.scatter_(1, places[:, :length], torch.arange(length, device=places.device) < lengths[:, None])
-    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known)  # [R, L, dim]
-    _checked(model, z, cache, len(places), length)
-    slots = (lengths[:, None] + torch.arange(width, device=places.device)).clamp_max(length - 1)
-    at = places.gather(1, slots).repeat(len(z) // len(places), 1)
-    return z[torch.arange(len(z), device=z.device)[:, None], at]
 
 
 def on_grid(tokens: Tensor, places: Tensor, length: int) -> Tensor:

@@ -16,17 +16,9 @@ from typing import Annotated, Any, NamedTuple
 
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.fill_order import hidden_after
-from visual_spec.models.core.settings import MOST_CALLS, SHARE, Graph, Within
+from visual_spec.models.core.settings import MOST_CALLS, SHARE, Graph, Within, with_groups
 from visual_spec.samplers.continuous import conditions
-from visual_spec.samplers.continuous.base import (
-    ContinuousState,
-    ContinuousTokenSampler,
-    Eta,
-    FinalNoise,
-    Guidance,
-    HeadSteps,
-    SlotOrder,
-)
+from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
 from visual_spec.samplers.continuous.conditions import SlotGroup
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.graph import AUTO, wants_graph
@@ -66,9 +58,6 @@ class ContinuousSampler(ContinuousTokenSampler):
 
     Args:
         steps: calls of a masked model, at most one a token; None: one a token. A causal model has no choice.
-        order: of a masked model: "random", "raster", or all places of the grid, each once; None: random.
-        guidance: "linear", growing with the share of slots that are filled, as published, or "constant".
-        head_steps, eta, final_noise: of the chain of a token (`ChainSettings`); None: the model's own.
         last_head_steps: levels of the chains of the last call; they fall evenly to it from `head_steps`, those of the
             first call (DiSA: Zhao et al. 2025, section 3, from 50 to 5). None: all calls have `head_steps`.
         reuse: of a masked model, local calls behind each full one. A local call computes the slots of its group only,
@@ -78,6 +67,7 @@ class ContinuousSampler(ContinuousTokenSampler):
         local_levels: share of their levels that the chains of local calls have, rounded down. (ReCAP's scripts: 0.4.)
         graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible,
             and never with reuse.
+        groups: by their names, the settings of `LawSettings`.
 
     A call takes the `law`'s guidance scale and temperature; the temperature multiplies the noise of the chain's steps,
     or, if the chain is deterministic, its start. It returns tokens float [B, L, d] in raster order, with a
@@ -90,19 +80,17 @@ class ContinuousSampler(ContinuousTokenSampler):
     promise = "identical"
 
     @register_to_config
+    @with_groups(LawSettings)
     def __init__(
         self,
         steps: Annotated[int | None, Within(1, MOST_CALLS, none="one a token")] = None,
-        order: SlotOrder = None,
-        guidance: Guidance = "linear",
-        head_steps: HeadSteps = None,
-        eta: Eta = None,
-        final_noise: FinalNoise = None,
+        *,
         last_head_steps: Annotated[int | None, Within(1, 1000, none="as many in all calls")] = None,
         graph: Graph = AUTO,
         reuse: Annotated[int, Within(0)] = 0,
         reuse_from: Annotated[float, SHARE] = 0.0,
         local_levels: Annotated[float, Within(above=0, most=1)] = 1.0,
+        **groups: Any,
     ) -> None:
         self.records_steps = reuse == 0
         if reuse and graph is True:

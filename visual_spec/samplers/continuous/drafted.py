@@ -11,17 +11,10 @@ from torch import Tensor
 
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.latents import Schedule
-from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within
+from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, with_groups
 from visual_spec.samplers.continuous import conditions
-from visual_spec.samplers.continuous.base import (
-    ContinuousState,
-    ContinuousTokenSampler,
-    Eta,
-    FinalNoise,
-    Guidance,
-    HeadSteps,
-    SlotOrder,
-)
+from visual_spec.samplers.continuous.as_released import CspdReleaseRule, CspdRule, block_conditions
+from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
 from visual_spec.samplers.continuous.checks import (
     check_continuous_drafter,
     check_drafts,
@@ -29,11 +22,28 @@ from visual_spec.samplers.continuous.checks import (
 )
 from visual_spec.samplers.continuous.coupling import keep_probability
 from visual_spec.samplers.continuous.denoising import ChainLog, Chains
-from visual_spec.samplers.continuous.rules import RULES, ContinuousVerdict, Rule, Window, make_rule
+from visual_spec.samplers.continuous.rules import (
+    AlignedRule,
+    ChainRule,
+    ContinuousVerdict,
+    OdeRule,
+    PathRule,
+    Rule,
+    Window,
+)
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import MEASURE
+
+RULES: dict[str, type[Rule]] = {
+    "chain": ChainRule,
+    "path": PathRule,
+    "ode": OdeRule,
+    "aligned": AlignedRule,
+    "cspd": CspdRule,
+    "cspd-release": CspdReleaseRule,
+}
 
 
 @dataclass
@@ -75,8 +85,8 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         tolerance: of rule "aligned".
         prefill: share of the slots, the first ones, that the target draws alone. The published figures have 0.05.
         measure: of rule "aligned": measure what the shifted contexts do to the law, with one more call a round.
-        order, guidance, head_steps, eta, final_noise: as `ContinuousSampler`. Plain decoding has the same law with the
-            same ones, and one token a call.
+        groups: by their names, the settings of `LawSettings`. Plain decoding has the same law with the same ones, and
+            one token a call.
 
     A call takes a `drafter`, a smaller model of the same kind and tokens.
 
@@ -88,6 +98,7 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
     needs_drafter = True
 
     @register_to_config
+    @with_groups(LawSettings)
     def __init__(
         self,
         rule: Annotated[str, OneOf(tuple(RULES))] = "chain",
@@ -95,18 +106,14 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         tolerance: Annotated[float, Within(0)] = 0.1,
         prefill: Annotated[float, SHARE] = 0.0,
         measure: bool = False,
-        order: SlotOrder = None,
-        guidance: Guidance = "linear",
-        head_steps: HeadSteps = None,
-        eta: Eta = None,
-        final_noise: FinalNoise = None,
+        **groups: Any,
     ) -> None:
         pass
 
     @property
     def rule_of_drafts(self) -> Rule:
         """The rule of the configuration."""
-        return make_rule(self.config.rule, self.config.tolerance)
+        return RULES[self.config.rule](self.config.tolerance)
 
     @property
     def lossless(self) -> bool:
@@ -217,8 +224,7 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         count, model = self.config.num_drafts, run.model
         known = (state.cache, state.tokens, state.places)
         if not rule.truncates:  # the published code: what was known before the block
-            z = conditions.block_conditions(model, *known, state.lengths, count + 1)
-            return z
+            return block_conditions(model, *known, state.lengths, count + 1)
         # Committed tokens that the cache holds only as the drafts they stand for.
         again = count if self.config.rule == "aligned" else 0
         return conditions.window_conditions(model, *known, state.lengths, count + 1, again=again)

@@ -15,15 +15,8 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import MOST_CALLS, Within
-from visual_spec.samplers.continuous.base import (
-    ContinuousState,
-    Eta,
-    FinalNoise,
-    Guidance,
-    HeadSteps,
-    SlotOrder,
-)
+from visual_spec.models.core.settings import MOST_CALLS, Within, with_groups
+from visual_spec.samplers.continuous.base import ContinuousState, LawSettings
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.continuous.coupling import couple
 from visual_spec.samplers.continuous.denoising import Chains, Law, drawn
@@ -38,8 +31,8 @@ class HeadSpeculativeSampler(ContinuousSampler):
 
     Args:
         levels: of a chain that one call of the head scores, at least 2.
-        steps, order, guidance, head_steps, eta, final_noise: as `ContinuousSampler`, whose law this has with the same
-            ones. The chain's steps need noise.
+        steps: as `ContinuousSampler`, whose law this has with the same settings.
+        groups: by their names, the settings of `LawSettings`. The chain's steps need noise.
 
     `ContinuousTrace.head_calls` counts what it saves; `target_calls` stay.
 
@@ -50,15 +43,12 @@ class HeadSpeculativeSampler(ContinuousSampler):
     promise = "lossless"
 
     @register_to_config
+    @with_groups(LawSettings)
     def __init__(
         self,
         levels: Annotated[int, Within(2)] = 8,
         steps: Annotated[int | None, Within(1, MOST_CALLS, none="one a token")] = None,
-        order: SlotOrder = None,
-        guidance: Guidance = "linear",
-        head_steps: HeadSteps = None,
-        eta: Eta = None,
-        final_noise: FinalNoise = None,
+        **groups: Any,
     ) -> None:
         pass
 

@@ -14,20 +14,12 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import OneOf, Within
+from visual_spec.models.core.settings import OneOf, Within, with_groups
 from visual_spec.samplers.continuous import conditions
-from visual_spec.samplers.continuous.base import (
-    ContinuousState,
-    ContinuousTokenSampler,
-    Eta,
-    FinalNoise,
-    Guidance,
-    HeadSteps,
-    SlotOrder,
-)
+from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
 from visual_spec.samplers.continuous.checks import check_rule
 from visual_spec.samplers.continuous.denoising import ChainLog
-from visual_spec.samplers.continuous.rules import RULES, Rule, Window, make_rule
+from visual_spec.samplers.continuous.rules import AlignedRule, ChainRule, Rule, Window
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.law import TokenLaw
@@ -55,34 +47,32 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
             itself, and a draft within the tolerance stays as the context of those behind it
             (`visual_spec.samplers.continuous.rules`).
         tolerance: of rule "aligned".
-        order, guidance, head_steps, eta, final_noise: as `ContinuousSampler`. Plain decoding has the same law with the
-            same ones, and one token a call.
+        groups: by their names, the settings of `LawSettings`. Plain decoding has the same law with the same ones, and
+            one token a call.
 
     Raises:
         ValueError: a setting out of its range.
     """
 
     @register_to_config
+    @with_groups(LawSettings)
     def __init__(
         self,
         window: Annotated[int, Within(2)] = 4,
         rule: Annotated[str, OneOf(("chain", "aligned"))] = "chain",
         tolerance: Annotated[float, Within(0)] = 0.1,
-        order: SlotOrder = None,
-        guidance: Guidance = "linear",
-        head_steps: HeadSteps = None,
-        eta: Eta = None,
-        final_noise: FinalNoise = None,
+        **groups: Any,
     ) -> None:
         pass
 
     @property
     def _rule(self) -> Rule:
-        return make_rule(self.config.rule, self.config.tolerance)
+        kind = ChainRule if self.config.rule == "chain" else AlignedRule
+        return kind(self.config.tolerance)
 
     @property
     def lossless(self) -> bool:
-        return RULES[self.config.rule].lossless
+        return self._rule.lossless
 
     @property
     def identical(self) -> bool:
