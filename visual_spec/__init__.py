@@ -15,11 +15,11 @@ from visual_spec.samplers.registry import SAMPLERS
 __version__ = "0.1.0"
 
 HOMES = {entry.class_name: entry.module for entry in (*SAMPLERS, *PIPELINES.values())} | {
-    "Stage": "visual_spec.samplers.scales.scales",
+    "Stage": "visual_spec.samplers.scales.stages",
     "TokenGrid": "visual_spec.models.core.protocol",
     "TokenLaw": "visual_spec.samplers.core.law",
     "accelerate": "visual_spec.pipelines.accelerate",
-    "code_stages": "visual_spec.samplers.scales.scales",
+    "code_stages": "visual_spec.samplers.scales.stages",
     "custom_generate": "visual_spec.pipelines.transformers_generate",
     "fuse_projections": "visual_spec.models.core.projections",
     "restore": "visual_spec.pipelines.accelerate",

@@ -48,8 +48,8 @@ from visual_spec.samplers.raster.local_speculation import MultiscaleSampler as M
 from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler as ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler as TreeSampler
 from visual_spec.samplers.scales.scales import ScaleWiseSampler as ScaleWiseSampler
-from visual_spec.samplers.scales.scales import Stage as Stage
-from visual_spec.samplers.scales.scales import code_stages as code_stages
+from visual_spec.samplers.scales.stages import Stage as Stage
+from visual_spec.samplers.scales.stages import code_stages as code_stages
 
 __version__: str
 __all__ = [

@@ -40,7 +40,7 @@ from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.along_order import slots_in_order
 from visual_spec.samplers.registry import DRAFTER, SAMPLERS, SamplerEntry, sampler_class
-from visual_spec.samplers.scales.scales import Stage
+from visual_spec.samplers.scales.stages import Stage
 
 # Where the defaults are too large, or not lossless. Of others the window and the number of drafts are made small.
 SETTINGS: dict[str, dict[str, Any]] = {

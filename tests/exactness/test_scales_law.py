@@ -12,7 +12,9 @@ from tests.helpers.statistics import LEAST_P, p_value
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import scales as scales_module
-from visual_spec.samplers.scales.scales import ScaleTrace, ScaleWiseSampler, Stage, code_stages
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.stages import Stage, code_stages
+from visual_spec.samplers.scales.trace import ScaleTrace
 
 
 def trace_of(model: TableScaleModel | list[Stage], tokenizer: FormulaTokenizer, **options) -> ScaleTrace:

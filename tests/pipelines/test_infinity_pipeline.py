@@ -22,7 +22,8 @@ from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.scales.scales import ScaleWiseSampler, Stage
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.stages import Stage
 
 
 def by_hand(pipe: InfinityPipeline, condition: Any, laws: list[TokenLaw], seeds: tuple[int, ...]):

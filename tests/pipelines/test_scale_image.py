@@ -26,7 +26,8 @@ from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales.scales import CODE_LAW, ScaleWiseSampler, Stage, code_stages
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.stages import CODE_LAW, Stage, code_stages
 
 ROOT = Path(__file__).parents[2]
 SIDES = (1, 2, 3, 4)

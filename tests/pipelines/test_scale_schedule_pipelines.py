@@ -18,7 +18,8 @@ from visual_spec import cli
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales.scales import ScaleTrace, ScaleWiseSampler
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.trace import ScaleTrace
 
 HALF = {"keep_share": [0.5, 0.3], "guided_until": 3}
 

@@ -15,7 +15,8 @@ from visual_spec.eval.media import medium_of, show, stored_samples
 from visual_spec.eval.settings import Setting
 from visual_spec.models.next_scale.scale_budget import CacheBytes, cache_bytes
 from visual_spec.samplers.core.trace import MEASURE
-from visual_spec.samplers.scales.scales import ScaleTrace, Stage, drawn_stages, draws_guided
+from visual_spec.samplers.scales.stages import Stage, drawn_stages, draws_guided
+from visual_spec.samplers.scales.trace import ScaleTrace
 
 
 def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:

@@ -22,7 +22,8 @@ from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.texts import ReadsText
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales.scales import ScaleWiseSampler, Stage
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.stages import Stage
 
 if TYPE_CHECKING:
     from visual_spec.models.text.t5_features import T5Features

@@ -14,7 +14,7 @@ from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.inputs import Asked
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.samplers.scales.scales import Stage, drawn_stages
+from visual_spec.samplers.scales.stages import Stage, drawn_stages
 
 Budget = ScaleBudget | Mapping[str, Any] | None
 

@@ -28,12 +28,12 @@ from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales.scales import (
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.stages import (
     CODE_LAW,
     CODE_WARM_SCALES,
     CODE_WARM_TEMPERATURE,
     VAR_LAW,
-    ScaleWiseSampler,
     Stage,
     code_stages,
 )

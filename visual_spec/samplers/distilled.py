@@ -33,7 +33,7 @@ from visual_spec.samplers.core.law import TokenLaw, non_finite
 from visual_spec.samplers.core.noise import CHAIN, TOKEN
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
-from visual_spec.samplers.scales.scales import law_at_scale
+from visual_spec.samplers.scales.reference import law_at_scale
 
 
 @dataclass

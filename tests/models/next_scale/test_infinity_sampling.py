@@ -21,7 +21,9 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core import base
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.scales.scales import ScaleTrace, ScaleWiseSampler, Stage, code_stages, mixture
+from visual_spec.samplers.scales.scales import ScaleWiseSampler, mixture
+from visual_spec.samplers.scales.stages import Stage, code_stages
+from visual_spec.samplers.scales.trace import ScaleTrace
 
 LAW = TokenLaw(guidance_scale=3.0, temperature=0.8, top_p=0.97)
 TOKENIZER = tiny_bits()

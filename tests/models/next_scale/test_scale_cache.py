@@ -30,7 +30,9 @@ from visual_spec.models.next_scale.scale_cache import (
 )
 from visual_spec.models.next_scale.var import PRESETS, VARTransformer
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales.scales import ScaleTrace, ScaleWiseSampler, Stage, code_stages
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.stages import Stage, code_stages
+from visual_spec.samplers.scales.trace import ScaleTrace
 
 SIDES = (1, 2, 3, 4, 5, 6)
 STARTS = (0, 1, 5, 14, 30, 55, 91)

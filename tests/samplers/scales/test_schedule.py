@@ -22,8 +22,9 @@ from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, saved_sampler, write_sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.scales.scales import ScaleWiseSampler, Stage, code_stages
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.schedule import SCHEDULES, ScaleSchedule
+from visual_spec.samplers.scales.stages import Stage, code_stages
 
 ROWS = torch.arange(3)
 WHOLE = (1, 4, 9, 16)

@@ -26,7 +26,7 @@ from visual_spec.eval.speed.timing import Decoded, Report, processor_figures, su
 from visual_spec.eval.tables import markdown
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
-from visual_spec.samplers.scales.scales import drawn_stages
+from visual_spec.samplers.scales.stages import drawn_stages
 
 
 def random_pipeline(

@@ -24,8 +24,9 @@ from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.pipelines.scale_plan import SCHEDULE
-from visual_spec.samplers.scales.scales import ScaleWiseSampler, Stage, prefill
+from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.schedule import ScaleSchedule
+from visual_spec.samplers.scales.stages import Stage, prefill
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,200 @@
+"""Stages of a next-scale decode: which model draws which scales, by which law, and what it refuses.
+
+In collaborative decoding (CoDe: Chen et al. 2025, section 3.2) a large model draws the small scales, which decide what
+the picture shows, and a small model draws the large scales, which cost most. The small model starts from the input maps
+so far, by one prefill that builds its own cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from typing import Any
+
+from torch import Tensor
+
+from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of
+from visual_spec.models.core.settings import Within, whole
+from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_guided
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.scales.schedule import ScaleSchedule
+
+# The numbers of the published figures. The official `cfg=1.5` is what the ramp adds to 1 at the last scale.
+VAR_LAW = TokenLaw(guidance_scale=2.5, top_k=900, top_p=0.96)
+CODE_LAW = TokenLaw(guidance_scale=2.5, top_k=600, top_p=0.96)
+CODE_DRAFT_SCALES = (6, 7, 8, 9)
+CODE_WARM_SCALES, CODE_WARM_TEMPERATURE = 7, 1.1  # the first scales, see `Stage.late_temperature`
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive scales that one model draws.
+
+    Args:
+        model: the model.
+        scales: the scales, `range(first, stop)`.
+        law: the law of these scales; None is the law of the call.
+        late_temperature: divides the log-probabilities after the law's filters; the law's own temperature applies
+            before them. The published CoDe samples this way.
+
+    Raises:
+        ValueError: the range is empty or has steps, or the temperature is not above 0.
+    """
+
+    model: ScaleModel
+    scales: range
+    law: TokenLaw | None = None
+    late_temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        scales = self.scales
+        if not isinstance(scales, range) or scales.step != 1 or not scales or scales.start < 0:
+            raise ValueError(f"scales={scales!r}; pass range(first, stop) of at least one scale.")
+        if not math.isfinite(self.late_temperature) or self.late_temperature <= 0:
+            raise ValueError(f"late_temperature={self.late_temperature}; pass a finite number above 0.")
+
+
+def code_stages(
+    large: ScaleModel,
+    small: ScaleModel,
+    num_draft_scales: int = 8,
+    *,
+    law: TokenLaw | None = None,
+    small_law: TokenLaw | None = None,
+) -> list[Stage]:
+    """Collaborative decoding: `large` draws the first scales, `small` the rest.
+
+    Args:
+        num_draft_scales: N of CoDe; `CODE_DRAFT_SCALES` lists the published ones for ten scales.
+        law, small_law: the law of each model; None is the law of the call.
+
+    Raises:
+        ValueError: N leaves one of the two models without scales.
+    """
+    count = _check_split(large, num_draft_scales)
+    return [
+        Stage(large, range(num_draft_scales), law),
+        Stage(small, range(num_draft_scales, count), small_law),
+    ]
+
+
+def _check_split(large: ScaleModel, num_draft_scales: int) -> int:
+    count = len(large.scales)
+    note = f": each of the two models draws at least one of the {count} scales"
+    whole("num_draft_scales", num_draft_scales, Within(1, count - 1), note)
+    return count
+
+
+def draws_guided(stages: Sequence[Stage], guided: bool) -> bool:
+    """Return whether a decode of these stages has unconditional rows; `guided` is that of stages without a law."""
+    return any(guided if stage.law is None else stage.law.guided for stage in stages)
+
+
+def first_slots(tokenizer: ScaleTokenizer) -> list[int]:
+    """Return the first slot of every scale, then the number of slots: n * n a scale, times the tokens of a place."""
+    places = getattr(tokenizer, "tokens_per_place", 1)
+    return [0, *accumulate(area_of(side) * places for side in tokenizer.scales)]
+
+
+def of_one_model(stages: Sequence[Stage], number: int) -> list[Stage]:
+    """Return stage `number` and the following stages of the same model, which share its cache."""
+    return list(takewhile(lambda stage: stage.model is stages[number].model, stages[number:]))
+
+
+def stage_law(logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage) -> Tensor:
+    """Return the log-probabilities [B, N, V] that a stage draws from, given logits [R, N, V]."""
+    guided = checked.law.guided
+    law = checked(logits if guided else logits[: len(slots)], slots, guided)
+    return law if stage.late_temperature == 1 else (law / stage.late_temperature).log_softmax(-1)
+
+
+def prefill(
+    served: Sequence[Stage],
+    condition: Any,
+    guided: bool,
+    batch_size: int,
+    maps: Sequence[Tensor],
+    plan: ScaleSchedule | None = None,
+) -> Any:
+    """Prefill the model of these stages for all their scales: guided and whole, or as a schedule says.
+
+    Args:
+        guided: in stages without a law of their own.
+        plan: a schedule `at` its number of scales; None: nothing is left out.
+    """
+    rows, stop, more = served, served[-1].scales.stop, {}
+    if plan is not None:
+        rows = [stage for stage in served if plan.guides(stage.scales.start)]
+        more = {"pruning": plan.pruning} if plan.pruned_runs(served) else {}
+    asked = draws_guided(rows, guided)
+    cache = served[0].model.prefill(
+        condition, batch_size=batch_size, guided=asked, maps=maps, stop=stop, **more
+    )
+    return check_guided(cache, asked)
+
+
+def check_stages(stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenLaw, batch_size: int) -> None:
+    """Refuse stages that leave scales out or draw them twice, and models that do not fit the tokenizer.
+
+    Raises:
+        ValueError: says which stages or models fit.
+    """
+    check_batch_size(batch_size)
+    bounds = [(stage.scales.start, stage.scales.stop) for stage in stages]
+    ends = [0, *(stop for _, stop in bounds)]
+    count = len(tokenizer.scales)
+    if [first for first, _ in bounds] != ends[:-1] or ends[-1] != count:
+        drawn = ", ".join(f"{first} to {stop - 1}" for first, stop in bounds) or "none"
+        raise ValueError(
+            f"the stages draw scales {drawn}; pass stages that follow each other without gap or overlap, from "
+            f"scale 0 to scale {count - 1}, the last of the tokenizer."
+        )
+    wanted = (tuple(tokenizer.scales), tokenizer.codebook_size, tokenizer.code_dim)
+    for index, stage in enumerate(stages):
+        given = (tuple(stage.model.scales), stage.model.vocab_size, stage.model.code_dim)
+        if given != wanted:
+            raise ValueError(
+                f"the model of stage {index} predicts scales {given[0]} of {given[1]} codes with {given[2]} "
+                f"channels, but the tokenizer has scales {wanted[0]} of {wanted[1]} codes with {wanted[2]} "
+                "channels; pass models and a tokenizer that were trained together."
+            )
+        check_allowed(stage.law or law, stage.model.vocab_size)
+
+
+def drawn_stages(sampler: Any, stages: Sequence[Stage]) -> list[Stage]:
+    """Return the stages of the scales that a sampler draws, given those of all scales.
+
+    Raises:
+        ValueError: its schedule names scales that there are not, or prunes a model that runs all places.
+    """
+    schedule = getattr(sampler, "schedule", None)  # a sampler that is not ours draws all
+    if not isinstance(schedule, ScaleSchedule):
+        return list(stages)
+    plan = schedule.at(stages[-1].scales.stop)
+    _check_pruning(plan, stages)
+    return plan.cut(stages)
+
+
+def _check_pruning(plan: ScaleSchedule, stages: Sequence[Stage]) -> None:
+    """Refuse parts of places for a model that cannot take them, or where they would change nothing."""
+    for run in plan.pruned_runs(stages):
+        model, first = run[0].model, run[0].scales.start
+        if not getattr(model, "prunes", False):
+            raise ValueError(
+                f"keep_share given, but a {type(model).__name__} runs all places; leave keep_share out, or decode with "
+                "a VAR or an Infinity whose cache is whole."
+            )
+        pruning = plan.pruning
+        assert pruning is not None
+        if not pruning.layers(model.num_layers):
+            raise ValueError(
+                f"pruned_layers={plan.pruned_layers} holds none of the {model.num_layers} layers; pass a wider part of "
+                "the depth."
+            )
+        if plan.keep_share[first] < 1:
+            raise ValueError(
+                f"keep_share={plan.keep_share[first]} for scale {first}, which the first forward of its model runs "
+                "whole with all scales before it; pass 1 there, or let one model draw all scales."
+            )
