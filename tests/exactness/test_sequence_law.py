@@ -7,11 +7,10 @@ from tests.exactness.planted import old_label_step, target_for_residual
 from tests.exactness.regions import total_variation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import verification
+from visual_spec.samplers.core import drafts, verification
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import RESIDUAL, TOKEN
-from visual_spec.samplers.raster import jacobi
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 COMBINATIONS = [
@@ -141,8 +140,8 @@ def test_catches_a_replacement_with_the_noise_of_the_slot(monkeypatch):
 
 
 def test_catches_a_uniform_draft_drawn_from_fewer_tokens_than_its_label_says(monkeypatch):
-    real_draft = jacobi.uniform_tokens
-    monkeypatch.setattr(jacobi, "uniform_tokens", lambda *given: real_draft(*given).clamp(max=1))
+    real_draft = drafts.uniform_tokens
+    monkeypatch.setattr(drafts, "uniform_tokens", lambda *given: real_draft(*given).clamp(max=1))
     assert off(2, "independent", "exact", "uniform") > 1e-2
 
 

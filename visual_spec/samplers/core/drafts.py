@@ -8,6 +8,7 @@ token was itself random: given the earlier slots that the copy is read from, no 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core.noise import DRAFT, CounterNoise
+from visual_spec.samplers.core.noise import DRAFT, TOKEN, CounterNoise
 
 UNIFORM = "uniform"
 LEFT = "left"
@@ -180,3 +181,78 @@ def moved_slots(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) 
 
 def _ceil_div(dividend: Tensor, divisor: int) -> Tensor:
     return (dividend + (divisor - 1)) // divisor
+
+
+@dataclass(frozen=True)
+class Redrafting:
+    """How Jacobi decoding drafts the slots of a window from what the last call scored, whatever their order.
+
+    Attributes:
+        coupling: one of `checks.COUPLINGS`, of the drafts of one slot in successive rounds.
+        identical: whether drafts are tested by the slots' own noise.
+        initial: what a slot is drafted from that the call did not reach: "uniform", "last_law" (the law of the nearest
+            position), or else copies.
+        labelled: whether drafts need labels.
+    """
+
+    coupling: str
+    identical: bool
+    initial: str
+    labelled: bool
+
+    @property
+    def redraws(self) -> bool:
+        """Whether drafts are drawn anew after every call, instead of carried over from verification."""
+        return not self.identical and self.coupling != "maximal"
+
+    def noise(self, round: int | Tensor) -> tuple[int, int | Tensor]:
+        """Stream and round of the drafts' noise. Gumbel coupling always draws a slot with its own noise, so that
+        similar laws give the same token; other couplings use fresh noise in every round."""
+        return (TOKEN, 0) if self.coupling == "gumbel" else (DRAFT, round)
+
+    def drafts(
+        self,
+        noise: CounterNoise,
+        round: int | Tensor,
+        laws: Tensor | None,
+        rows: Tensor,
+        slots: Tensor,
+        carried: Tensor,
+        reached: Tensor,
+        copies: Callable[[Tensor], Tensor],
+        allowed: tuple[int, int],
+        *,
+        drawn: Tensor | None = None,
+        unreached: Tensor | None = None,
+    ) -> tuple[Tensor, Label | None]:
+        """Return the drafts of N slots, long [B, N], and their labels, or None.
+
+        Args:
+            laws: [B, C, V] of the last call; None if nothing is drawn.
+            rows: long [B, N], the position of the call that scored each slot, or the nearest one.
+            slots: long [B, N], counters of the noise.
+            carried: long [B, N], what verification left there.
+            reached: bool [B, N], whether a call scored the slot.
+            copies: the initial drafts that are copies, long [B, N], from the drafts of the slots that were reached.
+            drawn: long [B, C], draws from the laws that a kernel has already made.
+            unreached: long [B, N], counters of uniform drafts, if not `slots`.
+        """
+        drafts = carried
+        if self.redraws or self.initial == LAST_LAW:
+            if drawn is None:
+                assert laws is not None
+                fresh = noise.categorical(rows_of(laws, rows), slots, *self.noise(round))
+            else:
+                fresh = drawn.gather(1, rows)
+            drafts = fresh if self.redraws else torch.where(reached, drafts, fresh)
+        if self.initial == UNIFORM:
+            at = slots if unreached is None else unreached
+            drafts = torch.where(reached, drafts, uniform_tokens(noise, at, round, allowed))
+        elif self.initial != LAST_LAW:
+            drafts = torch.where(reached, drafts, copies(drafts))
+        if not self.labelled:
+            return drafts, None
+        assert laws is not None
+        kind = UNIFORM_LAW if self.initial == UNIFORM else POINT_LAW
+        rows = rows if self.initial == LAST_LAW else torch.where(reached, rows, kind)
+        return drafts, Label(laws, rows, allowed)

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
+from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import COUNT, OneOf
@@ -22,8 +22,7 @@ from visual_spec.samplers.core.checks import (
     COUPLINGS,
     check_coupled,
 )
-from visual_spec.samplers.core.drafts import LEFT, UNIFORM, UP, Draft, Label, rows_of, uniform_tokens
-from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.drafts import LEFT, UNIFORM, UP, Draft, Label, Redrafting
 from visual_spec.samplers.core.verification import verify_laws
 from visual_spec.samplers.orders.row_order import RowOrder, RowPlan
 from visual_spec.samplers.orders.rows import RowSampler, RowState
@@ -159,26 +158,26 @@ class ParallelJacobiSampler(RowSampler):
         source = advance[..., None] + offset  # the position of its window that predicted the slot
         reached = (source < scored[..., None]).flatten(1)
         rows = (window + source.clamp(max=size - 1)).flatten(1)  # [B, A * D]
-        drafts = state.tokens.gather(1, slots)
-        if not self.own_noise and self.config.coupling != "maximal":
-            # As in the raster sampler: the slot's own noise under Gumbel coupling, else fresh noise in every round.
-            noise = (TOKEN, 0) if self.config.coupling == "gumbel" else (DRAFT, state.round)
-            at = slots.where(reached, scratch.flatten())
-            drafts = run.noise.categorical(rows_of(target, rows), at, *noise)
-        allowed, kind = run.law.law.allowed or (0, target.shape[-1]), POINT_LAW
-        if self.config.initial_draft == UNIFORM:
-            kind = UNIFORM_LAW
-            initial = uniform_tokens(
-                run.noise, slots.where(~reached, scratch.flatten()), state.round, allowed
-            )
-        else:
-            initial = self._copied(state, order, held_row, length, column).flatten(1)
-        state.tokens.scatter_(1, slots, drafts.where(reached, initial))
-        if not self.own_noise:
-            rows = rows.where(reached, kind).view(-1, order.windows, order.drafts)
+        own = self.own_noise
+        rule = Redrafting(self.config.coupling, own, self.config.initial_draft, labelled=not own)
+        drafts, label = rule.drafts(
+            run.noise,
+            state.round,
+            target,
+            rows,
+            slots.where(reached, scratch.flatten()),
+            state.tokens.gather(1, slots),
+            reached,
+            lambda _: self._copied(state, order, held_row, length, column).flatten(1),
+            run.law.law.allowed or (0, target.shape[-1]),
+            unreached=slots.where(~reached, scratch.flatten()),
+        )
+        state.tokens.scatter_(1, slots, drafts)
+        if label is not None:
+            rows = label.rows.view(-1, order.windows, order.drafts)
             # The last position of a window predicts no draft.
             rows = torch.cat([rows, torch.full_like(rows[..., :1], NO_DRAFT)], 2)
-            state.label = Label(target, rows.flatten(1), allowed)
+            state.label = replace(label, rows=rows.flatten(1))
 
     def _copied(
         self, state: RowState, order: RowOrder, row: Tensor, length: Tensor, column: Tensor

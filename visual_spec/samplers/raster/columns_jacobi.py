@@ -7,22 +7,21 @@ one coin for all its tokens (unit "column"), or one coin for each token (unit "c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
+from visual_spec.kernels.verify import POINT_LAW
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.settings import Graph, OneOf
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import COUPLINGS, check_coupled, check_exact_width
-from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM, Draft, Label, rows_of, uniform_tokens
+from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM, Draft, Label, Redrafting, rows_of
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.core.window import Window, check_window, widest
@@ -110,9 +109,9 @@ class ColumnJacobiSampler(ColumnChainSampler):
         return self.config.coupling == "maximal"
 
     @property
-    def redraws(self) -> bool:
-        """Whether drafts are drawn anew after every call, instead of carried over from verification."""
-        return not self.identical and not self.coupled
+    def redrafting(self) -> Redrafting:
+        """How drafts follow from the last call, entry by entry."""
+        return Redrafting(self.config.coupling, self.identical, self.config.initial_draft, not self.identical)
 
     def window_of(self, model: Any) -> int:
         return min(widest(self.config.window, self.fixed_width), model.grid.num_tokens)
@@ -157,40 +156,37 @@ class ColumnJacobiSampler(ColumnChainSampler):
                 from their own laws; steps that the call did not reach get an initial draft. Where a column is pending,
                 its draft is already refused, so any draft will do: its label is `refused_law`.
         """
-        assert laws is not None
-        initial_draft, pattern = self.config.initial_draft, run.pattern
-        steps = state.next_slots(self.window_of(run.model) - 1)  # [B, W - 1]
-        offsets = torch.arange(steps.shape[1], device=steps.device)
-        source = advance[:, None] + offsets  # the column of the last call that scored each step
+        pattern, steps = run.pattern, state.next_slots(self.window_of(run.model) - 1)  # [B, W - 1]
+        source = advance[:, None] + torch.arange(
+            steps.shape[1], device=steps.device
+        )  # the column that scored a step
         reached = source < width
         if self.identical:  # an earlier, wider call may also have scored a step: drafts need no label
             reached = reached | (state.commit_call.gather(1, steps) > 0)
-        # After the last column, its laws serve as the initial draft "last_law". If the last column is forced and the
-        # next is not, this drafts token 0 with certainty: a poor draft, correctly labelled.
+        # If the last column is forced and the next is not, "last_law" drafts token 0 with certainty: a poor draft,
+        # correctly labelled.
         rows = source.clamp(max=width - 1)[..., None] * pattern.codebooks
         rows = (rows + torch.arange(pattern.codebooks, device=steps.device)).flatten(1)  # [B, (W - 1) * K]
-        drafts = rows_of(state.tokens, steps)  # [B, W - 1, K]
-        if self.redraws or initial_draft == LAST_LAW:
-            # Gumbel coupling always draws an entry with its own noise, so that similar laws give the same token. Other
-            # couplings use fresh noise in every round.
-            noise = (TOKEN, 0) if self.config.coupling == "gumbel" else (DRAFT, state.round)
-            fresh = run.noise.categorical(rows_of(laws, rows), pattern.slots(steps), *noise).view_as(drafts)
-            drafts = fresh if self.redraws else torch.where(reached[..., None], drafts, fresh)
-        allowed = run.law.law.allowed or (0, run.model.vocab_size)
-        kind = UNIFORM_LAW if initial_draft == UNIFORM else POINT_LAW
-        if initial_draft == UNIFORM:
-            initial = uniform_tokens(run.noise, pattern.slots(steps), state.round, allowed).view_as(drafts)
-            drafts = torch.where(reached[..., None], drafts, initial)
-        elif initial_draft == LEFT:
+        valid = pattern.valid[steps]  # [B, W - 1, K]
+
+        def copies(drafts: Tensor) -> Tensor:
             # The last column that the call reached: committed, or drafted just now.
             newest = (state.lengths - advance + width - 1)[:, None]  # [B, 1]
-            state.write(steps, drafts)
-            drafts = torch.where(reached[..., None], drafts, rows_of(state.tokens, newest))
-        # An initial draft ignores the pattern.
-        valid = pattern.valid[steps]  # [B, W - 1, K]
-        state.write(steps, drafts.masked_fill(~valid, 0))
-        if not self.identical:
-            known = reached if initial_draft != LAST_LAW else torch.ones_like(reached)
-            rows = torch.where(known.repeat_interleave(pattern.codebooks, 1), rows, kind)
-            rows = torch.where(valid.flatten(1), rows, POINT_LAW)  # a forced entry is token 0 for certain
-            state.label = Label(laws, rows, allowed)
+            state.write(steps, drafts.view_as(valid))
+            return rows_of(state.tokens, newest).expand_as(valid).flatten(1)
+
+        drafts, label = self.redrafting.drafts(
+            run.noise,
+            state.round,
+            laws,
+            rows,
+            pattern.slots(steps),
+            rows_of(state.tokens, steps).flatten(1),
+            reached.repeat_interleave(pattern.codebooks, 1),
+            copies,
+            run.law.law.allowed or (0, run.model.vocab_size),
+        )
+        # An initial draft ignores the pattern; a forced entry is token 0 for certain.
+        state.write(steps, drafts.view_as(valid).masked_fill(~valid, 0))
+        if label is not None:
+            state.label = replace(label, rows=torch.where(valid.flatten(1), label.rows, POINT_LAW))

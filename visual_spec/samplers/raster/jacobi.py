@@ -1,21 +1,20 @@
 """Speculative Jacobi decoding: one call scores a window of drafts, and the kept ones are committed at once.
 
 A slot that the last call scored is drafted from the result of that call. A slot that enters the window gets an initial
-draft. So drafts are refined from call to call until they are committed. A correction makes the drafts behind it stale;
-a second source (`second_source`) may draft these anew.
+draft. So drafts are refined from call to call until they are committed. A correction makes the drafts after it stale;
+a second source (`redrafting`) may draft these anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.settings import COUNT, Graph, OneOf
@@ -30,16 +29,13 @@ from visual_spec.samplers.core.drafters import check_drafter, start_drafter
 from visual_spec.samplers.core.drafts import (
     INITIAL_DRAFTS,
     LAST_LAW,
-    UNIFORM,
     Draft,
     Label,
+    Redrafting,
     copied_tokens,
-    rows_of,
-    uniform_tokens,
 )
 from visual_spec.samplers.core.graph import AUTO as AUTO_GRAPH
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.core.window import Window, by_rows, check_window, widest
@@ -177,9 +173,9 @@ class SpeculativeJacobiSampler(ChainSampler):
         return given or (REPAIRED if self.identical else CARRIED)
 
     @property
-    def redraws(self) -> bool:
-        """Whether drafts are drawn anew after every call, instead of carried over from verification."""
-        return not self.identical and not self.coupled
+    def redrafting(self) -> Redrafting:
+        """How drafts follow from the last call."""
+        return Redrafting(self.config.coupling, self.identical, self.config.initial_draft, self.labels)
 
     @property
     def labels(self) -> bool:
@@ -230,7 +226,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         else:
             source = Chosen(run, state, window, self.config.coupling == "gumbel", state.steady)
         draft = redrafted(state, slots, carried, self.config.redrafts, source)
-        if self.redraws:  # `settle` leaves kept drafts where they are
+        if self.redrafting.redraws:  # `settle` leaves kept drafts where they are
             state.tokens.scatter_(1, slots, draft.tokens)
         if self.needs_drafter:
             run.lap("draft")
@@ -243,7 +239,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             same = state.tokens.gather(1, slots) == verdict.tokens
             age = (state.steady.gather(1, slots) + 1).clamp(max=2)
             state.steady.scatter_(1, slots, torch.where(same, age, 0))
-        if self.redraws:  # the drafts after the replacement are drawn below
+        if self.redrafting.redraws:  # the drafts after the replacement are drawn below
             refused = verdict.kept[:, None]
             state.tokens.scatter_(1, slots.gather(1, refused), verdict.tokens.gather(1, refused))
         else:
@@ -252,14 +248,9 @@ class SpeculativeJacobiSampler(ChainSampler):
         self.redraft(run, state, verdict.laws, verdict.kept + 1, slots.shape[1], verdict.drawn)
 
     def redraw(self, state: JacobiState) -> tuple[int, int | Tensor] | None:
-        if not self.redraws or self.config.initial_draft == LAST_LAW:
+        if not self.redrafting.redraws or self.config.initial_draft == LAST_LAW:
             return None
-        return self._draft_noise(state)
-
-    def _draft_noise(self, state: JacobiState) -> tuple[int, int | Tensor]:
-        # Gumbel coupling always draws a slot with its own noise, so that similar laws give the same token. Other
-        # couplings use fresh noise in every round.
-        return (TOKEN, 0) if self.config.coupling == "gumbel" else (DRAFT, state.round)
+        return self.redrafting.noise(state.round)
 
     def redraft(
         self,
@@ -278,36 +269,35 @@ class SpeculativeJacobiSampler(ChainSampler):
                 from their own laws; slots that the call did not reach get an initial draft.
             drawn: long [B, width], draws from the laws that a kernel has already made.
         """
-        initial_draft, slots = self.config.initial_draft, state.next_slots(self.width(run.model) - 1)
-        offsets = torch.arange(slots.shape[1], device=slots.device)
-        source = advance[:, None] + offsets  # the position of the last call that scored each slot
+        slots = state.next_slots(self.width(run.model) - 1)
+        source = advance[:, None] + torch.arange(
+            slots.shape[1], device=slots.device
+        )  # the position that scored a slot
         reached, rows = source < width, source.clamp(max=width - 1)
         if self.identical:  # an earlier, wider call may also have scored a slot: drafts need no label
             reached = reached | (state.commit_call.gather(1, slots) > 0)
-        drafts = state.tokens.gather(1, slots)
-        if self.redraws or initial_draft == LAST_LAW:
-            # After the last position, its law serves as the initial draft "last_law".
-            if drawn is None:
-                assert laws is not None
-                fresh = run.noise.categorical(rows_of(laws, rows), slots, *self._draft_noise(state))
-            else:
-                fresh = drawn.gather(1, rows)
-            drafts = fresh if self.redraws else torch.where(reached, drafts, fresh)
-        allowed = run.law.law.allowed or (0, run.model.vocab_size)
-        kind = UNIFORM_LAW if initial_draft == UNIFORM else POINT_LAW
-        if state.picture is not None:
-            drafts = torch.where(reached, drafts, state.picture.gather(1, slots))
-        elif initial_draft == UNIFORM:
-            drafts = torch.where(reached, drafts, uniform_tokens(run.noise, slots, state.round, allowed))
-        elif initial_draft != LAST_LAW:
+
+        def copies(_: Tensor) -> Tensor:
+            if state.picture is not None:
+                return state.picture.gather(1, slots)
             newest = (state.lengths - advance + width - 1)[:, None]  # [B, 1], the last slot the call reached
-            copies = copied_tokens(initial_draft, state.tokens, slots, newest, run.model.grid)
-            drafts = torch.where(reached, drafts, copies)
+            return copied_tokens(self.config.initial_draft, state.tokens, slots, newest, run.model.grid)
+
+        # A picture stands in for every kind of initial draft.
+        rule = replace(self.redrafting, initial=PICTURED) if state.picture is not None else self.redrafting
+        drafts, state.label = rule.drafts(
+            run.noise,
+            state.round,
+            laws,
+            rows,
+            slots,
+            state.tokens.gather(1, slots),
+            reached,
+            copies,
+            run.law.law.allowed or (0, run.model.vocab_size),
+            drawn=drawn,
+        )
         state.tokens.scatter_(1, slots, drafts)
-        if self.labels:
-            assert laws is not None
-            rows = rows if initial_draft == LAST_LAW else torch.where(reached, rows, kind)
-            state.label = Label(laws, rows, allowed)
 
 
 def _check_painter(drafter: Any, law: TokenLaw, batch_size: int) -> None:
