@@ -5,6 +5,7 @@ A newly registered sampler is tested without an edit here, unless it takes somet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -213,3 +214,54 @@ CHANGED: dict[str, dict[str, Any]] = {
         ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2}
     ),
 }  # fmt: skip
+
+
+# Values that no sampler with a setting of this name takes.
+_COUNT: list[Any] = [0, -2, 1.5, True, "8"]
+_SHARE: list[Any] = [-0.1, 1.5, math.nan, True, "1"]
+_NUMBER: list[Any] = [-0.1, math.inf, math.nan, True, "1"]
+_WORD: list[Any] = ["best", 3]
+_FLAG: list[Any] = ["yes", 1]
+REFUSED: dict[str, list[Any]] = {
+    **dict.fromkeys(
+        "window siblings depth width num_nodes pool radius max_rounds rows lead drafts redrafts span".split(), _COUNT
+    ),
+    **dict.fromkeys("stop_below last_temperature reuse_from rescorer_share history_hidden prefill eta".split(), _SHARE),
+    **dict.fromkeys("choice_temperature entropy_bound tolerance final_noise".split(), _NUMBER),
+    **dict.fromkeys(
+        "coupling acceptance initial_draft sibling_rule unit schedule clock score span_score temperature guidance "
+        "falls reuse_by history_pattern unconditional_history rule".split(), _WORD
+    ),
+    **dict.fromkeys(
+        "exact_width adaptive measure as_released allow_approximate filtered_score second_draw greedy later_noise ramp "
+        "smooth".split(), _FLAG,
+    ),
+    "graph": ["no", 1],
+    "steps": [*_COUNT, (), (4, 0)],
+    "order": ["spiral", 3, [], [0, True], ["0"]],
+    "num_drafts": [-1, 1.5, True, "8"],
+    "reuse": [-1, 1.5, True],
+    "warmup": [-1, 1.5, True],
+    "levels": [1, *_COUNT],
+    "head_steps": [1001, *_COUNT],
+    "last_head_steps": [1001, *_COUNT],
+    "teacher_from": [-1, 1.5, True],
+    "relaxation": [3, "grouped"],
+    "expected_acceptance": [0.0, -1.0, 1.5, math.nan],
+    "local_levels": [0.0, 1.5, math.nan],
+    "least_guidance": [0.5, math.inf],
+    "score_temperature": [0.0, -1.0, math.inf],
+    "guidance_start": [-1.0, 2e6, math.nan, "1", True],
+}  # fmt: skip
+# Others that some samplers take.
+REFUSED_BY: dict[str, dict[str, list[Any]]] = {
+    "DraftedSampler": dict(num_drafts=[0, None]),
+    "DraftedColumnSampler": dict(num_drafts=[0], acceptance=["lantern"]),
+    "SpeculativeAnyOrderSampler": dict(num_drafts=[0], acceptance=["grouped"]),
+    "SpeculativeContinuousSampler": dict(num_drafts=[0]),
+    "ContinuousJacobiSampler": dict(window=[1], rule=["path"]),
+    "ParallelJacobiSampler": dict(initial_draft=["last_law"]),
+    "ProactiveJacobiSampler": dict(siblings=[None], depth=[None]),
+    "ColumnJacobiSampler": dict(window=[None], initial_draft=["up"]),
+    "DistilledSampler": dict(steps=[3]),
+}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.sampler_kinds import CHANGED, KINDS, LAW, decode
+from tests.helpers.sampler_kinds import CHANGED, KINDS, LAW, REFUSED, REFUSED_BY, decode
 from tests.helpers.sampler_settings import settings_of
 from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, FRAMES, MASKED, SCALES
 from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, sampler_class
@@ -70,6 +71,17 @@ def test_settings_given_by_position_are_kept(entry):
 @EVERY
 def test_defaults_are_those_of_the_signature(entry):
     assert settings_of(sampler_class(entry)()) == defaults_of(sampler_class(entry))
+
+
+@EVERY
+def test_every_setting_refuses_what_it_cannot_be(entry):
+    """One setting at a time; the message names the setting and the value. A new setting has to be in the table."""
+    kind, own = sampler_class(entry), REFUSED_BY.get(entry.class_name, {})
+    assert set(own) <= set(defaults_of(kind))
+    for name in defaults_of(kind):
+        for value in [*REFUSED[name], *own.get(name, [])]:
+            with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}; pass ")):
+                kind(**{name: value})
 
 
 @EVERY

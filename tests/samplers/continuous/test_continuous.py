@@ -205,50 +205,6 @@ def test_many_levels_at_once_are_scored_as_one_after_the_other():
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", [ContinuousSampler, SpeculativeContinuousSampler, ContinuousJacobiSampler, HeadSpeculativeSampler]
-)
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (dict(head_steps=0), "head_steps=0; pass an integer from 1 to 1000"),
-        (dict(head_steps=1001), "head_steps=1001; pass an integer from 1 to 1000"),
-        (dict(head_steps=True), "head_steps=True"),
-        (dict(eta=1.5), "eta=1.5"),
-        (dict(final_noise=-0.1), "final_noise=-0.1; pass a finite number of at least 0"),
-        (dict(final_noise=float("nan")), "final_noise=nan"),
-        (dict(order="spiral"), "order='spiral'; pass one of random, raster"),
-        (dict(guidance="rising"), "guidance='rising'; pass one of linear, constant"),
-    ],
-)
-def test_settings_out_of_their_range_are_refused(kind, settings, told):
-    with pytest.raises(ValueError, match=told):
-        kind(**settings)
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda: ContinuousJacobiSampler(1), "window=1; pass an integer of at least 2"),
-        (lambda: ContinuousJacobiSampler(rule="path"), "rule='path'; pass one of chain, aligned"),
-        (lambda: HeadSpeculativeSampler(1), "levels=1; pass an integer of at least 2"),
-        (
-            lambda: SpeculativeContinuousSampler("exact"),
-            "rule='exact'; pass one of chain, path, ode, aligned, cspd",
-        ),
-        (lambda: SpeculativeContinuousSampler(num_drafts=0), "num_drafts=0"),
-        (
-            lambda: SpeculativeContinuousSampler(tolerance=-1),
-            "tolerance=-1; pass a finite number of at least 0.",
-        ),
-        (lambda: SpeculativeContinuousSampler(prefill=2), "prefill=2"),
-    ],
-)
-def test_other_settings_out_of_their_range_are_refused(make, told):
-    with pytest.raises(ValueError, match=told):
-        make()
-
-
 def refused(
     told: str, sampler: Any, model: Any, law: TokenLaw = LAW, error: Any = ValueError, **parts: Any
 ) -> None:

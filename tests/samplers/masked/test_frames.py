@@ -170,22 +170,6 @@ def test_a_sample_does_not_depend_on_its_batch(history):
         assert torch.equal(draw(sampler, model_of(), samples=(sample,)).tokens[0], whole[sample])
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"history_hidden": 1.1}, "history_hidden=1.1"),
-        ({"history_pattern": "tube"}, "even, random"),
-        ({"unconditional_history": "none"}, "hidden, same"),
-        ({"steps": (3, 2)}, "steps="),
-        ({"steps": 0}, "steps=0"),
-        ({"schedule": "sine"}, "cosine"),
-    ],
-)
-def test_other_settings_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        FrameMaskedSampler(**settings)
-
-
 def test_other_models_and_requests_are_refused():
     pictures = TabularMaskedModel(TokenGrid(1, 3), 2)
     with pytest.raises(ValueError, match="does not fill in frames"):

@@ -130,27 +130,14 @@ def test_other_models_are_refused(sampler):
         sampler(order=[0, 2, 1])(MODEL, None, **request)
 
 
-@pytest.mark.parametrize("order", ["entropy", [0, 0, 1], [1, 2], [0, True], ["0"], [], 3])
-def test_other_settings_are_refused(order):
+@pytest.mark.parametrize("order", [[0, 0, 1], [1, 2]])
+def test_orders_and_steps_that_do_not_fit_are_refused(order):
     for sampler in (AnyOrderSampler, SpeculativeAnyOrderSampler):
         with pytest.raises(ValueError, match=r"order=.*; pass one of random, halton"):
             sampler(order=order)
-    with pytest.raises(ValueError, match="num_drafts=0"):
-        SpeculativeAnyOrderSampler(0)
-    with pytest.raises(ValueError, match="acceptance='grouped'; pass one of identical, exact"):
-        SpeculativeAnyOrderSampler(acceptance="grouped")
-    with pytest.raises(ValueError, match="steps=0"):
-        AnyOrderSampler(steps=0)
     for steps in (1, 9):
         with pytest.raises(ValueError, match=f"steps={steps} for 8 tokens; pass 2 to 8"):
             AnyOrderSampler(steps=steps)(MODEL, None, law=TokenLaw())
-
-
-@pytest.mark.parametrize("sampler", [AnyOrderSampler, SpeculativeAnyOrderSampler])
-@pytest.mark.parametrize("start", [-1.0, 2e6, float("nan"), "1", True])
-def test_other_first_guidance_is_refused(sampler, start):
-    with pytest.raises(ValueError, match=f"guidance_start={start!r}; pass a finite number from 0 to"):
-        sampler(guidance_start=start)
 
 
 # -- planted bugs ----------------------------------------------------------------------------------------------------

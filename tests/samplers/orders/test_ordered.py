@@ -129,12 +129,6 @@ def test_other_samplers_refuse_a_model_of_another_order(sampler):
 
 
 def test_refuses_what_is_not_allowed():
-    with pytest.raises(
-        ValueError, match="order='spiral'; pass one of raster, diagonal, nar, flashar, par4, par16"
-    ):
-        OrderedSampler("spiral")
-    with pytest.raises(ValueError, match="allow_approximate=1; pass True or False"):
-        OrderedSampler(allow_approximate=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="trained_order of TabularOrderModel='spiral'; pass one of raster"):
         decode(OrderedSampler("raster"), TabularOrderModel(TokenGrid(2, 2), 2, "spiral"))
     with pytest.raises(ValueError, match="4 regions of a grid of 1 x 3 x 2"):

@@ -364,22 +364,6 @@ def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling
 
 # ------------------------------------------------------------------------------------------------------ refusals
 
-CHOICES: dict[str, Any] = dict(
-    window=4, coupling="gumbel", acceptance="exact", unit="column", initial_draft="left"
-)
-
-
-@pytest.mark.parametrize("name", ["coupling", "acceptance", "unit", "initial_draft"])
-def test_refuses_an_unknown_choice_and_lists_the_known(name):
-    with pytest.raises(ValueError, match=f"{name}='best'; pass one of .*, "):
-        ColumnJacobiSampler(**{**CHOICES, name: "best"})
-
-
-@pytest.mark.parametrize("window", [0, -3, 2.0, "8", True, None])
-def test_refuses_a_window_that_is_none(window: Any):
-    with pytest.raises(ValueError, match="window=.*integer of at least 1"):
-        ColumnJacobiSampler(window)
-
 
 def test_refuses_combinations_that_mean_nothing():
     with pytest.raises(ValueError, match="needs coupling='gumbel', got coupling='maximal'"):

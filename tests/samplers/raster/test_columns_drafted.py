@@ -193,13 +193,6 @@ def test_logits_of_forced_entries_are_never_checked(monkeypatch):
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_refuses_settings_that_are_none():
-    with pytest.raises(ValueError, match="num_drafts=0; "):
-        DraftedColumnSampler(0)
-    with pytest.raises(ValueError, match="acceptance='lantern'; pass one of "):
-        DraftedColumnSampler(acceptance="lantern")
-
-
 def test_refuses_drafters_that_do_not_fit():
     sampler = DraftedColumnSampler()
     with pytest.raises(ValueError, match="needs a drafter, and got none; pass .*training.column_drafter"):

@@ -350,25 +350,6 @@ def test_the_smallest_grids(size):
 # ----------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("num_drafts", [0, -1, 2.0, True, None])
-def test_refuses_num_drafts_below_one(num_drafts: Any):
-    with pytest.raises(ValueError, match="num_drafts=.*integer of at least 1"):
-        DraftedSampler(num_drafts)
-
-
-@pytest.mark.parametrize("stop_below", [-0.1, 1.5, math.nan])
-def test_refuses_a_bound_that_is_no_probability(stop_below):
-    with pytest.raises(ValueError, match="stop_below=.*from 0"):
-        DraftedSampler(stop_below=stop_below)
-
-
-def test_refuses_an_unknown_acceptance():
-    with pytest.raises(
-        ValueError, match="acceptance=.best.; pass one of identical, exact, block, grouped, clustered"
-    ):
-        DraftedSampler(acceptance="best")
-
-
 @pytest.mark.parametrize("delta", [-0.1, 1.5, math.nan, True])
 def test_refuses_a_delta_that_is_no_probability(delta):
     with pytest.raises(ValueError, match="delta=.*"):

@@ -175,8 +175,6 @@ def test_a_position_is_scored_alike_at_any_place_of_a_call():
 def test_refuses_what_it_cannot_promise(kind, settings, message):
     with pytest.raises(ValueError, match=message):
         kind(**settings, **EXACT)
-    with pytest.raises(ValueError, match="exact_width=1; pass True or False"):
-        kind(**IDENTICAL, exact_width=1)
 
 
 # -- near-ties ---------------------------------------------------------------------------------------------------------

@@ -208,19 +208,6 @@ def test_neighbourhoods_lie_behind_a_slot():
     assert later_neighbours(TokenGrid(3, 3), None)[2].nonzero()[:, 0].tolist() == list(range(3, 9))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pool": 0}, "pool=0; pass an integer of at least 1"),
-        ({"radius": 0}, "radius=0; pass an integer of at least 1, or None"),
-        ({"max_rounds": True}, "max_rounds=True; pass"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        MultiscaleSampler(**settings)
-
-
 def test_what_does_not_fit_is_refused_before_compute():
     model = TabularModel(TokenGrid(2, 2), 3)
     sampler = MultiscaleSampler(pool=2)

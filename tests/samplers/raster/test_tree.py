@@ -422,25 +422,6 @@ def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
 # ----------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("name", ["depth", "width"])
-@pytest.mark.parametrize("value", [0, -2, 1.5, True])
-def test_refuses_sizes_below_one(name, value: Any):
-    with pytest.raises(ValueError, match=f"{name}={value!r}; pass an integer of at least 1"):
-        TreeSampler(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["siblings", "acceptance"])
-def test_refuses_an_unknown_choice_and_lists_the_known(name):
-    with pytest.raises(ValueError, match=f"{name}='best'; pass one of .*, "):
-        TreeSampler(**cast(Any, {name: "best"}))
-
-
-@pytest.mark.parametrize("share", [0.0, -1.0, 1.5, math.nan])
-def test_refuses_an_expected_acceptance_that_is_none(share):
-    with pytest.raises(ValueError, match="expected_acceptance=.*above 0"):
-        TreeSampler(expected_acceptance=share)
-
-
 @pytest.mark.parametrize("num_nodes", [0, 13, 2.0, True])
 def test_refuses_more_nodes_than_are_drafted(num_nodes: Any):
     with pytest.raises(ValueError, match=rf"num_nodes={num_nodes}"):

@@ -288,9 +288,3 @@ def test_requests_that_cannot_be_served_are_refused_before_compute():
         with pytest.raises(ValueError, match="late_temperature=.*; pass a finite number above 0"):
             Stage(model, range(1), late_temperature=temperature)
     assert model.prefills == other.prefills == 0
-
-
-@pytest.mark.parametrize("name", ["ramp", "smooth", "measure"])
-def test_refuses_settings_that_are_neither_true_nor_false(name):
-    with pytest.raises(ValueError, match=f"{name}='yes'; pass True or False"):
-        ScaleWiseSampler(**{name: "yes"})
