@@ -1,4 +1,4 @@
-"""docs/EXTENDING.md as it stands: a sampler is one file and one line, a model one class, a family one entry."""
+"""docs/EXTENDING.md as it stands: a sampler is a file and a line, a model one class, families and metrics one entry."""
 
 import os
 import re
@@ -11,8 +11,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "EXTENDING.md").read_text()
-SAMPLER, MODEL, USE, SAVED, ANY_ORDER = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
-LINE, ENTRY = (
+SAMPLER, MODEL, USE, SAVED, STATISTIC, ANY_ORDER = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+LINE, ENTRY, METRIC_ENTRY = (
     re.sub(r"^\+", "", text, flags=re.M).rstrip()
     for text in re.findall(r"```diff\n(.*?)```", PAGE, flags=re.S)
 )
@@ -106,6 +106,36 @@ assert all(row["identical"] for row in rows) and len(rows) == 2
 """
 
 
+METRIC = """
+import contextlib, io, json
+from pathlib import Path
+import numpy as np
+import torch
+from PIL import Image
+torch.set_num_threads(1)
+from visual_spec.cli import main
+from visual_spec.eval.quality.features import features_of, load_shapes_features
+
+rng, pictures = np.random.default_rng(0), {}
+for name, count in (("drawn", 4), ("true", 6)):
+    Path(name).mkdir()
+    pictures[name] = rng.integers(0, 256, (count, 128, 128, 3), np.uint8)
+    for index, pixels in enumerate(pictures[name]):
+        Image.fromarray(pixels).save(Path(name, f"{index}.png"))
+out = io.StringIO()
+with contextlib.redirect_stdout(out):
+    assert main(["score", "drawn", "--reference", "true", "--metrics", "centre", "--json"]) == 0
+(figure,) = [one for name, one in json.loads(out.getvalue().splitlines()[-1])["figures"].items() if name == "centre"]
+network = load_shapes_features()
+drawn, true = (features_of(network, pictures[name]) for name in ("drawn", "true"))
+apart = (drawn.double() - true.double().mean(0)).square().sum(1).sqrt()
+reach = 1.959964 * apart.std() / 2
+wanted = [apart.mean(), apart.mean() - reach, apart.mean() + reach]
+assert np.allclose([figure[name] for name in ("value", "low", "high")], wanted, rtol=1e-4), (figure, wanted)
+assert figure["samples"] == 4 and figure["reference_samples"] == 6 and figure["interval"] == "normal law"
+"""
+
+
 def copied_package(folder: Path) -> Path:
     """The package as a newcomer has it."""
     package = folder / "visual_spec"
@@ -117,7 +147,9 @@ def copied_package(folder: Path) -> Path:
 def add_entry(file: Path, table: str, entry: str) -> None:
     """Add an entry at the end of a table of the package."""
     text = file.read_text()
-    end = text.index("\n)\n", text.index(f"\n{table} = ("))
+    start = re.search(rf"^{table}\b.* = [({{]$", text, flags=re.M)
+    assert start is not None
+    end = re.compile(r"^[)}]$", flags=re.M).search(text, start.end()).start() - 1  # pyright: ignore
     file.write_text(f"{text[:end]}\n{entry}{text[end:]}")
 
 
@@ -142,6 +174,14 @@ def test_a_new_family_is_one_file_and_one_entry(tmp_path):
     (package / "models" / "next_token" / "recurrent.py").write_text(f"{MODEL}\n\n{SAVED}")
     add_entry(package / "families.py", "FAMILIES", ENTRY)
     run_as_newcomer(FAMILY, tmp_path)
+
+
+def test_a_new_metric_is_one_function_and_one_entry(tmp_path):
+    package = copied_package(tmp_path)
+    statistics = package / "eval" / "quality" / "statistics.py"
+    statistics.write_text(f"{statistics.read_text()}\n\n{STATISTIC}")
+    add_entry(package / "eval" / "quality" / "metric_table.py", "METRICS", METRIC_ENTRY)
+    run_as_newcomer(METRIC, tmp_path)
 
 
 def test_a_new_model_decodes_with_every_next_token_sampler():
