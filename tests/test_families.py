@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 import visual_spec
 from scripts import write_stub
 from visual_spec import families
+from visual_spec.eval.settings import parse_setting
 from visual_spec.families import FAMILIES, PIPELINES, family_of
 from visual_spec.pipelines import components
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
+from visual_spec.samplers.core.law import TokenLaw
 
 ROOT = Path(__file__).parents[1]
 
@@ -94,6 +97,10 @@ def test_a_class_of_no_family_is_refused():
 
 
 def test_what_measures_a_family_exists():
-    for path in {family.measured for family in FAMILIES} - {""}:
+    measured = {family.measured for family in FAMILIES} - {""}
+    for rows in (rows for rows in measured if isinstance(rows, tuple)):
+        texts = [re.sub(r"\{([^|}]*)[^}]*\}", r"\1", row).replace("saved", "1.0") for row in rows]
+        assert all(parse_setting(text.rpartition("? ")[2], TokenLaw(), 0) for text in texts)
+    for path in (path for path in measured if isinstance(path, str)):
         module, _, name = path.partition(":")
         assert callable(getattr(importlib.import_module(f"visual_spec.{module}"), name))

@@ -155,8 +155,9 @@ class Family:
         shorter: one that takes less time and has a law of its own, where the fast one is the plain one.
         comparable: whether an accelerated decoding is compared with the plain one.
         stored_as: what keeps a sample: its token "ids", or the finished "canvas".
-        measured: "module:function" below `visual_spec`: what `bench` and `eval` measure if no settings are named; "":
-            they do not measure it.
+        measured: what `bench` and `eval` measure if no settings are named: settings, see
+            `visual_spec.eval.defaults.listed_settings`; or "module:function" below `visual_spec`, which chooses them;
+            "": they do not measure it.
         drafters: classes among `parts` that `load_drafter` takes.
         refiners: classes among `parts` that `load_refiner` takes.
         of_diffusers: class of diffusers' pipeline whose folders its pipeline loads.
@@ -177,7 +178,7 @@ class Family:
     shorter: str | None = None
     comparable: bool = True
     stored_as: str = "ids"
-    measured: str = "eval.defaults:settings_for"
+    measured: str | tuple[str, ...] = "eval.defaults:settings_for"
     drafters: tuple[str, ...] = ()
     refiners: tuple[str, ...] = ()
     of_diffusers: str = ""
@@ -224,6 +225,18 @@ _JACOBI = ("EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
 _TEXT, _ACCELERATE = "ImagePipeline.from_official", "visual_spec.accelerate(model)"
 _STUDENTS = FileLayout("pipelines.convert_students:is_student", "pipelines.convert_students:assemble_students")
 _MASKED = FileLayout("pipelines.convert_masked:is_masked", "pipelines.convert_masked:assemble_masked")
+# Fewer calls by confidence and in Halton's order, with reuse, and by entropy. All are compared with one token a call,
+# the law of the model alone, and measure how far they are from it; groups of a causal layer have a law of their own.
+_HALTON = "schedule=arccos,clock=halton,score=halton"
+_MASKED_PICTURES = (
+    "masked:steps={4|8|16|32},choice_temperature={saved},measure=true",
+    f"masked:steps={{4|8|16|32}},{_HALTON},measure=true",
+    "masked:steps={16|32},choice_temperature={saved},reuse=1,measure=true",
+    f"masked:steps={{16|32}},{_HALTON},reuse=1,measure=true",
+    "masked:steps=256,score=entropy,entropy_bound={0.1|1.0},measure=true",
+    f"shortcut? masked:steps=16,{_HALTON},reuse={{1|3}},reuse_by=shortcut,measure=true",
+    "causal_layer? self-speculative-masked:steps={4|8|16}",
+)
 FAMILIES = (
     Family(
         "LlamaGen", RASTER_TREE_ORDER, _PICTURES,
@@ -284,7 +297,8 @@ FAMILIES = (
     ),
     Family(
         "DD1 student of captions", (DISTILLED,), ("DistilledTextImagePipeline",),
-        plain="distilled", comparable=False, stored_as="canvas", measured="eval.defaults:student_settings",
+        plain="distilled", comparable=False, stored_as="canvas",
+        measured=("distilled:steps=2", "teacher? distilled:steps=2,teacher_from=0"),
     ),
     Family(
         "DD1 student of VAR", (DISTILLED,), ("DistilledScalePipeline",),
@@ -361,7 +375,7 @@ FAMILIES = (
     Family(
         "MaskGIT", (MASKED,), ("MaskedImagePipeline", "MaskedClassImagePipeline"),
         ("masked.maskgit:MaskedImageTransformer", "masked.shortcut:FeatureShortcut", "masked.causal_layer:CausalLayer"),
-        plain="speculative-masked:num_drafts=0", fast="masked:...", measured="eval.defaults:masked_picture_settings",
+        plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
         load="MaskedClassImagePipeline.from_official",
         layout=_MASKED,
         sizes=(
@@ -375,7 +389,7 @@ FAMILIES = (
     ),
     Family(
         "MAGE", (MASKED,), ("MageImagePipeline",), ("masked.mage:MageTransformer", "masked.mage_vq:MageVQModel"),
-        plain="speculative-masked:num_drafts=0", fast="masked:...", measured="eval.defaults:masked_picture_settings",
+        plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
         load="MageImagePipeline.from_official",
         layout=_MASKED,
         sizes=(
@@ -386,7 +400,7 @@ FAMILIES = (
     Family(
         "aMUSEd", (MASKED,), ("AmusedImagePipeline",),
         ("masked.amused:AmusedTransformer", "masked.amused:AmusedVQModel"),
-        plain="speculative-masked:num_drafts=0", fast="masked:...", measured="eval.defaults:masked_picture_settings",
+        plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
         of_diffusers="AmusedPipeline",
     ),
     Family(

@@ -7,12 +7,14 @@ a model is loaded.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product, zip_longest
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.models.core.calls import MASKED
+from visual_spec.models.core.calls import DISTILLED, MASKED
 from visual_spec.samplers.registry import SAMPLERS, fitting
 
 if TYPE_CHECKING:
@@ -36,11 +38,6 @@ _REUSED = (1, 3)  # local calls behind each full one of a masked model
 _FINAL_NOISE = 0.05  # where a rule needs noise in the last level, and the model has none
 _TOLERANCES = (0.05, 0.1, 0.2)
 _LEVELS = (8, 16)  # of a chain that one call of the head scores
-# Of a masked model of pictures: calls, those of them that are made with reuse too, and bounds on the entropy of a call.
-_PICTURE_STEPS = (4, 8, 16, 32)
-_REUSED_STEPS = (16, 32)
-_ENTROPY_STEPS, _ENTROPY_BOUNDS = 256, (0.1, 1.0)
-_HALTON: dict[str, Any] = {"schedule": "arccos", "clock": "halton", "score": "halton"}
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,10 @@ def settings_of_model(name: str) -> ModelSettings:
     """
     from visual_spec.pipelines.loading import read_config, read_facts, read_family, read_index
 
-    index, facts = read_index(name), read_facts(name)
-    module, _, function = read_family(name).measured.partition(":")
+    index, facts, measured = read_index(name), read_facts(name), read_family(name).measured
+    if isinstance(measured, tuple):
+        return listed_settings(facts, index, measured)
+    module, _, function = measured.partition(":")
     if not function:  # one way to decode, and no data of ours to judge it by
         kind = index["_class_name"]
         raise ValueError(
@@ -118,9 +117,42 @@ def settings_for(
     return _beside_plain(facts, others)
 
 
+def listed_settings(facts: PipelineFacts, index: Mapping[str, Any], rows: Sequence[str]) -> ModelSettings:
+    """The settings that a family lists.
+
+    Args:
+        facts: of its pipeline.
+        index: the configuration of the pipeline, which says what it has.
+        rows: settings as on the command line, where `{a|b}` stands for one of several values and `{saved}` for that of
+            the saved sampler; `part? setting` is for pipelines that hold this part.
+    """
+    from visual_spec.pipelines.sampler_text import parse_sampler
+
+    saved = parse_sampler(facts.fast_sampler)[1]
+    found: list[str] = []
+    for row in rows:
+        part, question, text = row.rpartition("? ")
+        if question and not _holds(index, part):
+            continue
+        pieces = re.split(r"[{}]", text)  # text and choices by turns
+        # Noise on the choice belongs to the order of confidence, which is not the saved one where that is fixed.
+        choices = [
+            [f"{saved.get('choice_temperature', 1.0)}"] if piece == "saved" else piece.split("|")
+            for piece in pieces[1::2]
+        ]
+        found += ["".join(_by_turns(pieces[::2], values)) for values in product(*choices)]
+    return _beside_plain(facts, found)
+
+
+def _by_turns(texts: Sequence[str], values: Sequence[str]) -> Iterable[str]:
+    return (piece for pair in zip_longest(texts, values, fillvalue="") for piece in pair)
+
+
 def _beside_plain(facts: PipelineFacts, others: Iterable[str]) -> ModelSettings:
-    """Settings beside plain decoding, which is controlled with less noise and with other seeds."""
+    """Settings beside plain decoding, which is controlled with other seeds and, but for a student, with less noise."""
     plain = facts.plain_sampler
+    if DISTILLED in facts.calls:
+        return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), tuple(others))
     cooler = f"temperature={_COOLER * facts.default_settings.get('temperature', 1.0):g}"
     controls = (with_setting(plain, cooler), with_setting(plain, _OTHER_SEEDS))
     return ModelSettings(facts, plain, controls, tuple(dict.fromkeys(others)))
@@ -185,52 +217,6 @@ def masked_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) 
     half = [max(1, count // 2) for count in steps] if isinstance(steps, list) else max(1, steps // 2)
     fewer = write_sampler(name, {**settings, "steps": half})
     return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), (fewer,))
-
-
-def student_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
-    """Of a student: one call, two, and what the second call keeps drawn by the teacher.
-
-    Args:
-        facts: of the pipeline.
-        index: its configuration: whether it holds a teacher.
-    """
-    plain = "distilled"
-    others = [with_setting(plain, "steps=2")]
-    if _holds(index, "teacher"):
-        others.append(with_setting(plain, "steps=2,teacher_from=0"))
-    return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), tuple(others))
-
-
-def masked_picture_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
-    """Of a masked model of pictures: fewer calls in the order of confidence and in Halton's, with reuse and by entropy.
-
-    All are compared with one token a call, the law of the model alone, and measure how far they are from it. Groups of
-    a causal layer have a law of their own.
-
-    Args:
-        facts: of the pipeline.
-        index: its configuration: whether it holds a shortcut or a causal layer.
-    """
-    from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
-
-    _, saved = parse_sampler(facts.fast_sampler)
-    # Noise on the choice belongs to the order of confidence, which is not the saved one where that is fixed.
-    noise = saved.get("choice_temperature", 1.0)
-    kinds: list[dict[str, Any]] = [{"choice_temperature": noise}, _HALTON]
-    rows = [{"steps": steps, **kind} for kind in kinds for steps in _PICTURE_STEPS]
-    rows += [{"steps": steps, **kind, "reuse": 1} for kind in kinds for steps in _REUSED_STEPS]
-    rows += [
-        {"steps": _ENTROPY_STEPS, "score": "entropy", "entropy_bound": bound} for bound in _ENTROPY_BOUNDS
-    ]
-    if _holds(index, "shortcut"):
-        rows += [
-            {"steps": _PICTURE_STEPS[2], **_HALTON, "reuse": reuse, "reuse_by": "shortcut"}
-            for reuse in _REUSED
-        ]
-    found = [write_sampler("masked", {**row, "measure": True}) for row in rows]
-    if _holds(index, "causal_layer"):
-        found += [write_sampler("self-speculative-masked", {"steps": steps}) for steps in _PICTURE_STEPS[:3]]
-    return _beside_plain(facts, found)
 
 
 def latent_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
