@@ -56,12 +56,35 @@ class Setup:
     beside: SampleFiles | None = None
 
 
-def _parts(first: int, end: int, size: int) -> list[tuple[int, int]]:
-    return [(start, min(start + size, end)) for start in range(first, end, size)]
+def _in_parts(size: int, part: Extract) -> Extract:
+    """`part` for `size` samples at a time."""
+
+    @torch.no_grad()
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = [part(samples, start, min(start + size, end)) for start in range(first, end, size)]
+        return {name: torch.cat([one[name] for one in found]) for name in found[0]}
+
+    return extract
 
 
-def _joined(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([part[name] for part in found]) for name in found[0]}
+def _of_transformers(setup: Setup, option: str, missing: str, model: str, processor: str) -> tuple[Any, Any]:
+    """A model of transformers on the device, and its processor, of the folder that an option passes.
+
+    Args:
+        missing: what to say where there is no such folder, with `{}` for it.
+        model, processor: names of classes.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    folder = setup.networks.get(option)
+    if folder is None or not Path(folder).is_dir():
+        raise FileNotFoundError(missing.format(folder))
+    import transformers
+
+    network = getattr(transformers, model).from_pretrained(folder, local_files_only=True)
+    network.eval().requires_grad_(False).to(setup.device)
+    return network, getattr(transformers, processor).from_pretrained(folder, local_files_only=True)
 
 
 def _resize_variant(size: int | None) -> str:
@@ -100,16 +123,12 @@ def inception_features(setup: Setup) -> Extractor:
     )
     network = network.eval().to(setup.device)
 
-    @torch.no_grad()
-    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = []
-        for bounds in _parts(first, end, setup.batch_size):
-            pictures = torch.from_numpy(samples.pictures(*bounds, setup.size)).permute(0, 3, 1, 2)
-            features, logits = network(pictures.to(setup.device))
-            found.append({"features": features.float().cpu(), "logits": logits.float().cpu()})
-        return _joined(found)
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        pictures = torch.from_numpy(samples.pictures(first, end, setup.size)).permute(0, 3, 1, 2)
+        features, logits = network(pictures.to(setup.device))
+        return {"features": features.float().cpu(), "logits": logits.float().cpu()}
 
-    return extract, [network], _resize_variant(setup.size)
+    return _in_parts(setup.batch_size, part), [network], _resize_variant(setup.size)
 
 
 def parsed_attributes(setup: Setup) -> Extractor:
@@ -157,14 +176,10 @@ def shapes_features(setup: Setup) -> Extractor:
     network: Any = load_shapes_features()
     network = network.to(setup.device)
 
-    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = [
-            {"features": features_of(network, samples.pictures(*bounds, setup.size))}
-            for bounds in _parts(first, end, setup.batch_size)
-        ]
-        return _joined(found)
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        return {"features": features_of(network, samples.pictures(first, end, setup.size))}
 
-    return extract, [network], _resize_variant(setup.size)
+    return _in_parts(setup.batch_size, part), [network], _resize_variant(setup.size)
 
 
 def clip_features(setup: Setup) -> Extractor:
@@ -176,36 +191,22 @@ def clip_features(setup: Setup) -> Extractor:
     Raises:
         FileNotFoundError: no such folder.
     """
-    folder = setup.networks.get("clip")
-    if folder is None or not Path(folder).is_dir():
-        raise FileNotFoundError(
-            f"no CLIP model at {folder}; pass a folder such as openai/clip-vit-large-patch14 holds"
-        )
-    from transformers import AutoProcessor, CLIPModel
+    missing = "no CLIP model at {}; pass a folder such as openai/clip-vit-large-patch14 holds"
+    model, processor = _of_transformers(setup, "clip", missing, "CLIPModel", "AutoProcessor")
 
-    model: Any = CLIPModel.from_pretrained(folder, local_files_only=True)
-    model.eval().requires_grad_(False).to(setup.device)
-    processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        pictures = torch.from_numpy(samples.pictures(first, end, setup.size)).permute(0, 3, 1, 2)
+        inputs = processor(images=list(pictures), return_tensors="pt").to(setup.device)
+        image = F.normalize(_pooled(model.get_image_features(**inputs)).float(), dim=-1)
+        found = {"features": image.cpu()}
+        if samples.prompts is not None:
+            texts = samples.prompts[first:end]
+            tokens = processor(text=texts, return_tensors="pt", padding=True, truncation=True)
+            text = _pooled(model.get_text_features(**tokens.to(setup.device)))
+            found["scores"] = (100 * (image * F.normalize(text.float(), dim=-1)).sum(-1)).clamp_min(0).cpu()
+        return found
 
-    @torch.no_grad()
-    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = []
-        for bounds in _parts(first, end, setup.batch_size):
-            pictures = torch.from_numpy(samples.pictures(*bounds, setup.size)).permute(0, 3, 1, 2)
-            inputs = processor(images=list(pictures), return_tensors="pt").to(setup.device)
-            image = F.normalize(_pooled(model.get_image_features(**inputs)).float(), dim=-1)
-            part = {"features": image.cpu()}
-            if samples.prompts is not None:
-                texts = samples.prompts[slice(*bounds)]
-                tokens = processor(text=texts, return_tensors="pt", padding=True, truncation=True).to(
-                    setup.device
-                )
-                text = F.normalize(_pooled(model.get_text_features(**tokens)).float(), dim=-1)
-                part["scores"] = (100 * (image * text).sum(-1)).clamp_min(0).cpu()
-            found.append(part)
-        return _joined(found)
-
-    return extract, [model], _resize_variant(setup.size)
+    return _in_parts(setup.batch_size, part), [model], _resize_variant(setup.size)
 
 
 def _pooled(output: Any) -> Tensor:
@@ -245,14 +246,10 @@ def frame_features(setup: Setup) -> Extractor:
     """The embedded classifier of `shapes` pictures over the frames of videos, see `FrameStatistics`."""
     network: Any = FrameStatistics(load_shapes_features()).to(setup.device)
 
-    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = [
-            {"features": features_of(network, _stacked(samples, *bounds))}
-            for bounds in _parts(first, end, setup.batch_size)
-        ]
-        return _joined(found)
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        return {"features": features_of(network, _stacked(samples, first, end))}
 
-    return extract, [network], ""
+    return _in_parts(setup.batch_size, part), [network], ""
 
 
 def _stacked(samples: SampleFiles, first: int, end: int) -> np.ndarray:
@@ -276,14 +273,10 @@ def video_features(setup: Setup) -> Extractor:
     """
     program = VideoProgram(trusted_program(setup.networks.get("i3d"), setup.trust_program), setup.device)
 
-    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = [
-            {"features": program(_stacked(samples, *bounds))}
-            for bounds in _parts(first, end, setup.batch_size)
-        ]
-        return _joined(found)
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        return {"features": program(_stacked(samples, first, end))}
 
-    return extract, program.checksum[:12], ""
+    return _in_parts(setup.batch_size, part), program.checksum[:12], ""
 
 
 def trusted_program(path: Path | None, trusted: bool) -> Path:
@@ -309,29 +302,18 @@ def tag_features(setup: Setup) -> Extractor:
     Raises:
         FileNotFoundError: no such folder.
     """
-    folder = setup.networks.get("tagger")
-    if folder is None or not Path(folder).is_dir():
-        raise FileNotFoundError(
-            f"no tagger at {folder}; pass a folder of an audio classifier of transformers"
-        )
-    from transformers import AutoFeatureExtractor, AutoModelForAudioClassification
+    missing = "no tagger at {}; pass a folder of an audio classifier of transformers"
+    model, extractor = _of_transformers(
+        setup, "tagger", missing, "AutoModelForAudioClassification", "AutoFeatureExtractor"
+    )
 
-    model: Any = AutoModelForAudioClassification.from_pretrained(folder, local_files_only=True)
-    model.eval().requires_grad_(False).to(setup.device)
-    extractor: Any = AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        ((clip, rate),) = samples.clips(first, end)
+        wave = resampled(clip, rate, extractor.sampling_rate)
+        inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        return {"features": model(**inputs.to(setup.device)).logits.float().log_softmax(-1).cpu()}
 
-    @torch.no_grad()
-    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = []
-        for clip, rate in samples.clips(first, end):
-            wave = resampled(clip, rate, extractor.sampling_rate)
-            inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt").to(
-                setup.device
-            )
-            found.append(model(**inputs).logits.float().log_softmax(-1).cpu())
-        return {"features": torch.cat(found)}
-
-    return extract, [model], ""
+    return _in_parts(1, part), [model], ""
 
 
 def resampled(clip: Tensor, rate: int, wanted: int) -> np.ndarray:
@@ -360,32 +342,20 @@ def dino_features(setup: Setup) -> Extractor:
     Raises:
         FileNotFoundError: no such folder.
     """
-    folder = setup.networks.get("dino")
-    if folder is None or not Path(folder).is_dir():
-        raise FileNotFoundError(
-            f"no DINOv2 model at {folder}; pass a folder such as facebook/dinov2-large holds"
-        )
-    from transformers import AutoImageProcessor, AutoModel
-
-    model: Any = AutoModel.from_pretrained(folder, local_files_only=True)
-    model.eval().requires_grad_(False).to(setup.device)
-    processor: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    missing = "no DINOv2 model at {}; pass a folder such as facebook/dinov2-large holds"
+    model, processor = _of_transformers(setup, "dino", missing, "AutoModel", "AutoImageProcessor")
     side = processor.crop_size["height"]
     mean, spread = (
         torch.tensor(numbers, device=setup.device)[:, None, None]
         for numbers in (processor.image_mean, processor.image_std)
     )
 
-    @torch.no_grad()
-    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = []
-        for bounds in _parts(first, end, setup.batch_size):
-            pictures = _channels_first(samples.pictures(*bounds, side), setup.device)
-            output = model(pixel_values=(pictures / 255 - mean) / spread)
-            found.append({"features": output.pooler_output.float().cpu()})
-        return _joined(found)
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        pictures = _channels_first(samples.pictures(first, end, side), setup.device)
+        output = model(pixel_values=(pictures / 255 - mean) / spread)
+        return {"features": output.pooler_output.float().cpu()}
 
-    return extract, [model], f"size{side}"
+    return _in_parts(setup.batch_size, part), [model], f"size{side}"
 
 
 def pixel_features(setup: Setup) -> Extractor:
@@ -460,20 +430,16 @@ def _pairs(setup: Setup, compared: Callable[[Tensor, Tensor], dict[str, Tensor]]
     beside = setup.beside
     assert beside is not None
 
-    @torch.no_grad()
-    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = []
-        for bounds in _parts(first, end, setup.batch_size):
-            one, other = (
-                _channels_first(files.pictures(*bounds, setup.size), setup.device)
-                for files in (samples, beside)
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        one, other = (
+            _channels_first(files.pictures(first, end, setup.size), setup.device)
+            for files in (samples, beside)
+        )
+        if one.shape != other.shape:
+            raise ValueError(
+                f"pictures of {samples.path} have {list(one.shape[2:])} pixels, those of {beside.path} "
+                f"{list(other.shape[2:])}; pass --size N"
             )
-            if one.shape != other.shape:
-                raise ValueError(
-                    f"pictures of {samples.path} have {list(one.shape[2:])} pixels, those of {beside.path} "
-                    f"{list(other.shape[2:])}; pass --size N"
-                )
-            found.append(compared(one, other))
-        return _joined(found)
+        return compared(one, other)
 
-    return extract
+    return _in_parts(setup.batch_size, part)
