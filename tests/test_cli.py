@@ -128,6 +128,28 @@ def test_compare_proves_equality_and_writes_the_report(model, tmp_path, capsys):
     assert not [path for path in tmp_path.iterdir() if path.suffix not in (".png", ".html", ".json")]
 
 
+def test_a_masked_model_is_compared_with_what_one_would_draw_with(model, tmp_path, capsys):
+    """Alone beside its reference, without a speed-up over it; and beside a model of the same tokens."""
+    masked = str(tmp_path / "masked")
+    tiny_masked_pipeline().save_pretrained(masked)
+    assert generate(masked, tmp_path / "alone", PROMPT, "--compare") == 0
+    out = capsys.readouterr().out
+    assert "16 -> 3" in out and not re.search(r"\dx\b", out) and "no one's choice" in out
+    page = (tmp_path / "alone" / "comparison.html").read_text().split("<main>")[1]
+    assert "reference" in page and not re.search(r"\b(paid|free|accepted)\b|\dx\b", page)
+    both = ["--compare", "--masked", masked]
+    assert generate(model, tmp_path / "both", PROMPT, *both, "--json") == 0
+    out = capsys.readouterr().out
+    (row,) = json.loads(out.splitlines()[-1])["comparison"]
+    assert (row["plain_calls"], row["calls"], row["identical"]) == (16, 3, False) and re.search(r"\dx\b", out)
+    page = (tmp_path / "both" / "comparison.html").read_text().split("<main>")[1]
+    assert "as fast" in page and "another law" in page and not re.search(r"\b(paid|free|accepted)\b", page)
+    alone, beside = (next((tmp_path / name).glob("000*.png")).read_bytes() for name in ("alone", "both"))
+    assert alone == beside
+    assert generate(masked, tmp_path / "wrong", PROMPT, "--compare", "--masked", model) == 2
+    assert f"--masked {model} given" in capsys.readouterr().err
+
+
 def test_compare_says_when_tokens_differ(model, tmp_path, capsys):
     settings = ["--coupling", "independent", "--acceptance", "exact", "--seed", "3"]
     assert generate(model, tmp_path, PROMPT, "--compare", *settings) == 0

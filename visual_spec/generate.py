@@ -134,7 +134,7 @@ class _Run:
 
     def decode(self, sampler: Any, plan: Any) -> int:
         """Decode in batches, write every sample as soon as it is there, and print a table."""
-        from visual_spec.eval.report.comparison import seeded_generators
+        from visual_spec.eval.draws import seeded
         from visual_spec.samplers.core.trace import with_near_ties
 
         self.pipe.sampler = sampler
@@ -142,7 +142,7 @@ class _Run:
         with plan.on(self.pipe):
             for start in range(0, len(self.jobs), size):
                 batch = self.jobs[start : start + size]
-                generators = seeded_generators([seed for _, seed in batch])
+                generators = seeded(batch[0][1], len(batch))
                 output = self.pipe([prompt for prompt, _ in batch], generator=generators, **self.given)
                 logger.debug("%s", output.trace.summary())
                 for index, (prompt, seed) in enumerate(batch):

@@ -19,6 +19,11 @@ from visual_spec.samplers.scales.stages import Stage, drawn_stages, draws_guided
 from visual_spec.samplers.scales.trace import ScaleTrace
 
 
+def seeded(seed: int, count: int) -> list[torch.Generator]:
+    """One CPU generator per sample; sample i has `seed + i`."""
+    return [torch.Generator().manual_seed(seed + place) for place in range(count)]
+
+
 def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:
     """Draw one batch, the samples from index `first`, as arrays; leaves the pipeline its sampler.
 
@@ -34,9 +39,7 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
         busy = time.process_time()
         output = pipe(
             list(prompts),
-            generator=[
-                torch.Generator().manual_seed(setting.seed + first + place) for place in range(len(prompts))
-            ],
+            generator=seeded(setting.seed + first, len(prompts)),
             output_type="latent",
             **{name: value for name, value in setting.pipeline_law.items() if value is not None},
         )

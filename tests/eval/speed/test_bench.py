@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.bench import benched
 from tests.helpers.tabular import TabularModel
 from tests.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
 from visual_spec.data import shapes
 from visual_spec.eval import draws, machine
 from visual_spec.eval.intervals import quantiles, ratio_with_error
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, measure, timing, token_bench
+from visual_spec.eval.speed import bench, measure, plain_loops, rounds, timing
 from visual_spec.eval.speed.official_sizes import described
-from visual_spec.eval.speed.straight_loop import NAME
+from visual_spec.eval.speed.plain_loops import NO_CACHE, STRAIGHT
 from visual_spec.files import whole
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.drafters.eagle import EagleDrafter
@@ -43,7 +44,6 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_prompts(monkeypatch):
     monkeypatch.setattr(shapes, "held_out_prompts", lambda count: [PROMPTS[i % 3] for i in range(count)])
-    monkeypatch.setattr(token_bench, "held_out_prompts", shapes.held_out_prompts)
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(measure, "matmul_peak", lambda device, dtype: 2e10)
 
@@ -66,10 +66,7 @@ def settings_of(law, *texts, seed=0):
 
 
 def run(capsys, model, *arguments):
-    assert bench.main(["--model", str(model), "--device", "cpu", "--json", *arguments]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return json.loads(lines[-1]), [dict(zip(table[0], cells, strict=True)) for cells in table[2:]]
+    return benched(capsys, "--model", model, *arguments)[:2]
 
 
 # -- timed rows -------------------------------------------------------------------------------------------------------
@@ -97,7 +94,7 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
         plain = group[0]
         assert plain["name"] == "autoregressive"
         batch, seconds, calls = row["batch_size"], row["seconds"], row["calls_per_sample"]
-        assert len(seconds) == len(calls) == (1 if row["name"] == token_bench.NO_CACHE else 5)
+        assert len(seconds) == len(calls) == (1 if row["name"] == NO_CACHE else 5)
         assert all(len(counts) == batch for counts in calls)
         flat = [count for counts in calls for count in counts]
         assert shown["calls"] == f"{statistics.mean(flat):.1f}"
@@ -107,24 +104,25 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
         assert shown["ms/image p50"] == f"{p50:.0f}" and shown["p20 - p80"] == f"{p20:.0f} - {p80:.0f}"
         per_call = [s / max(c) * 1000 for s, c in zip(seconds, calls, strict=True)]
         assert shown["ms/call"] == f"{statistics.median(per_call):.2f}"
-        if row["name"] != token_bench.NO_CACHE:
+        if row["name"] != NO_CACHE:
             ratios = [p / s for p, s in zip(plain["seconds"], seconds, strict=True)]
             assert shown["speed-up"] == f"{statistics.median(ratios):.2f}x"
             floor = (row["weight_bytes"] + row["cache_bytes"]) / 1e9 * 1000
             assert row["floor_ms_per_call"] == pytest.approx(floor)
     identical = [shown["same as plain"] for shown in table if shown["sampler"] == IDENTICAL]
     assert identical == ["5 of 5", "10 of 10"]
-    assert [shown["same as plain"] for shown in table if shown["sampler"] == token_bench.NO_CACHE] == [
-        "1 of 1"
+    assert [shown["same as plain"] for shown in table if shown["sampler"] == NO_CACHE] == ["1 of 1"]
+    assert [shown["same as plain"] for shown in table if shown["sampler"] == STRAIGHT] == [
+        "5 of 5",
+        "10 of 10",
     ]
-    assert [shown["same as plain"] for shown in table if shown["sampler"] == NAME] == ["5 of 5", "10 of 10"]
     assert all(shown["same as plain"] == "-" for shown in table if "exact" in shown["sampler"])
 
 
 def test_clips_are_timed_by_captions_of_clips(capsys, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        token_bench.motion, "held_out_prompts", lambda count: asked.append(count) or PROMPTS[:count]
+        rounds.motion, "held_out_prompts", lambda count: asked.append(count) or PROMPTS[:count]
     )
     tiny_video_pipeline().save_pretrained(tmp_path)
     options = ("--prompts", "1", "--batch-sizes", "1", "--warmup", "0", "--without-no-cache")
@@ -136,10 +134,10 @@ def test_clips_are_timed_by_captions_of_clips(capsys, tmp_path, monkeypatch):
 def test_a_round_decodes_its_own_prompts_and_seeds_with_every_sampler():
     law = TokenLaw(guidance_scale=2.0)
     settings = settings_of(law, f"{INDEPENDENT},window=3", seed=70)
-    rows = token_bench.time_settings(
+    rows = rounds.time_settings(
         tiny_pipeline(), settings, PROMPTS, batch_size=2, runs=5, warmup=0, no_cache=False
     )
-    assert rows.pop()["name"] == NAME
+    assert rows.pop()["name"] == STRAIGHT
     for row, setting in zip(rows, settings, strict=True):
         expected = [decode_alone(setting.sampler, PROMPTS[i % 3], 70 + i, law)[1] for i in range(10)]
         assert [count for counts in row["calls_per_sample"] for count in counts] == expected
@@ -157,9 +155,7 @@ def test_rounds_are_interleaved_and_every_second_one_runs_backwards(monkeypatch)
             return call(self, *args, **kwargs)
 
         monkeypatch.setattr(cls, "__call__", recording)
-    token_bench.time_settings(
-        tiny_pipeline(), settings, PROMPTS, batch_size=1, runs=5, warmup=1, no_cache=False
-    )
+    rounds.time_settings(tiny_pipeline(), settings, PROMPTS, batch_size=1, runs=5, warmup=1, no_cache=False)
     assert order == [0, 2, 3] + [0, 2, 3, 3, 2, 0] * 2 + [0, 2, 3]
 
 
@@ -174,7 +170,7 @@ def test_speed_up_pairs_the_rounds():
 def test_decoding_without_a_cache_gives_the_plain_tokens():
     pipe, law = tiny_pipeline(), TokenLaw(guidance_scale=2.0, top_k=5)
     generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
-    tokens, calls = token_bench.decode_without_cache(
+    tokens, calls = plain_loops.decode_without_cache(
         pipe.transformer, pipe.encode_prompt(PROMPTS[:2]), law=law, generator=generators, batch_size=2
     )
     assert calls.tolist() == [16, 16]
@@ -294,7 +290,7 @@ def test_the_floor_of_a_model_of_someone_else_is_left_out(model, capsys, monkeyp
     monkeypatch.setattr(type(pipe), "check_sampler", lambda self: None)
     pipe.transformer = Foreign()
     pipe.set_progress_bar_config(disable=True)
-    monkeypatch.setattr(token_bench, "load", lambda *_: pipe)
+    monkeypatch.setattr(rounds, "load", lambda *_: pipe)
     arguments = ["--samplers", IDENTICAL, "--windows", "4", "--batch-sizes", "1", "--guidance-scales", "1"]
     document, table = run(capsys, model, *arguments)
     assert len(document["rows"]) == 3 and [line["floor"] for line in table] == ["-"] * 3
@@ -318,7 +314,13 @@ def test_any_registered_sampler_can_be_named(model, capsys, tmp_path):
     rows = document["rows"]
     # `--windows` is for samplers that are not told one.
     assert [row["window"] for row in rows] == [None, 2, None, 5, None]
-    assert [row["name"] for row in rows] == ["autoregressive", "zipar", asked[1], "speculative-jacobi", NAME]
+    assert [row["name"] for row in rows] == [
+        "autoregressive",
+        "zipar",
+        asked[1],
+        "speculative-jacobi",
+        STRAIGHT,
+    ]
     assert rows[1]["calls"] < 16 and not rows[1]["lossless"] and rows[2]["lossless"]
     assert [line["sampler"] for line in table] == [row["name"] for row in rows]
     for row, text in zip(rows[1:-1], [*asked[:2], "speculative-jacobi:window=5"], strict=True):
@@ -394,7 +396,7 @@ def test_a_copy_outside_of_its_checkout_names_no_commit(tmp_path, monkeypatch):
     ],
 )
 def test_bad_options_are_refused_before_a_model_is_loaded(arguments, message, monkeypatch):
-    monkeypatch.setattr(token_bench, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(rounds, "load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=message):
         bench.main(arguments)
 
@@ -415,7 +417,7 @@ def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monk
     ]
     arguments += ["--guidance-scales", "1", "--out", str(out)]
     with monkeypatch.context() as patch:
-        patch.setattr(token_bench, "load", lambda *_: pytest.fail("loaded"))
+        patch.setattr(rounds, "load", lambda *_: pytest.fail("loaded"))
         with pytest.raises(FileExistsError, match="--overwrite"):
             bench.main(arguments)
         with pytest.raises(IsADirectoryError, match="is a folder"):
@@ -424,7 +426,7 @@ def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monk
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    for place, name in ((token_bench, "curve"), (whole.os, "fsync"), (whole.os, "replace")):
+    for place, name in ((rounds, "curve"), (whole.os, "fsync"), (whole.os, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, interrupt if name != "curve" else lambda *_, **__: interrupt())
             with pytest.raises(KeyboardInterrupt):
@@ -450,7 +452,7 @@ def test_what_is_measured_where_nothing_is_named_comes_from_the_registry(
         seen["settings"] = settings
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(token_bench, "check_samplers", stop)
+    monkeypatch.setattr(rounds, "check_samplers", stop)
     with pytest.raises(KeyboardInterrupt):
         bench.main(["--model", str(model), "--device", "cpu", *arguments])
     plain, *others = seen["settings"]

@@ -12,7 +12,7 @@ from tests.tiny import tiny_pipeline
 from visual_spec.eval import machine
 from visual_spec.eval.defaults import with_setting
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, measure, official_bench, straight_loop, token_bench
+from visual_spec.eval.speed import bench, measure, official_bench, plain_loops, rounds
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.law import TokenLaw
@@ -54,7 +54,7 @@ def test_the_prefill_is_in_no_call_and_in_no_gap():
         traces={"row": 5 * [trace]}, pipe=SimpleNamespace(device=CPU), condition=lambda first: None
     )
     expected = {"phase_ms_per_call": {"model": 2000.0, "verify": 500.0}, "gap_ms_per_call": 1000.0}
-    assert token_bench._Decoder.phases(decoder, setting, 3) == expected
+    assert rounds.TokenDecoder.phases(decoder, setting, 3) == expected
 
     def sampler(model, condition, *, callback, **options):
         for call in range(11):
@@ -181,7 +181,7 @@ def test_on_cuda_every_sampler_has_a_row_without_and_with_a_graph():
         "speculative-jacobi:graph=true",  # says itself
     ]
     settings = [parse_setting(text, LAW, 3) for text in texts]
-    found = token_bench.with_graphs(settings, GPU, recordable=True)
+    found = rounds.with_graphs(settings, GPU, recordable=True)
     assert [(one.text, one.window, one.sampler.config.get("graph")) for one in found] == [
         ("autoregressive:graph=false", None, False),
         ("autoregressive:graph=true", None, True),
@@ -192,9 +192,9 @@ def test_on_cuda_every_sampler_has_a_row_without_and_with_a_graph():
     ]
     # They are what their text says.
     assert [parse_setting(one.text, LAW, 3).describe() for one in found] == [one.describe() for one in found]
-    alone = token_bench.with_graphs(settings[:2], GPU, recordable=False)
+    alone = rounds.with_graphs(settings[:2], GPU, recordable=False)
     assert [one.text for one in alone] == ["autoregressive:graph=false", f"{texts[1]},graph=false"]
-    assert token_bench.with_graphs(settings, CPU, recordable=True) == settings
+    assert rounds.with_graphs(settings, CPU, recordable=True) == settings
 
 
 def test_only_states_that_name_their_buffers_are_recorded():
@@ -206,10 +206,10 @@ def test_only_states_that_name_their_buffers_are_recorded():
 
 def test_phases_of_embedded_rows_are_those_of_their_decodes(monkeypatch):
     monkeypatch.setattr(measure, "phase_figures", lambda *given, device, busy_ms: {"given": given})
-    rows = token_bench.time_settings(
+    rows = rounds.time_settings(
         tiny_pipeline(), SETTINGS, ["a red circle"], batch_size=2, runs=5, warmup=1, no_cache=False
     )
-    assert rows.pop()["name"] == straight_loop.NAME  # it has no phases
+    assert rows.pop()["name"] == plain_loops.STRAIGHT  # it has no phases
     for row in rows:
         seconds, phases, calls = row["given"]
         assert len(seconds) == len(phases) == 5
@@ -231,17 +231,17 @@ def test_the_rows_of_a_gpu_are_measured_twice_where_its_model_can_be_recorded(mo
             for word in ("false", "true")
         ]
 
-    monkeypatch.setattr(token_bench, "with_graphs", pairs)
-    rows = token_bench.time_settings(
+    monkeypatch.setattr(rounds, "with_graphs", pairs)
+    rows = rounds.time_settings(
         tiny_pipeline(), SETTINGS, ["a red circle"], batch_size=1, runs=5, warmup=0, no_cache=True
     )
     assert asked == [True] and [row["name"] for row in rows] == [
         "autoregressive:graph=false",
-        token_bench.NO_CACHE,
+        plain_loops.NO_CACHE,
         "autoregressive:graph=true",
         "speculative-jacobi:graph=false",
         "speculative-jacobi:graph=true",
-        straight_loop.NAME,
+        plain_loops.STRAIGHT,
     ]
     plain = [rows[0]["seconds"], rows[2]["seconds"]]
     best = min(plain, key=lambda seconds: sorted(seconds)[2])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.bench import benched
 from tests.helpers.music_settings import LAW, MASKED, MASKED_LAW, PROMPTS, masked_pipeline
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_audio import tiny_audio_pipeline
@@ -14,7 +15,7 @@ from visual_spec.eval import draws
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, groups, measure, music_bench, timing
+from visual_spec.eval.speed import bench, groups, measure, rounds, timing
 from visual_spec.eval.speed.curve import curve
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import by_name
@@ -54,9 +55,7 @@ def test_rows_are_counted_clip_by_clip():
     before = pipe.sampler, masked.sampler
     laws = {"columns": LAW, IDENTICAL: LAW, MAXIMAL: LAW, MASKED: MASKED_LAW}
     settings = [parse_setting(text, law, 40) for text, law in laws.items()]
-    rows = music_bench.time_settings(
-        MaskedPair(pipe, masked), settings, PROMPTS, batch_size=2, runs=3, warmup=0
-    )
+    rows = rounds.time_settings(MaskedPair(pipe, masked), settings, PROMPTS, batch_size=2, runs=3, warmup=0)
     assert (pipe.sampler, masked.sampler) == before
     calls = {}
     for text, law in laws.items():
@@ -92,7 +91,7 @@ def test_samples_that_differ_are_not_called_the_same(monkeypatch):
 
     monkeypatch.setattr(draws, "draw", broken)
     settings = [parse_setting(text, LAW, 0) for text in ("columns", IDENTICAL)]
-    rows = music_bench.time_settings(pipe, settings, PROMPTS, batch_size=2, runs=2, warmup=0)
+    rows = rounds.time_settings(pipe, settings, PROMPTS, batch_size=2, runs=2, warmup=0)
     assert rows[1]["identical_samples"] == 3
     (row,) = curve(pipe, settings, PROMPTS, batch_size=2)
     assert row["identical_samples"] == 3
@@ -104,29 +103,22 @@ def test_a_relaxed_row_tells_its_divergence():
     pipe = tiny_audio_pipeline()
     text = "column-jacobi:window=4,coupling=maximal,acceptance=lantern,unit=codebook,neighbours=4"
     settings = [parse_setting(one, LAW, 0) for one in ("columns", text)]
-    rows = music_bench.time_settings(pipe, settings, PROMPTS, batch_size=1, runs=3, warmup=0)
+    rows = rounds.time_settings(pipe, settings, PROMPTS, batch_size=1, runs=3, warmup=0)
     found: list[Any] = [alone(pipe, text, LAW, PROMPTS[i], i).trace.divergence for i in range(3)]
     assert rows[1]["divergence"] == pytest.approx(sum(found) / 3) and rows[1]["divergence"] > 0
     assert rows[0]["divergence"] is None and not rows[1]["lossless"]
     assert rows[1]["name"] == text.replace("window=4,", "")
 
 
-def run(capsys, *arguments):
-    assert bench.main(["--device", "cpu", "--json", *map(str, arguments)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return json.loads(lines[-1]), [dict(zip(table[0], cells, strict=True)) for cells in table[2:]], lines[0]
-
-
 def test_the_table_follows_from_the_raw_numbers(models, capsys, tmp_path):
     columns, masked = models
     samplers = ["column-jacobi", INDEPENDENT, "masked:steps=2"]
-    document, table, first = run(
+    document, table, text = benched(
         capsys, "--model", columns, "--masked", masked, "--samplers", *samplers, "--windows", 2, 4,
         "--batch-sizes", 1, 2, "--warmup", 0, "--out", tmp_path / "bench.json",
     )  # fmt: skip
     assert json.loads((tmp_path / "bench.json").read_text()) == document
-    assert document["kind"] == "music-bench" and "codes to waves" in first
+    assert document["kind"] == "music-bench" and "codes to waves" in text.splitlines()[0]
     rows = document["rows"]
     assert len(rows) == len(table) == 2 * 7
     assert [row["name"] for row in rows[:7]] == [
@@ -173,7 +165,7 @@ def test_the_curve_counts_calls(models, capsys):
         1,
         2,
     ]
-    document, table, _ = run(capsys, *arguments, "--samplers", *samplers, "--windows", 2, 5)
+    document, table, _ = benched(capsys, *arguments, "--samplers", *samplers, "--windows", 2, 5)
     assert document["kind"] == "music-curve" and len(document["rows"]) == 2 * 2 * 2
     pipe = tiny_audio_pipeline()
     for row in document["rows"]:
@@ -201,7 +193,7 @@ def test_what_is_measured_where_nothing_is_named(models, capsys):
     assert names[0] == ("columns", None) and names[-2:] == [(MASKED, None), (half, None)]
     registered = [f"column-jacobi:{text}".rstrip(":") for text in by_name("column-jacobi").settings]
     assert names[1:-2] == [(name, window) for name in registered for window in (8, 16, 32)]
-    document, _, _ = run(capsys, "--model", models[1], "--batch-sizes", 1, "--warmup", 0)
+    document, _, _ = benched(capsys, "--model", models[1], "--batch-sizes", 1, "--warmup", 0)
     assert [row["name"] for row in document["rows"]] == [MASKED, MASKED.replace("4/2/2", "2/1/1")]
     assert [row["speed_up_calls"] for row in document["rows"]] == [1, 2]
 

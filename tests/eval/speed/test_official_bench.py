@@ -1,15 +1,15 @@
 """Speed at official sizes: that calls are counted and placed as stated, and that nothing stated passes for measured."""
 
-import json
 import os
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.bench import benched
 from tests.helpers.official_sizes import tiny as tiny_of
 from tests.official import add_tiny_presets
-from visual_spec.eval.speed import bench, measure, official_bench, official_sizes, token_bench
+from visual_spec.eval.speed import bench, measure, official_bench, official_sizes, plain_loops
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -42,11 +42,7 @@ def tiny(name="llamagen-tiny", dtype=torch.float32) -> Any:
 
 
 def run(capsys, *arguments):
-    assert bench.main([*SMALL, "--json", *arguments]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    shown = [dict(zip(table[0], cells, strict=True)) for cells in table[2:]]
-    return json.loads(lines[-1]), shown, "\n".join(lines[:-1])
+    return benched(capsys, *SMALL, *arguments)
 
 
 JACOBI = "speculative-jacobi"
@@ -307,7 +303,7 @@ def test_plain_timing_of_a_schedule_passes_the_slots():
     """Decoding without a cache knows which slot it is at, too."""
     model, law = tiny(), TokenLaw(guidance_scale=3.0, guidance_until=5, top_k=4)
     generator = [torch.Generator().manual_seed(3)]
-    tokens, _ = token_bench.decode_without_cache(
+    tokens, _ = plain_loops.decode_without_cache(
         model, torch.tensor([2]), law=law, generator=generator, batch_size=1
     )
     generator = [torch.Generator().manual_seed(3)]

@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 
+from tests.helpers.bench import benched
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import TINY_VQ, tiny_scale_pipeline
 from visual_spec.eval.settings import parse_setting
@@ -46,18 +47,11 @@ def tiny_sizes(monkeypatch):
     monkeypatch.setattr(scale_cost, "pipeline_on_meta", tiny)
 
 
-def run(capsys, *arguments):
-    assert bench.main(["--device", "cpu", "--json", *map(str, arguments)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return json.loads(lines[-1]), [dict(zip(table[0], cells, strict=True)) for cells in table[2:]], lines[0]
-
-
 def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
     arguments = ["--model", model, "--batch-sizes", 1, 2, "--warmup", 0, "--samplers", *ROWS]
-    document, table, first = run(capsys, *arguments, "--out", tmp_path / "bench.json")
+    document, table, text = benched(capsys, *arguments, "--out", tmp_path / "bench.json")
     assert json.loads((tmp_path / "bench.json").read_text()) == document and document["kind"] == "scale-bench"
-    assert "tokens to pixels" in first and document["environment"]["refiner_parameters"] > 0
+    assert "tokens to pixels" in text.splitlines()[0] and document["environment"]["refiner_parameters"] > 0
     rows = document["rows"]
     assert len(rows) == len(table) == 2 * 5
     names = ["scale-wise:num_draft_scales=all", *ROWS]
@@ -124,7 +118,7 @@ def test_rounds_run_backwards_every_second_time():
 
 
 def test_the_rows_of_a_model_that_names_none(model, capsys):
-    document, table, _ = run(capsys, "--model", model, "--count-only", "--batch-sizes", 1)
+    document, table, _ = benched(capsys, "--model", model, "--count-only", "--batch-sizes", 1)
     assert document["kind"] == "scale-count" and "speed-up" not in table[0]
     assert [row["name"].partition(":")[2] for row in document["rows"]] == [
         "num_draft_scales=all",
@@ -133,9 +127,9 @@ def test_the_rows_of_a_model_that_names_none(model, capsys):
         "num_draft_scales=2,cache_share=1.0",
         "num_draft_scales=3,cache_share=1.0",
     ]
-    guided = run(capsys, "--model", model, "--count-only", "--batch-sizes", 1, "--guidance-scales", 1, 3)[0][
-        "rows"
-    ]
+    guided = benched(capsys, "--model", model, "--count-only", "--batch-sizes", 1, "--guidance-scales", 1, 3)[
+        0
+    ]["rows"]
     assert [row["guidance_scale"] for row in guided] == [1.0] * 8 + [3.0] * 8
     assert guided[0]["cache_bytes_per_image"] == guided[8]["cache_bytes_per_image"] / 2
 
@@ -143,12 +137,12 @@ def test_the_rows_of_a_model_that_names_none(model, capsys):
 @pytest.mark.parametrize("name", ["var-large", "var-large+var-small"])
 def test_official_sizes_have_random_weights_and_true_costs(capsys, name):
     arguments = ["--random-weights", "--model", name, "--batch-sizes", 2, "--warmup", 0]
-    document, table, _ = run(
+    document, table, _ = benched(
         capsys, *arguments, "--samplers", "scale-wise:num_draft_scales=all,cache_share=0.7"
     )
     assert document["kind"] == "scale-random-weights"
     assert all(math.isfinite(second) for row in document["rows"] for second in row["seconds"])
-    counted = run(capsys, *arguments, "--count-only")[0]
+    counted = benched(capsys, *arguments, "--count-only")[0]
     shared = ("flops_per_image", "bytes_per_image", "cache_held_per_image")
     assert all(document["rows"][0][key] == counted["rows"][0][key] for key in shared)
     small = sum(parameter.numel() for parameter in var.VARTransformer(**var.PRESETS["small"]).parameters())
@@ -216,5 +210,5 @@ def test_a_model_is_timed_under_its_own_law(tmp_path, capsys):
     )
     law = pipe.make_law()
     assert (law.guidance_scale, law.top_k, law.top_p) == (1.7, 3, 0.8)
-    document, table, _ = run(capsys, "--model", tmp_path, "--count-only", "--samplers", ROWS[1])
+    document, table, _ = benched(capsys, "--model", tmp_path, "--count-only", "--samplers", ROWS[1])
     assert {row["guidance_scale"] for row in document["rows"]} == {1.7} and table[0]["guidance"] == "1.7"

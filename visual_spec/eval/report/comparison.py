@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
+from visual_spec.eval.draws import seeded
 from visual_spec.eval.report.rows import ComparisonRow, Scales
 from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.protocol import TokenGrid
@@ -17,11 +17,6 @@ from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan, make_row
 from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers import registry
-
-
-def seeded_generators(seeds: Sequence[int]) -> list[torch.Generator]:
-    """One CPU generator per seed."""
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 def compare(
@@ -62,7 +57,7 @@ def compare(
     def decode(chosen: tuple[Any, ScalePlan], prompt: str, seed: int) -> Any:
         pipe.sampler = chosen[0]
         with chosen[1].on(pipe):
-            return pipe(prompt, generator=seeded_generators([seed]), **settings)
+            return pipe(prompt, generator=seeded(seed, 1), **settings)
 
     rows, before = [], pipe.sampler
     # disable=None: no bar where the output is no terminal. The warm-up counts: it takes as long as a job.

@@ -23,8 +23,8 @@ from visual_spec.eval.arguments import Parser, add_threads, progress
 _RUNS = "visual_spec.eval.speed"
 # What measures a model, by what a call of it commits.
 _HOME = {
-    "tokens": "token_bench",
-    "columns": "music_bench",
+    "tokens": "rounds",
+    "columns": "rounds",
     "scales": "scale_bench",
     "vectors": "continuous_sizes",
 }

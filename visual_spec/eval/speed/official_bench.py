@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.eval.defaults import ModelSettings, settings_for
+from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.machine import choose_device, environment
 from visual_spec.eval.settings import Setting, sampler_settings
@@ -23,9 +24,9 @@ from visual_spec.eval.speed import measure, official_sizes
 from visual_spec.eval.speed.baselines import Baseline, baselines_of, time_baseline
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import OfficialModel
+from visual_spec.eval.speed.rounds import with_graphs
 from visual_spec.eval.speed.tables import PHASES, share_and_phases
 from visual_spec.eval.speed.timing import Report, add_floors
-from visual_spec.eval.speed.token_bench import with_graphs
 from visual_spec.eval.tables import markdown
 from visual_spec.models.core.calls import RASTER
 from visual_spec.models.core.protocol import TokenGrid
@@ -366,7 +367,7 @@ def time_sampler(
     counted, seconds, phases, prefills = [], [], [], []
 
     def decode(number: int, callback: Callable[[int, Tensor], Any]) -> Any:
-        generator = [torch.Generator().manual_seed(number * batch_size + i) for i in range(batch_size)]
+        generator = seeded(number * batch_size, batch_size)
         options = dict(law=setting.law, generator=generator, batch_size=batch_size, callback=callback)
         return setting.sampler(middle, condition, **options).trace
 

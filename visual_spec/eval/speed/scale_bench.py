@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from visual_spec.eval.defaults import ModelSettings, scale_settings
-from visual_spec.eval.draws import caches_of
+from visual_spec.eval.draws import caches_of, seeded
 from visual_spec.eval.machine import choose_device, environment, load
 from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
 from visual_spec.eval.speed import measure, scale_cost
@@ -114,8 +114,7 @@ def time_settings(
 
     def decode(index: int, condition: Any, first: int) -> tuple[Decoded, float]:
         setting = settings[index]
-        seeds = range(setting.seed + first, setting.seed + first + batch_size)
-        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+        generator = seeded(setting.seed + first, batch_size)
         with setting.on(pipe, calibrated=calibrated):
             stages = pipe.stages(law=setting.law)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
@@ -159,7 +159,8 @@ def count_decode(
     counter = _Counter([_network(run[0].model) for run in runs])
     labels = torch.zeros(1, dtype=torch.long, device="meta")
     forwards = 0
-    with _Attention(counter), counter:
+    flops = FlopCounterMode(display=False)
+    with flops, _Attention(counter), counter:
         for run in runs:
             model, network = run[0].model, _network(run[0].model)
             weight = network.word_embed.weight
@@ -178,7 +179,7 @@ def count_decode(
                 with counter.forward():
                     model(state, map_of(scale), scale)
             forwards += stop - first
-    return ScaleCost(counter.flops, counter.weight_bytes, counter.cache_bytes, forwards)
+    return ScaleCost(flops.get_total_flops(), counter.weight_bytes, counter.cache_bytes, forwards)
 
 
 def _network(model: Any) -> Any:
@@ -186,7 +187,7 @@ def _network(model: Any) -> Any:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts what the operations of a forward compute and read.
+    """Counts what the operations of a forward read.
 
     A weight is read once a forward, and so are the keys and values of a layer, which later scales of a prefill find in
     the processor's own memory.
@@ -199,7 +200,7 @@ class _Counter(TorchDispatchMode):
         self._weights = {_place(weight)[0] for weight in weights}
         self._read: dict[Any, int] = {}
         self._kept: list[Tensor] = []  # so that no two tensors of a forward have one place
-        self.flops = self.weight_bytes = self.cache_bytes = 0
+        self.weight_bytes = self.cache_bytes = 0
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -212,9 +213,6 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        operation = func.overloadpacket
-        if operation in flop_registry:
-            self.flops += flop_registry[operation](*args, **(kwargs or {}), out_val=result)
         made = _place(result)[0] if isinstance(result, Tensor) else None
         for given in (one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))):
             if isinstance(given, Tensor):

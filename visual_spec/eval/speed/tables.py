@@ -17,7 +17,7 @@ def share_and_phases(row: dict[str, Any]) -> list[str]:
     times = [phases.get("model"), phases.get("verify"), row["gap_ms_per_call"]]
     return [
         "-" if share is None else f"{100 * share:.0f} %",
-        *("-" if value is None else f"{value:.2f}" for value in times),
+        *(_number(value, 2) for value in times),
     ]
 
 
@@ -32,24 +32,20 @@ def speed_up_cells(row: dict[str, Any]) -> list[str]:
 
 
 def bench_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table of timed rows."""
-    header = [
-        "batch",
-        "guidance",
-        "sampler",
-        "window",
-        "calls",
-        "tokens/call",
-        "ms/call",
-        "floor",
-        "ms/image p50",
-    ]
-    header += ["p20 - p80", *SPEED_UP, "same as plain", "of floor", *PHASES]
-    header += ["peak MiB"]
+    """The Markdown table of timed rows, of tokens or of columns."""
+    sound = "columns_per_call" in rows[0]
+    sample = "clip" if sound else "image"
+    header = ["batch", "guidance", "sampler", "window", "calls", f"{'columns' if sound else 'tokens'}/call"]
+    header += ["ms/call", *([] if sound else ["floor"]), f"ms/{sample} p50", "p20 - p80", *SPEED_UP]
+    header += ["in calls", "same as plain", "divergence"] if sound else ["same as plain", "of floor", *PHASES]
     lines = []
     for row in rows:
-        image = row["ms_per_image"]
-        same = row["identical_samples"]
+        each, same = row[f"ms_per_{sample}"], row["identical_samples"]
+        if sound:
+            committed = f"{row['columns_per_call']:.2f} +- {row['deviation']:.2f}"
+        else:
+            committed = f"{row['tokens_per_call']:.2f}"
+        equal = "-" if same is None else f"{same} of {row['samples']}"
         lines.append(
             [
                 str(row["batch_size"]),
@@ -57,18 +53,23 @@ def bench_table(rows: Sequence[dict[str, Any]]) -> str:
                 row["name"],
                 str(row["window"] or "-"),
                 f"{row['calls']:.1f}",
-                f"{row['tokens_per_call']:.2f}",
+                committed,
                 f"{row['ms_per_call']:.2f}",
-                "-" if row["floor_ms_per_call"] is None else f"{row['floor_ms_per_call']:.2f}",
-                f"{image['p50']:.0f}",
-                f"{image['p20']:.0f} - {image['p80']:.0f}",
+                *([] if sound else [_number(row["floor_ms_per_call"], 2)]),
+                f"{each['p50']:.0f}",
+                f"{each['p20']:.0f} - {each['p80']:.0f}",
                 *speed_up_cells(row),
-                "-" if same is None else f"{same} of {row['samples']}",
-                *share_and_phases(row),
+                *([f"{row['speed_up_calls']:.2f}x"] if sound else []),
+                equal,
+                *([_number(row["divergence"], 4)] if sound else share_and_phases(row)),
                 f"{row['peak_memory_bytes'] / 2**20:.0f}",
             ]
         )
-    return markdown(header, lines)
+    return markdown([*header, "peak MiB"], lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def curve_table(rows: Sequence[dict[str, Any]], unit: str = "tokens") -> str:

@@ -1,30 +1,38 @@
-"""`visual-spec bench` for next-token models: every sampler beside plain decoding with the same model, cache and dtype.
+"""`visual-spec bench` of models of tokens and of columns: every setting beside plain decoding, round by round.
 
-On CUDA samplers that can be recorded are measured twice, without and with a recorded graph.
+Plain decoding and all other settings decode the same prompts with the same seeds. Tokens are decoded by the samplers
+themselves, so texts are not in the processor's seconds; clips of sound by their pipelines, a masked model of the same
+codec among them (`--masked`). A clip of T frames has T + K - 1 columns in the delay pattern of K codebooks; a masked
+model decodes its T frames, codebook by codebook, so calls of both compare, and columns a call nearly do.
+
+On CUDA samplers of tokens that can be recorded are measured twice, without and with a recorded graph. With `--curve`
+only calls are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from visual_spec.data import motion
-from visual_spec.data.shapes import held_out_prompts
-from visual_spec.eval.defaults import ModelSettings, with_setting
+from visual_spec.data import motion, shapes, tunes
+from visual_spec.eval import draws
+from visual_spec.eval.defaults import ModelSettings, settings_beside, with_setting
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.machine import environment, load
+from visual_spec.eval.media import clips_of
 from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
-from visual_spec.eval.speed import measure
+from visual_spec.eval.speed import measure, plain_loops
 from visual_spec.eval.speed.curve import curve
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import described
-from visual_spec.eval.speed.straight_loop import NAME, fits, straight_loop
 from visual_spec.eval.speed.tables import bench_table, curve_table
 from visual_spec.eval.speed.timing import (
     Decoded,
@@ -33,6 +41,7 @@ from visual_spec.eval.speed.timing import (
     add_floors,
     coverage_note,
     facts_of,
+    mean_and_deviation,
     processor_figures,
     promises_plain,
     summarise_row,
@@ -42,20 +51,25 @@ from visual_spec.models.core.calls import CONTINUOUS, OWN_ORDER, RASTER
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
-from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 
-NO_CACHE = "autoregressive, no cache"
+_PROMPTS = {"image": shapes, "video": motion, "audio": tunes}
 
 
 def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple[dict[str, Any], str]:
-    """Document and table of a next-token model.
+    """Document and table of a model of tokens or of columns.
 
     Raises:
-        ValueError: settings that cannot be read, before anything is loaded; or that do not fit the model.
+        ValueError: options that do not apply, settings that cannot be read, before anything is loaded; or that do not
+            fit the model.
     """
-    groups = read_groups(args, known)
-    pipe = load(args.model, args.device, args.dtype, args.threads)
+    sound = known.facts.unit == "columns"
+    beside = settings_beside(args.masked, known)
+    if args.curve and sound and (known.masked or beside is not None):
+        raise ValueError(
+            "--curve counts the calls of column decoding; a masked model takes as many as its steps. Leave one out."
+        )
+    groups = read_groups(args, known, beside)
+    pipe = load(args.model, args.device, args.dtype, args.threads, args.masked)
     for settings in groups:
         check_samplers(pipe, settings)
     if args.fuse_projections:
@@ -65,7 +79,12 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
     prompts = prompts_of(pipe, args.prompts)
     facts = environment(pipe.device, pipe.transformer.dtype)
     facts["transformer_parameters"] = sum(p.numel() for p in pipe.transformer.parameters())
-    document: dict[str, Any] = {"kind": "curve" if args.curve else "bench", "environment": facts}
+    if beside is not None:
+        facts["masked_parameters"] = sum(p.numel() for p in pipe.masked.transformer.parameters())
+    kind = ("music-" if sound else "") + ("curve" if args.curve else "bench")
+    document: dict[str, Any] = {"kind": kind, "environment": facts}
+    if sound:
+        document["settings"] = {"law": asdict(groups[0][0].law)}
     if args.curve:
         size = max(args.batch_sizes)
         document["rows"] = [
@@ -73,7 +92,7 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
             for settings in groups
             for row in curve(pipe, settings, prompts, batch_size=size, report=report)
         ]
-        return document, curve_table(document["rows"])
+        return document, curve_table(document["rows"], pipe.unit)
     rows = document["rows"] = [
         row
         for batch_size in args.batch_sizes
@@ -90,30 +109,36 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
             report=report,
         )
     ]
-    # Last, because the buffers of this measurement would count as memory of the rows.
-    facts.update(machine_facts(pipe))
-    add_floors(rows, facts["copy_bandwidth"])
+    # Last, because the buffers of these measurements would count as memory of the rows.
+    facts.update(machine_facts(pipe, groups[0][0], prompts))
+    if not sound:
+        add_floors(rows, facts["copy_bandwidth"])
     note = coverage_note(len(prompts), args.batch_sizes, args.runs)
     return document, "\n\n".join(filter(None, [bench_table(rows), note]))
 
 
 def prompts_of(pipe: Any, count: int) -> list[str]:
     """What is drawn: captions that no trainer has seen, or of a class-conditional pipeline the classes in turn."""
-    if pipe.medium == "video":
-        return motion.held_out_prompts(count)
     classes = getattr(pipe, "num_classes", None)
-    return held_out_prompts(count) if classes is None else [str(i % classes) for i in range(count)]
+    if classes is None:
+        return _PROMPTS[pipe.medium].held_out_prompts(count)
+    return [str(index % classes) for index in range(count)]
 
 
-def machine_facts(pipe: Any) -> dict[str, float]:
-    """`copy_bandwidth` in bytes per second, `matmul_flops` in operations per second, and `picture_ms`, milliseconds
-    from tokens to pixels of one image or clip."""
+def machine_facts(pipe: Any, plain: Setting, prompts: Sequence[str]) -> dict[str, float]:
+    """`copy_bandwidth` in bytes per second, and what follows the decoding: of sound `clip_ms`, milliseconds from codes
+    to samples of a clip; else `picture_ms`, from tokens to pixels of an image or clip, and `matmul_flops`, operations
+    per second."""
+    if pipe.unit == "columns":
+        codes = draws.draw(pipe, plain, prompts[:1], 0)["tokens"]
+        seconds = [measure.timed(lambda: clips_of(pipe, codes), pipe.device)[1] for _ in range(3)]
+        return {"copy_bandwidth": measure.copy_bandwidth(pipe.device), "clip_ms": 1000 * min(seconds)}
     shape = (1, pipe.transformer.grid.num_tokens)
     tokens = torch.zeros(shape, dtype=torch.long, device=pipe.device)
     if CONTINUOUS in pipe.calls:
         tokens = torch.zeros(*shape, pipe.transformer.token_dim, device=pipe.device)
     # What turns tokens into pixels; of a tokenizer without what makes files of them. A clip is decoded frame by frame.
-    decode = getattr(getattr(pipe, "vq_model", None), "decode_tokens", None)
+    decode: Any = getattr(getattr(pipe, "vq_model", None), "decode_tokens", None)
     if pipe.medium == "video" or decode is None:
         decode = partial(pipe.decode_tokens, output_type="pt")
     with torch.no_grad():
@@ -154,43 +179,32 @@ def time_settings(
     batch_size: int,
     runs: int,
     warmup: int,
-    no_cache: bool,
+    no_cache: bool = False,
     report: Report = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Time every setting on the same prompts and seeds, round by round; the first one is plain decoding.
 
     Args:
-        pipe: its transformer, text encoder and drafter are used; its sampler is put back.
+        pipe: its parts are used; its sampler is put back.
         prompts: round r takes the next `batch_size` of them, from the start again at the end.
         no_cache: also time one plain decoding without a cache, of a model of raster order.
 
     Returns:
         One dict per setting, on CUDA two (see `with_graphs`): `facts_of`; what `summarise_row` gives, with speed-ups
-        over the fastest plain one; `processor_figures`; `phase_ms_per_call` and `gap_ms_per_call`, see
-        `measure.phase_figures`; what `call_costs` gives; `identical_samples`: how many of `samples` have the tokens of
-        plain decoding, None where not promised; `peak_memory_bytes`. A model that a straight loop decodes has one row
-        more, at the end: plain decoding by that loop, without phases.
+        over the fastest plain one; `processor_figures`; `identical_samples`: how many of `samples` have the tokens of
+        plain decoding, None where not promised; `peak_memory_bytes`, see `measure.peak_memory`; and what
+        `TokenDecoder.facts` or `ClipDecoder.facts` gives. A model that a straight loop decodes has one row more, at the
+        end: plain decoding by that loop, without phases.
     """
-    plain_class = type(settings[0].sampler)
-    in_raster = RASTER in pipe.calls
-    if in_raster or OWN_ORDER in pipe.calls:
-        with torch.no_grad():
-            condition = pipe.encode_prompt([prompts[0]])
-            state = pipe.transformer.prefill(condition, batch_size=1, guided=False, window=1)
-        settings = with_graphs(settings, pipe.device, recordable=can_record(state))
-    decoder = _Decoder(pipe, prompts, batch_size)
-    where = f"batch {batch_size}, guidance {settings[0].law.guidance_scale:g}"
-    straight = in_raster and fits(pipe.transformer)
-
-    def decode(index: int, condition: Any, first: int) -> tuple[Decoded, float]:
-        if index == len(settings):
-            return decoder.decode_straight(settings[0], condition, first)
-        return decoder.decode(settings[index], condition, first)
-
+    first, kind = settings[0], type(settings[0].sampler)
+    decoder: Any = (ClipDecoder if pipe.unit == "columns" else TokenDecoder)(pipe, prompts, batch_size)
+    ways = [(setting, decoder.decode) for setting in decoder.recorded(settings)]
+    ways += [(first, loop) for loop in decoder.loops()]
+    where = f"batch {batch_size}, guidance {first.law.guidance_scale:g}"
     rounds = time_rounds(
-        len(settings) + straight,
+        len(ways),
         decoder.condition,
-        decode,
+        lambda index, condition, start: ways[index][1](ways[index][0], condition, start),
         device=pipe.device,
         batch_size=batch_size,
         runs=runs,
@@ -199,22 +213,92 @@ def time_settings(
     )
     plain = [
         seconds
-        for seconds, one in zip(rounds.seconds, settings, strict=False)  # behind them the straight loop
-        if one is settings[0] or (type(one.sampler) is plain_class and promises_plain(one, settings[0]))
+        for seconds, (one, decode) in zip(rounds.seconds, ways, strict=True)
+        if decode == decoder.decode
+        and (one is first or (type(one.sampler) is kind and promises_plain(one, first)))
     ]
     best = min(plain, key=lambda seconds: quantiles(seconds)["p50"])
-    rows = [
-        _row(decoder, setting, settings[0], rounds, index, best) for index, setting in enumerate(settings)
-    ]
-    if straight:
-        rows.append(_straight_row(decoder, settings[0], rounds, best))
-    if no_cache and in_raster:
-        rows.insert(1, decoder.without_cache(settings[0]))
+    rows = []
+    for index, (setting, decode) in enumerate(ways):
+        promised = index and promises_plain(setting, first)
+        rows.append(
+            {
+                **facts_of(setting),
+                "batch_size": batch_size,
+                "samples": runs * batch_size,
+                "identical_samples": rounds.identical[index] if promised else None,
+                "peak_memory_bytes": rounds.peak[index],
+                **processor_figures(rounds.processor_seconds[index], rounds.processor_seconds[0]),
+                **decoder.facts(setting, rounds, index, best),
+            }
+        )
+        if decode != decoder.decode:
+            rows[-1] |= {**_LOOP, "name": plain_loops.STRAIGHT, "identical_samples": rounds.identical[index]}
+    if no_cache and RASTER in pipe.calls:
+        rows.insert(1, decoder.without_cache(first))
         report(f"{where}: decoded once without a cache")
     return rows
 
 
-class _Decoder:
+_LOOP = {"window": None, "sampler": None, "lossless": True, "phase_ms_per_call": {}, "gap_ms_per_call": None}
+
+
+class ClipDecoder:
+    """Decodes the batches of a benchmark of sound by the pipeline, or by a `MaskedPair`."""
+
+    def __init__(self, pipe: Any, prompts: Sequence[str], batch_size: int) -> None:
+        self.pipe, self.prompts, self.batch_size = pipe, prompts, batch_size
+        self.columns: dict[str, int] = {}
+        self.divergence: dict[str, list[float]] = {}
+
+    def recorded(self, settings: Sequence[Setting]) -> Sequence[Setting]:
+        """The settings as they are."""
+        return settings
+
+    def loops(self) -> list[Any]:
+        """None."""
+        return []
+
+    def condition(self, first: int) -> list[str]:
+        """What the clips from index `first` on are drawn from."""
+        return [self.prompts[(first + index) % len(self.prompts)] for index in range(self.batch_size)]
+
+    def decode(self, setting: Setting, chosen: list[str], first: int) -> tuple[Decoded, float]:
+        """The clips from index `first` on, and the seconds from the prefill to the last column."""
+        arrays = draws.draw(self.pipe, setting, chosen, first)
+        self.columns[setting.text] = int(arrays["length"])
+        if not np.isnan(arrays["divergence"]):
+            self.divergence.setdefault(setting.text, []).append(float(arrays["divergence"]))
+        codes = torch.from_numpy(arrays["tokens"]).flatten(1)
+        busy = float(arrays["processor_seconds"])
+        return Decoded(codes, torch.from_numpy(arrays["calls"]), busy), float(arrays["seconds"])
+
+    def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
+        """What was measured of a setting.
+
+        Returns:
+            What `summarise_row` gives, with `ms_per_clip` in place of `ms_per_image`, and `columns_per_call` as the
+            mean over clips of a clip's columns over its calls, beside `deviation`, its standard deviation over clips.
+            `columns`: of a clip. `speed_up_calls`: calls of the first setting over the setting's. `divergence`: what
+            `DivergenceMeter` measures a tested code, mean over rounds; None for a sampler without.
+        """
+        columns, divergence = self.columns[setting.text], self.divergence.get(setting.text)
+        row = summarise_row(rounds.seconds[index], rounds.calls[index], best, columns)
+        del row["tokens_per_call"]
+        row["ms_per_clip"] = row.pop("ms_per_image")
+        plain, calls = ([count for batch in rounds.calls[one] for count in batch] for one in (0, index))
+        mean, deviation = mean_and_deviation([columns / count for count in calls])
+        return {
+            **row,
+            "columns": columns,
+            "columns_per_call": mean,
+            "deviation": deviation,
+            "speed_up_calls": sum(plain) / sum(calls),
+            "divergence": statistics.fmean(divergence) if divergence else None,
+        }
+
+
+class TokenDecoder:
     """Decodes the batches of a benchmark by calling samplers themselves: texts and pixels are not timed.
 
     Attributes:
@@ -225,6 +309,20 @@ class _Decoder:
         self.pipe, self.prompts, self.batch_size = pipe, prompts, batch_size
         self.length = pipe.transformer.grid.num_tokens
         self.traces: dict[str, list[Any]] = {}
+
+    def recorded(self, settings: Sequence[Setting]) -> Sequence[Setting]:
+        """The settings, see `with_graphs`."""
+        if RASTER not in self.pipe.calls and OWN_ORDER not in self.pipe.calls:
+            return settings
+        with torch.no_grad():
+            condition = self.pipe.encode_prompt([self.prompts[0]])
+            state = self.pipe.transformer.prefill(condition, batch_size=1, guided=False, window=1)
+        return with_graphs(settings, self.pipe.device, recordable=can_record(state))
+
+    def loops(self) -> list[Any]:
+        """What else decodes: the straight loop, where it fits the model."""
+        straight = RASTER in self.pipe.calls and plain_loops.fits(self.pipe.transformer)
+        return [self.decode_straight] if straight else []
 
     def condition(self, first: int) -> Any:
         """What the samples from index `first` on are drawn from."""
@@ -247,11 +345,11 @@ class _Decoder:
         """As `decode`, by the straight loop."""
 
         def work() -> Decoded:
-            tokens = straight_loop(
+            tokens = plain_loops.straight_loop(
                 self.pipe.transformer,
                 condition,
                 law=plain.law,
-                generator=self.generators(plain.seed + first),
+                generator=draws.seeded(plain.seed + first, self.batch_size),
                 batch_size=self.batch_size,
             )
             return Decoded(tokens.cpu(), torch.full((self.batch_size,), self.length))
@@ -264,15 +362,26 @@ class _Decoder:
             self.pipe.transformer,
             condition,
             law=setting.law,
-            generator=self.generators(seed),
+            generator=draws.seeded(seed, self.batch_size),
             batch_size=self.batch_size,
             **self.pipe.sampler_parts(),
             **options,
         )
 
-    def generators(self, seed: int) -> list[torch.Generator]:
-        """Those of a batch whose first sample has this seed."""
-        return [torch.Generator().manual_seed(seed + index) for index in range(self.batch_size)]
+    def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
+        """What was measured of a setting.
+
+        Returns:
+            What `summarise_row` gives; `tokens` of a sample; `phase_ms_per_call` and `gap_ms_per_call`, see
+            `measure.phase_figures`; and what `call_costs` gives.
+        """
+        seconds = rounds.seconds[index]
+        return {
+            "tokens": self.length,
+            **call_costs(self.pipe.transformer, setting, self.batch_size),
+            **summarise_row(seconds, rounds.calls[index], best, self.length),
+            **(self.phases(setting, len(seconds)) if setting.text in self.traces else {}),
+        }
 
     def phases(self, setting: Setting, runs: int) -> dict[str, Any]:
         """`measure.phase_figures` of the decodes that were timed."""
@@ -294,64 +403,26 @@ class _Decoder:
         condition = self.condition(0)
         drawn, plain_seconds = self.decode(plain, condition, 0)
         (tokens, calls), seconds = measure.timed(
-            lambda: decode_without_cache(
+            lambda: plain_loops.decode_without_cache(
                 self.pipe.transformer,
                 condition,
                 law=plain.law,
-                generator=self.generators(plain.seed),
+                generator=draws.seeded(plain.seed, self.batch_size),
                 batch_size=self.batch_size,
             ),
             self.pipe.device,
         )
         return {
             **facts_of(plain),
-            **dict(name=NO_CACHE, window=None, sampler=None, lossless=True),
+            **_LOOP,
+            "name": plain_loops.NO_CACHE,
             **dict(batch_size=self.batch_size, tokens=self.length, samples=self.batch_size),
             **dict(weight_bytes=None, cache_bytes=None, flops_per_call=None),
             **summarise_row([seconds], [calls.tolist()], [plain_seconds], self.length),
             "processor_speed_up": None,
             "identical_samples": int((tokens.cpu() == drawn.tokens).all(1).sum()),
             "peak_memory_bytes": measure.peak_memory(self.pipe.device),
-            "phase_ms_per_call": {},
-            "gap_ms_per_call": None,
         }
-
-
-def _row(
-    decoder: _Decoder, setting: Setting, plain: Setting, rounds: Rounds, index: int, best: list[float]
-) -> dict[str, Any]:
-    """What was measured of a setting; see `time_settings`."""
-    seconds, size = rounds.seconds[index], decoder.batch_size
-    promised = index and promises_plain(setting, plain)
-    return {
-        **facts_of(setting),
-        "batch_size": size,
-        "tokens": decoder.length,
-        **call_costs(decoder.pipe.transformer, setting, size),
-        **summarise_row(seconds, rounds.calls[index], best, decoder.length),
-        **processor_figures(rounds.processor_seconds[index], rounds.processor_seconds[0]),
-        **decoder.phases(setting, len(seconds)),
-        "identical_samples": rounds.identical[index] if promised else None,
-        "samples": len(seconds) * size,
-        "peak_memory_bytes": rounds.peak[index],
-    }
-
-
-def _straight_row(decoder: _Decoder, plain: Setting, rounds: Rounds, best: list[float]) -> dict[str, Any]:
-    """The row of the straight loop, the last setting of the rounds."""
-    seconds, size = rounds.seconds[-1], decoder.batch_size
-    return {
-        **facts_of(plain),
-        **dict(name=NAME, window=None, sampler=None, lossless=True),
-        **dict(batch_size=size, tokens=decoder.length, samples=len(seconds) * size),
-        **call_costs(decoder.pipe.transformer, plain, size),
-        **summarise_row(seconds, rounds.calls[-1], best, decoder.length),
-        **processor_figures(rounds.processor_seconds[-1], rounds.processor_seconds[0]),
-        "identical_samples": rounds.identical[-1],
-        "peak_memory_bytes": rounds.peak[-1],
-        "phase_ms_per_call": {},
-        "gap_ms_per_call": None,
-    }
 
 
 @torch.no_grad()
@@ -370,32 +441,3 @@ def call_costs(model: Any, setting: Setting, batch_size: int) -> dict[str, int |
     if window is None or isinstance(window, int):
         flops = official.call_flops(weights, batch_size=batch_size, guided=guided, window=window or 1)
     return {"weight_bytes": weights, "cache_bytes": cache, "flops_per_call": flops}
-
-
-@torch.no_grad()
-def decode_without_cache(
-    model: Any, condition: Any, *, law: TokenLaw, generator: Any, batch_size: int
-) -> tuple[Tensor, Tensor]:
-    """Plain decoding that runs the whole prefix anew for every token: what a cache saves.
-
-    The noise is that of `AutoregressiveSampler`, and so are the tokens.
-
-    Returns:
-        tokens `[B, L]` and calls `[B]`.
-    """
-    length = model.grid.num_tokens
-    keys = draw_keys(generator, batch_size)
-    noise, tokens = None, None
-    for slot in range(length):
-        state = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=max(slot, 1))
-        if noise is None or tokens is None:
-            noise = CounterNoise(keys, state.logits.device)
-            tokens = torch.zeros(batch_size, length, dtype=torch.long, device=state.logits.device)
-        logits = state.logits[:, None]  # [R, 1, V]
-        if slot:
-            slots = torch.arange(slot, device=tokens.device).expand(batch_size, -1)
-            logits = model(state, tokens[:, :slot], slots)[:, -1:]
-        here = torch.full((batch_size, 1), slot, device=tokens.device)
-        tokens[:, slot] = noise.categorical(law(logits, law.guided, here), here, TOKEN)[:, 0]
-    assert tokens is not None  # a grid has at least one slot
-    return tokens, torch.full((batch_size,), length)

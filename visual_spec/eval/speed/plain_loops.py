@@ -1,7 +1,8 @@
-"""Plain decoding of a LlamaGen transformer as a straight loop: what the decoding itself costs, and nothing beside it.
+"""Plain decoding by loops of its own: as a straight loop without checks, and without a cache.
 
-It is a row of `visual-spec bench`, so that no speed-up is measured against an idle baseline. All samples of a batch are
-at the same slot, the noise of all slots is drawn beforehand, and nothing is checked, timed, counted or called back.
+The straight loop of a LlamaGen transformer is what the decoding itself costs, and nothing beside it. It is a row of
+`visual-spec bench`, so that no speed-up is measured against an idle baseline. All samples of a batch are at the same
+slot, the noise of all slots is drawn beforehand, and nothing is checked, timed, counted or called back.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor
 from visual_spec.kernels.philox import philox_log_exponential
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import TOKEN, draw_keys
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 
-NAME = "straight loop, no checks"
+STRAIGHT = "straight loop, no checks"
+NO_CACHE = "autoregressive, no cache"
 
 
 def fits(model: Any) -> bool:
@@ -76,3 +78,32 @@ def straight_loop(
         scores = law(logits[:, None], law.guided, slots[:, slot, None])  # [B, 1, V]
         tokens[:, slot] = (times[:, slot] - scores[:, 0]).argmin(-1)
     return tokens
+
+
+@torch.no_grad()
+def decode_without_cache(
+    model: Any, condition: Any, *, law: TokenLaw, generator: Any, batch_size: int
+) -> tuple[Tensor, Tensor]:
+    """Plain decoding that runs the whole prefix anew for every token: what a cache saves.
+
+    The noise is that of `AutoregressiveSampler`, and so are the tokens.
+
+    Returns:
+        tokens `[B, L]` and calls `[B]`.
+    """
+    length = model.grid.num_tokens
+    keys = draw_keys(generator, batch_size)
+    noise, tokens = None, None
+    for slot in range(length):
+        state = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=max(slot, 1))
+        if noise is None or tokens is None:
+            noise = CounterNoise(keys, state.logits.device)
+            tokens = torch.zeros(batch_size, length, dtype=torch.long, device=state.logits.device)
+        logits = state.logits[:, None]  # [R, 1, V]
+        if slot:
+            slots = torch.arange(slot, device=tokens.device).expand(batch_size, -1)
+            logits = model(state, tokens[:, :slot], slots)[:, -1:]
+        here = torch.full((batch_size, 1), slot, device=tokens.device)
+        tokens[:, slot] = noise.categorical(law(logits, law.guided, here), here, TOKEN)[:, 0]
+    assert tokens is not None  # a grid has at least one slot
+    return tokens, torch.full((batch_size,), length)
