@@ -1,4 +1,4 @@
-"""The command line: visual-spec generate | convert | models | bench | eval | sample | score | report | serve.
+"""The command line: visual-spec generate | convert | models | bench | eval | sample | score | report | app | serve.
 
 Only the standard library is imported before the arguments are known to be good, so that `--help`, a misspelt flag, or
 a file in the way are answered at once.
@@ -39,6 +39,7 @@ _OWN_ARGUMENTS = {
         "visual_spec.eval.quality.report_command",
         "a page of the results of eval, or of sampled sets",
     ),
+    "app": ("visual_spec.app", "a page on this machine: plain and accelerated decoding side by side"),
     "serve": ("visual_spec.serving.command", "pictures over HTTP, by vLLM or Ray Serve"),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="generate | convert | models | bench | eval | sample | score | report | serve",
+        metavar="generate | convert | models | bench | eval | sample | score | report | app | serve",
     )
     _add_generate(commands)
     _add_convert(commands)

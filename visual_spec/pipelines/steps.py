@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def asked_tensors(callback: Any, names: Sequence[str] | None, allowed: Sequence[
 class Streams:
     """A pipeline whose samples can be looked at while they grow."""
 
-    def stream(self, *args: Any, every: int = 1, **kwargs: Any) -> Iterator[Any]:
+    def stream(self, *args: Any, every: int = 1, **kwargs: Any) -> Generator[Any]:
         """Draw or play, and yield the output of the call again and again: so far, and at last whole.
 
         Of pictures and clips, tokens that are open are grey, and `trace.commit_call` is -1 there; a next-scale model

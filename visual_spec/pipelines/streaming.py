@@ -6,7 +6,7 @@ import contextvars
 import copy
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from visual_spec.samplers.core.base import STOP
 GREY = 0.5  # of pixels in [0, 1]: places that are open
 
 
-def stream_pictures(pipe: Any, every: int, args: tuple, kwargs: dict[str, Any], asked: Any) -> Iterator[Any]:
+def stream_pictures(pipe: Any, every: int, args: tuple, kwargs: dict[str, Any], asked: Any) -> Generator[Any]:
     """Partial outputs of a pipeline of pictures or clips after every so many target calls, then its own output."""
 
     def call(hear: Callable[[Callable[[], Any]], Any]) -> Any:
@@ -39,7 +39,7 @@ def stream_pictures(pipe: Any, every: int, args: tuple, kwargs: dict[str, Any], 
     return _stream(call, lambda result: pipe._partial(result, asked))
 
 
-def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: str) -> Iterator[Any]:
+def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: str) -> Generator[Any]:
     """Outputs of a pipeline of music with what is heard so far, stretch by stretch, then its own output."""
     heard: list[Tensor] = []
 
@@ -60,7 +60,7 @@ def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: st
     return _stream(call, partial)
 
 
-def _stream(call: Callable[[Any], Any], partial: Callable[[Any], Any]) -> Iterator[Any]:
+def _stream(call: Callable[[Any], Any], partial: Callable[[Any], Any]) -> Generator[Any]:
     """Yield what `partial` makes of all that a call hands on, then what it returns.
 
     The call runs in a thread of its own, at most two items ahead. It ends soon after the iterator is closed.

@@ -77,7 +77,7 @@ def accelerate(
     if sampler is None:
         sampler = _fast_sampler(pipe) if adapter is None else adapter.fast_sampler
     if isinstance(sampler, str):
-        sampler = _read_sampler(sampler) if adapter is None else adapter.read_text(sampler)
+        sampler = read_sampler(sampler) if adapter is None else adapter.read_text(sampler)
     if adapter is not None:
         return adapter.accelerate(pipe, sampler, **options)
     before = _set_sampler(pipe, sampler)
@@ -162,7 +162,7 @@ def _adapter(thing: Any) -> Adapter | None:
     return next((adapter for adapter in adapters() if adapter.claims(thing)), None)
 
 
-def _read_sampler(text: str) -> Any:
+def read_sampler(text: str) -> Any:
     name, settings = parse_sampler(text)
     return make_sampler(name, **settings)
 

@@ -1,0 +1,85 @@
+"""The page of `visual-spec app`: what it draws, and, where Gradio is installed, what its server answers."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny import seeded, tiny_pipeline
+from tests.tiny_pipelines import KINDS
+from visual_spec import cli
+from visual_spec.app import draw, make_page
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("visual_spec.app._PAUSE", -1.0)
+
+
+def test_both_sides_grow_and_end_equal() -> None:
+    pipe = tiny_pipeline(AutoregressiveSampler())
+    pipe.set_progress_bar_config(disable=True)
+    *growing, last = draw(lambda name: pipe, "tiny", "a red circle", "", 7)
+    wanted = np.asarray(pipe("a red circle", generator=seeded(7)).images[0])
+    assert np.array_equal(np.asarray(last[0]), wanted) and np.array_equal(np.asarray(last[1]), wanted)
+    assert last[2] is not None and "plain: 16 calls, 16 tokens, 1.00 a call" in last[3]
+    assert "the same picture, token for token" in last[3]
+    grey = [[int((np.asarray(side) == 128).all(-1).sum()) for side in shown[:2]] for shown in growing]
+    assert len(growing) >= 16 and grey[0][0] == 60 and grey == sorted(grey, reverse=True)
+    assert any(fast < plain for plain, fast in grey)
+    assert isinstance(pipe.sampler, AutoregressiveSampler)  # as it was
+    *_, named = draw(lambda name: pipe, "tiny", "a red circle", "speculative-jacobi:window=2", 7)
+    assert np.array_equal(np.asarray(named[1]), wanted)
+
+
+@pytest.mark.parametrize("name", ["masked captions", "bits"])
+def test_other_kinds(name: str) -> None:
+    pipe = KINDS[name].make()
+    *_, last = draw(lambda name: pipe, name, "a red circle", "", 1)
+    assert last[1] is not None and (last[0] is None) == (not pipe.comparable)
+
+
+def test_refusals_and_a_page_that_is_left() -> None:
+    pipe = tiny_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    asked = partial(draw, lambda name: pipe, "tiny")
+    for arguments, wrong in (
+        (("x" * 3000, "", 0), "3000 letters"),
+        (("a red circle", "no-such", 0), "no-such"),
+        (("a red circle", "masked", 0), "MaskedSampler"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=wrong):
+            next(asked(*arguments))
+    before = threading.active_count()
+    left: Any = asked("a red circle", "", 0)
+    next(left)
+    left.close()
+    assert threading.active_count() == before
+
+
+def test_the_command_refuses_other_media(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["app", "--model", "tunes"]) == 2 and "tunes makes audio" in capsys.readouterr().err
+
+
+def test_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gradio")
+    client = pytest.importorskip("gradio_client")
+    pipe = tiny_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    monkeypatch.setattr("visual_spec.eval.machine.load", lambda *_: pipe)
+    page = make_page(["tiny"])
+    page.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, share=False)
+    try:
+        asked = client.Client(page.local_url, verbose=False)
+        *_, words = asked.predict("tiny", "a red circle", "", 3, api_name="/draw")
+        assert "the same picture, token for token" in words
+        for model in ("other", "../secret", "/etc"):
+            with pytest.raises(Exception, match="unknown model|not in the list"):
+                asked.predict(model, "a red circle", "", 3, api_name="/draw")
+    finally:
+        page.close()

@@ -1,0 +1,181 @@
+"""visual-spec app: a page on this machine, where plain and accelerated decoding draw side by side.
+
+    visual-spec app                    http://127.0.0.1:7860
+    visual-spec app --model DIR        with a model of yours beside the embedded ones
+
+Both sides make a call of the model in turn, so what is seen is calls, not seconds. The page opens no file, and draws by
+the models that were named when it was started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from visual_spec.eval.arguments import Parser, add_machine, at_least, is_quiet
+
+_PAUSE = 0.1  # seconds from one change of the page to the next
+_SIDE = 384  # pixels of the map
+_PROMPT = "a small yellow star left of a large blue square on a striped mint background"
+_MOST_LETTERS = 2000  # of a prompt
+
+Shown = tuple[Any, Any, Any, str]  # plain, accelerated, map, words
+
+
+def draw(load: Callable[[str], Any], model: str, prompt: str, sampler: str, seed: float) -> Iterator[Shown]:
+    """Draw one picture twice, plainly and by a sampler, and show both as they grow.
+
+    Args:
+        load: the pipeline of a model's name.
+        sampler: its text, such as "speculative-jacobi:window=16"; empty: the model's fast one.
+        seed: of both pictures.
+
+    Raises:
+        ValueError, TypeError: what cannot be drawn; names it.
+    """
+    import torch
+
+    from visual_spec.pipelines.accelerate import read_sampler
+
+    if len(prompt) > _MOST_LETTERS:
+        raise ValueError(f"prompt of {len(prompt)} letters; pass at most {_MOST_LETTERS}.")
+    pipe = load(model)
+    plain, fast = copy.copy(pipe), copy.copy(pipe)  # the same models, each with a sampler of its own
+    plain.sampler = read_sampler(pipe.plain_sampler)
+    if sampler.strip() or type(pipe.sampler) is type(plain.sampler):
+        fast.sampler = read_sampler(sampler.strip() or pipe.fast_sampler)
+    sides = [fast, plain] if pipe.comparable else [fast]
+    growing = [
+        side.stream([prompt], generator=torch.Generator().manual_seed(int(seed)), output_type="pil")
+        for side in sides
+    ]
+    here: list[Any] = [None, None]
+    shown_at = time.perf_counter()
+    try:
+        for step in itertools.zip_longest(*growing):
+            here[: len(step)] = [new or old for new, old in zip(step, here, strict=False)]
+            if time.perf_counter() - shown_at > _PAUSE:
+                shown_at = time.perf_counter()
+                yield *_pictures(here), None, _words(here, "drawing")
+    finally:
+        for one in growing:
+            one.close()
+    yield *_pictures(here), _map(fast, here[0]), _words(here, "done")
+
+
+def _pictures(here: list[Any]) -> tuple[Any, Any]:
+    fast, plain = (None if one is None else one.images[0] for one in here)
+    return plain, fast
+
+
+def _words(here: list[Any], stage: str) -> str:
+    """How many calls each side made, and, at the end, whether both drew the same picture."""
+    lines = []
+    for name, output in zip(("accelerated", "plain"), here, strict=True):
+        if output is not None:
+            calls = int(output.trace.target_calls[0])
+            done = int((output.trace.commit_call[0] >= 0).sum())
+            lines.append(f"{name}: {calls} calls, {done} tokens, {done / max(calls, 1):.2f} a call")
+    if stage == "done":
+        fast, plain = here
+        lines.append(f"output: {fast.trace.output_law}")
+        if plain is not None:
+            same = plain.tokens.shape == fast.tokens.shape and bool((plain.tokens == fast.tokens).all())
+            lines.append(
+                "the same picture, token for token" if same else "another picture than plain decoding"
+            )
+    return "\n".join(lines)
+
+
+def _map(pipe: Any, output: Any) -> Any:
+    """Which token cost a call; None where calls draw maps, not tokens."""
+    from visual_spec.eval.report.maps import acceptance_map
+
+    grid = getattr(pipe.transformer, "grid", None)
+    commit_call = output.trace.commit_call[0]
+    if grid is None or commit_call.numel() != grid.num_tokens:
+        return None
+    return acceptance_map(commit_call, grid, _SIDE)
+
+
+def make_page(models: Sequence[str], device: str | None = None, dtype: str = "float32") -> Any:
+    """The page, as Gradio's `Blocks`.
+
+    Raises:
+        ImportError: Gradio is missing.
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    try:
+        import gradio  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(f"visual-spec app needs {error.name}: pip install 'visual-spec[app]'") from error
+    from visual_spec.eval.machine import load
+
+    loaded = lru_cache(maxsize=2)(lambda name: load(name, device, dtype))
+
+    def run(model: str, prompt: str, sampler: str, seed: float) -> Iterator[Shown]:
+        if model not in models:  # what a client sends is not what the page offers
+            raise gradio.Error(f"unknown model {model[:80]!r}")
+        try:
+            yield from draw(loaded, model, prompt, sampler, seed)
+        except (ValueError, TypeError, FloatingPointError) as error:
+            raise gradio.Error(str(error), print_exception=False) from error
+
+    with gradio.Blocks(title="visual-spec", analytics_enabled=False) as page:
+        gradio.Markdown("# visual-spec\nOne picture, drawn plainly and accelerated, a model call in turn.")
+        with gradio.Row():
+            model = gradio.Dropdown(list(models), value=models[0], label="Model")
+            sampler = gradio.Textbox(label="Sampler", placeholder="speculative-jacobi:window=16")
+            seed = gradio.Number(0, label="Seed", precision=0, minimum=0, maximum=2**53)
+        prompt = gradio.Textbox(_PROMPT, label="Prompt, or class", max_length=_MOST_LETTERS)
+        button = gradio.Button("Draw", variant="primary")
+        with gradio.Row():
+            plain = gradio.Image(label="Plain", format="png")
+            fast = gradio.Image(label="Accelerated", format="png")
+            drawn_map = gradio.Image(label="Which token cost a call", format="png")
+        words = gradio.Textbox(label="Calls", lines=4)
+        shown, asked = [plain, fast, drawn_map, words], [model, prompt, sampler, seed]
+        gradio.on([button.click, prompt.submit], run, asked, shown, api_name="draw", concurrency_limit=1)
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse arguments and serve the page until it is interrupted."""
+    from visual_spec.pipelines.embedded import embedded_models
+    from visual_spec.pipelines.loading import read_facts
+
+    parser = Parser(
+        prog="visual-spec app", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", metavar="NAME", help="shown first: embedded name, folder, or Hub id")
+    parser.add_argument("--port", type=at_least(1, 65535), default=7860)
+    add_machine(parser)
+    args = parser.parse_args(argv)
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    pictures = [name for name in embedded_models() if read_facts(name).medium == "image"]
+    if args.model is not None and (medium := read_facts(args.model).medium) != "image":
+        raise ValueError(f"--model {args.model} makes {medium}; the page shows pictures.")
+    first = args.model or "shapes"
+    page = make_page([first, *(name for name in pictures if name != first)], args.device, args.dtype)
+    page.launch(server_name="127.0.0.1", server_port=args.port, share=False, quiet=is_quiet(), theme=_theme())
+    return 0
+
+
+def _theme() -> Any:
+    """Fonts of the system: others would be fetched from the network."""
+    import gradio  # pyright: ignore[reportMissingImports]
+
+    return gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
