@@ -32,9 +32,9 @@ from visual_spec.data.shapes_classes import (
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import HEADS, MARTransformer
 from visual_spec.models.core.checkpoints import read_content, write_content
-from visual_spec.models.core.fill_order import guidance_scales, random_orders, step_slots
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.latents import guided
+from visual_spec.models.core.orders import guidance_scales, random_orders, step_slots
 from visual_spec.training.loop import (
     Descent,
     Run,

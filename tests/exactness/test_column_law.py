@@ -25,7 +25,7 @@ from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import PROPOSAL, RESIDUAL
-from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.relaxation import Relaxation
 from visual_spec.samplers.raster import column_base
 from visual_spec.samplers.raster.column_base import UNITS, ColumnView
 from visual_spec.samplers.raster.column_relaxation import join_rules

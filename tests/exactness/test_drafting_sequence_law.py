@@ -13,7 +13,7 @@ from tests.exactness.planted import target_for_residual
 from tests.exactness.regions import Regions, total_variation
 from tests.helpers.drafting_sequences import LAWS, branches, chain, distance, pair
 from tests.helpers.tabular import TabularModel
-from visual_spec.kernels.verify import NO_DRAFT
+from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import block, verification
 from visual_spec.samplers.core.acceptance import AcceptanceRule, residual

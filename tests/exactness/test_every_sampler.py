@@ -18,7 +18,7 @@ from tests.helpers.scale_laws import parts as pyramid
 from tests.helpers.scale_laws import product_law
 from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
-from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
+from visual_spec.kernels.law import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.calls import (
     ANY_ORDER,

@@ -27,7 +27,8 @@ from tests.helpers.relaxed_rules import CODEBOOK, ONE_SIDED, RELAXATIONS, codes,
 from visual_spec.samplers.core import siblings
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxed import Relaxation, bounded_rule
+from visual_spec.samplers.core.relaxation import Relaxation
+from visual_spec.samplers.core.relaxed import bounded_rule
 from visual_spec.samplers.core.siblings import committed_law, moved_mass, sibling_tests, without
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.tree import TreeSampler

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.helpers.relaxed_rules import codes, gsd_acceptance, lent, many_laws, nearest, one_slot, pairs, tv
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
+from visual_spec.samplers.core.relaxation import Relaxation
 from visual_spec.samplers.core.relaxed import (
-    Relaxation,
     bounded_acceptance,
     clustered_acceptance,
     grouped_acceptance,

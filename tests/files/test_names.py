@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from visual_spec.files.names import inside, open_regular, read_text
+from visual_spec.files.reading import inside, open_regular, read_text
 
 
 @pytest.mark.parametrize(

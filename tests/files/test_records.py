@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from visual_spec.files.records import (
+from visual_spec.files.reading import (
     COUNT,
     FLAG,
     FLOAT,

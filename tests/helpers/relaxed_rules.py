@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import AcceptanceRule, residual
-from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.relaxation import Relaxation
 
 
 def pairs(vocab_size: int, count: int = 300) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.tabular import TabularState, checked_size, tables_of
-from visual_spec.models.core.any_order import ANY_ORDER
+from visual_spec.models.core.orders import ANY_ORDER
 from visual_spec.models.core.protocol import TokenGrid
 
 

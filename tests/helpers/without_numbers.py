@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from visual_spec.kernels import philox
-from visual_spec.models.core import memory
+from visual_spec.models.core import offload
 from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.raster.proactive import HeadTree
 
@@ -58,4 +58,4 @@ def stand_in(monkeypatch: Any) -> None:
     for kind in ("uniform", "normal"):
         monkeypatch.setattr(philox, f"philox_{kind}_triton", lambda out, *_: out)
     monkeypatch.setattr(Stopwatch, "lap", lambda *_: None)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+    monkeypatch.setattr(offload, "free_bytes", lambda device: None)

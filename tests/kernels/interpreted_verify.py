@@ -11,7 +11,8 @@ from tests.kernels.laws import LAWS, window
 from tests.kernels.verification import Case, case, compare
 from visual_spec.kernels import draw as draw_module
 from visual_spec.kernels import verify as module
-from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW, verify, verify_triton
+from visual_spec.kernels.law import NO_DRAFT, POINT_LAW, UNIFORM_LAW
+from visual_spec.kernels.verify import verify, verify_triton
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw

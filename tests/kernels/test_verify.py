@@ -14,7 +14,10 @@ from tests.helpers.tabular import TabularModel
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import LAWS
 from tests.kernels.verification import case, verify_by_parts
-from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, verify
+from visual_spec.kernels import draw as draw_module
+from visual_spec.kernels import verify as verify_module
+from visual_spec.kernels.law import NO_DRAFT, POINT_LAW
+from visual_spec.kernels.verify import verify
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
@@ -83,9 +86,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    kernels = {"draw": verification.draw, "verify_kernel": verify_by_parts}
-    for name, real in kernels.items():
-        monkeypatch.setattr(verification, name, watched(name, real))
+    monkeypatch.setattr(draw_module, "draw", watched("draw", draw_module.draw))
+    monkeypatch.setattr(verify_module, "verify", watched("verify", verify_by_parts))
     monkeypatch.setattr(verification, "fits", lambda logits: logits.dtype == torch.float32)
     return asked
 
@@ -103,7 +105,7 @@ def test_fused_step_decodes_the_same_tokens(request, coupling, acceptance, initi
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.trace.commit_call, expected.trace.commit_call)
     assert torch.equal(found.trace.target_calls, expected.trace.target_calls)
-    kernel = "draw" if acceptance == "identical" else "verify_kernel"
+    kernel = "draw" if acceptance == "identical" else "verify"
     assert asked[0] == "draw" and set(asked[1:]) == {kernel}  # slot 0, and the windows
 
 
@@ -120,7 +122,7 @@ def test_drafts_from_the_last_law_are_drawn_without_the_kernel(request, coupling
     expected = decode(sampler)
     asked = request.getfixturevalue("on_a_gpu")
     assert torch.equal(decode(sampler).tokens, expected.tokens)
-    assert asked[0] == "draw" and set(asked[1:]) == {"verify_kernel"}
+    assert asked[0] == "draw" and set(asked[1:]) == {"verify"}
 
 
 def test_what_a_kernel_cannot_do_is_done_without_it(on_a_gpu):

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.kernels.laws import Window, window
-from visual_spec.kernels.law import LawNumbers, finite_reference, law_reference
-from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
+from visual_spec.kernels.law import (
+    NO_DRAFT,
+    POINT_LAW,
+    UNIFORM_LAW,
+    LawNumbers,
+    finite_reference,
+    law_reference,
+)
 from visual_spec.samplers.core.acceptance import exact_acceptance, residual
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from visual_spec.files.names import open_regular
+from visual_spec.files.reading import open_regular
 
 _FREE_BYTES = 2**30  # that an archive may unpack to without a look at how much it was packed
 _PART = 2**24  # bytes read at a time

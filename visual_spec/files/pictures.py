@@ -15,7 +15,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from visual_spec.files.names import open_regular
+from visual_spec.files.reading import open_regular
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 MOST_PIXELS = 2**27  # of a picture: 11,585 x 11,585

@@ -24,6 +24,10 @@ from visual_spec.kernels.launch import on_host, triton
 TILE = 2048
 WARPS = 16
 EVERY_SLOT = 2**31 - 1  # `guided_until` of a law that guides every slot
+# Values in place of the number of a stored draft law.
+NO_DRAFT = -1
+POINT_LAW = -2  # all mass on the draft
+UNIFORM_LAW = -3  # over the allowed ids
 
 
 class LawNumbers(NamedTuple):

@@ -35,11 +35,6 @@ from visual_spec.kernels.law import (
     tiles,
 )
 
-# Values in place of the number of a stored law.
-NO_DRAFT = -1
-POINT_LAW = -2  # all mass on the draft
-UNIFORM_LAW = -3  # over the allowed ids
-
 _NO_STREAM = -1
 
 

@@ -28,7 +28,6 @@ from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
 from visual_spec.models.core.saved import SavedModel, check_loaded, check_transformers_model
 from visual_spec.models.core.settings import whole
-from visual_spec.pipelines.card import COMPANIONS, write_companions
 from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.constructor import annotated_types
 from visual_spec.pipelines.embedded import (
@@ -306,6 +305,8 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """As `ConfigMixin.save_config`; `save_pretrained` calls it. Also writes `pipeline.py` and a model card."""
+        from visual_spec.pipelines.card import write_companions
+
         super().save_config(save_directory, push_to_hub, **kwargs)
         write_companions(self, Path(save_directory))
 
@@ -318,6 +319,8 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         """
         if kwargs.get("push_to_hub"):
             return super().save_pretrained(save_directory, *args, **kwargs)
+        from visual_spec.pipelines.card import COMPANIONS
+
         with written_whole(save_directory, INDEX) as folder:
             for name in COMPANIONS:  # somebody's own stay as they are
                 if (Path(save_directory) / name).is_file():

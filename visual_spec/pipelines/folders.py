@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from visual_spec.files.names import refuse_link
-from visual_spec.files.records import OBJECT, read_object
+from visual_spec.files.reading import OBJECT, read_object, refuse_link
 from visual_spec.files.whole import scratch_folder, sweep
 
 MANIFEST = "conversion.json"

@@ -17,7 +17,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.families import FAMILIES
-from visual_spec.files.names import shortened
+from visual_spec.files.reading import shortened
 from visual_spec.models.core.saved import (
     SavedModel,
     check_folder,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
+from visual_spec.models.core.conditions import warn_cut
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.models.text.cutting import warn_cut
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.inputs import Asked, check_own_words
 

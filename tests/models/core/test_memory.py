@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.cached_decoders import case
 from tests.tiny import tiny_transformer
-from visual_spec.models.core import memory
+from visual_spec.models.core import offload
 from visual_spec.models.next_token.llamagen import TextCondition
 
 
@@ -25,12 +25,12 @@ def test_what_is_refused_is_what_would_be_allocated(monkeypatch, name, guided):
     held = [tensor for tensor in state.buffers() if tensor.ndim > 3]  # keys and values
     needed = sum(tensor.nbytes for tensor in held)
     assert needed > 1000
-    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
+    monkeypatch.setattr(offload, "free_bytes", lambda device: needed)
     model.prefill(condition, **settings)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(offload, "free_bytes", lambda device: needed - 1)
     with pytest.raises(ValueError, match="the cache of 4 samples takes .*; pass at most 3 samples at a time"):
         model.prefill(condition, **settings)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: needed // 4 - 1)
+    monkeypatch.setattr(offload, "free_bytes", lambda device: needed // 4 - 1)
     with pytest.raises(ValueError, match="it has no room for a single one"):
         model.prefill(condition, **settings)
 
@@ -38,5 +38,5 @@ def test_what_is_refused_is_what_would_be_allocated(monkeypatch, name, guided):
 def test_unused_memory_that_pytorch_holds_is_free(monkeypatch):
     for name, value in [("memory_reserved", 70), ("memory_allocated", 50), ("mem_get_info", (1000, 5000))]:
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert memory.free_bytes(torch.device("cuda")) == 1020
-    assert memory.free_bytes(torch.device("cpu")) is None
+    assert offload.free_bytes(torch.device("cuda")) == 1020
+    assert offload.free_bytes(torch.device("cpu")) is None

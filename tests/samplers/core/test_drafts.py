@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
+from visual_spec.kernels.law import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.drafts import (
     Draft,

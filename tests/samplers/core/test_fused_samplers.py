@@ -22,7 +22,7 @@ from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.relaxation import Relaxation
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler

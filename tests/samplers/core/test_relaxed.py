@@ -14,7 +14,8 @@ from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxed import Relaxation, cluster_table, neighbour_table, smallest
+from visual_spec.samplers.core.relaxation import Relaxation
+from visual_spec.samplers.core.relaxed import cluster_table, neighbour_table, smallest
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 

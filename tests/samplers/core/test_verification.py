@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
+from visual_spec.kernels.law import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
 from visual_spec.samplers.core.drafts import Draft, Label, with_bonus
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise, draw_keys

@@ -12,8 +12,8 @@ from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.orders import ordered
 from visual_spec.samplers.orders.ordered import OrderedSampler
-from visual_spec.samplers.raster import jacobi
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.raster.redrafting import copies, pictured
@@ -79,8 +79,8 @@ def test_the_picture_is_what_the_drafter_draws_behind_the_first_token(monkeypatc
         pictures.append(real(run, first))
         return pictures[-1]
 
-    real = jacobi.whole_picture
-    monkeypatch.setattr(jacobi, "whole_picture", kept)
+    real = ordered.whole_picture
+    monkeypatch.setattr(ordered, "whole_picture", kept)
     found = decode(SpeculativeJacobiSampler(8, drafts="pictured"), RASTER, law=law, drafter=FLASH)
     (picture,) = pictures
     own = decode(OrderedSampler(), FLASH, law=law).tokens

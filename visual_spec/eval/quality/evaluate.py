@@ -32,7 +32,7 @@ from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.words import Words
-from visual_spec.files.records import COUNT, LIST, read_object
+from visual_spec.files.reading import COUNT, LIST, read_object
 from visual_spec.files.whole import write_atomically
 
 Report = Callable[[str], Any]

@@ -25,7 +25,7 @@ from visual_spec.eval.quality.media_files import MEDIA, read_clip, read_picture,
 from visual_spec.eval.quality.published import Gaussian
 from visual_spec.eval.quality.set_files import MANIFEST, read_manifest
 from visual_spec.files.arrays import read_npz
-from visual_spec.files.names import inside
+from visual_spec.files.reading import inside
 from visual_spec.files.whole import whole_file, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 

@@ -15,8 +15,8 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 from visual_spec.files.arrays import read_npy
-from visual_spec.files.names import open_regular
 from visual_spec.files.pictures import read_picture_file
+from visual_spec.files.reading import open_regular
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 SOUNDS = (".wav", ".flac", ".ogg")

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.files.names import read_text
-from visual_spec.files.records import parse
+from visual_spec.files.reading import parse, read_text
 
 FLAT, GENEVAL, DPG = "flat", "geneval", "dpg"
 CLASSES = ("classes", "imagenet")

@@ -40,8 +40,7 @@ from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.families import MEDIA
-from visual_spec.files.names import inside, read_regular, refuse_link
-from visual_spec.files.records import read_object
+from visual_spec.files.reading import inside, read_object, read_regular, refuse_link
 from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes

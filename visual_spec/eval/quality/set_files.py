@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec.eval.quality.media_files import MEDIA
-from visual_spec.files.names import inside
-from visual_spec.files.records import (
+from visual_spec.files.reading import (
     COUNT,
     FLAG,
     FLOAT,
@@ -18,6 +17,7 @@ from visual_spec.files.records import (
     SECONDS,
     TEXT,
     checked,
+    inside,
     read_object,
     read_objects,
 )

@@ -24,7 +24,7 @@ from visual_spec.eval.quality.media_files import read_picture, read_video
 from visual_spec.eval.quality.metric_table import DISTANCES
 from visual_spec.eval.quality.score import key
 from visual_spec.eval.quality.set_files import read_manifest, read_run, read_scores, read_times
-from visual_spec.files.names import read_regular
+from visual_spec.files.reading import read_regular
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.video_files import video_bytes
 

@@ -30,7 +30,7 @@ from visual_spec.eval.charts import (
 )
 from visual_spec.eval.files import data_url, render_page
 from visual_spec.eval.words import words_of
-from visual_spec.files.records import read_object
+from visual_spec.files.reading import read_object
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 
 Row = dict[str, Any]

@@ -21,7 +21,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from safetensors import safe_open
 from torch import Tensor
 
-from visual_spec.files.records import read_object
+from visual_spec.files.reading import read_object
 from visual_spec.files.whole import written_whole
 from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.checkpoints import FLOATING, Difference, check_finite

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import numpy as np
 
-from visual_spec.files.names import shortened
+from visual_spec.files.reading import shortened
 
 
 @dataclass(frozen=True)

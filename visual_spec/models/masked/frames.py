@@ -25,8 +25,7 @@ from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.models.next_token.llamagen_blocks import FeedForward, Shared, turns_of
-from visual_spec.models.next_token.llamagen_state import LlamaGenState
+from visual_spec.models.next_token.llamagen_blocks import FeedForward, LlamaGenState, Shared, turns_of
 
 
 @dataclass

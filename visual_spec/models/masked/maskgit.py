@@ -29,8 +29,12 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.models.next_token.llamagen_blocks import FeedForward, RMSNorm, feed_forward_width
-from visual_spec.models.next_token.llamagen_prefix import CaptionProjection
+from visual_spec.models.next_token.llamagen_blocks import (
+    CaptionProjection,
+    FeedForward,
+    RMSNorm,
+    feed_forward_width,
+)
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"num_layers": 6, "num_heads": 6, "dim": 384},

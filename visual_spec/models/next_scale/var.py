@@ -31,8 +31,8 @@ from visual_spec.models.core.checkpoints import (
     plain_weights,
     read_checkpoint,
 )
+from visual_spec.models.core.conditions import check_labels
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.labels import check_labels
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.core.pruning import Pruning

@@ -20,9 +20,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_by, unpack_checkpoint
+from visual_spec.models.core.conditions import check_labels
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import ContinuousHead, DistilledAnswer, DistilledState, check_call
-from visual_spec.models.core.labels import check_labels
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel

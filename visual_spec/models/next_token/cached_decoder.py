@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from visual_spec.kernels.window_attention import takes
 from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
-from visual_spec.models.core.memory import check_cache_fits
-from visual_spec.models.core.offload import loads_groups
+from visual_spec.models.core.offload import check_cache_fits, loads_groups
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.transformers_attention import window_calls
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache

@@ -27,8 +27,8 @@ from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_blocks import CaptionProjection
 from visual_spec.models.next_token.llamagen_checkpoint import recognise
-from visual_spec.models.next_token.llamagen_prefix import CaptionProjection
 
 GROUPS = 3  # side embeddings of a slot, one for each third of the layers
 PATCH, TOKEN = 14, 16  # pixels per side of a patch of DINOv2, and of a token

@@ -22,34 +22,30 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.kernels.window_attention import takes
-from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.memory import check_cache_fits
-from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.offload import check_cache_fits, loads_weights
+from visual_spec.models.core.orders import ANY_ORDER, RASTER_ORDER
 from visual_spec.models.core.protocol import TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, Within, whole
-from visual_spec.models.core.trained_order import RASTER_ORDER
 from visual_spec.models.next_token.llamagen_blocks import (
-    RMSNorm,
-    Shared,
-    TransformerBlock,
-    Turns,
-    feed_forward_width,
-    rotary_table,
-    turns_of,
-)
-from visual_spec.models.next_token.llamagen_prefix import (
     CaptionEmbedding,
     LabelEmbedding,
+    LlamaGenState,
+    RMSNorm,
+    Shared,
     TextCondition,
+    TransformerBlock,
+    Turns,
     check_condition,
     condition_of,
     entered,
+    feed_forward_width,
+    rotary_table,
     tensors_of,
+    turns_of,
 )
-from visual_spec.models.next_token.llamagen_state import LlamaGenState
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},

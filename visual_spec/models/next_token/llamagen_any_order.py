@@ -19,9 +19,14 @@ from torch import Tensor, nn
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_blocks import Shared, Turns, rotate, turns_of
-from visual_spec.models.next_token.llamagen_prefix import TextCondition
-from visual_spec.models.next_token.llamagen_state import LlamaGenState
+from visual_spec.models.next_token.llamagen_blocks import (
+    LlamaGenState,
+    Shared,
+    TextCondition,
+    Turns,
+    rotate,
+    turns_of,
+)
 
 
 class LlamaGenAnyOrder(LlamaGenTransformer):

@@ -19,7 +19,6 @@ import torch
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
-from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.checkpoints import (
     Checkpoint,
     Difference,
@@ -29,7 +28,7 @@ from visual_spec.models.core.checkpoints import (
     shapes_of,
     some,
 )
-from visual_spec.models.core.trained_order import LEARNED_TOKENS
+from visual_spec.models.core.orders import ANY_ORDER, LEARNED_TOKENS
 from visual_spec.models.next_token import llamagen, llamagen_vq
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel

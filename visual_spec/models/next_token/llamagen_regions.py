@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from visual_spec.models.core.trained_order import LEARNED_TOKENS
+from visual_spec.models.core.orders import LEARNED_TOKENS
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 
 

@@ -35,17 +35,15 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_blocks import (
+    CaptionEmbedding,
+    LabelEmbedding,
     RMSNorm,
+    TextCondition,
     TransformerBlock,
+    check_condition,
     feed_forward_width,
     rotary_table,
     turns_of,
-)
-from visual_spec.models.next_token.llamagen_prefix import (
-    CaptionEmbedding,
-    LabelEmbedding,
-    TextCondition,
-    check_condition,
 )
 
 # The released sizes, and how many slots of theirs hold codes.

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_blocks import RMSNorm, Shared, TransformerBlock
-from visual_spec.models.next_token.llamagen_prefix import TextCondition
+from visual_spec.models.next_token.llamagen_blocks import RMSNorm, Shared, TextCondition, TransformerBlock
 
 _GATED = "flashar"
 

@@ -14,12 +14,12 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.conditions import warn_cut
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.models.text.cutting import warn_cut
 
 _WORD = re.compile(r"\w+")
 _PADDING, _UNKNOWN, _FIRST_WORD = 0, 1, 2

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.fill_order import check_order
 from visual_spec.models.core.latents import ChainSettings, LatentModel
+from visual_spec.models.core.orders import check_order
 from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.denoising import ChainLaw

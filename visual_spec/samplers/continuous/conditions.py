@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.fill_order import guidance_scales, hidden_after
+from visual_spec.models.core.orders import guidance_scales, hidden_after
 from visual_spec.samplers.core.checks import check_guided, check_returned
 
 

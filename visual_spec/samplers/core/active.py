@@ -1,4 +1,4 @@
-"""The samples of a batch that are still decoded, and what is counted of each."""
+"""Bookkeeping of a decode: the samples still decoded, what is counted of each, and values read without a stall."""
 
 from __future__ import annotations
 
@@ -73,3 +73,25 @@ class ActiveSamples:
 
 def _selects(part: Any) -> bool:
     return hasattr(type(part), "select") and type(part).select is not DecodeState.select
+
+
+class HostCopy:
+    """Copies a small tensor to the host. On CUDA it arrives one call late, because waiting would stall the device."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def __call__(self, value: Tensor) -> Tensor | None:
+        """Return the value; on CUDA the value of the previous call, and None at the first call."""
+        if value.device.type != "cuda":
+            return value
+        earlier = self._pending
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(value.device))
+        self._pending = (host, event)
+        if earlier is None:
+            return None
+        earlier[1].synchronize()
+        return earlier[0]

@@ -21,7 +21,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
-from visual_spec.samplers.core.active import WATCHER, ActiveSamples, counted
+from visual_spec.samplers.core.active import WATCHER, ActiveSamples, HostCopy, counted
 from visual_spec.samplers.core.checks import (
     CheckedLaw,
     check_guided,
@@ -31,7 +31,6 @@ from visual_spec.samplers.core.checks import (
     check_text_law,
 )
 from visual_spec.samplers.core.graph import can_record, can_record_prefill, prefilled, recorded, wants_graph
-from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
 from visual_spec.samplers.core.precision import (
@@ -41,8 +40,7 @@ from visual_spec.samplers.core.precision import (
     scales_by_batch,
     watched,
 )
-from visual_spec.samplers.core.prefix import reading_text
-from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.core.window import AUTO, WindowPolicy, adaptive
@@ -388,7 +386,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
             parts: the arguments listed by `takes`.
         """
         watch, given = watch or Stopwatch(), law
-        model, law = reading_text(model, law)
+        if getattr(law, "reads_text", False):
+            from visual_spec.samplers.core.prefix import reading_text
+
+            model, law = reading_text(model, law)
         if cache is None:
             with watched(model, wanted="acceptance" in self.config):
                 cache = self.prefill(model, condition, law, len(keys), parts)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.any_order import ANY_ORDER
+from visual_spec.models.core.orders import ANY_ORDER, RASTER_ORDER, trained_order
 from visual_spec.models.core.protocol import NextTokenModel
 from visual_spec.models.core.settings import whole
-from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 from visual_spec.samplers.core.precision import EXACT_WIDTH
 

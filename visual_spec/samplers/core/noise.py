@@ -13,7 +13,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.draw import race_reference
 from visual_spec.kernels.launch import on_host
 from visual_spec.kernels.philox import SCALAR_BLOCK, philox_log_exponential, philox_normal, philox_uniform
 
@@ -194,6 +193,8 @@ class CounterNoise:
         self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0
     ) -> tuple[Tensor, Tensor]:
         """As `categorical`, and by how much the drawn token's score exceeds the second best: [B, W], inf if alone."""
+        from visual_spec.kernels.draw import race_reference
+
         return race_reference(log_probs, self.keys, slots, stream, round)
 
     def ranking(

@@ -145,11 +145,9 @@ def _before(stops: Tensor, size: int) -> Tensor:
 
 
 def reading_text(model: Any, law: TokenLaw) -> tuple[Any, TokenLaw]:
-    """Return the model and law in whose place a law that reads the text stands; others as they are.
+    """Return the model and law in whose place a law that reads the text stands.
 
     The model returned does what the law says of guidance, history and end; the law returned does the rest.
     """
-    if not getattr(law, "reads_text", False):
-        return model, law
     rest = replace(law, guidance_scale=1.0, guidance_until=None, history=(), end=None)
     return PrefixModel(model, law), rest

@@ -14,15 +14,14 @@ measures its own `moved` (`trace.DivergenceMeter`).
 No rule keeps a draft that the target law forbids, whatever tokens are similar to it.
 
 `kernels` computes the rules (`grouped_mass`, `clustered_mass`, `lantern_mass`): one Triton kernel each for float32 laws
-on a GPU, and the definition in PyTorch elsewhere. This module states the rules and their guarantees.
+on a GPU, and the definition in PyTorch elsewhere. This module states the rules and their guarantees; `relaxation` holds
+their settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -31,13 +30,8 @@ from visual_spec.kernels.clustered_mass import clustered_mass
 from visual_spec.kernels.grouped_mass import grouped_mass, smallest
 from visual_spec.kernels.lantern_mass import lantern_mass, lending_limit, merge_neighbours
 from visual_spec.models.core.kmeans import k_means
-from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, read_fields
-from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, exact_acceptance
-
-GROUPED = "grouped"
-CLUSTERED = "clustered"
-LANTERN = "lantern"
-RELAXED = (GROUPED, CLUSTERED, LANTERN)
+from visual_spec.samplers.core.acceptance import AcceptanceRule, exact_acceptance
+from visual_spec.samplers.core.relaxation import CLUSTERED, GROUPED, Relaxation
 
 _TABLE_ROWS = 2**24  # distances in memory at once while a table is built
 
@@ -269,138 +263,30 @@ def _cluster_table(content: bytes, dim: int, device: torch.device, count: int) -
     return k_means(codes, codes[start], 25)[1].to(device)
 
 
-# ----------------------------------------------------------------------------------------------------- the settings
-
-
-@dataclass(frozen=True)
-class Relaxation:
-    """The settings of an acceptance rule, plain values only. `rule` adds the tables.
-
-    Args:
-        acceptance: "grouped", "clustered" or "lantern"; or "exact" or "identical", which relax nothing.
-        group_size: tokens of a group; for "clustered" the mean size.
-        probability_gap, code_distance: filters of "grouped"; code_distance None needs no codebook.
-        delta: mass that LANTERN lends a draft; with `bounded`, the most that any rule may move at a slot.
-        factor: LANTERN++'s lambda, which then limits the lent mass in place of delta.
-        neighbours: how many codes may lend mass, K of the neighbour table. (LANTERN's code: 1000.)
-        codes: which codes are compared where a pipeline hands them over: "decoded", as the decoder sees them, or "raw",
-            as the tokenizer stores them (LANTERN's code).
-        bounded: limit the rule to `delta` by `bounded_acceptance`, and replace refused drafts from `residual`. The
-            siblings of a slot share the budget.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-
-    acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))]
-    group_size: Annotated[int, COUNT] = 14
-    probability_gap: Annotated[float, SHARE] = 0.15
-    code_distance: Annotated[float | None, Within(0, none="any distance")] = 0.5
-    delta: Annotated[float, SHARE] = 0.1
-    factor: Annotated[float | None, Within(1, none="lending up to delta")] = None
-    neighbours: Annotated[int, COUNT] = 64
-    bounded: bool = False
-    codes: Annotated[str, OneOf(("decoded", "raw"))] = "decoded"
-
-    def __post_init__(self) -> None:
-        read_fields(self)
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """The settings that a sampler takes as one mapping."""
-        return [field.name for field in fields(cls) if field.name != "acceptance"]
-
-    @classmethod
-    def of(cls, acceptance: str, settings: Mapping[str, Any] | None = None) -> Relaxation:
-        """Return the record for a name and a mapping of the other settings, as in a sampler's configuration.
-
-        Args:
-            acceptance: as in the class.
-            settings: values by name, such as {"delta": 0.2}; others keep their defaults. None: all defaults.
-
-        Raises:
-            ValueError: `settings` is not a mapping, names an unknown setting, is given for an acceptance that relaxes
-                nothing, or holds a value out of its range.
-        """
-        if settings is None:
-            return cls(acceptance)
-        if not isinstance(settings, Mapping):
-            raise ValueError(
-                f'relaxation={settings!r}; pass settings by name, such as {{"delta": 0.2}}, or None.'
-            )
-        known = cls.names()
-        unknown = [name for name in settings if name not in known]
-        if unknown:
-            raise ValueError(f"relaxation has no setting {unknown[0]!r}; pass some of {', '.join(known)}.")
-        relaxation = cls(acceptance, **settings)
-        if settings and relaxation.lossless:
-            raise ValueError(
-                f"relaxation sets {', '.join(settings)}, but acceptance={acceptance!r} relaxes nothing; pass "
-                f"relaxation=None, or acceptance={', '.join(map(repr, RELAXED[:-1]))} or {RELAXED[-1]!r}."
-            )
-        return relaxation
-
-    @property
-    def lossless(self) -> bool:
-        """Whether committed tokens always follow the target law exactly."""
-        return self.acceptance not in RELAXED
-
-    @property
-    def needs_codebook(self) -> bool:
-        """Whether `rule` needs the codes."""
-        by_distance = self.acceptance == GROUPED and self.code_distance is not None
-        return by_distance or self.acceptance in (CLUSTERED, LANTERN)
-
-    def check(self, codebook: Tensor | None, vocab_size: int) -> None:
-        """Refuse, before any compute, a codebook that does not fit the model. `codebook`: [V, D] or None.
-
-        Raises:
-            ValueError: a required codebook is missing, has another shape, or has fewer codes than the settings need.
-        """
-        if not self.needs_codebook:
-            return
-        if codebook is None:
-            remedy = " or code_distance=None" if self.acceptance == GROUPED else ""
-            raise ValueError(
-                f"acceptance={self.acceptance!r} compares codes, but no codebook was given; pass codebook=, the codes "
-                f"[{vocab_size}, D] as they are decoded (VQModel.quantize.codes){remedy}."
-            )
-        if codebook.ndim != 2 or codebook.shape[0] != vocab_size:
-            raise ValueError(
-                f"codebook of shape {tuple(codebook.shape)} for a vocabulary of {vocab_size} tokens; pass one code a "
-                f"token, [{vocab_size}, D]."
-            )
-        if self.acceptance == LANTERN and self.neighbours >= vocab_size:
-            raise ValueError(
-                f"neighbours={self.neighbours}, but a code has {vocab_size - 1} others; pass at most that many."
-            )
-
-    def rule(self, codebook: Tensor | None, device: torch.device | str) -> AcceptanceRule:
-        """Return the rule with its tables on a device. `codebook` has passed `check`."""
-        if self.lossless:
-            return EXACT
-        merge = None
-        if self.acceptance == GROUPED:
-            probability = partial(
-                grouped_acceptance,
-                size=self.group_size,
-                gap=self.probability_gap,
-                distance=self.code_distance,
-                codebook=codebook.detach().float().to(device) if codebook is not None else None,
-            )
-        elif self.acceptance == CLUSTERED:
-            assert codebook is not None
-            count = max(1, round(len(codebook) / self.group_size))
-            probability = partial(clustered_acceptance, clusters=cluster_table(codebook, count, device))
-        else:
-            assert codebook is not None
-            lent = dict(
-                neighbours=neighbour_table(codebook, self.neighbours, device),
-                delta=self.delta,
-                factor=self.factor,
-            )
-            probability = partial(lantern_acceptance, **lent)
-            merge = partial(lantern_target, **lent)
-        if self.bounded:
-            return bounded_rule(probability, self.delta)
-        return AcceptanceRule(probability, merge, lossless=False)
+def relaxed_rule(settings: Relaxation, codebook: Tensor | None, device: torch.device | str) -> AcceptanceRule:
+    """Return the rule of settings that relax something, with its tables on a device."""
+    merge = None
+    if settings.acceptance == GROUPED:
+        probability = partial(
+            grouped_acceptance,
+            size=settings.group_size,
+            gap=settings.probability_gap,
+            distance=settings.code_distance,
+            codebook=codebook.detach().float().to(device) if codebook is not None else None,
+        )
+    elif settings.acceptance == CLUSTERED:
+        assert codebook is not None
+        count = max(1, round(len(codebook) / settings.group_size))
+        probability = partial(clustered_acceptance, clusters=cluster_table(codebook, count, device))
+    else:
+        assert codebook is not None
+        lent = dict(
+            neighbours=neighbour_table(codebook, settings.neighbours, device),
+            delta=settings.delta,
+            factor=settings.factor,
+        )
+        probability = partial(lantern_acceptance, **lent)
+        merge = partial(lantern_target, **lent)
+    if settings.bounded:
+        return bounded_rule(probability, settings.delta)
+    return AcceptanceRule(probability, merge, lossless=False)

@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.draw import draw
 from visual_spec.kernels.launch import on_gpu
-from visual_spec.kernels.verify import verify as verify_kernel
 from visual_spec.samplers.core.acceptance import (
     EXACT,
     AcceptanceRule,
@@ -29,12 +27,10 @@ from visual_spec.samplers.core.acceptance import (
     exact_acceptance,
     residual,
 )
-from visual_spec.samplers.core.block import verify_block
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import Draft, rows_of
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
 from visual_spec.samplers.core.precision import rounding_of
-from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
 from visual_spec.samplers.core.trace import DivergenceMeter
 
 
@@ -146,6 +142,8 @@ def verify_laws(
     there, at = drafts >= 0, drafts.clamp(min=0)
     label = draft.label.dense(drafts)  # [B, N, V], -inf where there is no draft
     if rule.block:
+        from visual_spec.samplers.core.block import verify_block
+
         kept, replacement = verify_block(target, label, drafts, noise, slots, round)
         return Verdict(at.scatter(1, kept[:, None], replacement), kept, target)
     # The rule's value for a missing draft is undefined, perhaps nan.
@@ -209,6 +207,8 @@ def verify_siblings(
         same = siblings == noise.categorical(target[:, None], slots, TOKEN)  # [B, K]
         same = same if there is None else same & there
         return torch.where(same.any(1), same.long().argmax(1), count), target
+    from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
+
     assert labels is not None
     if independent:
         return k_seq(target, siblings, labels[:, 0], noise, slots, round)
@@ -263,6 +263,8 @@ def draw_tokens(
     """Return `noise.categorical(law(logits, slots, guided), slots, stream)`, by one kernel if it fits: long [B, N]."""
     if not fits(logits):
         return noise.categorical(law(logits, slots, guided), slots, stream)
+    from visual_spec.kernels.draw import draw  # kernels are imported where they run
+
     law.check_shape(logits, slots, guided)
     numbers = law.law.numbers(guided, logits.shape[-1])
     tokens, finite, _ = draw(logits, noise.keys, slots, numbers, stream=stream)
@@ -282,6 +284,8 @@ def draw_near(
         unit: from `rounding_unit`.
     """
     if fits(logits):
+        from visual_spec.kernels.draw import draw
+
         law.check_shape(logits, slots, guided)
         numbers = law.law.numbers(guided, logits.shape[-1])
         tokens, finite, margin = draw(logits, noise.keys, slots, numbers, stream=TOKEN, margins=True)
@@ -306,6 +310,8 @@ def _verify_by_kernel(
     redraw: tuple[int, int | Tensor] | None,
 ) -> Verdict:
     """Verify by the exact rule in one kernel. It replaces every refused draft, so `coupled` makes no difference."""
+    from visual_spec.kernels.verify import verify as verify_kernel
+
     assert draft.label is not None
     law.check_shape(logits, slots, guided)
     stream, draw_round = redraw or (None, 0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from visual_spec.models.core.protocol import owner_of
 from visual_spec.models.core.settings import COUNT, OneOf
-from visual_spec.samplers.core.host import HostCopy
+from visual_spec.samplers.core.active import HostCopy
 
 AUTO = "auto"
 WIDTHS = (1, 4, 8, 16, 32, 64)

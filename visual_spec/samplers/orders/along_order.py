@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from visual_spec.models.core.any_order import ANY_ORDER, AnyOrderModel
+from visual_spec.models.core.orders import ANY_ORDER, AnyOrderModel, trained_order
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.settings import OneOf, Within
-from visual_spec.models.core.trained_order import trained_order
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_guided, check_request, check_returned
 from visual_spec.samplers.core.law import LARGEST, TokenLaw

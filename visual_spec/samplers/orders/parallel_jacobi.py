@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.verify import NO_DRAFT
+from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import COUNT, OneOf

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
-from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.relaxation import Relaxation
 
 
 def check_codebooks(relaxation: Relaxation, codebook: Tensor | None, codebooks: int, vocab_size: int) -> None:

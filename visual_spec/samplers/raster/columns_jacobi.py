@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.verify import POINT_LAW
+from visual_spec.kernels.law import POINT_LAW
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.settings import Graph, OneOf
 from visual_spec.samplers.core.acceptance import AcceptanceRule
@@ -22,7 +22,7 @@ from visual_spec.samplers.core.checks import COUPLINGS, check_coupled, check_exa
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM, Draft, Label, Redrafting, rows_of
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.core.window import Window, check_window, widest
 from visual_spec.samplers.raster.column_base import (

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.verify import NO_DRAFT
+from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.settings import COUNT, SHARE, Graph, OneOf
@@ -28,7 +28,7 @@ from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
 from visual_spec.samplers.core.verification import Verdict
 
 BLOCK_RULE = "block"

@@ -36,10 +36,9 @@ from visual_spec.samplers.core.drafts import (
 )
 from visual_spec.samplers.core.graph import AUTO as AUTO_GRAPH
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.core.window import Window, by_rows, check_window, widest
-from visual_spec.samplers.orders.ordered import OrderedSampler, whole_picture
 from visual_spec.samplers.raster.redrafting import (
     CARRIED,
     CHOSEN,
@@ -202,6 +201,8 @@ class SpeculativeJacobiSampler(ChainSampler):
         if self.drafts != CARRIED:
             state.given = torch.full_like(state.tokens, UNKNOWN)
         if self.drafts == PICTURED:
+            from visual_spec.samplers.orders.ordered import whole_picture
+
             state.picture = F.pad(whole_picture(run, state.tokens[:, 0]), (0, window))
             run.lap("draft")
         if self.drafts == CHOSEN:
@@ -311,4 +312,6 @@ def _check_painter(drafter: Any, law: TokenLaw, batch_size: int) -> None:
             f"drafts='pictured' needs a drafter that draws whole samples, and {type(drafter).__name__} reads the "
             "target's features; pass a model of the same tokens, such as a near-to-far one, or drafts='chosen'."
         )
+    from visual_spec.samplers.orders.ordered import OrderedSampler
+
     OrderedSampler().check(drafter, law, batch_size, {})

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.verify import POINT_LAW
+from visual_spec.kernels.law import POINT_LAW
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.drafters import ask_drafter, catch_up, draft_law

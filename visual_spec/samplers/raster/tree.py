@@ -27,7 +27,7 @@ from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
 from visual_spec.samplers.core.siblings import without
 from visual_spec.samplers.core.verification import draw_near, final_noise, verify_siblings
 from visual_spec.samplers.raster.drafted import DraftedState, begin_drafted

@@ -21,8 +21,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.models.next_token.llamagen_blocks import turns_of
-from visual_spec.models.next_token.llamagen_prefix import CaptionEmbedding
+from visual_spec.models.next_token.llamagen_blocks import CaptionEmbedding, turns_of
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.serving.vllm.folder import PromptIds
 from visual_spec.serving.vllm.start import windows_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from visual_spec.models.core.fill_order import (
+from visual_spec.models.core.orders import (
     check_order,
     guidance_scales,
     hidden_after,
