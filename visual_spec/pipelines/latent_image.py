@@ -11,11 +11,8 @@ from einops import rearrange
 
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import MARTransformer
-from visual_spec.models.continuous.mar_checkpoint import (
-    Weights,
-    load_kl16_checkpoint,
-    load_mar_checkpoint,
-)
+from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint, load_mar_checkpoint
+from visual_spec.models.core.layouts import Given
 from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.constructor import registers
@@ -75,8 +72,8 @@ class LatentImagePipeline(ClassImagePipeline):
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
-        transformer: Weights | MARTransformer,
-        vae: Weights,
+        transformer: Given | MARTransformer,
+        vae: Given,
         *,
         dtype: torch.dtype | None = None,
         sampler: SchedulerMixin | None = None,

@@ -187,8 +187,8 @@ def test_keys_are_all_accounted_for(tmp_path):
         load(tmp_path)
     for part in (
         "a MusicGen of 3 codebooks, 2 layers and width 24",
-        "1 missing: linears.2.weight",
-        "1 of another shape: emb.1.weight [8, 24] instead of [9, 24]",
+        "1 missing: lm_heads.2.weight",
+        "1 of another shape: model.decoder.embed_tokens.1.weight [8, 24] instead of [9, 24]",
     ):
         assert part in str(caught.value)
     write_language_model(tmp_path, SETTINGS)

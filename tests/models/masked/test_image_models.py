@@ -203,7 +203,7 @@ def test_the_official_layout_of_mage(tmp_path):
     }
     path = tmp_path / "mage-vitb-1600.pth"
     torch.save({"model": weights | extra, "epoch": 1599}, path)
-    with pytest.raises(ValueError, match="none of MAGE-B, MAGE-L"):
+    with pytest.raises(ValueError, match="none of the sizes B, L"):
         load_mage_checkpoint(path)
     loaded = load_mage_checkpoint(path, num_heads=3, decoder_heads=2, class_id=13, num_classes=6)
     assert {k: v for k, v in loaded.config.items() if k[0] != "_"} == {

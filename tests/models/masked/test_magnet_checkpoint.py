@@ -148,9 +148,9 @@ def test_keys_that_differ_are_all_listed(tmp_path):
         load_magnet(path)
     for part in (
         "a MAGNeT of 3 codebooks, 2 layers and width 24",
-        "1 missing: out_norm.bias",
-        "1 unexpected: transformer.layers.0.linear1.bias",
-        "1 of another shape: linears.1.weight [9, 24] instead of [8, 24]",
+        "1 missing: model.decoder.layer_norm.bias",
+        "1 unexpected: model.decoder.layers.0.fc1.bias",
+        "1 of another shape: lm_heads.1.weight [9, 24] instead of [8, 24]",
     ):
         assert part in str(caught.value)
 

@@ -406,7 +406,7 @@ def test_a_file_of_another_layout_is_refused_with_its_keys(tmp_path):
     ):
         load_var_vq_checkpoint(path, **TINY)
     torch.save({"quant_conv.weight": torch.zeros(4, 4, 3, 3)}, path)
-    with pytest.raises(ValueError, match="is not VAR.s tokenizer: it lacks encoder.conv_in.weight"):
+    with pytest.raises(ValueError, match="is no tokenizer of VAR: it lacks encoder.conv_in.weight"):
         load_var_vq_checkpoint(path, **TINY)
     torch.save({"trainer": object()}, path)
     with pytest.raises(ValueError, match="need pickle"):
@@ -423,6 +423,6 @@ def test_sizes_are_read_off_the_file(tmp_path):
     assert (model.config["blocks_per_level"], model.codebook_size, model.code_dim) == (1, 24, 4)
     assert model.state_dict().keys() == weights.keys()
     with pytest.raises(
-        ValueError, match=r"vae.pth makes no tokenizer of .*num_channels \(8\) must be divisible"
+        ValueError, match=r"vae.pth makes no tokenizer of VAR of .*num_channels \(8\) must be divisible"
     ):
         load_var_vq_checkpoint(tmp_path / "vae.pth")  # 32 groups of 8 channels

@@ -11,7 +11,8 @@ Files are read with `torch.load(weights_only=True)` only, and every key is accou
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,30 @@ from transformers import MusicgenForCausalLM
 from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
 
 from visual_spec.models.columns.audiocraft_settings import TrainingSettings, read_settings, shown
-from visual_spec.models.core.checkpoints import Difference, fill, plain_weights, read_content, some
+from visual_spec.models.core.checkpoints import fill, plain_weights, read_content, some
+from visual_spec.models.core.layouts import KeyLayout, count_parts
 from visual_spec.models.core.settings import whole
 
 LANGUAGE_MODEL, CODEC = "state_dict.bin", "compression_state_dict.bin"
 KEEP = '{k: c[k] for k in ("best_state", "xp.cfg") if k in c}'  # what a file without pickle needs
 
 _OUTPUT_PROJECTION = "condition_provider.conditioners.description.output_proj"
-_LAYER_NAMES = {
-    "self_attn": "self_attn",
-    "cross_attention": "encoder_attn",
-    "linear1": "fc1",
-    "linear2": "fc2",
-    "norm1": "self_attn_layer_norm",
-    "norm_cross": "encoder_attn_layer_norm",
-    "norm2": "final_layer_norm",
-}
+_DECODER = KeyLayout(
+    "language model of audiocraft",
+    "state_dict.bin as audiocraft exported it",
+    renamed={
+        r"^emb\.(\d+)\.": r"model.decoder.embed_tokens.\1.",
+        r"^linears\.": "lm_heads.",
+        r"^out_norm\.": "model.decoder.layer_norm.",
+        rf"^{re.escape(_OUTPUT_PROJECTION)}\.": "enc_to_dec_proj.",
+        r"^transformer\.layers\.": "model.decoder.layers.",
+        r"(^model\.decoder\.layers\.\d+)\.cross_attention\.": r"\1.encoder_attn.",
+        r"(^model\.decoder\.layers\.\d+)\.linear([12])\.": r"\1.fc\2.",
+        r"(^model\.decoder\.layers\.\d+)\.norm1\.": r"\1.self_attn_layer_norm.",
+        r"(^model\.decoder\.layers\.\d+)\.norm_cross\.": r"\1.encoder_attn_layer_norm.",
+        r"(^model\.decoder\.layers\.\d+)\.norm2\.": r"\1.final_layer_norm.",
+    },
+)
 # The kinds of models in the settings, and what reads them.
 _READERS = {
     "transformer_lm": ("MusicGen", "AudioPipeline.from_audiocraft(folder, text_encoder, tokenizer)"),
@@ -103,15 +112,14 @@ def load_language_model(
         )
     config.refuse_others(_COMMON | dict(allowed))
     heads = config("transformer_lm.num_heads", num_heads)
-    model = _language_model(path, name, weights, heads, config("transformer_lm.num_layers"))
-    dim, width = weights[f"{_OUTPUT_PROJECTION}.weight"].shape
-    model.enc_to_dec_proj = nn.Linear(width, dim, device="meta")
+    model, what = _language_model(path, name, weights, heads, config("transformer_lm.num_layers"))
     # These buffers are computed, not loaded; on the meta device they were not computed.
     positions: Any = model.model.decoder.embed_positions
     with torch.device("cpu"):
         positions.weights = positions.get_embedding(positions.num_positions, positions.embedding_dim)
     kept = weights["emb.0.weight"].dtype if dtype is None else dtype
-    return fill(model, dict(_renamed(weights)), str(path), dtype=kept), config
+    weights = _DECODER.translated(_split(weights), str(path))
+    return fill(model, weights, str(path), what=what, dtype=kept), config
 
 
 def kind_of(source: str | os.PathLike) -> str:
@@ -168,21 +176,13 @@ def unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], TrainingSetting
     return plain_weights(state, str(path)), read_settings(path, content.get("xp.cfg", ""))
 
 
-def check_keys(
-    path: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], what: str
-) -> None:
-    """Refuse weights whose keys and shapes differ from those of `what`."""
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(f"{path} does not hold {what}: {difference}.")
-
-
 # -- the language model ------------------------------------------------------------------------------------------------
 
 
 def _language_model(
     path: Path, name: str, weights: Mapping[str, Tensor], num_heads: Any, num_layers: Any
-) -> MusicgenForCausalLM:
-    """Return the model for weights whose keys and shapes are all right, on the meta device.
+) -> tuple[MusicgenForCausalLM, str]:
+    """Return the model that the sizes of weights make, on the meta device, and what to call it in errors.
 
     Args:
         name: of the model, for errors.
@@ -196,24 +196,8 @@ def _language_model(
             f"{path} is no {name} checkpoint: of emb.0.weight, transformer.layers.0.linear1.weight and "
             f"{_OUTPUT_PROJECTION}.weight it does not hold all as matrices, but {len(weights)} keys such as {held}."
         )
-    books = len({key.split(".")[1] for key in weights if key.startswith("emb.")})
-    layers = len({key.split(".")[2] for key in weights if key.startswith("transformer.layers.")})
+    books, layers = count_parts(weights, "emb."), count_parts(weights, "transformer.layers.")
     (entries, dim), hidden = table.shape, linear.shape[0]
-    shapes: dict[str, tuple[int, ...]] = {"out_norm.weight": (dim,), "out_norm.bias": (dim,)}
-    shapes |= {f"{_OUTPUT_PROJECTION}.weight": (dim, text.shape[1]), f"{_OUTPUT_PROJECTION}.bias": (dim,)}
-    for book in range(books):
-        shapes |= {f"emb.{book}.weight": (entries, dim), f"linears.{book}.weight": (entries - 1, dim)}
-    for layer in range(layers):
-        start = f"transformer.layers.{layer}"
-        for part in ("self_attn", "cross_attention"):
-            shapes |= {
-                f"{start}.{part}.in_proj_weight": (3 * dim, dim),
-                f"{start}.{part}.out_proj.weight": (dim, dim),
-            }
-        for part in ("norm1", "norm_cross", "norm2"):
-            shapes |= {f"{start}.{part}.weight": (dim,), f"{start}.{part}.bias": (dim,)}
-        shapes |= {f"{start}.linear1.weight": (hidden, dim), f"{start}.linear2.weight": (dim, hidden)}
-    check_keys(path, weights, shapes, f"a {name} of {books} codebooks, {layers} layers and width {dim}")
     if num_layers not in (None, layers):
         raise ValueError(
             f"{path} holds {layers} layers, and its settings say {shown(num_layers)}; copy or download it again."
@@ -226,7 +210,7 @@ def _language_model(
     if dim % whole("num_heads", num_heads):
         raise ValueError(f"num_heads={num_heads!r}; pass an integer that divides the width {dim}.")
     with torch.device("meta"):
-        return MusicgenForCausalLM(
+        model = MusicgenForCausalLM(
             MusicgenDecoderConfig(
                 vocab_size=entries - 1,
                 num_codebooks=books,
@@ -241,26 +225,19 @@ def _language_model(
                 add_cross_attention=True,
             )
         )
+        model.enc_to_dec_proj = nn.Linear(text.shape[1], dim)
+    return model, f"a {name} of {books} codebooks, {layers} layers and width {dim}"
 
 
-def _renamed(weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Yield the weights of the language model under transformers' keys."""
+def _split(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with queries, keys and values apart, which stand one below the other in one matrix."""
+    found: dict[str, Tensor] = {}
     for key, value in weights.items():
-        part = key.split(".")
-        if part[0] == "emb":
-            yield f"model.decoder.embed_tokens.{part[1]}.weight", value
-        elif part[0] == "linears":
-            yield f"lm_heads.{part[1]}.weight", value
-        elif part[0] == "out_norm":
-            yield f"model.decoder.layer_norm.{part[1]}", value
-        elif part[0] == "condition_provider":
-            yield f"enc_to_dec_proj.{part[-1]}", value
+        if key.endswith(".in_proj_weight"):
+            start = key.removesuffix("in_proj_weight")
+            found |= {
+                f"{start}{name}_proj.weight": part for name, part in zip("qkv", value.chunk(3), strict=False)
+            }
         else:
-            start = f"model.decoder.layers.{part[2]}.{_LAYER_NAMES[part[3]]}"
-            if part[4] == "in_proj_weight":
-                # Queries, keys and values, one below the other. Copied, because tensors that share memory cannot be
-                # saved.
-                for name, matrix in zip("qkv", value.chunk(3), strict=True):
-                    yield f"{start}.{name}_proj.weight", matrix.clone()
-            else:
-                yield f"{start}.{'.'.join(part[4:])}", value
+            found[key] = value
+    return found

@@ -13,9 +13,9 @@ import torch
 from transformers import EncodecConfig, EncodecModel
 from transformers.models.encodec.modeling_encodec import EncodecConvTranspose1d
 
-from visual_spec.models.columns.audiocraft import CODEC, KEEP, check_keys, named_file, unpack
+from visual_spec.models.columns.audiocraft import CODEC, KEEP, named_file, unpack
 from visual_spec.models.columns.audiocraft_settings import TrainingSettings, count, counts, flag, number, word
-from visual_spec.models.core.checkpoints import check_values, read_content
+from visual_spec.models.core.checkpoints import Difference, check_values, read_content
 
 
 def load_audiocraft_codec(
@@ -74,7 +74,8 @@ def load_audiocraft_codec(
         ) from error
     official = {_official_codec_key(codec, key): key for key in codec.state_dict()}
     shapes = {name: tuple(codec.state_dict()[key].shape) for name, key in official.items()}
-    check_keys(path, weights, shapes, "an EnCodec with the settings in the file")
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(f"{path} does not hold an EnCodec with the settings in the file: {difference}.")
     check_values(weights, str(path))
     codec = EncodecModel(settings)
     codec.load_state_dict({key: weights[name] for name, key in official.items()})

@@ -7,7 +7,6 @@ hidden token. In training the encoder also leaves out hidden tokens; generation 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 
 from visual_spec.models.continuous.blocks import Block
 from visual_spec.models.core.cache import StaticCache
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
 from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
@@ -34,14 +33,14 @@ PRESETS: dict[str, dict[str, int]] = {
 
 # Keys of official files that generation does not read: the tokenizer, which is a model of its own, and parts of the
 # vision transformer from which the code grew.
-_UNUSED = (
-    "vqgan.",
-    "patch_embed.",
-    "cls_token",
-    "pos_embed",
-    "mask_token",
-    "decoder_pos_embed",
-    "decoder_pred.",
+_MAGE = KeyLayout(
+    "MAGE",
+    "a file such as mage-vitb-1600.pth",
+    needed={"token_emb.word_embeddings.weight": 2, "decoder_embed.weight": 2, "decoder_pos_embed_learned": 3},
+    dropped=(  # generation does not read these
+        r"(vqgan|patch_embed|decoder_pred)\..*",
+        "cls_token|pos_embed|mask_token|decoder_pos_embed",
+    ),
 )
 
 
@@ -244,7 +243,7 @@ def _through(blocks: nn.ModuleList, hidden: Tensor, cache: StaticCache | None) -
 
 
 def load_mage_checkpoint(
-    source: Source | Mapping[str, Tensor],
+    source: Given,
     *,
     num_heads: int | None = None,
     decoder_heads: int = 16,
@@ -265,48 +264,28 @@ def load_mage_checkpoint(
         ValueError, OSError: as `read_checkpoint`; weights that are not MAGE's; keys that are missing, unexpected or
             mis-shaped, which are listed.
     """
-    if isinstance(source, Mapping):
-        weights, name = plain_weights(source, "the state dict"), "the state dict"
-    else:
-        checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
-        weights, name = dict(checkpoint.weights), str(checkpoint.path)
-    weights = {key: value for key, value in weights.items() if not _unused(key)}
-    table, decoder = weights.get("token_emb.word_embeddings.weight"), weights.get("decoder_embed.weight")
-    places = weights.get("decoder_pos_embed_learned")
-    if table is None or decoder is None or places is None:
-        raise ValueError(
-            f"{name} is no MAGE: it lacks token_emb, decoder_embed or decoder_pos_embed_learned."
-        )
-    dim, layers = table.shape[1], _count(weights, "blocks.")
-    if num_heads is None:
-        found = [p["num_heads"] for p in PRESETS.values() if (p["dim"], p["num_layers"]) == (dim, layers)]
-        if not found:
-            raise ValueError(
-                f"{name} has width {dim} and {layers} layers, and is none of MAGE-{', MAGE-'.join(PRESETS)}; pass "
-                "num_heads, which cannot be read off the weights."
-            )
-        num_heads = found[0]
+    weights, name = _MAGE.read(source)
+    table, decoder = weights["token_emb.word_embeddings.weight"], weights["decoder_embed.weight"]
+    places = weights["decoder_pos_embed_learned"]
+    dim, layers = table.shape[1], count_parts(weights, "blocks.")
     config: dict[str, Any] = dict(
         vocab_size=len(table) - num_classes - 1,
         dim=dim,
         num_layers=layers,
-        num_heads=num_heads,
+        num_heads=known_heads(PRESETS, dim, layers, num_heads, name),
         decoder_dim=decoder.shape[0],
-        decoder_layers=_count(weights, "decoder_blocks."),
+        decoder_layers=count_parts(weights, "decoder_blocks."),
         decoder_heads=decoder_heads,
         grid_size=round((places.shape[1] - 1) ** 0.5),
         num_classes=num_classes,
         class_id=class_id,
     )
-    with torch.device("meta"):
-        model = MageTransformer(**config)
-    constants = {"token_emb.position_ids": torch.arange(places.shape[1])[None]}
-    return fill(model, weights, name, what=f"MAGE of {config}", constants=constants, dtype=dtype).eval()
-
-
-def _unused(key: str) -> bool:
-    return any(key == part or (part.endswith(".") and key.startswith(part)) for part in _UNUSED)
-
-
-def _count(weights: Mapping[str, Tensor], start: str) -> int:
-    return len({key[len(start) :].split(".")[0] for key in weights if key.startswith(start)})
+    return loaded(
+        MageTransformer,
+        config,
+        weights,
+        name,
+        what="MAGE",
+        constants=lambda _: {"token_emb.position_ids": torch.arange(places.shape[1])[None]},
+        dtype=dtype,
+    )

@@ -16,8 +16,8 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
 from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.layouts import Given, KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
@@ -203,7 +203,7 @@ def is_mage_tokenizer(weights: Mapping[str, Tensor]) -> bool:
 
 
 def load_mage_tokenizer(
-    source: Source | Mapping[str, Tensor],
+    source: Given,
     *,
     image_size: int = 256,
     norm_groups: int = 32,
@@ -221,35 +221,17 @@ def load_mage_tokenizer(
         ValueError, OSError: as `read_checkpoint`; weights that are not this tokenizer's; keys that are missing,
             unexpected or mis-shaped, which are listed.
     """
-    if isinstance(source, Mapping):
-        weights, name = plain_weights(source, "the state dict"), "the state dict"
-    else:
-        checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
-        weights, name = dict(checkpoint.weights), str(checkpoint.path)
+    weights, name = KeyLayout("tokenizer of MAGE", "a file of MAGE").read(source)
     if not is_mage_tokenizer(weights):
         raise ValueError(
             f"{name} holds no tokenizer of MAGE; pass a file of MAGE, or vqgan_jax_strongaug.ckpt."
         )
     if any(key.startswith(PREFIX) for key in weights):
         weights = {key.removeprefix(PREFIX): part for key, part in weights.items() if key.startswith(PREFIX)}
-    config: dict[str, Any] = _read_config(weights) | {"image_size": image_size, "norm_groups": norm_groups}
-    with torch.device("meta"):
-        model = MageVQModel(**config)
-    return fill(model, weights, name, what=f"MAGE's tokenizer of {config}", dtype=dtype).eval()
+    config: dict[str, Any] = _config(weights, name) | {"image_size": image_size, "norm_groups": norm_groups}
+    return loaded(MageVQModel, config, weights, name, what="MAGE's tokenizer", dtype=dtype)
 
 
-def _read_config(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    def count(start: str) -> int:
-        return len({key[len(start) :].split(".")[0] for key in weights if key.startswith(start)})
-
-    width = weights["encoder.conv_in.weight"].shape[0]
-    levels = count("encoder.down.")
-    outputs = [weights[f"encoder.down.{level}.block.0.conv1.weight"].shape[0] for level in range(levels)]
+def _config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
     codes, dim = weights["quantize.embedding.weight"].shape
-    return {
-        "base_channels": width,
-        "channel_multipliers": tuple(output // width for output in outputs),
-        "blocks_per_level": count("encoder.down.0.block."),
-        "codebook_size": codes,
-        "codebook_dim": dim,
-    }
+    return {**vqgan_sizes(weights, name), "codebook_size": codes, "codebook_dim": dim}

@@ -8,14 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 from visual_spec.models.masked.maskgit import PRESETS, MaskedImageTransformer
 
 _TIED = "head.weight"  # the official module has it twice: as the head and as the embedding
+_MASKGIT = KeyLayout(
+    "MaskGIT of the Halton sampler",
+    "the weights under 'model_state_dict' of an official file",
+    needed={"tok_emb.weight": 2, "pos_emb.weight": 2, "cls_emb.weight": 2, "head.bias": 1},
+)
 
 
 def load_maskgit_checkpoint(
-    source: Source | Mapping[str, Tensor], *, num_heads: int | None = None, dtype: torch.dtype | None = None
+    source: Given, *, num_heads: int | None = None, dtype: torch.dtype | None = None
 ) -> MaskedImageTransformer:
     """The transformer of an official file, such as `ImageNet_384_large.pth`, or of a state dict with its keys.
 
@@ -30,49 +35,27 @@ def load_maskgit_checkpoint(
         ValueError, OSError: as `read_checkpoint`; weights that are not MaskGIT's, a head that differs from the
             embedding it is tied to, or keys that are missing, unexpected or mis-shaped, which are listed.
     """
-    if isinstance(source, Mapping):
-        weights, name = plain_weights(source, "the state dict"), "the state dict"
-    else:
-        checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
-        weights, name = dict(checkpoint.weights), str(checkpoint.path)
-    config = _read_config(weights, name, num_heads)
+    weights, name = _MASKGIT.read(source)
+    config = _config(weights, name, num_heads)
     head = weights.pop(_TIED, None)
     if head is not None and not torch.equal(head, weights["tok_emb.weight"]):
         raise ValueError(
             f"{name}: {_TIED} differs from tok_emb.weight, to which the official head is tied; this is another model."
         )
-    with torch.device("meta"):
-        model = MaskedImageTransformer(**config)
-    return fill(model, weights, name, what=f"MaskGIT of {config}", dtype=dtype).eval()
+    return loaded(MaskedImageTransformer, config, weights, name, what="MaskGIT", dtype=dtype)
 
 
-def _read_config(weights: Mapping[str, Tensor], name: str, num_heads: int | None) -> dict[str, Any]:
-    needed = ("tok_emb.weight", "pos_emb.weight", "cls_emb.weight", "head.bias")
-    absent = [key for key in needed if key not in weights]
-    if absent:
-        raise ValueError(
-            f"{name} is no MaskGIT of the Halton sampler: it lacks {', '.join(absent)}; pass the weights under "
-            "'model_state_dict' of an official file."
-        )
+def _config(weights: Mapping[str, Tensor], name: str, num_heads: int | None) -> dict[str, Any]:
     outputs, dim = weights["tok_emb.weight"].shape
     length = weights["pos_emb.weight"].shape[0]
     if round(length**0.5) ** 2 != length:
         raise ValueError(f"{name} has {length} positions; a MaskGIT has a square of them.")
-    start = "transformer.layers."
-    layers = len({key[len(start) :].split(".")[0] for key in weights if key.startswith(start)})
-    if num_heads is None:
-        found = [p["num_heads"] for p in PRESETS.values() if (p["dim"], p["num_layers"]) == (dim, layers)]
-        if not found:
-            raise ValueError(
-                f"{name} has width {dim} and {layers} layers, and is none of the sizes {', '.join(PRESETS)}; pass "
-                "num_heads, which cannot be read off the weights."
-            )
-        num_heads = found[0]
+    layers = count_parts(weights, "transformer.layers.")
     return {
         "vocab_size": outputs - 1,
         "dim": dim,
         "num_layers": layers,
-        "num_heads": num_heads,
+        "num_heads": known_heads(PRESETS, dim, layers, num_heads, name),
         "grid_size": round(length**0.5),
         "proj": 2 if "in_proj.weight" in weights else 1,
         "registers": len(weights["reg_tokens.weight"]) if "reg_tokens.weight" in weights else 0,

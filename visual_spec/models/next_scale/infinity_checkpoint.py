@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,18 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.checkpoints import Checkpoint, read_checkpoint
+from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, loaded
 from visual_spec.models.core.protocol import Side
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for
 
-# Masks of the official training, which depend only on the schedule.
-_DROPPED = ("lvl_1L", "attn_bias_for_masking", "Infinity_visible_kvlen", "Infinity_invisible_qlen")
+_INFINITY = KeyLayout(
+    "Infinity transformer",
+    "a file such as infinity_2b_reg.pth",
+    needed={
+        "word_embed.weight": 2,
+        "lvl_embed.weight": 2,
+        "cfg_uncond": 2,
+        "text_proj_for_sos.ca.mat_q": 3,
+        "block_chunks.0.module.0.ffn.fc1.weight": 2,
+        "block_chunks.0.module.0.sa.scale_mul_1H11": 4,
+    },
+    # Masks of the official training, which depend only on the schedule.
+    dropped=("lvl_1L|attn_bias_for_masking|Infinity_(visible_kvlen|invisible_qlen)",),
+)
 _CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
 
 
 def load_infinity_checkpoint(
-    source: Source | Mapping[str, Tensor],
+    source: Given,
     *,
     scales: Sequence[Side] = scales_for(1024),
     rope_grid: Side | None = None,
@@ -44,27 +58,22 @@ def load_infinity_checkpoint(
         ValueError, OSError: as in `read_checkpoint`; or the weights are not Infinity's; or keys are missing, unexpected
             or mis-shaped, which the message lists.
     """
-    if isinstance(source, Mapping):
-        given, name = plain_weights(source, "the state dict"), "the state dict"
-    elif isinstance(source, Checkpoint):
-        given, name = dict(source.weights), str(source.path)
-    else:
-        given, name = _read(Path(source)), str(source)
-    weights = _renamed(given, name)
-    config = _read_config(weights, name)
-    with torch.device("meta"):
-        model = InfinityTransformer(**config, scales=scales, rope_grid=rope_grid)
-    places = [f"blocks.{layer}.{part}" for layer in range(len(model.blocks)) for part in ("sa", "ca")]
-    zeros = {
-        f"{place}.zero_k_bias": torch.zeros(config["dim"]) for place in (*places, "text_proj_for_sos.ca")
-    }
-    return fill(model, weights, name, what=f"Infinity of {config}", constants=zeros, dtype=dtype)
+    if isinstance(source, str | os.PathLike) and Path(source).is_dir():
+        source = Checkpoint(Path(source), _read_shards(Path(source)))
+    chunked, name = _INFINITY.read(source)
+    weights = _numbered(chunked, name)
+    config = _config(weights) | {"scales": scales, "rope_grid": rope_grid}
+
+    def constants(model: InfinityTransformer) -> dict[str, Tensor]:
+        places = [f"blocks.{layer}.{part}" for layer in range(len(model.blocks)) for part in ("sa", "ca")]
+        return {f"{place}.zero_k_bias": torch.zeros(model.dim) for place in (*places, "text_proj_for_sos.ca")}
+
+    what = "Infinity"
+    return loaded(InfinityTransformer, config, weights, name, what=what, constants=constants, dtype=dtype)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    """Return the weights of a file, or of all shards in a folder's index."""
-    if not path.is_dir():
-        return read_checkpoint(path).weights
+def _read_shards(path: Path) -> dict[str, Tensor]:
+    """Return the weights of all shards in a folder's index."""
     indices = sorted(path.glob("*.index.json"))
     if len(indices) != 1 or (path / "config.json").exists():
         raise ValueError(
@@ -87,13 +96,12 @@ def _shards(index: Path) -> list[str]:
         ) from error
 
 
-def _renamed(given: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the weights under our names: official layers are in chunks of equal size, ours are not.
+def _numbered(given: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the weights with their layers numbered from the first: official ones are in chunks of equal size.
 
     Raises:
         ValueError: the chunks have unequal sizes, so a layer is missing, perhaps the last.
     """
-    given = {key: value for key, value in given.items() if key not in _DROPPED}
     chunked = {key: match for key in given if (match := _CHUNK.match(key))}
     layers: dict[int, set[int]] = {}
     for match in chunked.values():
@@ -115,27 +123,13 @@ def _renamed(given: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {ours(key): value for key, value in given.items()}
 
 
-def _read_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    needed = {
-        "word_embed.weight": 2,
-        "lvl_embed.weight": 2,
-        "cfg_uncond": 2,
-        "text_proj_for_sos.ca.mat_q": 3,
-        "blocks.0.ffn.fc1.weight": 2,
-        "blocks.0.sa.scale_mul_1H11": 4,
-    }
-    absent = [key for key, rank in needed.items() if key not in weights or weights[key].ndim != rank]
-    if absent:
-        raise ValueError(
-            f"{name} is no Infinity transformer: it lacks {', '.join(absent)}, or has them in other shapes; pass a "
-            "file such as infinity_2b_reg.pth."
-        )
+def _config(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     dim, bits = weights["word_embed.weight"].shape
     length, width = weights["cfg_uncond"].shape
     return {
         "bits": bits,
         "dim": dim,
-        "num_layers": len({key.split(".")[1] for key in weights if key.startswith("blocks.")}),
+        "num_layers": count_parts(weights, "blocks."),
         "num_heads": weights["blocks.0.sa.scale_mul_1H11"].shape[1],
         "ffn_dim": weights["blocks.0.ffn.fc1.weight"].shape[0],
         "caption_dim": width,

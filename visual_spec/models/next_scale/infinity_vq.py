@@ -9,9 +9,7 @@ sphere with entries +-1 / sqrt(d), one of 2^d codes, without a table. One class 
 from __future__ import annotations
 
 import math
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,18 +20,22 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
 from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.layouts import Given, KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder
 from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 
-# Wrappers of each convolution and each norm in the official files.
-_WRAPPED = re.compile(
-    r"((?:^|\.)(?:conv|conv_in|conv_out|conv1|conv2|nin_shortcut)\.)conv\.(?=\w+$)"
-    r"|((?:^|\.)(?:norm1|norm2|norm_out)\.)norm\.(?=\w+$)"
+_INFINITY_VQ = KeyLayout(
+    "tokenizer of Infinity",
+    "a file such as infinity_vae_d32reg.pth",
+    needed={"encoder.conv_in.weight": 4, "encoder.conv_out.weight": 4},
+    renamed={  # each convolution and each norm is wrapped
+        r"((?:^|\.)(?:conv|conv_in|conv_out|conv1|conv2|nin_shortcut)\.)conv\.(?=\w+$)": r"\1",
+        r"((?:^|\.)(?:norm1|norm2|norm_out)\.)norm\.(?=\w+$)": r"\1",
+    },
 )
 # Powers of two, with which the official code makes numbers of bits.
 _CONSTANTS = ("quantizer.lfq.mask", "quantize.lfq.mask")
@@ -218,7 +220,7 @@ def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def load_infinity_vq_checkpoint(
-    source: Source | Mapping[str, Tensor], *, dtype: torch.dtype | None = None, **config: Any
+    source: Given, *, dtype: torch.dtype | None = None, **config: Any
 ) -> BitwiseVQModel:
     """Return the tokenizer of an official file: `infinity_vae_d32reg.pth` or `infinity_vae_d56_f8_14_patchify.pth`.
 
@@ -235,51 +237,21 @@ def load_infinity_vq_checkpoint(
         ValueError, OSError: as in `read_checkpoint`; or the file is not such a tokenizer; or keys are missing,
             unexpected or mis-shaped, which the message lists.
     """
-    if isinstance(source, Mapping):
-        given, name = plain_weights(source, "the state dict"), "the state dict"
-    else:
-        checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(os.fspath(source))
-        given, name = dict(checkpoint.weights), str(checkpoint.path)
-    renamed = {key: _WRAPPED.sub(r"\1\2", key) for key in given if key not in _CONSTANTS}
-    weights: dict[str, Tensor] = {}
-    for key, ours in renamed.items():
-        # If a name occurs twice, one keeps its own name and is listed as unexpected.
-        weights[key if ours in weights or (ours != key and ours in given) else ours] = given[key]
-    config = {**_read_config(weights, name), **config}
-    with torch.device("meta"):
-        model = BitwiseVQModel(**config)
-    powers, constants = (
-        2 ** torch.arange(model.bits),
-        {},
-    )  # with 64 bits the last one is negative, as in the official code
-    for key in given.keys() & set(_CONSTANTS):
-        weights[key] = given[key]
-        first = given[key].flatten()[:1]
-        constants[key] = powers if first.is_meta or first.eq(1).all() else powers.flip(0)
-    what = f"Infinity's tokenizer of {config}"
-    return fill(model, weights, name, what=what, constants=constants, dtype=dtype)
+    weights, name = _INFINITY_VQ.read(source)
+    settings = vqgan_sizes(weights, name)
+    settings["bits"] = len(weights["encoder.conv_out.weight"])
+    settings["patchify"] = len(settings["channel_multipliers"]) == 4
 
+    def constants(model: BitwiseVQModel) -> dict[str, Tensor]:
+        powers = 2 ** torch.arange(
+            model.bits
+        )  # with 64 bits the last one is negative, as in the official code
+        ones = {key: weights[key].flatten()[:1] for key in _CONSTANTS if key in weights}
+        return {
+            key: powers if one.is_meta or one.eq(1).all() else powers.flip(0) for key, one in ones.items()
+        }
 
-def _read_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    def rows(key: str) -> int:
-        value = weights.get(key)
-        if value is None or value.ndim != 4:
-            raise ValueError(
-                f"{name} is no tokenizer of Infinity: it lacks {key}, or has it in another shape; pass a file such as "
-                "infinity_vae_d32reg.pth."
-            )
-        return value.shape[0]
-
-    def count(prefix: str) -> int:
-        place = prefix.count(".")
-        return len({key.split(".")[place] for key in weights if key.startswith(prefix)})
-
-    base, levels = rows("encoder.conv_in.weight"), count("encoder.down.")
-    multipliers = tuple(rows(f"encoder.down.{level}.block.0.conv1.weight") // base for level in range(levels))
-    return {
-        "bits": rows("encoder.conv_out.weight"),
-        "base_channels": base,
-        "channel_multipliers": multipliers,
-        "blocks_per_level": count("encoder.down.0.block."),
-        "patchify": levels == 4,
-    }
+    what = "tokenizer of Infinity"
+    return loaded(
+        BitwiseVQModel, settings | config, weights, name, what=what, constants=constants, dtype=dtype
+    )

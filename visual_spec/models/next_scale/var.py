@@ -24,15 +24,9 @@ from torch import Tensor, nn
 from visual_spec.kernels.rotary_write import Turns, rotate
 from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.cache import StaticCache
-from visual_spec.models.core.checkpoints import (
-    Checkpoint,
-    Source,
-    fill,
-    plain_weights,
-    read_checkpoint,
-)
 from visual_spec.models.core.conditions import check_labels
 from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, loaded
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.core.pruning import Pruning
@@ -467,8 +461,22 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
 # -- official checkpoints --------------------------------------------------------------------------------------------
 
 
+_VAR = KeyLayout(
+    "VAR transformer",
+    "a file such as var_d16.pth",
+    needed={
+        "pos_1LC": 3,
+        "lvl_embed.weight": 2,
+        "class_emb.weight": 2,
+        "word_embed.weight": 2,
+        "head.weight": 2,
+        "blocks.0.attn.scale_mul_1H11": 4,
+    },
+)
+
+
 def load_var_checkpoint(
-    source: Source | Mapping[str, Tensor],
+    source: Given,
     *,
     scales: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
@@ -488,15 +496,9 @@ def load_var_checkpoint(
         ValueError, OSError: as in `read_checkpoint`; or the weights are not VAR's; or keys are missing, unexpected or
             mis-shaped, which the message lists; or the scales are unknown or do not fit.
     """
-    if isinstance(source, Mapping):
-        weights, name = plain_weights(source, "the state dict"), "the state dict"
-    else:
-        checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
-        weights, name = dict(checkpoint.weights), str(checkpoint.path)
-    config = _read_config(weights, name, scales)
-    with torch.device("meta"):
-        model = VARTransformer(**config)
-    return fill(model, weights, name, what=f"VAR of {config}", constants=_constants(model), dtype=dtype)
+    weights, name = _VAR.read(source)
+    config = _config(weights, name, scales)
+    return loaded(VARTransformer, config, weights, name, what="VAR", constants=_constants, dtype=dtype)
 
 
 def _constants(model: VARTransformer) -> dict[str, Tensor]:
@@ -509,27 +511,13 @@ def _constants(model: VARTransformer) -> dict[str, Tensor]:
     return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **biases}
 
 
-def _read_config(weights: Mapping[str, Tensor], name: str, scales: Sequence[int] | None) -> dict[str, Any]:
-    needed = {
-        "pos_1LC": 3,
-        "lvl_embed.weight": 2,
-        "class_emb.weight": 2,
-        "word_embed.weight": 2,
-        "head.weight": 2,
-        "blocks.0.attn.scale_mul_1H11": 4,
-    }
-    absent = [key for key, rank in needed.items() if key not in weights or weights[key].ndim != rank]
-    if absent:
-        raise ValueError(
-            f"{name} is no VAR transformer: it lacks {', '.join(absent)}, or has them in other shapes; pass a file "
-            "such as var_d16.pth."
-        )
+def _config(weights: Mapping[str, Tensor], name: str, scales: Sequence[int] | None) -> dict[str, Any]:
     length, dim = weights["pos_1LC"].shape[1:]
     return {
         "vocab_size": weights["head.weight"].shape[0],
         "code_dim": weights["word_embed.weight"].shape[1],
         "dim": dim,
-        "num_layers": len({key.split(".")[1] for key in weights if key.startswith("blocks.")}),
+        "num_layers": count_parts(weights, "blocks."),
         "num_heads": weights["blocks.0.attn.scale_mul_1H11"].shape[1],
         "num_classes": weights["class_emb.weight"].shape[0] - 1,
         "scales": _read_scales(weights, name, scales, len(weights["lvl_embed.weight"]), length),
@@ -544,7 +532,7 @@ def _read_scales(
     held = None
     if "lvl_1L" in weights:
         levels = weights["lvl_1L"].flatten().tolist()
-        slots = [levels.count(level) for level in range(count)]
+        slots = [levels.count_parts(level) for level in range(count)]
         held = tuple(math.isqrt(number) for number in slots)
     else:
         fitting = [known for known in SCALES.values() if sum(side * side for side in known) == length]

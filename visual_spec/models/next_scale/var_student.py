@@ -19,10 +19,11 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_by, unpack_checkpoint
+from visual_spec.models.core.checkpoints import Checkpoint, Source, unpack_checkpoint
 from visual_spec.models.core.conditions import check_labels
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import ContinuousHead, DistilledAnswer, DistilledState, check_call
+from visual_spec.models.core.layouts import KeyLayout, count_parts, loaded
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
@@ -184,6 +185,22 @@ def unpack_var_student(path: Path, content: Any) -> Checkpoint | None:
     return None
 
 
+_STUDENT = KeyLayout(
+    "student of VAR",
+    "var-d16.pth, var-d20.pth or var-d24.pth of Distilled Decoding",
+    needed={
+        "word_embed.weight": 2,
+        "class_emb.weight": 2,
+        "pos_1LC": 3,
+        "head.weight": 2,
+        "n_d_embed.weight": 2,
+        "blocks.0.attn.scale_mul_1H11": 4,
+    },
+    unpack=unpack_var_student,
+    keep='{"trainer": {"ema_parameters": c["trainer"]["ema_parameters"]}}',
+)
+
+
 def load_var_student(source: Source, *, dtype: torch.dtype | None = None, **config: Any) -> VARStudent:
     """Return the student of an official file, `var-d16.pth`, `var-d20.pth` or `var-d24.pth`.
 
@@ -199,13 +216,10 @@ def load_var_student(source: Source, *, dtype: torch.dtype | None = None, **conf
         ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_content`; or the weights are of no student;
             or keys are missing, unexpected or mis-shaped, which the message lists; or the size is unknown.
     """
-    keep = '{"trainer": {"ema_parameters": c["trainer"]["ema_parameters"]}}'
-    found = read_by(source, unpack_var_student, keep)
-    settings = _read_config(found.weights, str(found.path), config)
-    with torch.device("meta"):
-        model = VARStudent(**settings)
-    name, what = str(found.path), f"a student of VAR of {settings}"
-    return fill(model, found.weights, name, what=what, constants=_constants(model), dtype=dtype)
+    weights, name = _STUDENT.read(source)
+    settings = _config(weights, name, config)
+    what = "student of VAR"
+    return loaded(VARStudent, settings, weights, name, what=what, constants=_constants, dtype=dtype)
 
 
 def _constants(model: VARStudent) -> dict[str, Tensor]:
@@ -221,23 +235,9 @@ def _constants(model: VARStudent) -> dict[str, Tensor]:
     return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **biases}
 
 
-def _read_config(weights: Mapping[str, Tensor], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    needed = {
-        "word_embed.weight": 2,
-        "class_emb.weight": 2,
-        "pos_1LC": 3,
-        "head.weight": 2,
-        "n_d_embed.weight": 2,
-        "blocks.0.attn.scale_mul_1H11": 4,
-    }
-    absent = [key for key, rank in needed.items() if key not in weights or weights[key].ndim != rank]
-    if absent:
-        raise ValueError(
-            f"{name} is no student of VAR: it lacks {', '.join(absent)}, or has them in other shapes; pass "
-            "var-d16.pth, var-d20.pth or var-d24.pth of Distilled Decoding."
-        )
+def _config(weights: Mapping[str, Tensor], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     dim, token_dim = weights["word_embed.weight"].shape
-    layers = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
+    layers = count_parts(weights, "blocks.")
     sizes = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
     preset = sizes.get((layers, dim), {})
     unknown = [key for key in ("first_continuous", "restart") if key not in preset and key not in given]

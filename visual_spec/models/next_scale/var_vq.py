@@ -8,7 +8,6 @@ One class serves the embedded size and the official `vae_ch160v4096z32.pth`: mod
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +18,8 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import fill, read_checkpoint
 from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.layouts import KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.settings import Count
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder, FusedAttentionBlock
@@ -28,7 +27,12 @@ from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import SCALES
 
 _SMOOTHERS = 4
-_USAGE_COUNTER = "quantize.ema_vocab_hit_SV"  # of training; has no effect
+_VAR_VQ = KeyLayout(
+    "tokenizer of VAR",
+    "vae_ch160v4096z32.pth",
+    needed={"encoder.conv_in.weight": 4, "quantize.embedding.weight": 2, "quant_conv.weight": 4},
+    dropped=("quantize.ema_vocab_hit_SV",),  # a counter of the training
+)
 
 
 def smoother_of_scale(scale: int, num_scales: int) -> int:
@@ -233,38 +237,8 @@ def load_var_vq_checkpoint(
         ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_checkpoint`; or keys are missing,
             unexpected or mis-shaped, which the message lists.
     """
-    checkpoint = read_checkpoint(path)
-    name = str(checkpoint.path)
-    weights = {key: value for key, value in checkpoint.weights.items() if key != _USAGE_COUNTER}
-    settings = {**_read_config(weights, name), **config}
-    try:
-        with torch.device("meta"):
-            model = MultiscaleVQModel(**settings)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} makes no tokenizer of {settings}: {error}") from error
-    return fill(model, weights, name, what=f"VAR's tokenizer of {settings}", dtype=dtype)
-
-
-def _read_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    def rows(key: str, dims: int) -> int:
-        value = weights.get(key)
-        if value is None or value.ndim != dims:
-            raise ValueError(
-                f"{name} is not VAR's tokenizer: it lacks {key}, or has it in another shape; pass "
-                "vae_ch160v4096z32.pth."
-            )
-        return value.shape[0]
-
-    base = rows("encoder.conv_in.weight", 4)
-    levels, blocks = (
-        len({key.split(".")[place] for key in weights if key.startswith(prefix)})
-        for place, prefix in ((2, "encoder.down."), (4, "encoder.down.0.block."))
-    )
-    widths = [rows(f"encoder.down.{level}.block.0.conv1.weight", 4) for level in range(levels)]
-    return {
-        "base_channels": base,
-        "channel_multipliers": tuple(width // base for width in widths),
-        "blocks_per_level": blocks,
-        "codebook_size": rows("quantize.embedding.weight", 2),
-        "code_dim": rows("quant_conv.weight", 4),
-    }
+    weights, name = _VAR_VQ.read(path)
+    settings = vqgan_sizes(weights, name)
+    settings["codebook_size"] = len(weights["quantize.embedding.weight"])
+    settings["code_dim"] = len(weights["quant_conv.weight"])
+    return loaded(MultiscaleVQModel, settings | config, weights, name, what="tokenizer of VAR", dtype=dtype)

@@ -28,7 +28,8 @@ from visual_spec.models.core.checkpoints import (
     shapes_of,
     some,
 )
-from visual_spec.models.core.orders import ANY_ORDER, LEARNED_TOKENS
+from visual_spec.models.core.layouts import count_parts
+from visual_spec.models.core.orders import ANY_ORDER, LEARNED_TOKENS, RASTER_ORDER
 from visual_spec.models.next_token import llamagen, llamagen_vq
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -36,7 +37,15 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 IMAGE_SIZES = (256, 384, 512)
 CAPTION_LENGTH, CAPTION_DIM, NUM_CLASSES = 120, 2048, 1000
 
-_BRANCHED = {"nar": "NAR", "flashar": "FlashAR"}
+# What the models of an order are called.
+_NAMES = {
+    RASTER_ORDER: "LlamaGen-{}",
+    "nar": "NAR-{}",
+    "flashar": "FlashAR-{}",
+    "par4": "PAR-{}-4x",
+    "par16": "PAR-{}-16x",
+    ANY_ORDER: "RandAR-{}",
+}
 
 # A size that NAR has beside those of LlamaGen.
 _NAR_M = {"M": {"num_layers": 18, "num_heads": 16, "dim": 1024}}
@@ -102,37 +111,11 @@ def known_architectures() -> list[Architecture]:
 
 
 def transformer_architecture(preset: str, **changes: Any) -> Architecture:
-    """Return a transformer preset, class-conditional unless `caption_dim` is set."""
-    config = {**llamagen.PRESETS[preset], **changes}
-    return Architecture(f"LlamaGen-{preset}, {_kind(changes)}", LlamaGenTransformer, preset, config)
-
-
-def _kind(changes: Mapping[str, Any]) -> str:
-    return "class-conditional" if changes.get("caption_dim") is None else "text-conditional"
-
-
-def branched_architecture(preset: str, order: str, branch_layers: int = 1, **changes: Any) -> Architecture:
-    """Return the transformer of order "nar" or "flashar" of a preset.
-
-    Its lower head reads `branch_layers` more blocks than the right one.
-    """
-    size = {**llamagen.PRESETS, **_NAR_M}[preset]
-    config = {**size, **changes, "order": order, "branch_layers": branch_layers}
-    name = f"{_BRANCHED[order]}-{preset}, {_kind(changes)}"
-    return Architecture(name, LlamaGenTransformer, preset, config)
-
-
-def par_architecture(preset: str, order: str, **changes: Any) -> Architecture:
-    """Return PAR's transformer of a preset, for order "par4" or "par16"."""
-    config = {**llamagen.PRESETS[preset], **changes, "order": order}
-    name = f"PAR-{preset}-{order.removeprefix('par')}x, {_kind(changes)}"
-    return Architecture(name, LlamaGenTransformer, preset, config)
-
-
-def randar_architecture(preset: str, **changes: Any) -> Architecture:
-    """Return RandAR's any-order transformer of a preset."""
-    config = {**llamagen.PRESETS[preset], **changes, "order": ANY_ORDER}
-    return Architecture(f"RandAR-{preset}, {_kind(changes)}", LlamaGenTransformer, preset, config)
+    """Return a transformer preset, class-conditional and of raster order unless `changes` say otherwise."""
+    kind = "class-conditional" if changes.get("caption_dim") is None else "text-conditional"
+    name = f"{_NAMES[changes.get('order', RASTER_ORDER)].format(preset)}, {kind}"
+    sizes = {**llamagen.PRESETS, **(_NAR_M if "branch_layers" in changes else {})}
+    return Architecture(name, LlamaGenTransformer, preset, {**sizes[preset], **changes})
 
 
 def tokenizer_architecture(preset: str, **changes: Any) -> Architecture:
@@ -188,7 +171,7 @@ def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
     tokens, codes = weights.get("tok_embeddings.weight"), weights.get("quantize.embedding.weight")
     if tokens is not None and tokens.ndim == 2:
         vocab_size, dim = tokens.shape
-        layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
+        layers = count_parts(weights, "layers.")
         classes = weights.get("cls_embedding.embedding_table.weight")
         captions = weights.get("cls_embedding.uncond_embedding")
         changes: dict[str, Any] = dict(vocab_size=vocab_size)
@@ -202,16 +185,17 @@ def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
             sizes = {**llamagen.PRESETS, **_NAR_M}.items()
             for preset, size in sorted(sizes, key=lambda item: -item[1]["num_layers"]):
                 if size["dim"] == dim and size["num_layers"] < layers:
-                    yield branched_architecture(preset, order, layers - size["num_layers"], **changes)
+                    own = dict(order=order, branch_layers=layers - size["num_layers"])
+                    yield transformer_architecture(preset, **changes, **own)
             return
         learned = weights.get("spe_tok_embeddings.special_embeddings.weight")
         orders = {count: order for order, count in LEARNED_TOKENS.items()}
         for preset, size in llamagen.PRESETS.items():
             if (size["num_layers"], size["dim"]) == (layers, dim):
                 if learned is not None and len(learned) in orders:
-                    yield par_architecture(preset, orders[len(learned)], **changes)
+                    yield transformer_architecture(preset, **changes, order=orders[len(learned)])
                 if "pos_instruct_embeddings" in weights:
-                    yield randar_architecture(preset, **changes)
+                    yield transformer_architecture(preset, **changes, order=ANY_ORDER)
                 yield transformer_architecture(preset, **changes)
     elif codes is not None and codes.ndim == 2:
         for preset in llamagen_vq.PRESETS:

@@ -10,7 +10,6 @@ in place of the class.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_by, unpack_checkpoint
+from visual_spec.models.core.checkpoints import Checkpoint, Source, unpack_checkpoint
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import (
     ContinuousHead,
@@ -29,6 +28,7 @@ from visual_spec.models.core.distilled import (
     DistilledState,
     check_call,
 )
+from visual_spec.models.core.layouts import KeyLayout, count_parts, loaded
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
@@ -238,6 +238,22 @@ def unpack_student(path: Path, content: Any) -> Checkpoint | None:
     return None
 
 
+_STUDENT = KeyLayout(
+    "student of LlamaGen",
+    "llamagen-B.pt or llamagen-L.pt of Distilled Decoding",
+    needed={
+        "tok_embeddings.weight": 2,
+        "output.weight": 2,
+        "cls_embedding.embedding_table.weight": 2,
+        "n_d_embed.weight": 2,
+        "final_layer_conti.linear.weight": 2,
+    },
+    dropped=_DROPPED,
+    unpack=unpack_student,
+    keep='{"ema": c["ema"]}',
+)
+
+
 def load_llamagen_student(
     source: Source, *, dtype: torch.dtype | None = None, **config: Any
 ) -> LlamaGenStudent:
@@ -253,30 +269,14 @@ def load_llamagen_student(
         ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_content`; or the weights are of no student;
             or keys are missing, unexpected or mis-shaped, which the message lists; or the size is unknown.
     """
-    found = read_by(source, unpack_student, '{"ema": c["ema"]}')
-    weights = {key: value for key, value in found.weights.items() if key not in _DROPPED}
-    settings = {**_read_config(weights, str(found.path), config), **config}
-    with torch.device("meta"):
-        model = LlamaGenStudent(**settings)
-    return fill(model, weights, str(found.path), what=f"a student of LlamaGen of {settings}", dtype=dtype)
+    weights, name = _STUDENT.read(source)
+    settings = {**_config(weights, name, config), **config}
+    return loaded(LlamaGenStudent, settings, weights, name, what="student of LlamaGen", dtype=dtype)
 
 
-def _read_config(weights: Mapping[str, Tensor], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    needed = (
-        "tok_embeddings.weight",
-        "output.weight",
-        "cls_embedding.embedding_table.weight",
-        "n_d_embed.weight",
-        "final_layer_conti.linear.weight",
-    )
-    absent = [key for key in needed if key not in weights or weights[key].ndim != 2]
-    if absent:
-        raise ValueError(
-            f"{name} is no student of LlamaGen: it lacks {', '.join(absent)}, or has them in other shapes; pass "
-            "llamagen-B.pt or llamagen-L.pt of Distilled Decoding."
-        )
+def _config(weights: Mapping[str, Tensor], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     dim, token_dim = weights["tok_embeddings.weight"].shape
-    layers = len({found[1] for key in weights if (found := re.match(r"layers\.(\d+)\.", key))})
+    layers = count_parts(weights, "layers.")
     sizes = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
     preset = sizes.get((layers, dim))
     if preset is None and "num_heads" not in given:
