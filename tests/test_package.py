@@ -72,7 +72,7 @@ IMPORTED = {
     ),
     "LatentImagePipeline('shapes_mar')": (
         0,
-        65,
+        64,
         "musicgen encodec var infinity magnet tree columns masked_image",
     ),
     "ChunkVideoPipeline('motion_causal')": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -11,12 +11,13 @@ from einops import rearrange
 
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import MARTransformer
-from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint, load_mar_checkpoint
-from visual_spec.models.core.layouts import Given
 from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.sampler_text import make_sampler
+
+if TYPE_CHECKING:
+    from visual_spec.models.core.layouts import Given
 
 
 class LatentImagePipeline(ClassImagePipeline):
@@ -93,6 +94,8 @@ class LatentImagePipeline(ClassImagePipeline):
         Raises:
             ValueError, OSError: a file that is none of these; says what it is.
         """
+        from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint, load_mar_checkpoint
+
         loaded = isinstance(transformer, MARTransformer)
         model: Any = transformer if loaded else load_mar_checkpoint(transformer, dtype=dtype)
         published = {768: 2.9, 1024: 3.0, 1280: 3.2}

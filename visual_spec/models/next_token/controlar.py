@@ -156,7 +156,7 @@ class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     @torch.no_grad()
     def side_embeddings(self, condition: ControlledCondition, *, guided: bool) -> Tensor:
-        """Return `[R, 3, L + 1, dim]` by slot, see `llamagen_prefix.entered`; unconditional rows last when `guided`."""
+        """Return `[R, 3, L + 1, dim]` by slot, see `llamagen_blocks.entered`; unconditional rows last when `guided`."""
         size = (PATCH * self.grid.height, PATCH * self.grid.width)
         resample = self.config["control_resample"]
         corners = True if resample == "bicubic" else None

@@ -146,7 +146,7 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         return self._begin(condition)
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Refuse what is not a condition of `batch_size` pictures. Errors as `check_condition` of `llamagen_prefix`."""
+        """Refuse what is not a condition of `batch_size` pictures. Errors as `check_condition` of `llamagen_blocks`."""
         assert isinstance(self.cls_embedding, LabelEmbedding | CaptionEmbedding)
         check_condition(self.cls_embedding, condition, batch_size)
 
