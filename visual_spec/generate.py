@@ -39,7 +39,7 @@ Job = tuple[str, int]  # prompt, seed
 
 
 @dataclass(frozen=True)
-class Medium:
+class MediumFiles:
     """What differs from medium to medium.
 
     Attributes:
@@ -113,7 +113,7 @@ def generate(args: argparse.Namespace) -> int:
         **given,
         **{name: str(value) if name in _PICTURES else value for name, value in _given(args, _INPUTS).items()},
     }
-    run = _Run(args, medium, pipe, jobs, files, given | inputs, document)
+    run = _Generation(args, medium, pipe, jobs, files, given | inputs, document)
     status = run.compare(sampler, plan, reports) if args.compare else run.decode(sampler, plan)
     if args.json:
         print(json.dumps(document))
@@ -121,11 +121,11 @@ def generate(args: argparse.Namespace) -> int:
 
 
 @dataclass
-class _Run:
+class _Generation:
     """What is made, with which settings of a call, and the document that tells of it."""
 
     args: argparse.Namespace
-    medium: Medium
+    medium: MediumFiles
     pipe: Any
     jobs: list[Job]
     files: list[Path]
@@ -243,7 +243,7 @@ def _joined(laws: Sequence[str]) -> list[str]:
     ]
 
 
-def _verdict(rows: Sequence[Any], medium: Medium) -> int:
+def _verdict(rows: Sequence[Any], medium: MediumFiles) -> int:
     """Say whether samples are those of plain decoding; 1 where that was promised and is not so."""
     from visual_spec.samplers.core.trace import with_near_ties
 
@@ -292,7 +292,7 @@ def _comparison_table(rows: Sequence[Any], unit: str) -> str:
 # -- what is asked for -------------------------------------------------------------------------------------------------
 
 
-def _medium(args: argparse.Namespace) -> Medium:
+def _medium(args: argparse.Namespace) -> MediumFiles:
     """The medium of the model that is named.
 
     Raises:
@@ -547,7 +547,7 @@ def _fast_frames(row: Any, args: argparse.Namespace) -> bytes:
 
 
 MEDIA = {
-    "video": Medium(
+    "video": MediumFiles(
         words=families.MEDIA["video"],
         unit="token",
         suffix=_clip_suffix,
@@ -557,7 +557,7 @@ MEDIA = {
         file=_frames,
         fast_file=_fast_frames,
     ),
-    "image": Medium(
+    "image": MediumFiles(
         words=families.MEDIA["image"],
         unit="token",
         suffix=lambda args: "png",
@@ -567,7 +567,7 @@ MEDIA = {
         file=_picture,
         fast_file=_fast_picture,
     ),
-    "audio": Medium(
+    "audio": MediumFiles(
         words=families.MEDIA["audio"],
         unit="column",
         suffix=_sound_suffix,

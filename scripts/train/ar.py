@@ -32,7 +32,7 @@ from visual_spec.data.shapes import (
 from visual_spec.models.next_token.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
-from visual_spec.training.loop import Descent, Run, Trainer, muon_and_adamw, option, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, muon_and_adamw, option, read_options
 from visual_spec.training.tokens import tokenize_dataset
 
 
@@ -188,7 +188,7 @@ parts to a pipeline.
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     tokenizer: Path = option("folder that python scripts/train tokenizer wrote")
     grid_size: int = option("tokens per side; 8 for the low-resolution drafter", 16)
     text_encoder: Path | None = option("a trained text encoder to keep as it is; without: train one", None)

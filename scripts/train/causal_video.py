@@ -32,7 +32,14 @@ from visual_spec.data.shapes import CELL
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
-from visual_spec.training.loop import Descent, Run, Trainer, muon_and_adamw, read_options, round_matrices
+from visual_spec.training.loop import (
+    Descent,
+    RunOptions,
+    Trainer,
+    muon_and_adamw,
+    read_options,
+    round_matrices,
+)
 
 
 @dataclass(frozen=True)
@@ -253,7 +260,7 @@ curve. An interrupted run resumes.
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     dim: int = 128
     num_layers: int = 4
     num_heads: int = 4

@@ -26,7 +26,7 @@ from visual_spec.data.shapes import (
     sample_dataset,
 )
 from visual_spec.models.shapes_features import ShapesFeatures
-from visual_spec.training.loop import Descent, Run, Trainer, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, read_options
 
 LAYOUTS = ("alone", "side by side", "stacked", "inside", "overlapping")
 
@@ -191,7 +191,7 @@ It takes about five minutes on a core.
 
 
 def main() -> None:
-    options, settings = read_options(HELP, Run, ClassifierTraining)
+    options, settings = read_options(HELP, RunOptions, ClassifierTraining)
     torch.manual_seed(settings.seed)
     record = train_classifier(ShapesFeatures(heads=HEADS), settings, options.out)
     print(f"{record['parameters']} parameters, {record['seconds']} s, held out: {record['held_out']}")

@@ -34,7 +34,7 @@ from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.core.kmeans import k_means
-from visual_spec.training.loop import Descent, Run, Trainer, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, read_options
 
 _WINDOWS = (128, 256, 512, 1024, 2048)  # samples, 8 to 128 ms
 _FLOOR = 3e-4  # amplitude, about -70 dB: quieter partials do not count
@@ -428,7 +428,7 @@ Afterwards `--out` holds the weights of an `EncodecModel` and `training.json`. A
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     num_filters: int = 16
     hidden_size: int = 64
     codebook_size: int = 512

@@ -23,7 +23,7 @@ from torch import Tensor
 from scripts.train.tokenizer import reconstruction_loss, to_pixels
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import class_accuracy, class_of, sample_one_object_scenes
-from visual_spec.training.loop import Descent, Run, Trainer, option, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options
 from visual_spec.training.tokens import to_signed
 
 
@@ -221,7 +221,7 @@ Afterwards `--out` holds the weights and `training.json`. An interrupted run res
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     image_size: int = option("side of the pictures in pixels", 128)
     channels: list[int] = field(default_factory=lambda: [16, 16, 32, 64, 64])
     latent_channels: int = option("numbers of a token", 8)

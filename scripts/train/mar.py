@@ -37,7 +37,7 @@ from visual_spec.models.core.latents import guided
 from visual_spec.models.core.orders import guidance_scales, random_orders, step_slots
 from visual_spec.training.loop import (
     Descent,
-    Run,
+    RunOptions,
     Trainer,
     muon_and_adamw,
     option,
@@ -388,7 +388,7 @@ def new_model(kind: str, size: str, tokenizer: AutoencoderKL, head_kind: str) ->
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     tokenizer: Path = option("folder that python scripts/train kl_tokenizer wrote")
     kind: str = option("mar or causal", "mar", choices=["mar", "causal"])
     size: str = option("large or small", "large", choices=list(SIZES))

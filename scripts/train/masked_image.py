@@ -33,7 +33,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.training.loop import (
     Descent,
-    Run,
+    RunOptions,
     Trainer,
     muon_and_adamw,
     option,
@@ -246,7 +246,7 @@ def judge(parts: tuple, prompts: list[str], sampler: MaskedSampler, guidance: fl
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     shapes: Path = option("folder with vq_model/ and text_encoder/")
     start_from: Path | None = option("folder of an earlier run to go on with, at a new rate", None)
     dim: int = 192

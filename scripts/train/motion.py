@@ -46,7 +46,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.training.loop import (
     Descent,
-    Run,
+    RunOptions,
     Trainer,
     muon_and_adamw,
     option,
@@ -318,7 +318,7 @@ def new_model(
 
 
 @dataclass(kw_only=True)
-class ClipOptions(Run):
+class ClipOptions(RunOptions):
     """Options that the trainers of models of frames share."""
 
     tokenizer: Path = option("folder that python scripts/train tokenizer wrote")

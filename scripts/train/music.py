@@ -40,7 +40,7 @@ from visual_spec.data.tunes import (
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
-from visual_spec.training.loop import Descent, Run, Trainer, muon_and_adamw, option, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, muon_and_adamw, option, read_options
 from visual_spec.training.tokens import tokenize_tunes
 
 KINDS = ("autoregressive", "masked")
@@ -344,7 +344,7 @@ Afterwards `--out` holds `transformer/`, `text_encoder/` and `training.json`. An
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     codec: Path = option("folder that python scripts/train codec wrote")
     text_encoder: Path | None = option("a trained text encoder to keep as it is; without: train one", None)
     start_from: Path | None = option("folder with transformer/ and text_encoder/ to start from", None)

@@ -23,7 +23,7 @@ from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.training.loop import Descent, Run, Trainer, option, read_options, round_matrices
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options, round_matrices
 
 _DECODED = 8  # pictures that are decoded together
 
@@ -180,7 +180,7 @@ def train_shortcut(
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     model: str = option("embedded name or folder of a masked pipeline", "shapes_masked")
     dim: int | None = option("width; without: half of the model's", None)
     num_heads: int = 4

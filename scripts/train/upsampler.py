@@ -15,7 +15,7 @@ from visual_spec.models.drafters.mulo import MultiscaleDrafter, TokenUpsampler
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.training.loop import Descent, Run, Trainer, option, read_options, write_json
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options, write_json
 from visual_spec.training.tokens import tokenize_dataset
 
 
@@ -82,7 +82,7 @@ The other half of the drafter is a low-resolution LlamaGen: `python scripts/trai
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     tokenizer: Path = option("folder that python scripts/train tokenizer wrote")
     low_resolution: Path = option("folder that python scripts/train ar wrote")
 

@@ -38,7 +38,7 @@ from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import Stage, code_stages
-from visual_spec.training.loop import Descent, Run, Trainer, muon_and_adamw, option, read_options, write_json
+from visual_spec.training.loop import Descent, RunOptions, Trainer, muon_and_adamw, option, read_options, write_json
 from visual_spec.training.tokens import to_signed
 
 
@@ -418,7 +418,7 @@ def accuracy_of_draws(
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     tokenizer: Path = option("folder that python scripts/train var_tokenizer wrote")
     size: str = option("large or small", "large", choices=list(SIZES))
     dim: int | None = option("in place of that of --size, as the next two", None)

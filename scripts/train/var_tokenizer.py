@@ -30,7 +30,7 @@ from visual_spec.data.shapes_parser import all_correct, score
 from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.training.loop import Descent, Run, Trainer, option, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options
 from visual_spec.training.tokens import to_signed
 
 
@@ -278,7 +278,7 @@ Afterwards `--out` holds the weights and `training.json`. An interrupted run res
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     start_from: Path | None = option("folder of a trained VQModel of the same widths", None)
     scales: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 6, 8, 12, 16])
     codebook_size: int = 1024

@@ -22,7 +22,7 @@ from visual_spec.data.tunes import (
 )
 from visual_spec.data.tunes_finder import find_contour, find_key, find_onsets, fit_grid, without_bass
 from visual_spec.data.tunes_parser import (
-    ClipFacts,
+    TuneFacts,
     WantedTune,
     all_correct,
     parse_caption,
@@ -343,8 +343,8 @@ def test_scores_are_over_what_is_asked_for() -> None:
 
 def test_facts_that_are_missing_are_wrong() -> None:
     wanted = parse_caption("a slow sad organ melody in A minor, rising in even rhythm")
-    assert not any(score_facts(wanted, ClipFacts()).values())
-    facts = ClipFacts("organ", "A", "minor", "slow", "rising", "even", "solo")
+    assert not any(score_facts(wanted, TuneFacts()).values())
+    facts = TuneFacts("organ", "A", "minor", "slow", "rising", "even", "solo")
     assert all_correct(score_facts(wanted, facts))
     assert score_facts(wanted, replace(facts, tempo=None))["tempo"] is False
 

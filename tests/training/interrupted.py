@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from visual_spec.training.loop import Checkpoint
+from visual_spec.training.loop import ResumePoint
 
 
 class Killed(BaseException):
@@ -19,14 +19,14 @@ class Killed(BaseException):
 @contextmanager
 def killed_after(steps: int) -> Iterator[None]:
     """Within, a training ends when it has made so many steps; that it does is checked."""
-    after = Checkpoint.after
+    after = ResumePoint.after
 
-    def until(checkpoint: Checkpoint, step: int, total: int, loss: Tensor, **more: Any) -> None:
+    def until(checkpoint: ResumePoint, step: int, total: int, loss: Tensor, **more: Any) -> None:
         after(checkpoint, step, total, loss, **more)
         if step + 1 == steps:
             raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "after", until)
+        patch.setattr(ResumePoint, "after", until)
         with pytest.raises(Killed):
             yield

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from visual_spec.training.loop import Descent, Run, Trainer, option, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
@@ -33,7 +33,7 @@ class Settings:
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class Options(RunOptions):
     start_from: Path | None = option("a folder", None)
     kind: str = option("of two", "one", choices=["one", "two"])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from visual_spec.training.loop import Checkpoint, Descent, cosine_rate, muon_and_adamw
+from visual_spec.training.loop import Descent, ResumePoint, cosine_rate, muon_and_adamw
 
 TOTAL = 9
 
@@ -60,10 +60,10 @@ def test_steps_are_those_of_a_plain_loop():
 
 
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys):
-    def run(out: Path, until: int) -> tuple[nn.Sequential, Checkpoint]:
+    def run(out: Path, until: int) -> tuple[nn.Sequential, ResumePoint]:
         model = network()
         descend = descent(model)
-        checkpoint = Checkpoint(out / "resume.pt", 3, {"steps": TOTAL}, model=model, descend=descend)
+        checkpoint = ResumePoint(out / "resume.pt", 3, {"steps": TOTAL}, model=model, descend=descend)
         for step in range(checkpoint.resume(), until):
             loss = loss_of(model, step)
             descend(loss, step)
@@ -91,9 +91,9 @@ def test_a_run_with_other_settings_is_refused_by_name(tmp_path: Path):
 
     def resume(settings: dict, *reads: nn.Module, **parts: nn.Module) -> int:
         parts = parts or {"model": network()}
-        return Checkpoint(tmp_path / "resume.pt", 1, settings, reads=reads, **parts).resume()
+        return ResumePoint(tmp_path / "resume.pt", 1, settings, reads=reads, **parts).resume()
 
-    left = Checkpoint(tmp_path / "resume.pt", 1, settings, reads=[teacher], model=network())
+    left = ResumePoint(tmp_path / "resume.pt", 1, settings, reads=[teacher], model=network())
     left.after(0, TOTAL, torch.ones(()))
     assert resume(settings, teacher) == 1
     for name, value, message in [
@@ -119,9 +119,9 @@ def test_what_is_no_run_of_this_trainer_is_refused(tmp_path: Path):
     path, settings = tmp_path / "resume.pt", {"steps": 3}
 
     def resume(model: nn.Module) -> int:
-        return Checkpoint(path, 1, settings, model=model).resume()
+        return ResumePoint(path, 1, settings, model=model).resume()
 
-    Checkpoint(path, 1, settings, model=nn.Linear(3, 2)).after(0, 3, torch.ones(()))
+    ResumePoint(path, 1, settings, model=nn.Linear(3, 2)).after(0, 3, torch.ones(()))
     whole = path.read_bytes()
     with pytest.raises(
         ValueError, match="resume.pt is of a run with a model of another size .*size mismatch"

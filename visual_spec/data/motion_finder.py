@@ -72,7 +72,7 @@ class FoundMotion:
 
 
 @dataclass(frozen=True)
-class ClipFacts:
+class MotionFacts:
     """Everything that a clip shows. `background`, `texture` and `camera` are None if they are none of the known."""
 
     objects: tuple[FoundMotion, ...]
@@ -109,7 +109,7 @@ class _Sighting:
     centres: np.ndarray
 
 
-def parse_clip(frames: np.ndarray | Sequence[Image.Image]) -> ClipFacts:
+def parse_clip(frames: np.ndarray | Sequence[Image.Image]) -> MotionFacts:
     """Read a clip: uint8 `[T, H, W, 3]`, or PIL pictures. Square frames of other sizes are resampled to 64 pixels.
 
     Raises:
@@ -120,7 +120,7 @@ def parse_clip(frames: np.ndarray | Sequence[Image.Image]) -> ClipFacts:
     read = _read_frames(pixels)
     tracks = _tracks([sightings for sightings, _ in read])
     objects = [_read_track(colour, track, len(pixels)) for colour, track in tracks]
-    return ClipFacts(tuple(objects), *_read_grounds([ground for _, ground in read]))
+    return MotionFacts(tuple(objects), *_read_grounds([ground for _, ground in read]))
 
 
 def parse_frames(frames: np.ndarray | Sequence[Image.Image]) -> list[FrameFacts]:

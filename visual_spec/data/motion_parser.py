@@ -15,10 +15,10 @@ import numpy as np
 from PIL import Image
 
 from visual_spec.data.motion import CAMERAS, DIRECTIONS, ENDINGS, SIZES, SPEEDS, TEXTURES
-from visual_spec.data.motion_finder import ClipFacts, FoundMotion, parse_clip
+from visual_spec.data.motion_finder import FoundMotion, MotionFacts, parse_clip
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
 
-__all__ = ["ClipFacts", "FoundMotion", "WantedClip", "WantedMotion", "parse_caption", "parse_clip", "score"]
+__all__ = ["MotionFacts", "FoundMotion", "WantedClip", "WantedMotion", "parse_caption", "parse_clip", "score"]
 
 CONSISTENT = 0.85  # share of the frames in which an object must look and move as in the others
 
@@ -106,7 +106,7 @@ def score(prompt: str, frames: np.ndarray | Sequence[Image.Image]) -> dict[str, 
     return score_facts(parse_caption(prompt), parse_clip(frames))
 
 
-def score_facts(wanted: WantedClip, found: ClipFacts) -> dict[str, bool]:
+def score_facts(wanted: WantedClip, found: MotionFacts) -> dict[str, bool]:
     """Score a caption and a clip that are already parsed; see `score`."""
     number = len(wanted.objects)
     names = ["shape", "colour", "size"]

@@ -55,7 +55,7 @@ class FoundNote:
 
 
 @dataclass(frozen=True)
-class ClipFacts:
+class TuneFacts:
     """The audible attributes of a clip; None for those not found."""
 
     instrument: str | None = None
@@ -285,7 +285,7 @@ def find_contour(times: np.ndarray, pitches: np.ndarray) -> str:
     return "hovering"
 
 
-def parse_clip(wave: np.ndarray) -> ClipFacts:
+def parse_clip(wave: np.ndarray) -> TuneFacts:
     """Parse a clip, mono at 16 kHz.
 
     Raises:
@@ -302,13 +302,13 @@ def parse_clip(wave: np.ndarray) -> ClipFacts:
         raise ValueError("the wave holds values that are not finite; look at what made it")
     wave = wave.astype(np.float32) - np.float32(wave.mean())
     if np.abs(wave).max() < _SILENCE:
-        return ClipFacts()
+        return TuneFacts()
     wave = wave / np.abs(wave).max()
     melody = without_bass(wave)
     times, strengths = find_onsets(melody)
     grid = fit_grid(times, strengths)
     if grid is None or grid.fit < _LEAST_FIT:
-        return ClipFacts(backing=find_backing(wave)[0])
+        return TuneFacts(backing=find_backing(wave)[0])
     spectra = note_spectra(melody, times)
     pitches = find_pitches(spectra)
     lengths = np.diff(np.append(times, times[-1] + BAR * grid.unit))
@@ -316,7 +316,7 @@ def parse_clip(wave: np.ndarray) -> ClipFacts:
     tonic, mode = find_key(pitches, lengths, None if backing == "solo" else int(tones.argmax()))
     frames = grid.unit * SAMPLE_RATE / FRAME
     tempo = min(TEMPI, key=lambda name: abs(np.log(frames / np.mean(TEMPI[name]))))
-    return ClipFacts(
+    return TuneFacts(
         find_instrument(melody, times, spectra, pitches),
         tonic,
         mode,

@@ -14,10 +14,10 @@ from functools import cache
 import numpy as np
 
 from visual_spec.data.tunes import ATTRIBUTES, BACKING_PHRASES, MOODS, VOCABULARY, Tune
-from visual_spec.data.tunes_finder import ClipFacts, FoundNote, parse_clip
+from visual_spec.data.tunes_finder import FoundNote, TuneFacts, parse_clip
 
 __all__ = [
-    "ClipFacts",
+    "TuneFacts",
     "FoundNote",
     "WantedTune",
     "all_correct",
@@ -108,7 +108,7 @@ def score(prompt: str | Tune, wave: np.ndarray) -> dict[str, bool]:
     return score_facts(parse_caption(prompt) if isinstance(prompt, str) else prompt, parse_clip(wave))
 
 
-def score_facts(wanted: WantedTune | Tune, found: ClipFacts) -> dict[str, bool]:
+def score_facts(wanted: WantedTune | Tune, found: TuneFacts) -> dict[str, bool]:
     """Score a caption and a clip that are already parsed; see `score`."""
     asked = [name for name in ATTRIBUTES if getattr(wanted, name) is not None]
     return {name: getattr(found, name) == getattr(wanted, name) for name in asked}

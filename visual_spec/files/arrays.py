@@ -56,14 +56,14 @@ def read_npz(path: str | os.PathLike, only: Collection[str] | None = None) -> di
             try:
                 with archive.open(member) as inner:
                     found[name] = _array(inner, member.file_size, where)
-            except _Unfit:
+            except _UnfitArray:
                 raise
             except Exception as error:
                 raise ValueError(f"{where} is damaged ({_reason(error)})") from error
     return found
 
 
-class _Unfit(ValueError):
+class _UnfitArray(ValueError):
     """A header that does not fit."""
 
 
@@ -78,17 +78,17 @@ def _array(file: IO[bytes], size: int, where: str) -> np.ndarray:
         shape, by_columns, dtype = read(file)
         start = file.tell()
     except Exception as error:
-        raise _Unfit(f"{where} is no whole array ({_reason(error)})") from error
+        raise _UnfitArray(f"{where} is no whole array ({_reason(error)})") from error
     if dtype.hasobject or dtype.names is not None:
-        raise _Unfit(f"{where} holds {dtype}, not numbers or texts")
+        raise _UnfitArray(f"{where} holds {dtype}, not numbers or texts")
     length = math.prod(shape) * dtype.itemsize
     if start + length != size or min(shape, default=0) < 0:
-        raise _Unfit(f"{where} says {dtype} {list(shape)[:8]}, {length} bytes, and holds {size - start}")
+        raise _UnfitArray(f"{where} says {dtype} {list(shape)[:8]}, {length} bytes, and holds {size - start}")
     data, there = np.empty(length, np.uint8), 0
     while there < length:
         read_now = file.readinto(data[there : there + _PART])  # pyright: ignore[reportAttributeAccessIssue]
         if not read_now:
-            raise _Unfit(f"{where} ends after {there} of {length} bytes")
+            raise _UnfitArray(f"{where} ends after {there} of {length} bytes")
         there += read_now
     return np.ndarray(shape, dtype, data, order="F" if by_columns else "C")
 

@@ -53,14 +53,14 @@ def read_picture_file(path: str | os.PathLike, formats: tuple[str, ...] = FORMAT
             return picture.convert("RGB")
         except UnidentifiedImageError as error:
             raise ValueError(f"{os.fspath(path)} is no picture; pass a {', '.join(formats)} file") from error
-        except _Unfit:
+        except _UnfitPicture:
             raise
         except Exception as error:  # decoders raise anything
             reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise ValueError(f"{os.fspath(path)} is no whole picture ({reason})") from error
 
 
-class _Unfit(ValueError):
+class _UnfitPicture(ValueError):
     """A picture that is whole and is refused."""
 
 
@@ -72,9 +72,9 @@ def check_size(picture: Image.Image, name: str) -> None:
     """
     width, height = picture.size
     if width * height > MOST_PIXELS:
-        raise _Unfit(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS}; make it smaller")
+        raise _UnfitPicture(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS}; make it smaller")
     if picture.mode not in _MODES:
-        raise _Unfit(
+        raise _UnfitPicture(
             f"{name} has pixels of kind {picture.mode}, not of 8 bits; convert it to RGB of 8 bits first"
         )
 

@@ -28,7 +28,7 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training.distilled_pairs import PairDrawing, Pairs, drawn_pairs
 from visual_spec.training.loop import (
     Descent,
-    Run,
+    RunOptions,
     Trainer,
     muon_and_adamw,
     option,
@@ -238,7 +238,7 @@ pictures.
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class DistilledOptions(RunOptions):
     shapes: Path = option("folder with transformer/, vq_model/ and text_encoder/")
     pairs: Path | None = option("folder of the teacher's pictures; without: that of --out", None)
     start_from: Path | None = option("folder of an earlier run to go on with, at a new rate", None)
@@ -248,7 +248,7 @@ class Options(Run):
 
 
 def main() -> None:
-    options, settings = read_options(HELP, Options, DistilledTraining)
+    options, settings = read_options(HELP, DistilledOptions, DistilledTraining)
     # 32 bits: what is stored in fewer is computed with in these.
     teacher = LlamaGenTransformer.from_pretrained(options.shapes / "transformer", torch_dtype=torch.float32)
     encoder = CaptionEncoder.from_pretrained(options.shapes / "text_encoder", torch_dtype=torch.float32)

@@ -27,7 +27,7 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.orders.tables import order_of
 from visual_spec.training.loop import (
     Descent,
-    Run,
+    RunOptions,
     Trainer,
     muon_and_adamw,
     option,
@@ -222,14 +222,14 @@ An interrupted run resumes.
 
 
 @dataclass(kw_only=True)
-class Options(Run):
+class FlashAROptions(RunOptions):
     shapes: Path = option("folder with transformer/, vq_model/ and text_encoder/")
     start_from: Path | None = option("folder of an earlier run to go on with, at a new rate", None)
     branch_layers: int = option("blocks that only the lower head reads", 1)
 
 
 def main() -> None:
-    options, settings = read_options(HELP, Options, FlashTraining)
+    options, settings = read_options(HELP, FlashAROptions, FlashTraining)
     # 32 bits: what is stored in fewer is computed with in these.
     raster = LlamaGenTransformer.from_pretrained(options.shapes / "transformer", torch_dtype=torch.float32)
     encoder = CaptionEncoder.from_pretrained(options.shapes / "text_encoder", torch_dtype=torch.float32)

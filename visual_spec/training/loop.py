@@ -115,7 +115,7 @@ class Descent:
         self._groups = [group for optimiser in self.optimisers for group in optimiser.param_groups]
 
 
-class Checkpoint:
+class ResumePoint:
     """Resumable state of a run in one file: its parts, the step, the loss curve and the seconds spent.
 
     Args:
@@ -244,7 +244,7 @@ class Trainer:
         if isinstance(descend, Descent):
             held["descend"] = descend
         known = asdict(settings) | dict(facts or {})
-        self.checkpoint = Checkpoint(out / "resume.pt", every, known, reads=reads, **held)
+        self.checkpoint = ResumePoint(out / "resume.pt", every, known, reads=reads, **held)
 
     def run(
         self,
@@ -298,7 +298,7 @@ class Trainer:
 
 
 @dataclass(kw_only=True)
-class Run:
+class RunOptions:
     """Options of all trainers."""
 
     out: Path = field(metadata={"help": "folder for weights and training.json; an interrupted run resumes"})

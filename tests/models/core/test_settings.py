@@ -9,7 +9,7 @@ import pytest
 
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import MARTransformer
-from visual_spec.models.core.settings import Setting, Within, settings_of, whole
+from visual_spec.models.core.settings import DeclaredSetting, Within, settings_of, whole
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.masked.mage import MageTransformer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
@@ -26,7 +26,7 @@ from visual_spec.samplers.registry import SAMPLERS, sampler_class
 CLASSES = {entry.name: sampler_class(entry) for entry in SAMPLERS}
 
 
-def declared(kind: Any) -> dict[str, Setting]:
+def declared(kind: Any) -> dict[str, DeclaredSetting]:
     return settings_of(inspect.unwrap(kind.__init__))
 
 
@@ -53,7 +53,7 @@ def test_every_setting_is_declared(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "setting"), PAIRS, ids=lambda one: getattr(one, "name", one))
-def test_a_wrong_value_is_refused_by_the_name_of_the_setting(name: str, setting: Setting) -> None:
+def test_a_wrong_value_is_refused_by_the_name_of_the_setting(name: str, setting: DeclaredSetting) -> None:
     kind = CLASSES[name]
     fits = {bool: [True], int: [3], float: [0.5], str: ["x"], type(None): [None]}
     others = [one for kinds, values in fits.items() if kinds not in setting.kinds for one in values]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from visual_spec.models.core.cache import Places
 
 
-class Attention(nn.Module):
+class ViTAttention(nn.Module):
     """Multi-head self-attention with biases."""
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -48,7 +48,7 @@ class Block(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
-        self.attn = Attention(dim, heads)
+        self.attn = ViTAttention(dim, heads)
         self.mlp = Mlp(dim, 4 * dim)
 
     def forward(

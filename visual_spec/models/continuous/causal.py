@@ -31,7 +31,7 @@ from visual_spec.models.core.settings import Count
 
 
 @dataclass
-class CausalState:
+class CausalLatentState:
     """Static cache of one decoding run.
 
     Attributes:
@@ -150,7 +150,9 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prefill(self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int) -> CausalState:
+    def prefill(
+        self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
+    ) -> CausalLatentState:
         """Run the class, allocate the cache and return the state whose `conditions [R, dim]` are of slot 0.
 
         Args:
@@ -172,7 +174,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
             2 * math.prod(shape) * hidden.element_size() // batch_size, batch_size, hidden.device
         )
         # Zeros, not empty: masked positions still enter the product with the values, and 0 * nan is nan.
-        state = CausalState(
+        state = CausalLatentState(
             hidden[:, -1], guided, window, keys=hidden.new_zeros(shape), values=hidden.new_zeros(shape)
         )
         at = torch.arange(self.prefix_length, device=hidden.device).expand(len(hidden), -1)
@@ -181,7 +183,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         return state
 
     @torch.no_grad()
-    def forward(self, state: CausalState, tokens: Tensor, slots: Tensor) -> Tensor:
+    def forward(self, state: CausalLatentState, tokens: Tensor, slots: Tensor) -> Tensor:
         """Feed tokens [B, W, d] at slots [B, W]; conditions z [R, W, dim], column w of slot `slots[b, w] + 1`.
 
         Writes the cache at those slots and attends to the class and to all slots up to each token's own. Slots behind
@@ -194,7 +196,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         hidden = self._run(state, hidden, self.prefix_length + slots)
         return hidden + self.diffusion_pos_embed[self.places[slots.clamp_max(last) + 1]]
 
-    def _run(self, state: CausalState, hidden: Tensor, at: Tensor) -> Tensor:
+    def _run(self, state: CausalLatentState, hidden: Tensor, at: Tensor) -> Tensor:
         """The layers and the norm on `hidden [R, W, dim]` at places [R, W] of the cache."""
         size = state.keys.shape[3]
         if at.device.type == "cpu":  # reading the maximum costs no synchronisation and spares the unused tail

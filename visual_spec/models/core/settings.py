@@ -85,7 +85,7 @@ Graph = Annotated[bool | str, OneOf(("auto",))]
 
 
 @dataclass(frozen=True)
-class Setting:
+class DeclaredSetting:
     """One setting, as it is declared.
 
     Attributes:
@@ -171,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def settings_of(init: Callable[..., None]) -> dict[str, Setting]:
+def settings_of(init: Callable[..., None]) -> dict[str, DeclaredSetting]:
     """The settings that a constructor declares, by name."""
     hints = get_type_hints(init, include_extras=True)
     parameters = list(inspect.signature(init).parameters.values())[1:]
@@ -179,12 +179,12 @@ def settings_of(init: Callable[..., None]) -> dict[str, Setting]:
     return {one.name: one for one in found if set(one.kinds) <= _KINDS}
 
 
-def _setting(parameter: inspect.Parameter, hint: Any) -> Setting:
+def _setting(parameter: inspect.Parameter, hint: Any) -> DeclaredSetting:
     marks: list[Any] = []
     kinds = tuple(_kinds(hint, marks))
     within = next((mark for mark in marks if isinstance(mark, Within)), Within())
     names = next((tuple(mark.names) for mark in marks if isinstance(mark, OneOf)), None)
-    return Setting(parameter.name, kinds, within, names, parameter.default)
+    return DeclaredSetting(parameter.name, kinds, within, names, parameter.default)
 
 
 def _kinds(hint: Any, marks: list[Any]) -> list[Any]:
@@ -206,7 +206,7 @@ def whole(name: str, value: Any, within: Within = COUNT, note: str = "") -> int:
     Raises:
         ValueError: it is none; names the argument, the value and what is allowed.
     """
-    setting = Setting(name, (int,), within, None, inspect.Parameter.empty)
+    setting = DeclaredSetting(name, (int,), within, None, inspect.Parameter.empty)
     try:
         return setting.read(value)
     except ValueError as error:

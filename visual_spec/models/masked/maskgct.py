@@ -51,7 +51,7 @@ class TimedNorm(nn.Module):
         return (self.to_weight(time) * wide).to(x.dtype)
 
 
-class Attention(nn.Module):
+class RotaryAttention(nn.Module):
     """Multi-head self-attention without biases, with rotary positions."""
 
     def __init__(self, dim: int, heads: int):
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class GatedMlp(nn.Module):
     """A gated feed-forward layer (SwiGLU) of four times the width."""
 
     def __init__(self, dim: int):
@@ -88,7 +88,7 @@ class TimedLayer(nn.Module):
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
-        self.self_attn, self.mlp = Attention(dim, heads), FeedForward(dim)
+        self.self_attn, self.mlp = RotaryAttention(dim, heads), GatedMlp(dim)
         self.input_layernorm, self.post_attention_layernorm = TimedNorm(dim), TimedNorm(dim)
 
     def forward(self, x: Tensor, time: Tensor, rotary: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
-class Attention(nn.Module):
+class NormedAttention(nn.Module):
     """Self-attention. Queries and keys are normalised over all heads together, without a gain."""
 
     def __init__(self, dim: int, heads: int):
@@ -123,7 +123,7 @@ class MaskedBlock(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         self.ln1, self.ln2 = RMSNorm(dim, _EPSILON), RMSNorm(dim, _EPSILON)
-        self.attn = Attention(dim, heads)
+        self.attn = NormedAttention(dim, heads)
         self.ff = FeedForward(dim, feed_forward_width(dim))
 
     def forward(

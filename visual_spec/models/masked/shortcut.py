@@ -21,7 +21,7 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
 
 
-class _Attention(nn.Module):
+class _ContextAttention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -74,7 +74,7 @@ class FeatureShortcut(SavedModel, ModelMixin, ConfigMixin):
         self.pos_emb = nn.Parameter(torch.randn(num_tokens, dim) * dim**-0.5)
         self.nothing = nn.Parameter(torch.zeros(1, 1, dim))  # seen where no token was kept
         self.share = nn.Sequential(nn.Linear(1, dim), nn.SiLU(), nn.Linear(dim, 9 * dim))
-        self.cross, self.own = _Attention(dim, num_heads), _Attention(dim, num_heads)
+        self.cross, self.own = _ContextAttention(dim, num_heads), _ContextAttention(dim, num_heads)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         self.norms = nn.ModuleList(nn.LayerNorm(dim, elementwise_affine=False) for _ in range(3))
         self.proj_out = nn.Linear(dim, feature_dim)

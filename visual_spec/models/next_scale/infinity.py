@@ -37,7 +37,7 @@ from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, whole
-from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, VARState, modulated
+from visual_spec.models.next_scale.var import Attend, CosineAttention, HeadNorm, TanhMlp, VARState, modulated
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import RMSNorm, rotary_table, turns_of
 
@@ -78,16 +78,6 @@ class InfinityState(VARState):
         count = len(self.head_modulation)
         self.text_keys, self.text_values = self.text_keys[:, :count], self.text_values[:, :count]
         self.text_mask = self.text_mask[:count]
-
-
-class FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
-        self.fc2 = nn.Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
 class _TextAttention(nn.Module):
@@ -140,9 +130,9 @@ class AttentivePool(_TextAttention):
 class InfinityBlock(nn.Module):
     def __init__(self, dim: int, heads: int, hidden: int):
         super().__init__()
-        self.sa = Attention(dim, heads)
+        self.sa = CosineAttention(dim, heads)
         self.ca = CrossAttention(dim, heads)
-        self.ffn = FeedForward(dim, hidden)
+        self.ffn = TanhMlp(dim, hidden)
         self.ca_norm = nn.LayerNorm(dim, eps=_EPSILON)
         self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, dim) / dim**0.5)
 

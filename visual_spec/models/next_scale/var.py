@@ -96,7 +96,7 @@ class VARState(ScaleState):
         return whole if self.pruned is None else partial(self.pruned.apply, layer, scales)
 
 
-class Attention(nn.Module):
+class CosineAttention(nn.Module):
     """Cosine attention: unit queries and keys, and a learned scale per head, at most 100."""
 
     def __init__(self, dim: int, heads: int):
@@ -129,11 +129,12 @@ class Attention(nn.Module):
         return q.to(x.dtype), k.to(x.dtype), v
 
 
-class FeedForward(nn.Module):
-    def __init__(self, dim: int):
+class TanhMlp(nn.Module):
+    """Two layers with the tanh approximation of GELU between them."""
+
+    def __init__(self, dim: int, hidden: int):
         super().__init__()
-        self.fc1 = nn.Linear(dim, 4 * dim)
-        self.fc2 = nn.Linear(4 * dim, dim)
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -147,8 +148,8 @@ def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 class VARBlock(nn.Module):
     def __init__(self, dim: int, heads: int, shared_adaln: bool):
         super().__init__()
-        self.attn = Attention(dim, heads)
-        self.ffn = FeedForward(dim)
+        self.attn = CosineAttention(dim, heads)
+        self.ffn = TanhMlp(dim, 4 * dim)
         if shared_adaln:
             self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, dim) / dim**0.5)
         else:

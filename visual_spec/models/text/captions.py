@@ -87,7 +87,7 @@ def _apply(rules: list, text: str) -> str:
     return text
 
 
-class _Text(HTMLParser):
+class _TextOfTags(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
@@ -107,7 +107,7 @@ class _Text(HTMLParser):
 def _without_tags(text: str) -> str:
     if "<" not in text and "&" not in text:
         return text
-    parser = _Text()
+    parser = _TextOfTags()
     parser.feed(text)
     parser.close()
     return "".join(parser.parts)
