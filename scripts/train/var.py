@@ -38,7 +38,15 @@ from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import Stage, code_stages
-from visual_spec.training.loop import Descent, RunOptions, Trainer, muon_and_adamw, option, read_options, write_json
+from visual_spec.training.loop import (
+    Descent,
+    RunOptions,
+    Trainer,
+    muon_and_adamw,
+    option,
+    read_options,
+    write_json,
+)
 from visual_spec.training.tokens import to_signed
 
 

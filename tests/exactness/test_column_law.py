@@ -26,6 +26,7 @@ from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import PROPOSAL, RESIDUAL
 from visual_spec.samplers.core.relaxation import Relaxation
+from visual_spec.samplers.core.relaxed import rule_of
 from visual_spec.samplers.raster import column_base
 from visual_spec.samplers.raster.column_base import UNITS, ColumnView
 from visual_spec.samplers.raster.column_relaxation import join_rules
@@ -372,7 +373,7 @@ RELAXATIONS = {
 
 
 def rules_of(name: str) -> list[AcceptanceRule]:
-    return [RELAXATIONS[name].rule(codes, "cpu") for codes in CODES]
+    return [rule_of(RELAXATIONS[name], codes, "cpu") for codes in CODES]
 
 
 class Measured(Enumerator):

@@ -28,7 +28,7 @@ from visual_spec.samplers.core import siblings
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxation import Relaxation
-from visual_spec.samplers.core.relaxed import bounded_rule
+from visual_spec.samplers.core.relaxed import bounded_rule, rule_of
 from visual_spec.samplers.core.siblings import committed_law, moved_mass, sibling_tests, without
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.tree import TreeSampler
@@ -93,7 +93,7 @@ def tv(law: Tensor, target: Tensor) -> Tensor:
 def test_siblings_commit_the_law_of_the_papers(name, drawn):
     rule = PlainRule(WIDE[name], codes(5))
     target, tokens, laws, _ = rows(5, 3, drawn, pairs=6)
-    found, _ = one_slot(WIDE[name].rule(codes(5), "cpu"), target, tokens, laws, drawn)
+    found, _ = one_slot(rule_of(WIDE[name], codes(5), "cpu"), target, tokens, laws, drawn)
     for row, p in enumerate(target.exp().tolist()):
         for number, drafts in enumerate(tokens[row].tolist()):
             expected = rule.commits(p, drafts, laws[row, number].exp().tolist())
@@ -105,7 +105,7 @@ def test_siblings_commit_the_law_of_the_papers(name, drawn):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_siblings_under_settings_that_relax_nothing_commit_the_target_law(name, drawn, count):
     target, tokens, laws, chance = rows(4, count, drawn)
-    law, moved = one_slot(NOTHING[name].rule(codes(4), "cpu"), target, tokens, laws, drawn)
+    law, moved = one_slot(rule_of(NOTHING[name], codes(4), "cpu"), target, tokens, laws, drawn)
     if drawn:
         law = (chance[..., None] * law).sum(1, keepdim=True)
     assert tv(law, target[:, None]).max() < ROUNDING
@@ -116,7 +116,7 @@ def test_siblings_under_settings_that_relax_nothing_commit_the_target_law(name, 
 @pytest.mark.parametrize("name", WIDE)
 def test_of_top_k_siblings_the_meter_counts_the_distance_itself(name, count):
     target, tokens, laws, _ = rows(5, count, False)
-    law, moved = one_slot(WIDE[name].rule(codes(5), "cpu"), target, tokens, laws, False)
+    law, moved = one_slot(rule_of(WIDE[name], codes(5), "cpu"), target, tokens, laws, False)
     distance = tv(law, target[:, None])
     torch.testing.assert_close(moved, distance, atol=ROUNDING, rtol=0)
     assert distance.max() > 0.05
@@ -128,7 +128,7 @@ def test_of_top_k_siblings_the_meter_counts_the_distance_itself(name, count):
 @pytest.mark.parametrize("name", WIDE)
 def test_of_drawn_siblings_the_meter_counts_no_less_than_the_distance(name, count):
     target, tokens, laws, chance = rows(5, count, True)
-    law, moved = one_slot(WIDE[name].rule(codes(5), "cpu"), target, tokens, laws, True)
+    law, moved = one_slot(rule_of(WIDE[name], codes(5), "cpu"), target, tokens, laws, True)
     distance = tv((chance[..., None] * law).sum(1), target)
     counted = (chance * moved).sum(1)
     assert (counted >= distance - ROUNDING).all()
@@ -178,7 +178,7 @@ def test_what_one_sibling_leaves_of_the_budget_serves_the_next():
 
 @pytest.mark.parametrize("delta", [0.05, 0.2])
 def test_lantern_moves_delta_for_each_test_that_it_makes(delta):
-    rule = Relaxation("lantern", delta=delta, neighbours=4).rule(codes(5), "cpu")
+    rule = rule_of(Relaxation("lantern", delta=delta, neighbours=4), codes(5), "cpu")
     target, tokens, laws, _ = rows(5, 3, False, pairs=60)
     law, moved = one_slot(rule, target, tokens, laws, False)
     wide = target[:, None].expand(-1, tokens.shape[1], -1).flatten(0, 1)
@@ -192,7 +192,7 @@ def test_a_sibling_that_has_lent_its_mass_to_a_refused_one_is_refused():
     """Token 1 is the nearest code of token 0, and is merged into it; token 2 stays, with its mass among the rest."""
     target = torch.tensor([[0.3, 0.1, 0.4, 0.2]], dtype=torch.float64).log()
     codebook = torch.tensor([[0.0], [1.0], [10.0], [30.0]])
-    rule = Relaxation("lantern", delta=0.15, neighbours=2).rule(codebook, "cpu")
+    rule = rule_of(Relaxation("lantern", delta=0.15, neighbours=2), codebook, "cpu")
     drafts = torch.tensor([[0, 1, 2]])
     points = torch.eye(4, dtype=torch.float64).log()[drafts]
     tests, left = sibling_tests(target, drafts, points, None, rule)

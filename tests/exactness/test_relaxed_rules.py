@@ -16,6 +16,7 @@ from visual_spec.samplers.core.relaxed import (
     lantern_acceptance,
     lantern_target,
     neighbour_table,
+    rule_of,
 )
 
 ROUNDING = 1e-12
@@ -218,7 +219,7 @@ def test_settings_that_relax_nothing_are_the_exact_rule(settings):
     book = torch.nn.functional.normalize(
         torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), dim=-1
     )
-    rule = Relaxation(**{"neighbours": 6, **settings}).rule(book, "cpu")
+    rule = rule_of(Relaxation(**{"neighbours": 6, **settings}), book, "cpu")
     keep, law = one_slot(rule, target, draft)
     torch.testing.assert_close(keep, one_slot(EXACT, target, draft)[0], atol=ROUNDING, rtol=0)
     torch.testing.assert_close(law, target.exp(), atol=ROUNDING, rtol=0)

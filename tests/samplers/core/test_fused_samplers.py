@@ -23,6 +23,7 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxation import Relaxation
+from visual_spec.samplers.core.relaxed import rule_of
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
@@ -114,7 +115,9 @@ def test_laws_in_float64_are_tested_without_the_operators(asked):
     for rule in RULES.values():
         SpeculativeJacobiSampler(4, **rule)(MODEL, torch.tensor([1, 0, 2]), **options)
         wide, narrow = torch.zeros(1, 1, 12).log_softmax(-1).double(), torch.zeros(1, 1, 12).log_softmax(-1)
-        probability = Relaxation.of(rule["acceptance"], rule["relaxation"]).rule(CODES[0], "cpu").probability
+        probability = rule_of(
+            Relaxation.of(rule["acceptance"], rule["relaxation"]), CODES[0], "cpu"
+        ).probability
         found = probability(narrow, wide, torch.tensor([[3]]))
         torch.testing.assert_close(found, torch.ones(1, 1, dtype=torch.float64), rtol=0, atol=1e-6)
     assert not asked

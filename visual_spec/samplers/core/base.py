@@ -325,7 +325,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
             return EXACT
         if self.config.acceptance == "identical":
             return IDENTICAL
-        return self.relaxation.rule(parts.get("codebook"), device)
+        from visual_spec.samplers.core.relaxed import rule_of  # with its tables and kernels
+
+        return rule_of(self.relaxation, parts.get("codebook"), device)
 
     def prefill(
         self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-import torch
 from torch import Tensor
 
 from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, read_fields
-from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
 
 GROUPED = "grouped"
 CLUSTERED = "clustered"
@@ -20,7 +18,7 @@ RELAXED = (GROUPED, CLUSTERED, LANTERN)
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The settings of an acceptance rule, plain values only. `rule` adds the tables.
+    """The settings of an acceptance rule, plain values only. `relaxed.rule_of` adds the tables.
 
     Args:
         acceptance: "grouped", "clustered" or "lantern"; or "exact" or "identical", which relax nothing.
@@ -93,7 +91,7 @@ class Relaxation:
 
     @property
     def needs_codebook(self) -> bool:
-        """Whether `rule` needs the codes."""
+        """Whether `relaxed.rule_of` needs the codes."""
         by_distance = self.acceptance == GROUPED and self.code_distance is not None
         return by_distance or self.acceptance in (CLUSTERED, LANTERN)
 
@@ -120,13 +118,3 @@ class Relaxation:
             raise ValueError(
                 f"neighbours={self.neighbours}, but a code has {vocab_size - 1} others; pass at most that many."
             )
-
-    def rule(self, codebook: Tensor | None, device: torch.device | str) -> AcceptanceRule:
-        """Return the rule with its tables on a device. `codebook` has passed `check`."""
-        if self.lossless:
-            return EXACT
-        from visual_spec.samplers.core.relaxed import (
-            relaxed_rule,  # its tables and kernels, for those that relax
-        )
-
-        return relaxed_rule(self, codebook, device)

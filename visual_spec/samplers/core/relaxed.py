@@ -30,7 +30,7 @@ from visual_spec.kernels.clustered_mass import clustered_mass
 from visual_spec.kernels.grouped_mass import grouped_mass, smallest
 from visual_spec.kernels.lantern_mass import lantern_mass, lending_limit, merge_neighbours
 from visual_spec.models.core.kmeans import k_means
-from visual_spec.samplers.core.acceptance import AcceptanceRule, exact_acceptance
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, exact_acceptance
 from visual_spec.samplers.core.relaxation import CLUSTERED, GROUPED, Relaxation
 
 _TABLE_ROWS = 2**24  # distances in memory at once while a table is built
@@ -263,8 +263,10 @@ def _cluster_table(content: bytes, dim: int, device: torch.device, count: int) -
     return k_means(codes, codes[start], 25)[1].to(device)
 
 
-def relaxed_rule(settings: Relaxation, codebook: Tensor | None, device: torch.device | str) -> AcceptanceRule:
-    """Return the rule of settings that relax something, with its tables on a device."""
+def rule_of(settings: Relaxation, codebook: Tensor | None, device: torch.device | str) -> AcceptanceRule:
+    """Return the rule of some settings with its tables on a device. `codebook` has passed `Relaxation.check`."""
+    if settings.lossless:
+        return EXACT
     merge = None
     if settings.acceptance == GROUPED:
         probability = partial(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.core.relaxation import Relaxation
+from visual_spec.samplers.core.relaxed import rule_of
 
 
 def check_codebooks(relaxation: Relaxation, codebook: Tensor | None, codebooks: int, vocab_size: int) -> None:
@@ -41,7 +42,7 @@ def rule_by_codebook(
     if relaxation.lossless:
         return EXACT
     return join_rules(
-        [relaxation.rule(None if codebook is None else codebook[k], device) for k in range(codebooks)]
+        [rule_of(relaxation, None if codebook is None else codebook[k], device) for k in range(codebooks)]
     )
 
 
