@@ -186,6 +186,10 @@ class CachedDecoder:
         """Number of tokens that `generate` must make, without those that close the picture."""
         return self.length
 
+    def num_ids(self, tokens: int) -> int:
+        """Ids of `sequence` that the first `tokens` of a picture settle: a row end follows the last one of a row."""
+        return tokens + (tokens // self.grid.width if self.row_end is not None else 0)
+
     def ids(self, tokens: Tensor) -> Tensor:
         """Return the text-vocabulary ids of image tokens."""
         if isinstance(self.image_rows, slice):

@@ -2,18 +2,21 @@
 
 An argument passes if it changes nothing: None, what transformers takes for it where nothing is said, or what the
 samplers here do anyway. Of the others the settings of a `TokenLaw` and the lengths mean here what they mean there, a
-streamer gets the tokens, and the rest is refused by name.
+streamer gets the tokens as they are committed, and the rest is refused by name.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from visual_spec.samplers.core.active import WATCHER
 
 # Arguments and settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed,
 # and the values beside None that do nothing.
@@ -169,19 +172,53 @@ def bound_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return bound | named
 
 
-def stream(streamer: Any, prompt: Tensor, tokens: Tensor) -> None:
-    """Hand a whole answer to a streamer as `generate` does: the prompt, then one token of every row after the other.
+class LiveStream:
+    """Hand tokens to a streamer while they are drawn, as `generate` does: the prompt, then one token of every row.
 
-    A call of a sampler commits several tokens, of each sample another number, so all come at the end.
+    A call of a sampler commits several tokens, of each sample another number: a token is handed on once every row has
+    it and all before it.
 
     Args:
         streamer: of transformers, or None.
         prompt: long [R, T], with T = 0 for none.
-        tokens: long [R, N], that follow it.
+        most: tokens to hand on at most; None: all.
     """
-    if streamer is None:
-        return
-    streamer.put(prompt.cpu())
-    for column in tokens.cpu().unbind(1):
-        streamer.put(column)
-    streamer.end()
+
+    def __init__(self, streamer: Any, prompt: Tensor, most: int | None = None) -> None:
+        self.streamer, self.prompt, self.most = streamer, prompt, most
+        self.sent: int | None = None  # tokens so far; None: not even the prompt
+
+    @contextmanager
+    def watching(self, ids_of: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
+        """Within this context, hand on what samplers commit.
+
+        Args:
+            ids_of: from the sampler's tokens [B, L, ...], and how many slots all rows have, to what is known after the
+                prompt, long [R, N].
+        """
+
+        def watch(result_so_far: Callable[[], Any]) -> None:
+            result = result_so_far()
+            ready = int((result.trace.commit_call >= 0).all(0).cumprod(0).sum())
+            self.put(ids_of(result.tokens, ready))
+
+        before = WATCHER.set(WATCHER.get() if self.streamer is None else watch)
+        try:
+            yield
+        finally:
+            WATCHER.reset(before)
+
+    def put(self, ids: Tensor) -> None:
+        """Hand on what is new of the tokens so far, long [R, N]."""
+        if self.sent is None:
+            self.streamer.put(self.prompt.cpu())
+            self.sent = 0
+        for column in ids[:, self.sent : self.most].cpu().unbind(1):
+            self.streamer.put(column)
+            self.sent += 1
+
+    def end(self, ids: Tensor) -> None:
+        """Hand on the rest of all tokens, long [R, N], and the end."""
+        if self.streamer is not None:
+            self.put(ids)
+            self.streamer.end()

@@ -21,7 +21,7 @@ from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, unwrapped
-from visual_spec.pipelines.accelerate.arguments import bound_arguments, read_request, stream
+from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.samplers.core.history import (
@@ -132,7 +132,7 @@ def generate_codes(
             (`visual_spec.samplers.core.history.TextFunction`).
         generator: one `torch.Generator` for the batch, or a list of one a text; None is PyTorch's default one.
         callback: called after every target call, as (index, committed tokens [B]).
-        streamer: of transformers; gets the prompt and then the tokens, when all are drawn.
+        streamer: of transformers; gets the prompt and then the tokens, as they are committed.
         sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, repetition_penalty,
             no_repeat_ngram_size, max_new_tokens or max_length, min_new_tokens or min_length, eos_token_id (the end),
@@ -186,19 +186,20 @@ def generate_codes(
         negative.positions = torch.arange(length, device=input_ids.device).expand(len(input_ids), -1)
         negative.start = torch.full((len(input_ids),), length, device=input_ids.device)
     condition = ImagePrompt(prompt, negative).repeat(count)
-    result = (model.sampler if sampler is None else sampler)(
-        stage,
-        condition,
-        law=law,
-        generator=generator,
-        batch_size=len(condition.prompt.ids),
-        callback=callback,
-    )
+    given, pad = input_ids.repeat_interleave(count, 0), config.pad_token_id
+    live = LiveStream(streamer, given)
+    with live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], pad)):
+        result = (model.sampler if sampler is None else sampler)(
+            stage,
+            condition,
+            law=law,
+            generator=generator,
+            batch_size=len(condition.prompt.ids),
+            callback=callback,
+        )
     model.last_trace = result.trace
-    pad = config.pad_token_id
-    given = input_ids.repeat_interleave(count, 0)
     texts = stage.texts(result.tokens, pad).to(given.device)
-    stream(streamer, given, texts)
+    live.end(texts)
     ids = torch.cat([given, texts], 1)
     if config.return_dict_in_generate:
         from transformers.generation.utils import GenerateDecoderOnlyOutput

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from visual_spec.models.core.calls import RASTER_TREE_ORDER
 from visual_spec.models.core.offload import loads_groups
-from visual_spec.models.core.transformers_cache import Prompt
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.models.next_token.emu3_constraint import NoLayoutError
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, plain, unwrapped
-from visual_spec.pipelines.accelerate.arguments import bound_arguments, read_request, stream
+from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
@@ -114,6 +114,7 @@ def generate_images(
     callback: Callable[[int, Tensor], None] | None = None,
     drafter: Any = None,
     streamer: Any = None,
+    stream_tokens: int | None = None,
     sampler: Any = None,
     **inputs: Any,
 ) -> Any:
@@ -127,8 +128,9 @@ def generate_images(
         generator: one `torch.Generator` for the batch, or a list of one a picture; None is PyTorch's default one.
         callback: called after every target call, as (index, committed tokens [B]).
         drafter: for samplers that need one: a smaller model of the same class; None is that of `accelerate`.
-        streamer: of transformers; gets the prompt and then the tokens, when all are drawn
-            (`visual_spec.pipelines.accelerate.arguments.stream`).
+        streamer: of transformers; gets the prompt and then the tokens, as they are committed
+            (`visual_spec.pipelines.accelerate.arguments.LiveStream`).
+        stream_tokens: how many tokens after the prompt the streamer gets at most; None: all.
         sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
         inputs: what else the processor makes (`image_sizes`, `image_grid_thw`, `images_per_sample`, `pixel_values`),
             `layout` for Lumina-mGPT, and settings of `generate`: do_sample, temperature, top_k, top_p,
@@ -167,18 +169,21 @@ def generate_images(
     if drafter is not None:
         helper = kind.plan(drafter, prompt, guided=law.guided, **given)
         helper = helper[0], helper[1].repeat(count)
+    start = input_ids.shape[1] if stage.returns_prompt else 0
+    live = LiveStream(streamer, input_ids.repeat_interleave(count, 0), stream_tokens)
     traces = []
     while True:
         more = {} if helper is None else {"drafter": helper[0], "drafter_condition": helper[1]}
-        result = (model.sampler if sampler is None else sampler)(
-            stage,
-            condition,
-            law=law,
-            generator=generator,
-            batch_size=len(condition.prompt.ids),
-            callback=callback,
-            **more,
-        )
+        with live.watching(functools.partial(_known, stage, condition, start)):
+            result = (model.sampler if sampler is None else sampler)(
+                stage,
+                condition,
+                law=law,
+                generator=generator,
+                batch_size=len(condition.prompt.ids),
+                callback=callback,
+                **more,
+            )
         traces.append(result.trace)
         following = stage.next_stage(condition, result.tokens)
         if following is None:
@@ -191,13 +196,18 @@ def generate_images(
         given.get("pixel_values") is not None
     ):  # `generate` returns the placeholders of pictures, not their tokens
         ids[:, : input_ids.shape[1]] = input_ids.to(ids.device).repeat_interleave(count, 0)
-    start = input_ids.shape[1] if stage.returns_prompt else 0
-    stream(streamer, input_ids.repeat_interleave(count, 0), ids[:, start:])
+    live.end(ids[:, start:])
     if config.return_dict_in_generate:
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         return GenerateDecoderOnlyOutput(sequences=ids)  # pyright: ignore[reportArgumentType]
     return ids
+
+
+def _known(stage: CachedDecoder, condition: ImagePrompt, start: int, tokens: Tensor, ready: int) -> Tensor:
+    """The ids from place `start` on that `generate_images` will return, as far as `ready` image tokens settle them."""
+    before = condition.prompt.ids.shape[1] if stage.returns_prompt else 0
+    return stage.output(condition, tokens)[:, start : before + stage.num_ids(ready)]
 
 
 def check_length(settings: Mapping[str, Any], *, given: int, new: int) -> None:
@@ -305,12 +315,11 @@ def _generate_constrained(model: Any, plain_generate: Any, kwargs: dict[str, Any
             stacklevel=3,
         )
         return plain_generate()
-    size = [(constraint.height, constraint.width)]
-    output = generate_images(model, ids, image_sizes=size, **settings)
+    size, new = [(constraint.height, constraint.width)], constraint.new_tokens
+    output = generate_images(model, ids, image_sizes=size, streamer=streamer, stream_tokens=new, **settings)
     whole = output if isinstance(output, Tensor) else output.sequences
-    drawn = whole[:, : ids.shape[1] + constraint.new_tokens]
+    drawn = whole[:, : ids.shape[1] + new]
     constraint.check(drawn.to(ids.device))
-    stream(streamer, drawn[:, : ids.shape[1]], drawn[:, ids.shape[1] :])
     if isinstance(output, Tensor):
         return drawn
     output.sequences = drawn

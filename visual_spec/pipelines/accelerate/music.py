@@ -26,7 +26,7 @@ from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, is_of, unwrapped
-from visual_spec.pipelines.accelerate.arguments import bound_arguments, read_request, stream
+from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
 
@@ -114,7 +114,7 @@ def generate_audio(
         callback: called after every target call, as (index, committed columns [B]).
         drafter: for `DraftedColumnSampler`: a `ColumnEagleDrafter` trained for this model, or a smaller MusicGen that
             reads the same text features. None is that of `accelerate`.
-        streamer: of transformers; gets the codes when all are played, in the order of `generate`: long [B * K, 1] or
+        streamer: of transformers; gets the codes as they are committed, in the order of `generate`: long [B * K, 1] or
             more steps that are known, then [B * K] a step, with the special id where a codebook waits.
         sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, max_new_tokens or max_length (in
@@ -154,6 +154,7 @@ def generate_audio(
     length = _num_steps(model, config, codes.shape[-1], request.asked)
     frames = length - _num_books(model)  # the empty step in front, and the lag of the last codebook behind
     count = config.num_return_sequences or 1
+    start = _delayed(model, codes.repeat_interleave(count, 0), length)[0]
     condition = MusicCondition(
         *(part.repeat_interleave(count, 0) for part in (text.features, text.mask, codes)),
         melody=None if input_features is None else input_features.repeat_interleave(count, 0),
@@ -165,22 +166,26 @@ def generate_audio(
         drafts["drafter"] = (
             drafter if eagle else MusicgenColumnModel(drafter, frames, prompt_frames=codes.shape[-1])
         )
-    result = (model.sampler if sampler is None else sampler)(
-        columns,
-        condition,
-        law=law,
-        generator=generator,
-        batch_size=len(condition.features),
-        callback=callback,
-        **drafts,
-    )
+    live = LiveStream(streamer, start)
+
+    def steps_of(tokens: Tensor, ready: int) -> Tensor:
+        steps = _delayed(model, columns.codes(tokens, condition), length)[1]
+        return steps[:, start.shape[1] : 1 + columns.first_step + ready]
+
+    with live.watching(steps_of):
+        result = (model.sampler if sampler is None else sampler)(
+            columns,
+            condition,
+            law=law,
+            generator=generator,
+            batch_size=len(condition.features),
+            callback=callback,
+            **drafts,
+        )
     model.last_trace = result.trace
     model.last_codes = columns.codes(result.tokens, condition)
     waves = decode_codes(model.audio_encoder, model.last_codes, columns.num_channels)
-    if streamer is not None:
-        start = _delayed(model, codes, length)[0]
-        steps = _delayed(model, model.last_codes, length)[1]
-        stream(streamer, start, steps[:, start.shape[1] :])
+    live.end(steps_of(result.tokens, columns.grid.width))
     if config.return_dict_in_generate:
         from transformers.generation.utils import GenerateEncoderDecoderOutput
 
