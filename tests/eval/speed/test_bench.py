@@ -13,7 +13,7 @@ import torch
 from tests.helpers.bench import benched
 from tests.helpers.tabular import TabularModel
 from tests.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
-from visual_spec.data import shapes
+from visual_spec.data import motion, shapes
 from visual_spec.eval import draws, machine
 from visual_spec.eval.intervals import quantiles, ratio_with_error
 from visual_spec.eval.settings import parse_setting
@@ -469,6 +469,12 @@ def test_processor_time_and_prompts_left_out_are_told():
         "At batch 1, 5 rounds drew the first 5 of 8 prompts; --runs 8 draws all."
     )
     assert timing.coverage_note(8, [2], 5) == ""
+    clips = motion.sample_clips(40, 3)
+    pans = sum(clip.camera != "still" for clip in clips)
+    assert 0 < pans < 40
+    note = timing.camera_note([motion.caption(clip) for clip in clips])
+    assert f" {pans} of 40 clips ({pans / 40:.0%})" in note
+    assert timing.camera_note(["a red circle"]) == ""
 
     def decode(index, condition, first):
         until = time.process_time() + (0.02 if index else 0.06)

@@ -39,6 +39,7 @@ from visual_spec.eval.speed.timing import (
     Report,
     Rounds,
     add_floors,
+    camera_note,
     coverage_note,
     facts_of,
     mean_and_deviation,
@@ -114,7 +115,8 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
     if not sound:
         add_floors(rows, facts["copy_bandwidth"])
     note = coverage_note(len(prompts), args.batch_sizes, args.runs)
-    return document, "\n\n".join(filter(None, [bench_table(rows), note]))
+    drawn = prompts[: max(args.batch_sizes) * args.runs]
+    return document, "\n\n".join(filter(None, [bench_table(rows), note, camera_note(drawn)]))
 
 
 def prompts_of(pipe: Any, count: int) -> list[str]:

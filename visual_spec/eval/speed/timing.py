@@ -180,6 +180,17 @@ def coverage_note(prompts: int, batch_sizes: Sequence[int], runs: int) -> str:
     )
 
 
+def camera_note(prompts: Sequence[str]) -> str:
+    """Says in how many clips the camera pans, on which tokens a call depend; "" where no prompt names a camera."""
+    if not any(", camera " in prompt for prompt in prompts):
+        return ""
+    pans = sum(", camera pans " in prompt for prompt in prompts)
+    return (
+        f"The camera pans in {pans} of {len(prompts)} clips ({pans / len(prompts):.0%}); a call commits fewer "
+        "tokens of those."
+    )
+
+
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation, the latter 0 for a single value."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
