@@ -22,6 +22,7 @@ from tests.helpers.musicgen import IDS, MASK
 from tests.helpers.transformers_models import INPUTS
 from tests.models.next_token import tiny_transformers as tiny
 from tests.tiny_audio import tiny_musicgen
+from tests.tiny_depth import tiny_csm, tiny_moshi
 from tests.tiny_speech import IDS as SPEECH
 from tests.tiny_speech import tiny_vibevoice
 from tests.tiny_wan import prompts
@@ -144,6 +145,12 @@ def vibevoice() -> dict[str, Any]:
     return {"VibeVoiceForConditionalGeneration": tiny_vibevoice(), "AutoProcessor": processor}
 
 
+def csm() -> dict[str, Any]:
+    ids = torch.tensor([[1, 5, 9, 2]])
+    processor = Loaded(dict(input_ids=ids, attention_mask=torch.ones_like(ids)))
+    return {"CsmForConditionalGeneration": tiny_csm(), "AutoProcessor": processor}
+
+
 HELD: dict[tuple[str, str], Any] = {
     ("index.md", "You hold a Janus"): janus,
     ("index.md", "You hold a MusicGen"): musicgen,
@@ -155,6 +162,8 @@ HELD: dict[tuple[str, str], Any] = {
     ("MODELS.md", "GLM-Image"): lambda: {"GlmImagePipeline": GlmPipeline()},
     ("MODELS.md", "MusicGen, MusicGen Melody"): musicgen,
     ("MODELS.md", "Speech"): vibevoice,
+    ("MODELS.md", "CSM, Qwen3-Omni"): csm,
+    ("MODELS.md", "Moshi"): lambda: {"MoshiForConditionalGeneration": tiny_moshi()},
     ("MODELS.md", "Wan"): wan,
 }
 # Sizes that tiny models have, and features in place of a text encoder.

@@ -1,0 +1,133 @@
+"""Accelerated depth decoders against the models' own `generate`: CSM, Moshi, Qwen3-Omni's talker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import Tensor
+
+import visual_spec
+from tests.tiny_depth import tiny_csm, tiny_moshi, tiny_talker
+
+IDS = torch.tensor([[1, 5, 9, 2], [2, 7, 6, 11], [2, 8, 8, 3]])
+MAKE = dict(csm=tiny_csm, moshi=tiny_moshi, talker=tiny_talker)
+FRAMES = 5
+LAWS: dict[str, dict[str, Any]] = dict(
+    greedy=dict(do_sample=False),
+    sampled=dict(do_sample=True),
+    filtered=dict(do_sample=True, top_k=5, temperature=0.7),
+    nucleus=dict(do_sample=True, top_p=0.8, repetition_penalty=1.3),
+)
+
+
+def inputs(name: str, rows: int) -> dict[str, Any]:
+    ids = IDS[:rows]
+    if name == "csm":
+        return dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=FRAMES)
+    generator = torch.Generator().manual_seed(3)
+    if name == "moshi":
+        codes = torch.randint(0, 20, (2, rows, 4, 4), generator=generator)
+        asked = dict(max_new_tokens=FRAMES, return_audio_waveforms=False, return_audio_codes=True)
+        return dict(input_ids=ids, moshi_audio_codes=codes[0], user_audio_codes=codes[1], **asked)
+    return dict(
+        inputs_embeds=torch.randn(rows, 5, 32, generator=generator),
+        trailing_text_hidden=torch.randn(rows, 3, 32, generator=generator),
+        tts_pad_embed=torch.randn(1, 1, 32, generator=generator),
+        talker_input_ids=torch.ones(rows, 5, dtype=torch.long),
+        max_new_tokens=FRAMES,
+        output_hidden_states=True,
+        return_dict_in_generate=True,
+        eos_token_id=23,
+        pad_token_id=22,
+    )
+
+
+def drawn(model: Any, name: str, law: str, rows: int = 2, seed: int = 0) -> list[Tensor]:
+    """All codes of a `generate`, those of the depth decoder included."""
+    settings = dict(LAWS[law])
+    if name == "talker":
+        settings = {}  # fixed in its class
+    else:
+        settings = {f"depth_decoder_{key}": value for key, value in settings.items()}
+    torch.manual_seed(seed)
+    result = model.generate(**inputs(name, rows), do_sample=LAWS[law]["do_sample"], **settings)
+    if name == "csm":
+        return [result]
+    if name == "moshi":
+        return [result.sequences, result.audio_codes]
+    return [result.sequences, *(states[-1] for states in result.hidden_states[1:])]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("rows", (1, 3))
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", MAKE)
+def test_the_codes_are_those_of_the_models_own_generate(name: str, law: str, rows: int) -> None:
+    model = MAKE[name]()
+    expected = drawn(model, name, law, rows)
+    assert visual_spec.accelerate(model) is model
+    assert same(drawn(model, name, law, rows), expected)
+    trace = model.last_trace
+    assert trace.plain == 0
+    assert trace.frames >= FRAMES - 1
+    if law == "sampled" and name != "talker":
+        assert not same(drawn(model, name, law, rows, seed=1), expected)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_every_attention_of_a_call_sees_what_came_before(name: str) -> None:
+    model = MAKE[name]()
+    expected = drawn(model, name, "greedy")
+    model.set_attn_implementation("eager")
+    visual_spec.accelerate(model)
+    assert same([drawn(model, name, "greedy")[0]], [expected[0]])
+    assert model.last_trace.plain == 0
+
+
+def test_batches_of_other_sizes_and_other_laws_follow_one_another() -> None:
+    model, again = tiny_csm(), tiny_csm()
+    visual_spec.accelerate(again)
+    for law, rows in (("greedy", 2), ("sampled", 1), ("filtered", 3), ("greedy", 2), ("nucleus", 1)):
+        assert same(drawn(again, "csm", law, rows), drawn(model, "csm", law, rows)), (law, rows)
+
+
+def test_what_a_frame_does_not_know_goes_the_models_own_way() -> None:
+    model = tiny_csm()
+    expected = drawn(model, "csm", "sampled")
+    visual_spec.accelerate(model)
+    add_hook_to_module(model.depth_decoder, ModelHook())  # as one that moves weights
+    assert same(drawn(model, "csm", "sampled"), expected)
+    assert (model.last_trace.frames, model.last_trace.plain) == (0, FRAMES)
+    scored = tiny_csm()
+    visual_spec.accelerate(scored)
+    settings = dict(depth_decoder_do_sample=True, depth_decoder_eos_token_id=3)
+    scored.generate(**inputs("csm", 2), do_sample=True, **settings)
+    assert (scored.last_trace.frames, scored.last_trace.plain) == (0, FRAMES)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_restore_gives_back_what_was_there(name: str) -> None:
+    model = MAKE[name]()
+    expected = drawn(model, name, "greedy")
+    plain = [set(vars(part)) for part in model.modules()]
+    visual_spec.accelerate(visual_spec.accelerate(model))
+    assert "static" in visual_spec.summary(model)
+    drawn(model, name, "greedy")
+    assert f"{model.last_trace.frames} frames of" in visual_spec.summary(model)
+    visual_spec.restore(model)
+    assert [set(vars(part)) for part in model.modules()] == plain
+    assert same(drawn(model, name, "greedy"), expected)
+    assert "not accelerated" in visual_spec.summary(model)
+
+
+def test_a_sampler_is_refused_and_changes_nothing() -> None:
+    model = tiny_csm()
+    with pytest.raises(TypeError, match="SpeculativeJacobiSampler"):
+        visual_spec.accelerate(model, "speculative-jacobi")
+    assert "not accelerated" in visual_spec.summary(model)

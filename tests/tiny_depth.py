@@ -1,0 +1,112 @@
+"""CSM, Moshi and the talker of Qwen3-Omni of transformers, real classes but tiny and random. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    CsmConfig,
+    CsmForConditionalGeneration,
+    MoshiConfig,
+    MoshiForConditionalGeneration,
+)
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeTalkerForConditionalGeneration,
+)
+
+from tests.models.next_token.tiny_transformers import _ready
+
+transformers.logging.set_verbosity_error()
+
+MIMI: dict[str, Any] = dict(
+    model_type="mimi",
+    hidden_size=16,
+    num_filters=2,
+    upsampling_ratios=[2, 2],
+    codebook_size=32,
+    codebook_dim=8,
+    vector_quantization_hidden_dimension=8,
+    num_quantizers=4,
+    upsample_groups=16,
+    num_hidden_layers=1,
+    intermediate_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
+def tiny_csm(dtype: torch.dtype = torch.float64, codebooks: int = 4, width: int = 16, **changes: Any) -> Any:
+    """Ids 1 to 19 of codes, 0 the end; `width` is half the backbone's."""
+    sizes: dict[str, Any] = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = CsmConfig(
+        num_codebooks=codebooks,
+        vocab_size=20,
+        text_vocab_size=30,
+        hidden_size=2 * width,
+        intermediate_size=3 * width,
+        depth_decoder_config=dict(
+            num_codebooks=codebooks,
+            backbone_hidden_size=2 * width,
+            vocab_size=20,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            max_position_embeddings=codebooks + 1,
+            **sizes,
+        ),
+        codec_config=dict(MIMI, num_quantizers=max(4, codebooks)),
+        pad_token_id=1,
+        codebook_pad_token_id=19,
+        codebook_eos_token_id=0,
+        bos_token_id=2,
+        audio_token_id=3,
+        audio_eos_token_id=4,
+        **sizes,
+        **changes,
+    )
+    return _ready(CsmForConditionalGeneration(config), dtype)
+
+
+def tiny_moshi(dtype: torch.dtype = torch.float64, width: int = 16) -> Any:
+    sizes: dict[str, Any] = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+    config = MoshiConfig(
+        vocab_size=30,
+        hidden_size=2 * width,
+        ffn_dim=4 * width,
+        num_codebooks=4,
+        audio_encoder_config=MIMI,
+        depth_decoder_config=dict(hidden_size=width, ffn_dim=4 * width, max_position_embeddings=5, **sizes),
+        max_position_embeddings=64,
+        sliding_window=64,
+        pad_token_id=29,
+        **sizes,
+    )
+    return _ready(MoshiForConditionalGeneration(config), dtype)
+
+
+def tiny_talker(dtype: torch.dtype = torch.float32) -> Any:
+    sizes: dict[str, Any] = dict(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=32
+    )
+    config = Qwen3OmniMoeTalkerConfig(
+        num_code_groups=4,
+        thinker_hidden_size=24,
+        code_predictor_config=dict(vocab_size=20, intermediate_size=32, num_code_groups=4, **sizes),
+        text_config=dict(
+            vocab_size=24,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1]),
+            **sizes,
+        ),
+        codec_eos_token_id=23,
+        codec_pad_id=22,
+        codec_bos_id=21,
+        spatial_merge_size=2,
+    )
+    return _ready(Qwen3OmniMoeTalkerForConditionalGeneration(config), dtype)
