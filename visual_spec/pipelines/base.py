@@ -388,8 +388,6 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             return annotated_types(cls)
         return super()._get_signature_types()
 
-    # -- adapters ------------------------------------------------------------------------------------------------------
-
     def load_lora_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         pretrained_model_name_or_path_or_dict: str | os.PathLike | Mapping[str, torch.Tensor],
@@ -411,7 +409,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             ImportError, OSError: PEFT is not installed, or there is no such file.
             ValueError: the transformer takes no adapters, or not this one; names the layers.
         """
-        from visual_spec.pipelines.adapters import load_adapter
+        from visual_spec.pipelines.lora import load_adapter
 
         load_adapter(self.transformer, pretrained_model_name_or_path_or_dict, adapter_name, weight_name)
 

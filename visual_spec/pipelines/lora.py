@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 
-Adapter = str | os.PathLike | Mapping[str, Tensor]
+LoraSource = str | os.PathLike | Mapping[str, Tensor]
 
 # Files that diffusers and PEFT write, and how PEFT and diffusers begin the keys.
 _FILES = (LORA_WEIGHT_NAME_SAFE, "adapter_model.safetensors")
@@ -33,7 +33,7 @@ _SETTINGS = (
 
 
 def load_adapter(
-    model: nn.Module, source: Adapter, adapter_name: str | None, weight_name: str | None
+    model: nn.Module, source: LoraSource, adapter_name: str | None, weight_name: str | None
 ) -> None:
     """Add an adapter to a transformer, and make it the active one; see `VisualPipeline.load_lora_weights`."""
     if not is_peft_available():
@@ -49,7 +49,7 @@ def load_adapter(
     model.load_lora_adapter(weights, prefix=None, adapter_name=adapter_name, metadata=settings)  # pyright: ignore[reportArgumentType]
 
 
-def read_adapter(source: Adapter, weight_name: str | None = None) -> tuple[dict[str, Tensor], Any]:
+def read_adapter(source: LoraSource, weight_name: str | None = None) -> tuple[dict[str, Tensor], Any]:
     """The tensors of an adapter, named by the layers of the model, and its settings, or None where it has none.
 
     Raises:
