@@ -14,6 +14,8 @@ import diffusers
 import pytest
 import torch
 import transformers
+from diffusers.modular_pipelines.minimax_music3.modular_pipeline import MiniMaxMusic3ModularPipeline
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from transformers import BatchEncoding
 
 import visual_spec
@@ -22,7 +24,7 @@ from tests.helpers.musicgen import IDS, MASK
 from tests.helpers.transformers_models import INPUTS
 from tests.models.next_token import tiny_transformers as tiny
 from tests.tiny_audio import tiny_musicgen
-from tests.tiny_depth import tiny_csm, tiny_moshi
+from tests.tiny_depth import tiny_csm, tiny_minimax_music, tiny_moshi
 from tests.tiny_speech import IDS as SPEECH
 from tests.tiny_speech import tiny_vibevoice
 from tests.tiny_wan import prompts
@@ -151,6 +153,21 @@ def csm() -> dict[str, Any]:
     return {"CsmForConditionalGeneration": tiny_csm(), "AutoProcessor": processor}
 
 
+class MusicPipeline(MiniMaxMusic3ModularPipeline):
+    """The stage of codes of diffusers' pipeline, for a tokenized prompt."""
+
+    def load_components(self) -> None: ...
+
+    def __call__(self, prompt: str, lyrics: str, output: str) -> Any:
+        state = PipelineState()
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.tensor([[5, 9, 2, 7], [5, 3, 2, 7]])
+        for name, value in dict(text_ids=ids, audio_duration=0.2, generator=generator).items():
+            state.set(name, value)
+        self._blocks.sub_blocks["generate"](self, state)
+        return state.get("frame_hiddens")
+
+
 HELD: dict[tuple[str, str], Any] = {
     ("index.md", "You hold a Janus"): janus,
     ("index.md", "You hold a MusicGen"): musicgen,
@@ -164,6 +181,7 @@ HELD: dict[tuple[str, str], Any] = {
     ("MODELS.md", "Speech"): vibevoice,
     ("MODELS.md", "CSM, Qwen3-Omni"): csm,
     ("MODELS.md", "Moshi"): lambda: {"MoshiForConditionalGeneration": tiny_moshi()},
+    ("MODELS.md", "MiniMax-Music 3"): lambda: {"ModularPipeline": tiny_minimax_music(MusicPipeline)},
     ("MODELS.md", "Wan"): wan,
 }
 # Sizes that tiny models have, and features in place of a text encoder.

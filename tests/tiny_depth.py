@@ -1,4 +1,4 @@
-"""CSM, Moshi and the talker of Qwen3-Omni of transformers, real classes but tiny and random. Nothing is downloaded."""
+"""CSM, Moshi, Qwen3-Omni's talker and MiniMax-Music 3: real classes, tiny and random. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from typing import Any
 
 import torch
 import transformers
+from diffusers.models.transformers.minimax_music3_rvq_depth_decoder import MiniMaxMusic3RVQDepthDecoder
+from diffusers.modular_pipelines.minimax_music3.modular_blocks_minimax_music3 import (
+    MiniMaxMusic3SemanticGenerationStep,
+)
+from diffusers.modular_pipelines.minimax_music3.modular_pipeline import MiniMaxMusic3ModularPipeline
 from transformers import (
     CsmConfig,
     CsmForConditionalGeneration,
     MoshiConfig,
     MoshiForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
@@ -21,6 +28,7 @@ from tests.models.next_token.tiny_transformers import _ready
 
 transformers.logging.set_verbosity_error()
 
+MUSIC_WIDTH = 16
 MIMI: dict[str, Any] = dict(
     model_type="mimi",
     hidden_size=16,
@@ -107,6 +115,25 @@ def tiny_talker(dtype: torch.dtype = torch.float32) -> Any:
         codec_eos_token_id=23,
         codec_pad_id=22,
         codec_bos_id=21,
-        spatial_merge_size=2,
+        **dict(spatial_merge_size=2),  # no field of its own, but read
     )
     return _ready(Qwen3OmniMoeTalkerForConditionalGeneration(config), dtype)
+
+
+def tiny_minimax_music(kind: Any = MiniMaxMusic3ModularPipeline) -> Any:
+    """The stage that writes codes, with a vocabulary of the real size, since its ids are constants of diffusers."""
+    config = Qwen3Config(
+        vocab_size=168064,
+        hidden_size=MUSIC_WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+    sizes: dict[str, Any] = dict(num_layers=2, num_attention_heads=2, intermediate_size=24)
+    decoder = MiniMaxMusic3RVQDepthDecoder(hidden_size=MUSIC_WIDTH, audio_vocab_size=32, **sizes)
+    pipe = kind(MiniMaxMusic3SemanticGenerationStep())
+    pipe.update_components(language_model=_ready(Qwen3ForCausalLM(config)), rvq_depth_decoder=_ready(decoder))
+    return pipe

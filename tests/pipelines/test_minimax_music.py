@@ -1,0 +1,60 @@
+"""MiniMax-Music 3 of diffusers, tiny and random: its block of codes, accelerated and as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
+from torch import Tensor
+
+import visual_spec
+from tests.tiny_depth import MUSIC_WIDTH as WIDTH
+from tests.tiny_depth import tiny_minimax_music as pipeline
+
+FRAMES = 6
+
+
+def hiddens(pipe: Any, seed: int, seconds: float = FRAMES / 25) -> tuple[Tensor, Tensor]:
+    """What the block writes, and what its generator draws next."""
+    generator = torch.Generator().manual_seed(seed)
+    state = PipelineState()
+    ids = torch.tensor([[5, 9, 2, 7], [5, 3, 2, 7]])
+    for name, value in dict(text_ids=ids, audio_duration=seconds, generator=generator).items():
+        state.set(name, value)
+    pipe._blocks.sub_blocks["generate"](pipe, state)
+    return state.get("frame_hiddens"), torch.rand(4, generator=generator)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_frames_and_the_draws_after_them_are_those_of_diffusers(seed: int) -> None:
+    pipe = pipeline()
+    expected, after = hiddens(pipe, seed)
+    assert visual_spec.accelerate(pipe) is pipe
+    drawn, then = hiddens(pipe, seed)
+    assert expected.shape == (1, FRAMES, 8 * WIDTH)
+    torch.testing.assert_close(drawn, expected, rtol=1e-9, atol=1e-9)
+    assert torch.equal(then, after)
+    assert (pipe.last_trace.frames, pipe.last_trace.plain) == (FRAMES, 0)
+    assert not torch.allclose(hiddens(pipe, seed + 7)[0], expected)
+
+
+def test_modules_are_their_own_outside_of_the_block_and_after_restore() -> None:
+    pipe = pipeline()
+    parts = [*pipe.language_model.modules(), *pipe.rvq_depth_decoder.modules()]
+    before = [set(vars(part)) for part in parts]
+    block = pipe._blocks.sub_blocks["generate"]
+    visual_spec.accelerate(visual_spec.accelerate(pipe))
+    hiddens(pipe, 0)
+    assert [set(vars(part)) for part in parts] == before
+    assert pipe.language_model.lm_head(torch.randn(1, WIDTH, dtype=torch.float64)).isfinite().all()
+    assert "6 frames of 7 codes" in visual_spec.summary(pipe)
+    visual_spec.restore(pipe)
+    assert pipe._blocks.sub_blocks["generate"] is block
+    assert "not accelerated" in visual_spec.summary(pipe)
+
+
+def test_a_sampler_is_refused() -> None:
+    with pytest.raises(TypeError, match="SpeculativeJacobiSampler"):
+        visual_spec.accelerate(pipeline(), "speculative-jacobi")
