@@ -7,7 +7,7 @@ from visual_spec.samplers.masked.masked import MaskedSampler
 PROMPTS = ["a slow sad organ", "melody", "organ in minor", "a melody"]
 LAW = TokenLaw(guidance_scale=2.0, top_k=6)
 MASKED_LAW = TokenLaw(guidance_scale=2.0, temperature=1.7)
-MASKED = "masked:steps=4/2/2,clock=magnet,span=3,temperature=falling,guidance=falling"
+MASKED = "masked:steps=4/2/2,clock=magnet,temperature=falling,guidance=falling,span=3"
 
 
 def masked_pipeline():

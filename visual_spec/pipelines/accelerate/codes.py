@@ -256,11 +256,11 @@ def _lengths(asked: Mapping[str, Any], config: Any, given: int) -> tuple[int, in
     """
 
     def setting(new: str, whole: str, default: int) -> int:
-        for source in (asked.get, lambda name: getattr(config, name, None)):
-            if source(new) is not None:
-                return source(new)
-            if source(whole):  # 0 says nothing
-                return source(whole) - given
+        for source in (asked, vars(config)):
+            if source.get(new) is not None:
+                return source[new]
+            if source.get(whole):  # 0 says nothing
+                return source[whole] - given
         return default
 
     most = setting("max_new_tokens", "max_length", _USUAL_NEW)

@@ -166,11 +166,11 @@ class _Frames:
         states: Any = tuple((state,) for state in read) if with_states else None
         return GenerateDecoderOnlyOutput(sequences=sequences, hidden_states=states)  # pyright: ignore[reportArgumentType]
 
-    def _codes(self, key: str, choose: Any, ids: Tensor, hidden: Tensor) -> Tensor:
+    def _codes(self, key: str | None, choose: Any, ids: Tensor, hidden: Tensor) -> Tensor:
         def frame(ids: Tensor, hidden: Tensor) -> Tensor:
             return self.decoder.frame(ids, hidden, choose)
 
-        if not wants_graph(AUTO, self.model):
+        if key is None or not wants_graph(AUTO, self.model):
             return frame(ids, hidden)
         if key not in self._recorded:
             self._recorded[key] = RecordedFunction(self.model, frame)
@@ -228,4 +228,6 @@ class _Frames:
                 return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
             return scores.argmax(-1)
 
-        return key, choose, config.return_dict_in_generate, states
+        # A sampled frame draws from PyTorch's own generator; recording that has not been tried on a GPU.
+        recorded = None if sampled is GenerationMode.SAMPLE else key
+        return recorded, choose, config.return_dict_in_generate, states
