@@ -24,7 +24,7 @@ from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.registry import SAMPLERS
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
-MASKED = "masked:steps=4/2/2,clock=magnet,span=3,filtered_score=true"
+MASKED = "masked:steps=4/2/2,clock=magnet,filtered_score=true,span=3"
 
 
 def masked_pipeline() -> Any:

@@ -533,7 +533,7 @@ def _read_scales(
     held = None
     if "lvl_1L" in weights:
         levels = weights["lvl_1L"].flatten().tolist()
-        slots = [levels.count_parts(level) for level in range(count)]
+        slots = [levels.count(level) for level in range(count)]
         held = tuple(math.isqrt(number) for number in slots)
     else:
         fitting = [known for known in SCALES.values() if sum(side * side for side in known) == length]
