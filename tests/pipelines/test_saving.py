@@ -122,7 +122,7 @@ def test_the_card_of_an_embedded_model_has_what_was_measured_of_it():
     pipe = ImagePipeline.from_pretrained("shapes")
     front, text = front_and_text(card.model_card(pipe))
     assert front["license"] == "apache-2.0" and "## Measured" in text
-    results = json.loads((ROOT / "benchmarks" / "results" / "shapes-quality.json").read_text())
+    results = json.loads((ROOT / "benchmarks" / "results" / "shapes-8-bits-quality.json").read_text())
     rows = {row["name"]: row for row in results["rows"]}
     for line in text.split("## Measured")[1].splitlines():
         if line.startswith("| `"):
@@ -132,7 +132,7 @@ def test_the_card_of_an_embedded_model_has_what_was_measured_of_it():
             assert output == ("plain decoding" if row["kind"] == "plain" else promise)
             assert float(calls) == round(row["tokens_per_call"]["value"], 2)
             assert accuracy.split(" ")[0] == f"{100 * row['accuracy']['mean_attribute']['value']:.1f}"
-    assert all(row["kind"] == "control" for row in rows.values()) and len(rows) < len(results["rows"]) - 5
+    assert [row["kind"] for row in rows.values()] == ["control"] * 2
     # Not a figure of other weights.
     with torch.no_grad():
         next(pipe.transformer.parameters()).view(-1)[0] += 1
