@@ -25,6 +25,8 @@ UNIT = EIGHT.transpose(2, 0, 1) / 255
         EIGHT / 255,
         (EIGHT / 255).astype(np.float32),
         (EIGHT / 255).astype(">f4"),
+        EIGHT[::-1].copy()[::-1],
+        np.flip(np.flip(EIGHT, 1).copy(), 1),
         torch.from_numpy(EIGHT).permute(2, 0, 1),
         torch.from_numpy(UNIT),
         Image.fromarray(EIGHT),

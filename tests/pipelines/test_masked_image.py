@@ -115,6 +115,8 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
         (dict(strength=0.5), ValueError, "strength given without image"),
         (dict(image=image), ValueError, "image given without mask and strength"),
         (dict(image=image, strength=0.0), ValueError, "strength=0.0; pass the share"),
+        (dict(image=image, strength="1"), ValueError, "strength='1'; pass the share"),
+        (dict(image=image, mask=mask, callback_on_step_end=3), TypeError, "callback_on_step_end=3"),
         (dict(image=small, mask=mask), ValueError, "image of 4 x 4 pixels, but this model draws 8 x 8"),
         (dict(image=image, mask=mask.resize((4, 4))), ValueError, "mask of 4 x 4 pixels"),
         (dict(image=[image] * 3, mask=mask), ValueError, "3 pictures as image for 1 prompts or classes"),

@@ -40,6 +40,7 @@ VALUES: dict[str, list[Any]] = {
     "logits_processor": [[], LogitsProcessorList()],
     "stopping_criteria": [[], StoppingCriteriaList()],
     "synced_gpus": [False],
+    "use_cache": [False],
 }
 USUAL = GenerationConfig._get_default_generation_params()
 THEIRS = ("input_ids", "inputs", "do_sample", "max_new_tokens", "max_length", "image_sizes")
@@ -166,6 +167,34 @@ def test_arguments_may_stand_without_their_names():
             model.generate(**CALLS["janus"], spam=1)
     finally:
         visual_spec.restore(model)
+
+
+def test_a_cache_may_be_declined():
+    model = visual_spec.accelerate(MODELS["janus"])
+    try:
+        assert torch.equal(model.generate(**CALLS["janus"], use_cache=False), WANTED["janus"])
+    finally:
+        visual_spec.restore(model)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 0)])
+def test_prompts_of_another_shape_are_refused_by_it(shape):
+    model = visual_spec.accelerate(MODELS["janus"])
+    try:
+        with pytest.raises(
+            ValueError, match=rf"shape \({shape[0]}, ?{'' if len(shape) == 1 else shape[1]}\)"
+        ):
+            model.generate(torch.ones(shape, dtype=torch.long), generation_mode="image", do_sample=False)
+    finally:
+        visual_spec.restore(model)
+
+
+def test_a_class_of_samplers_is_no_sampler():
+    model = tiny.janus()
+    names = set(vars(model))
+    with pytest.raises(TypeError, match=r"the class TreeSampler; .* TreeSampler\(\)"):
+        visual_spec.accelerate(model, visual_spec.TreeSampler)
+    assert set(vars(model)) == names
 
 
 def test_the_models_own_settings_stand_under_a_config_that_is_passed():

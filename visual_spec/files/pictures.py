@@ -97,7 +97,8 @@ def unit_pixels(picture: Any, name: str, *, mask: bool = False) -> Tensor:
     if isinstance(picture, np.ndarray):
         if picture.dtype.kind not in "buif" or picture.dtype.itemsize > 8:
             raise ValueError(f"{name} is of {picture.dtype}; {_allowed(mask)}.")
-        picture = torch.tensor(picture.astype(picture.dtype.newbyteorder("="), copy=False))
+        native = picture.dtype.newbyteorder("=")
+        picture = torch.tensor(np.ascontiguousarray(picture, dtype=native))  # torch takes no flipped ones
         if picture.ndim == 3 and not mask:
             picture = picture.permute(2, 0, 1)
     if not isinstance(picture, Tensor):

@@ -535,6 +535,10 @@ def check_sampler(sampler: Any, calls: tuple[str, ...]) -> None:
     Raises:
         TypeError: names those that fit.
     """
+    if isinstance(sampler, type):
+        raise TypeError(
+            f"sampler is the class {sampler.__name__}; pass an object of it, {sampler.__name__}()."
+        )
     if _calls_of(sampler) <= set(calls) and callable(sampler) and hasattr(sampler, "lossless"):
         return
     does, advice = _FITTING.get(calls[0], ("fit this model", "those that fit: "))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,9 @@ def check_repainting(
             "image given without mask and strength; pass a mask, white where it is to be painted anew, or a strength "
             "for a variation of it."
         )
-    if strength is not None and not 0 < strength <= 1:
+    if strength is not None and not (isinstance(strength, Real) and 0 < strength <= 1):
         raise ValueError(
-            f"strength={strength}; pass the share of tokens to draw anew, above 0 and at most 1."
+            f"strength={strength!r}; pass the share of tokens to draw anew, above 0 and at most 1."
         )
     if "given" not in getattr(pipe.sampler, "takes", ()):
         raise ValueError(

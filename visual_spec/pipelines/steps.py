@@ -92,8 +92,13 @@ def asked_tensors(callback: Any, names: Sequence[str] | None, allowed: Sequence[
     """The tensors that a callback asks for: by name, or by itself if it is a `PipelineCallback` of diffusers.
 
     Raises:
+        TypeError: no callback, but something that cannot be called.
         ValueError: a name that is not allowed; names those that are.
     """
+    if callback is not None and not callable(callback):
+        raise TypeError(
+            f"callback_on_step_end={callback!r}; pass a function of (pipe, step, timestep, tensors)."
+        )
     if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
         names = callback.tensor_inputs
     if names is None:

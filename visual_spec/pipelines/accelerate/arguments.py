@@ -62,7 +62,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "top_h": (),
     "typical_p": (1.0,),
-    "use_cache": (True,),  # a cache of our own
+    "use_cache": (True, False),  # a cache of our own, and the same tokens without
     "use_mtp": (False,),
     "watermarking_config": (),
 }

@@ -336,7 +336,7 @@ def _most_new_tokens(settings: Mapping[str, Any], config: Any, given: int) -> in
 
 def _prompt(ids: Tensor, mask: Tensor | None, pad: int | None) -> Prompt:
     if mask is None:
-        if pad is not None and bool((ids[:, 0] == pad).any()):
+        if pad is not None and bool((ids[..., :1] == pad).any()):
             raise ValueError("input_ids start with padding; pass the processor's attention_mask too.")
         mask = torch.ones_like(ids)
     return Prompt(ids, mask.to(ids.device))
