@@ -26,11 +26,15 @@ _INFINITY = KeyLayout(
         "lvl_embed.weight": 2,
         "cfg_uncond": 2,
         "text_proj_for_sos.ca.mat_q": 3,
-        "block_chunks.0.module.0.ffn.fc1.weight": 2,
-        "block_chunks.0.module.0.sa.scale_mul_1H11": 4,
     },
     # Masks of the official training, which depend only on the schedule.
     dropped=("lvl_1L|attn_bias_for_masking|Infinity_(visible_kvlen|invisible_qlen)",),
+)
+# Once its layers are numbered from the first (`_numbered`).
+_LAYERS = KeyLayout(
+    _INFINITY.model,
+    _INFINITY.file,
+    needed={"blocks.0.ffn.fc1.weight": 2, "blocks.0.sa.scale_mul_1H11": 4},
 )
 _CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
 
@@ -61,7 +65,7 @@ def load_infinity_checkpoint(
     if isinstance(source, str | os.PathLike) and Path(source).is_dir():
         source = Checkpoint(Path(source), _read_shards(Path(source)))
     chunked, name = _INFINITY.read(source)
-    weights = _numbered(chunked, name)
+    weights = _LAYERS.translated(_numbered(chunked, name), name)
     config = _config(weights) | {"scales": scales, "rope_grid": rope_grid}
 
     def constants(model: InfinityTransformer) -> dict[str, Tensor]:
