@@ -250,7 +250,7 @@ REFUSED: dict[str, list[Any]] = {
     "expected_acceptance": [0.0, -1.0, 1.5, math.nan],
     "local_levels": [0.0, 1.5, math.nan],
     "least_guidance": [0.5, math.inf],
-    "score_temperature": [0.0, -1.0, math.inf],
+    "score_temperature": [0.0, -1.0, 2e6, math.inf],
     "guidance_start": [-1.0, 2e6, math.nan, "1", True],
 }  # fmt: skip
 # Others that some samplers take.

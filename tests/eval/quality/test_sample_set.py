@@ -91,7 +91,7 @@ def test_a_run_tells_what_it_finds_draws_and_leaves_out(tmp_path, monkeypatch):
     assert "about 0 s left" in told[-1]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "removed", "changed", "lines", "seconds"])
+@pytest.mark.parametrize("damage", ["truncated", "removed", "changed", "lines", "deep", "seconds"])
 def test_damage_is_noticed_and_drawn_again(whole, tmp_path, damage):
     sample(work_in(tmp_path))
     picture = tmp_path / "000004.png"
@@ -104,6 +104,8 @@ def test_damage_is_noticed_and_drawn_again(whole, tmp_path, damage):
         picture.write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
     elif damage == "lines":
         (tmp_path / "batches" / "000003.jsonl").write_text('{"index": 3')
+    elif damage == "deep":
+        (tmp_path / "batches" / "000003.jsonl").write_text("[" * 100_000)
     else:
         (tmp_path / "batches" / "000003.seconds").unlink()
     work, drawn = work_in(tmp_path), []

@@ -97,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
     ready_folder(args.out)
     prompts = None if args.prompts in CLASSES else read_prompts(args.prompts)  # before anything is loaded
     known = settings_of_model(args.model)
-    setting = parse_setting(args.sampler or known.plain, known.law_with(), args.seed)
+    setting = parse_setting(
+        known.plain if args.sampler is None else args.sampler, known.law_with(), args.seed
+    )
     found = _by_ray(args, known.facts, setting, prompts) if by_ray else _here(args)
     if found is None:
         print("this process is done; other processes have samples to draw", file=sys.stderr)
@@ -124,7 +126,9 @@ def sample_set(args: argparse.Namespace) -> SampleSet:
     from visual_spec.eval.settings import parse_setting
 
     known = settings_of_model(args.model)
-    setting = parse_setting(args.sampler or known.plain, known.law_with(), args.seed)
+    setting = parse_setting(
+        known.plain if args.sampler is None else args.sampler, known.law_with(), args.seed
+    )
     pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
     prompts = read_prompts(args.prompts, class_names(pipe))
     num = len(prompts) if args.num is None else args.num

@@ -40,7 +40,7 @@ from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.families import MEDIA
-from visual_spec.files.reading import inside, read_object, read_regular, refuse_link
+from visual_spec.files.reading import inside, parse, read_object, read_regular, read_text, refuse_link
 from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
@@ -121,11 +121,11 @@ class SampleSet:
 
     def _drawn_before(self) -> int:
         """How many samples the lines of batches in the folder go up to."""
-        lines = (path.read_text().splitlines() for path in (self.folder / BATCHES).glob("*.jsonl"))
         indices = []
-        for line in (line for batch in lines for line in batch[-1:]):
-            with suppress(ValueError, KeyError, TypeError):  # a damaged one is drawn again
-                indices.append(int(json.loads(line)["index"]))
+        for path in (self.folder / BATCHES).glob("*.jsonl"):
+            with suppress(ValueError, LookupError, TypeError):  # a damaged one is drawn again
+                line = read_text(path).splitlines()[-1]
+                indices.append(int(parse(line, path.name)["index"]))
         return max(indices, default=-1) + 1
 
     # -- one batch ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import SHARE, OneOf, Within
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import (
     CLOCKS,
     FIXED_ORDERS,
@@ -95,13 +95,11 @@ class Ranking:
     score: Annotated[str, OneOf(tuple(SCORES))] = "log_probability"
     choice_temperature: Annotated[float, Within(0)] = 0.0
     filtered_score: bool = False
-    score_temperature: Annotated[float | None, Within(above=0)] = None
+    score_temperature: Annotated[float | None, Within(above=0, most=LARGEST)] = None
     second_draw: bool = False
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        if self.score_temperature is not None:
-            TokenLaw(temperature=self.score_temperature)  # refuses what no law can have
         if self.choice_temperature and self.score in FIXED_ORDERS:
             raise ValueError(
                 f"choice_temperature={self.choice_temperature} with score={self.score!r}, an order that no noise "
