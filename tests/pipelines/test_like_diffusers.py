@@ -41,6 +41,22 @@ def test_a_call_tells_its_guidance_and_its_length(kind):
     assert pipe.guidance_scale == ([default] * pipe.num_timesteps if seen[0][0] != 1.5 else default)
 
 
+@pytest.mark.parametrize("name", ["masked captions", "masked classes", "masked music"])
+def test_a_callback_of_a_masked_model_sees_every_timestep(name):
+    """As diffusers' own tests: guidance that grows by 1 at each step has grown by `num_timesteps` at the end."""
+    kind = KINDS[name]
+    pipe, last = kind.make(), []
+
+    def grow(pipe, step, timestep, tensors):
+        pipe._guidance_scale += 1.0
+        last.append(step == pipe.num_timesteps - 1)
+        return tensors
+
+    kind.ask(pipe, guidance_scale=2.0, callback_on_step_end=grow)
+    assert pipe.guidance_scale == 2.0 + pipe.num_timesteps
+    assert last == [False] * (len(last) - 1) + [True]
+
+
 @pytest.mark.parametrize("name", ["classes", "scales"])
 def test_labels_go_by_their_names_in_diffusers(name):
     kind = KINDS[name]

@@ -106,7 +106,7 @@ def test_speech_is_both_stages_and_the_codec(pipe):
         PHONE_IDS, BEFORE, **prompt, audio_length_in_s=[20 / 4000, 13 / 4000], guidance_scale=2.0,
         generator=seeded(1, 2), callback_on_step_end=listen,
     )  # fmt: skip
-    assert [step for step, _ in heard] == list(range(3 + 3 + 2 + 1))
+    assert [step for step, _ in heard] == list(range(3 + 3 + 2 + 1)) and pipe.num_timesteps == 3 + 3 + 2 + 1
     assert output.lengths == [19, 12] and output.codes.shape == (2, BOOKS, 19)
     for row, length in enumerate([20, 13]):
         phones = torch.tensor(BEFORE + PHONE_IDS[row])

@@ -23,7 +23,7 @@ from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_
 from visual_spec.pipelines.inputs import Asked, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.steps import StepCallback, planned_steps
 from visual_spec.pipelines.texts import Texts, tokenized
 
 AudioListener = Callable[[Any, int, Tensor], Any]
@@ -362,8 +362,14 @@ class AudioPipeline(AudioParts):
         condition, law = self._condition(args, asked), asked.law
         given = self._given_codes(asked.known, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
-        self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
-        stream = self._stream(output_type, stretch_in_s, callback_on_audio)
+        frames = given.shape[-1] + sum(new for _, new in windows)
+        self._num_timesteps = frames
+        if self._fills_in:
+            models = [self._window_model(kept + new, kept) for kept, new in windows]
+            self._num_timesteps = sum(
+                planned_steps(self.sampler, model, {}, model.grid.width) for model in models
+            )
+        stream = self._stream(frames, output_type, stretch_in_s, callback_on_audio)
         heard = self._listener(args, asked)
         self._guidance_scale = law.guidance_scale
         drafter = self.drafter if getattr(self.sampler, "needs_drafter", False) else None
@@ -391,7 +397,7 @@ class AudioPipeline(AudioParts):
         return AudioPipelineOutput(audios=audios, sampling_rate=self.sampling_rate, codes=codes, trace=trace)
 
     def _stream(
-        self, output_type: str, stretch_in_s: float, listener: AudioListener | None
+        self, frames: int, output_type: str, stretch_in_s: float, listener: AudioListener | None
     ) -> WaveStream | None:
         """What makes waves of the columns of this call; None where nobody hears them."""
         if output_type == "latent" and listener is None:
@@ -399,7 +405,7 @@ class AudioPipeline(AudioParts):
         return WaveStream(
             self._codec,
             self.channels,
-            self._num_timesteps,
+            frames,
             max(1, round(stretch_in_s * self.frame_rate)),
             None if listener is None else lambda *heard: listener(self, *heard),
         )

@@ -250,7 +250,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 
     @property
     def num_timesteps(self) -> int:
-        """Tokens, columns or scales of a sample, in the call that runs, or ran last; 0 before the first one."""
+        """Tokens, columns or scales of a sample, or steps of a masked model; of the call that runs, or ran last."""
         return self._num_timesteps
 
     @property

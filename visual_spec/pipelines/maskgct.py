@@ -42,7 +42,13 @@ from visual_spec.pipelines.base import VisualPipeline, check_sampler
 from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.pipelines.steps import DecodeProgress, StepCallback, StepListener, asked_tensors
+from visual_spec.pipelines.steps import (
+    DecodeProgress,
+    StepCallback,
+    StepListener,
+    asked_tensors,
+    planned_steps,
+)
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import DecodeTrace
@@ -432,7 +438,14 @@ class MaskgctPipeline(VisualPipeline):
         self._check_fit(self.sampler, decoder, law, len(phones))
         self._check_fit(self.acoustic_sampler, self._acoustic_decoder(1), acoustic_law, len(phones))
 
-        self._guidance_scale, self._num_timesteps = chosen["guidance_scale"], max(lengths)
+        self._guidance_scale = chosen["guidance_scale"]
+        self._num_timesteps = sum(
+            planned_steps(sampler, model, {}, max(lengths))
+            for sampler, model in (
+                (self.sampler, decoder),
+                (self.acoustic_sampler, self._acoustic_decoder(max(lengths))),
+            )
+        )
         listener = StepListener(self, callback_on_step_end, names)
         said = [torch.cat(pair) for pair in zip(prompt_phones, phones, strict=True)]
         condition = SemanticCondition(said, told, lengths, **guidance)

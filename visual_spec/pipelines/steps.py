@@ -11,7 +11,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
 from visual_spec.models.core.settings import whole
-from visual_spec.samplers.core.base import STOP
+from visual_spec.samplers.core.base import STOP, Sampler
 
 StepCallback = Callable[[Any, int, int, dict[str, Any]], Any]
 
@@ -107,6 +107,17 @@ def asked_tensors(callback: Any, names: Sequence[str] | None, allowed: Sequence[
     if unknown:
         raise ValueError(f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {list(allowed)}.")
     return names
+
+
+def planned_steps(sampler: Any, model: Any, parts: dict[str, Any], otherwise: int) -> int:
+    """How often the callback of a decode is called, where the settings of the sampler say it, as of a masked model.
+
+    Args:
+        parts: what the sampler takes beside the model.
+        otherwise: what is returned of the others: their tokens or columns.
+    """
+    planned = sampler.planned_calls(model, parts) if isinstance(sampler, Sampler) else None
+    return otherwise if planned is None else planned
 
 
 class Streams:

@@ -13,7 +13,7 @@ from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.inputs import Asked
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.shown import ShownPictures
-from visual_spec.pipelines.steps import DecodeProgress
+from visual_spec.pipelines.steps import DecodeProgress, planned_steps
 
 
 class TokenImagePipeline(VisualPipeline):
@@ -165,7 +165,8 @@ class TokenImagePipeline(VisualPipeline):
         def listen(step: int, lengths: torch.Tensor) -> Any:
             return heard(step, lambda: int(lengths.min()), lengths=lengths)
 
-        num_tokens = self._num_timesteps = model.grid.num_tokens
+        num_tokens = model.grid.num_tokens
+        self._num_timesteps = planned_steps(self.sampler, model, parts, num_tokens)
         known = int((parts["given"] != model.mask_id).sum()) if "given" in parts else 0
         self._guidance_scale = law.guidance_scale
         used = model, *self._used(parts)

@@ -347,6 +347,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Return the number of steps if it is known beforehand; None: step until every sample is complete."""
         return None
 
+    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int | None:
+        """Return how often the callback of a decode is called, where that is a setting; None: it is not."""
+        return None
+
     def progress(self, run: Run, state: Any) -> Tensor:
         """Return how many slots each sample has, long [B]. A sample is complete at `run.num_tokens`."""
         return state.lengths

@@ -129,9 +129,12 @@ class MaskedSampler(Sampler):
         return model.grid.num_tokens * model.grid.codebooks
 
     def num_calls(self, run: Run) -> int | None:
+        return self.planned_calls(run.model, run.parts)
+
+    def planned_calls(self, model: MaskedModel, parts: dict[str, Any]) -> int | None:
         if self.config.entropy_bound is not None:
             return None
-        return sum(self._steps(run.model, run.parts.get("given")))
+        return sum(self._steps(model, parts.get("given")))
 
     def prepare(self, run: Run) -> MaskedRunState:
         """Hide all tokens that are not given."""
