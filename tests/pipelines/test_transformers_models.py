@@ -328,7 +328,6 @@ def test_other_objects_and_samplers_are_refused():
         ("janus", dict(max_length=22), ValueError, "max_length=22, .* has 16 tokens behind a prompt of 7"),
         ("janus", dict(min_new_tokens=17), ValueError, "min_new_tokens=17, but the picture has 16"),
         ("janus", dict(min_length=24), ValueError, "min_length=24, but the picture has 16"),
-        ("janus", dict(use_cache=False), ValueError, "use_cache=False is not supported"),
         (
             "emu3",
             dict(cache_implementation="quantized"),

@@ -155,7 +155,6 @@ def test_what_does_not_fit_is_refused(model):
     for arguments, error, message in [
         (dict(inputs, max_new_tokens=least - 1), ValueError, r"pass at least \d+ \(max_new_tokens="),
         (dict(inputs, num_beams=2), ValueError, "num_beams=2 is not supported"),
-        (dict(inputs, use_cache=False), ValueError, "use_cache=False is not supported"),
         (
             dict(inputs, cache_implementation="quantized"),
             ValueError,

@@ -427,8 +427,6 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         """Take them off again."""
         super().unfuse_lora(components=list(components), **kwargs)
 
-    # -- calls ---------------------------------------------------------------------------------------------------------
-
     def check_inputs(self, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be drawn or played, before any computation. Arguments as in `__call__`.
 
@@ -485,9 +483,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             )
 
     def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode this model, or one that lacks its drafter.
-
-        The sampler itself looks at the model as well, so that what it refuses is refused where it is set.
+        """Refuse a sampler that does not decode this model, or one that lacks its drafter; the sampler looks, too.
 
         Raises:
             TypeError: `pipe.sampler` is of another kind; names those that fit.

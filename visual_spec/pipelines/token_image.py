@@ -138,11 +138,11 @@ class TokenImagePipeline(VisualPipeline):
         asked = self._asked(args)
         self._check_call(args, asked, "transformer", self._tokenizer_part, "sampler")
         asked.model = self._sized(args)
-        picture = [args.get(name) for name in ("image", "mask", "strength")]
-        if any(part is not None for part in picture):
+        image, mask, strength = (args.get(name) for name in ("image", "mask", "strength"))
+        if any(part is not None for part in (image, mask, strength)):
             from visual_spec.pipelines.repaint import check_repainting  # most calls draw whole pictures
 
-            check_repainting(self, *picture, asked.count)
+            check_repainting(self, image, mask, strength, asked.count)
         return asked
 
     def _run(self, args: Mapping[str, Any]) -> Any:
