@@ -74,6 +74,16 @@ def as_saved(text: str, config: Mapping[str, Any]) -> str:
     return saved_sampler(name, {setting: config[setting]} if setting else {})
 
 
+def read_sampler(text: str) -> Any:
+    """The sampler of a text: `name` or `name:setting=value,...`.
+
+    Raises:
+        ValueError: as `parse_sampler` and `make_sampler`.
+    """
+    name, settings = parse_sampler(text)
+    return make_sampler(name, **settings)
+
+
 def make_sampler(name: str, **settings: Any) -> Any:
     """The sampler of a name, as the command line calls it.
 

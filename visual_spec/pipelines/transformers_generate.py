@@ -28,7 +28,7 @@ from visual_spec.pipelines.accelerate.codes import CodeAdapter, generate_codes
 from visual_spec.pipelines.accelerate.images import ImageAdapter, generate_images
 from visual_spec.pipelines.accelerate.music import MusicAdapter, generate_audio
 from visual_spec.pipelines.base import check_sampler
-from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
+from visual_spec.pipelines.sampler_text import make_sampler, read_sampler
 
 # What transformers prepares for its own loops and ours do not read: they have a cache, positions and a length of their
 # own.
@@ -206,8 +206,7 @@ def _sampler(window: int | str | None, sampler: Any, usual: str, windowed: str) 
     if window is not None and sampler is not None:
         raise ValueError(f"window={window!r} and sampler={sampler!r} given; pass one of them.")
     if isinstance(sampler, str):
-        name, settings = parse_sampler(sampler)
-        return make_sampler(name, **settings)
+        return read_sampler(sampler)
     if sampler is not None:
         return sampler
     return make_sampler(usual) if window is None else make_sampler(windowed, window=window)

@@ -19,7 +19,7 @@ from torch import Tensor
 Choice = Callable[[Tensor, Tensor], Tensor]
 
 
-class FrameCache:
+class DepthCache:
     """Keys and values of one frame, in buffers that later frames write again. Layers call its `update`.
 
     Args:
@@ -65,7 +65,7 @@ class DepthDecoder:
 
     def __init__(self, model: Any, layers: Any, norm: Any, steps: int) -> None:
         self.model, self.layers, self.norm, self.steps = model, layers, norm, steps
-        self.cache = FrameCache(self.prefix + steps - 1)
+        self.cache = DepthCache(self.prefix + steps - 1)
 
     def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """What the first call reads, [B, prefix, C], of the ids [B, n] and the hidden states before a frame."""

@@ -12,7 +12,7 @@ from typing import Any
 from visual_spec.models.core.calls import CHUNKS
 from visual_spec.pipelines.accelerate.adapter import Adapter
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler  # noqa: F401
+from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler
 from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
 
 _PLAIN = "_visual_spec_plain_sampler"
@@ -162,11 +162,6 @@ def _adapter(thing: Any) -> Adapter | None:
     if isinstance(thing, VisualPipeline):
         return None
     return next((adapter for adapter in adapters() if adapter.claims(thing)), None)
-
-
-def read_sampler(text: str) -> Any:
-    name, settings = parse_sampler(text)
-    return make_sampler(name, **settings)
 
 
 def _is_plain(pipe: VisualPipeline) -> bool:

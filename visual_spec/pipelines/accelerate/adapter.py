@@ -39,10 +39,9 @@ class Adapter(ABC):
 
     def read_text(self, text: str) -> Any:
         """The sampler of a text: `name` or `name:setting=value,...`."""
-        from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
+        from visual_spec.pipelines.sampler_text import read_sampler
 
-        name, settings = parse_sampler(text)
-        return make_sampler(name, **settings)
+        return read_sampler(text)
 
     def restore(self, thing: Any) -> Any:
         """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""

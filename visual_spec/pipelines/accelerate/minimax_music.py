@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.models.columns.depth import FrameCache
+from visual_spec.models.columns.depth import DepthCache
 from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_accelerated, is_of, take_off, unwrapped
 from visual_spec.pipelines.accelerate.depth import DepthTrace
 from visual_spec.samplers.core.trace import Stopwatch
@@ -150,7 +150,7 @@ class _Cached:
 
     def __init__(self, decoder: Any) -> None:
         self.decoder = decoder
-        self.cache = FrameCache(decoder.config.num_codebooks)
+        self.cache = DepthCache(decoder.config.num_codebooks)
         self.length = 0
 
     def __call__(self, inputs_embeds: Tensor) -> Tensor:
