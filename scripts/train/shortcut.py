@@ -202,7 +202,7 @@ def main() -> None:
     rng = np.random.default_rng(settings.seed + 1)
     texts = (caption(sample_scene(rng)) for _ in range(2 * settings.pictures + 64))
     prompts = [text for text in texts if not is_held_out(text)][: settings.pictures]
-    readers = (pipe.transformer, pipe.encode_prompt, prompts, held_out_prompts(16), sampler)
+    readers = (pipe.transformer, pipe.make_condition, prompts, held_out_prompts(16), sampler)
     found = train_shortcut(shortcut, *readers, settings, options.out)
     print(f"{found['parameters'] / 1e6:.2f} M parameters, error left {found['held_out_relative_error']}")
 

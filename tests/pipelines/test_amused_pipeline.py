@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_the_folder_of_diffusers_draws_its_ids_for_equal_noise(folder, monkeypat
     found = pipe(PROMPTS, generator=seeded(1, 2))
     hidden = torch.full((2, SIDE * SIDE), MASK)
     wanted = diffusers_ids(
-        monkeypatch, pipe.transformer, pipe.encode_prompt(PROMPTS), draw_keys(seeded(1, 2), 2), hidden, 2
+        monkeypatch, pipe.transformer, pipe.make_condition(PROMPTS), draw_keys(seeded(1, 2), 2), hidden, 2
     )  # two pixels a token
     assert torch.equal(found.tokens, wanted) and len(wanted.unique()) > 5
     # Its pictures: diffusers' decoder, clipped, of the same ids.
@@ -122,14 +123,25 @@ def test_the_folder_of_diffusers_draws_its_ids_for_equal_noise(folder, monkeypat
 
 def test_prompts_are_those_of_clip(folder):
     pipe = load(folder)
-    told = pipe.encode_prompt(PROMPTS, negative_prompt="a blue", num_images_per_prompt=2)
+    told = pipe.make_condition(PROMPTS, negative_prompt="a blue", num_images_per_prompt=2)
     assert told.pooled.shape == (4, 8) and told.states.shape == (4, 7, 8)
     ids = pipe.tokenizer(PROMPTS[1], padding="max_length", max_length=7, truncation=True, return_tensors="pt")
     with torch.no_grad():
         own = pipe.text_encoder(ids.input_ids, output_hidden_states=True)
     assert torch.allclose(told.pooled[2:], own.text_embeds.expand(2, -1), atol=1e-6)
     assert torch.allclose(told.states[3], own.hidden_states[-2][0], atol=1e-6)
-    other = pipe.encode_prompt(PROMPTS[0])
+    drawn = pipe(PROMPTS, negative_prompt="a blue", generator=seeded(1, 2)).tokens
+    names = inspect.signature(pipe.make_condition).parameters
+    taken = [name for name in names if name.endswith(("embeds", "states"))]
+    features = pipe.encode_prompt(PROMPTS, negative_prompt="a blue")
+    alone = AmusedImagePipeline(**{**pipe.components, "text_encoder": None, "tokenizer": None})
+    again = alone(**dict(zip(taken, features, strict=True)), generator=seeded(1, 2))
+    assert torch.equal(again.tokens, drawn)
+    with pytest.raises(ValueError, match="without its text_encoder and tokenizer"):
+        alone(PROMPTS)
+    with pytest.raises(ValueError, match="given beside prompt_embeds"):
+        pipe(PROMPTS, prompt_embeds=features[0])
+    other = pipe.make_condition(PROMPTS[0])
     assert not torch.allclose(told.null_pooled, other.null_pooled)
 
 

@@ -112,7 +112,7 @@ def test_no_frame_waits_longer_than_it_must():
 def test_long_form_is_the_windows_one_after_the_other(pipe):
     """By hand: each window goes on from the last ten frames, with the next key of the clip's generator."""
     output = pipe([PROMPT] * 2, generator=seeded(1, 2), audio_length_in_s=0.47, extend_stride_in_s=0.1)
-    text, generators = pipe.encode_prompt([PROMPT] * 2), seeded(1, 2)
+    text, generators = pipe.make_condition([PROMPT] * 2), seeded(1, 2)
     codes = torch.zeros(2, BOOKS, 0, dtype=torch.long)
     for kept, new in [(0, 20), (10, 10), (10, 10), (10, 7)]:
         columns = MusicgenColumnModel(pipe.transformer, kept + new, prompt_frames=kept)
@@ -181,7 +181,7 @@ def test_every_clip_of_a_prompt_goes_on_from_the_prompts_own_clip(pipe):
     asked: Any = dict(sampling_rate=RATE, output_type="latent")
     texts = ["red", PROMPT]
     found = pipe(texts, audio=waves, num_waveforms_per_prompt=2, generator=seeded(1, 2, 3, 4), **asked).codes
-    masks = pipe.encode_prompt(texts, num_waveforms_per_prompt=2).mask.sum(1).tolist()
+    masks = pipe.make_condition(texts, num_waveforms_per_prompt=2).mask.sum(1).tolist()
     assert masks[0] == masks[1] < masks[2] == masks[3]
     for row in range(4):
         assert found[row, :, :6].equal(prompts[row // 2])

@@ -85,7 +85,7 @@ def test_a_clip_depends_on_its_own_generator_and_prompt_only(pipe):
 
 
 def test_prompt_embeds_stand_in_for_the_prompt(pipe):
-    condition = pipe.encode_prompt(PROMPT)
+    condition = pipe.make_condition(PROMPT)
     want = pipe(PROMPT, generator=seeded(1)).codes
     pipe.text_encoder = None
     embeds = dict(prompt_embeds=condition.features, prompt_attention_mask=condition.mask)
@@ -144,9 +144,9 @@ def test_patterns_by_name(pattern, settings, tmp_path):
     layout = CodebookPattern.named(pattern, BOOKS, **(settings or {}))
     columns = MusicgenColumnModel(pipe.transformer, FRAMES, pattern=layout)
     result = ColumnAutoregressiveSampler()(
-        columns, pipe.encode_prompt(PROMPT), law=pipe.make_law(), generator=seeded(1)
+        columns, pipe.make_condition(PROMPT), law=pipe.make_law(), generator=seeded(1)
     )
-    assert codes.equal(columns.codes(result.tokens, pipe.encode_prompt(PROMPT)))
+    assert codes.equal(columns.codes(result.tokens, pipe.make_condition(PROMPT)))
 
 
 def test_relaxed_acceptance_gets_the_codes_of_each_codebook(pipe):

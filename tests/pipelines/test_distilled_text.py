@@ -29,7 +29,7 @@ PROMPTS = ["a red circle", "a large blue square"]
 def test_prompts_become_codes_of_the_students_calls(steps):
     pipe = text_student_pipeline(steps=steps)
     found = pipe(PROMPTS, generator=seeded(3, 4), output_type="latent")
-    model, told = pipe.transformer, pipe.encode_prompt(PROMPTS)
+    model, told = pipe.transformer, pipe.make_condition(PROMPTS)
     codes = pipe.vq_model.quantize.codes
     # The noise of the picture is what the teacher's slots do not depend on: ask the sampler for none of it.
     noise = _noise(pipe)
@@ -65,7 +65,7 @@ def test_the_teacher_draws_from_the_prompt_with_its_guidance():
     pipe = text_student_pipeline(steps=2, teacher_from=0)
     found = pipe(PROMPTS, generator=seeded(3, 4), output_type="latent", guidance_scale=1.4)
     plain = AutoregressiveSampler()(
-        pipe.teacher, pipe.encode_prompt(PROMPTS), law=TokenLaw(1.4), generator=seeded(3, 4), batch_size=2
+        pipe.teacher, pipe.make_condition(PROMPTS), law=TokenLaw(1.4), generator=seeded(3, 4), batch_size=2
     )
     kept = SIZE["restart"]
     assert torch.equal(found.tokens[:, :kept], pipe.vq_model.quantize.codes[plain.tokens[:, :kept]])

@@ -18,7 +18,7 @@ def test_a_clip_equals_the_samplers_own():
     found: Any = pipe([PROMPT, "a blue square"], generator=seeded(1, 2), output_type="latent")
     assert found.frames.shape == (2, 3, 2, 2) and found.trace.frame_calls.tolist() == [4, 4, 3]
     own = FrameMaskedSampler(3, 0.5)(
-        pipe.transformer, pipe.encode_prompt([PROMPT, "a blue square"]), law=pipe.make_law(),
+        pipe.transformer, pipe.make_condition([PROMPT, "a blue square"]), law=pipe.make_law(),
         generator=seeded(1, 2), batch_size=2,
     )  # fmt: skip
     assert torch.equal(own.tokens, found.tokens)

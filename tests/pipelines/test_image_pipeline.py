@@ -66,18 +66,19 @@ def test_a_picture_depends_on_its_own_generator_only(pipe, guidance_scale):
 
 def test_pictures_of_prompts_of_different_length_see_their_own_words(pipe):
     prompts = ["red", PROMPT]
-    condition = pipe.encode_prompt(prompts, num_images_per_prompt=2)
-    lengths = [int(pipe.encode_prompt(prompt).mask.sum()) for prompt in prompts]
+    condition = pipe.make_condition(prompts, num_images_per_prompt=2)
+    lengths = [int(pipe.make_condition(prompt).mask.sum()) for prompt in prompts]
     assert lengths[0] < lengths[1]
     assert condition.mask.sum(1).tolist() == [lengths[0], lengths[0], lengths[1], lengths[1]]
     for row in range(4):
-        alone = pipe.encode_prompt(prompts[row // 2])
+        alone = pipe.make_condition(prompts[row // 2])
         torch.testing.assert_close(condition.features[row][condition.mask[row]], alone.features[alone.mask])
     told = pipe(prompts, num_images_per_prompt=2, generator=seeded(1, 2, 3, 4)).tokens
     for row, prompt in enumerate(["red", "red", PROMPT, PROMPT]):
         assert pipe(prompt, generator=seeded(row + 1)).tokens[0].equal(told[row])
-    embeds = pipe.encode_prompt(prompts)
-    given = dict(prompt_embeds=embeds.features, prompt_attention_mask=embeds.mask)
+    given = dict(
+        zip(("prompt_embeds", "prompt_attention_mask"), pipe.encode_prompt(prompts)[:2], strict=True)
+    )
     assert pipe(num_images_per_prompt=2, generator=seeded(1, 2, 3, 4), **given).tokens.equal(told)
 
 
@@ -100,8 +101,8 @@ def test_accelerated_pictures_are_the_plain_ones(pipe, guidance_scale):
 
 
 def test_prompt_embeds_stand_in_for_the_prompt(pipe):
-    condition = pipe.encode_prompt([PROMPT, "a blue square"])
-    settings = dict(prompt_embeds=condition.features, prompt_attention_mask=condition.mask)
+    embeds, mask, *_ = pipe.encode_prompt([PROMPT, "a blue square"])
+    settings = dict(prompt_embeds=embeds, prompt_attention_mask=mask)
     told = pipe([PROMPT, "a blue square"], generator=seeded(1, 2))
     given = pipe(generator=seeded(1, 2), **settings)
     assert given.tokens.equal(told.tokens)

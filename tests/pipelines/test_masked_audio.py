@@ -56,7 +56,7 @@ def by_hand(
 
 def test_a_clip_is_what_the_sampler_decodes(pipe):
     output = pipe([PROMPT, "melody"], generator=seeded(1, 2))
-    condition, nothing = pipe.encode_prompt([PROMPT, "melody"]), torch.zeros(2, BOOKS, 0, dtype=torch.long)
+    condition, nothing = pipe.make_condition([PROMPT, "melody"]), torch.zeros(2, BOOKS, 0, dtype=torch.long)
     codes = by_hand(pipe, condition, nothing, FRAMES, seeded(1, 2))
     assert output.codes.equal(codes) and output.trace.target_calls.tolist() == [8, 8]
     assert np.abs(output.audios - decode_codes(pipe.codec, codes).numpy()).max() < 1e-5
@@ -66,7 +66,7 @@ def test_a_clip_is_what_the_sampler_decodes(pipe):
 
 def test_long_form_goes_on_from_what_is_kept(pipe):
     output = pipe(PROMPT, generator=seeded(1), audio_length_in_s=0.36, extend_stride_in_s=0.1)
-    condition, generators = pipe.encode_prompt(PROMPT), seeded(1)
+    condition, generators = pipe.make_condition(PROMPT), seeded(1)
     codes = torch.zeros(1, BOOKS, 0, dtype=torch.long)
     for kept, new in [(0, 18), (8, 10), (10, 8)]:
         window = by_hand(pipe, condition, codes[..., codes.shape[-1] - kept :], new, generators)
@@ -93,7 +93,7 @@ def test_music_goes_on_from_a_clip_and_is_streamed(pipe):
         callback_on_audio=lambda _, start, waves: heard.append((start, waves)),
     )
     given = encode_waves(pipe.codec, torch.from_numpy(clip)[None])
-    codes = by_hand(pipe, pipe.encode_prompt(PROMPT), given, FRAMES - 7, seeded(1))
+    codes = by_hand(pipe, pipe.make_condition(PROMPT), given, FRAMES - 7, seeded(1))
     assert output.codes.equal(codes) and output.codes[..., :7].equal(given)
     assert np.array_equal(torch.cat([waves for _, waves in heard], -1).numpy(), output.audios)
 

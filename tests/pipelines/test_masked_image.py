@@ -51,7 +51,7 @@ def test_a_picture_is_what_its_sampler_decodes():
     found = pipe(PROMPT, generator=seeded(3), num_images_per_prompt=1, guidance_scale=2.0)
     direct = pipe.sampler(
         pipe.transformer,
-        pipe.encode_prompt(PROMPT),
+        pipe.make_condition(PROMPT),
         law=pipe.make_law(guidance_scale=2.0),
         generator=seeded(3),
         batch_size=1,

@@ -141,7 +141,7 @@ def test_a_file_ends_with_the_clip(pipe, tmp_path):
 def test_a_clip_is_what_its_codes_are(pipe):
     wave = 0.1 * torch.randn(1600, generator=torch.Generator().manual_seed(3))
     pipe.codec.register_to_config(sampling_rate=16_000)
-    semantic, acoustic = pipe.encode_prompt(wave, 16_000)
+    semantic, acoustic = pipe.encode_clip(wave, 16_000)
     extract = SeamlessM4TFeatureExtractor(padding_value=1.0)
     inputs = extract(wave.numpy(), sampling_rate=16_000, return_tensors="pt")
     with torch.no_grad():

@@ -101,7 +101,7 @@ def test_models_work_outside_a_pipeline(how, tmp_path):
     """`prefill`, a call and `decode_tokens`, each by itself."""
     pipe = KINDS["captions"].make()
     model, tokenizer = pipe.transformer, pipe.vq_model
-    condition = pipe.encode_prompt("a red circle")
+    condition = pipe.make_condition("a red circle")
     slots = torch.arange(2)[None]
 
     def run():

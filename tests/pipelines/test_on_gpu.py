@@ -144,7 +144,7 @@ def near_ties(pipe: Any, setting: Setting, prompts: list[str], tokens: Tensor) -
     keys = draw_keys([torch.Generator().manual_seed(setting.seed + index) for index in range(count)], count)
     noise, tokens = CounterNoise(keys, pipe.device), tokens.to(pipe.device)
     checked = CheckedLaw(law, tokens.shape[1], deferred=True)
-    state = model.prefill(pipe.encode_prompt(prompts), batch_size=count, guided=law.guided, window=1)
+    state = model.prefill(pipe.make_condition(prompts), batch_size=count, guided=law.guided, window=1)
     logits, near = state.logits[:, None], []  # [R, 1, V]
     for slot in range(tokens.shape[1]):
         here = torch.full((count, 1), slot, device=pipe.device)

@@ -97,7 +97,7 @@ def test_schedules_that_do_not_fit_are_refused_before_the_captions_are_read(monk
     ]:
         pipe = infinity(schedule)
         pipe.compress(TIGHT if compressed else None)
-        monkeypatch.setattr(type(pipe), "encode_prompt", None)
+        monkeypatch.setattr(type(pipe), "make_condition", None)
         with pytest.raises(ValueError, match=message):
             pipe(PROMPTS, output_type="latent")
 

@@ -42,27 +42,27 @@ def test_a_prompt_that_is_too_long_is_cut_with_a_warning(name):
         got = pipe(f"{kept} {cut}", generator=seeded(1), output_type="latent")
     assert torch.equal(tokens_of(got), tokens_of(want))
     with pytest.warns(UserWarning) as warned:
-        pipe.encode_prompt(f"{kept} {cut}")
+        pipe.make_condition(f"{kept} {cut}")
     assert len(warned) == 1
 
 
 def test_tokenizers_of_transformers_say_how_long_a_prompt_may_be():
     model, tokenizer = tiny_musicgen(dtype=torch.float32), tiny_tokenizer()
     pipe = AudioPipeline.from_musicgen(model, tokenizer, ColumnAutoregressiveSampler())
-    whole = pipe.encode_prompt(["a red circle on a blue square"])
+    whole = pipe.make_condition(["a red circle on a blue square"])
     assert whole.mask.sum() == 8  # without a limit nothing is cut
     tokenizer.model_max_length = 5
     with pytest.warns(UserWarning, match="reads at most 4 tokens; 'a blue square' at the end of the prompt"):
-        got = pipe.encode_prompt(["a red circle on a blue square", "a red"])
-    want = pipe.encode_prompt(["a red circle on", "a red"])
+        got = pipe.make_condition(["a red circle on a blue square", "a red"])
+    want = pipe.make_condition(["a red circle on", "a red"])
     assert torch.equal(got.features, want.features) and torch.equal(got.mask, want.mask)
 
 
 def test_unconditional_rows_are_those_of_the_negative_prompt():
     """Each half of a guided prefill equals a prefill without guidance of its own caption."""
     pipe: Any = KINDS["captions"].make()
-    told = pipe.encode_prompt(["a red circle", "a"], negative_prompt=["blue", "a blue square"])
-    plain = pipe.encode_prompt(["a red circle", "a"]), pipe.encode_prompt(["blue", "a blue square"])
+    told = pipe.make_condition(["a red circle", "a"], negative_prompt=["blue", "a blue square"])
+    plain = pipe.make_condition(["a red circle", "a"]), pipe.make_condition(["blue", "a blue square"])
     model = tiny_transformer()
     check_halves(
         lambda condition, guided: model.prefill(condition, batch_size=2, guided=guided, window=1).logits,
@@ -140,7 +140,7 @@ def test_negative_prompts_of_a_batch(name):
     assert torch.equal(got[2:], made(prompts[1], kind.asked, 3, 4))
     assert torch.equal(made(prompts, other, 1, 2, 3, 4), made(prompts, [other, other], 1, 2, 3, 4))
     assert not torch.equal(got, made(prompts, None, 1, 2, 3, 4))
-    told = pipe.encode_prompt(prompts, negative_prompt=[other, kind.asked])
+    told = pipe.make_condition(prompts, negative_prompt=[other, kind.asked])
     features = dict(
         prompt_embeds=told.features,
         prompt_attention_mask=told.mask,
@@ -182,10 +182,10 @@ def test_prompts_are_encoded_without_the_other_components(name):
     kind = KINDS[name]
     whole = kind.make()
     asked = dict(negative_prompt=OTHER[name], **{kind.each: 2})
-    want = whole.encode_prompt([kind.asked] * 2, **asked)
+    want = whole.make_condition([kind.asked] * 2, **asked)
     parts = dict.fromkeys(whole.components) | {"text_encoder": whole.text_encoder}
     alone = type(whole)(**parts)
-    got = alone.encode_prompt([kind.asked] * 2, **asked)
+    got = alone.make_condition([kind.asked] * 2, **asked)
     for one, other in zip(got.parts, want.parts, strict=True):
         assert torch.equal(one.features, other.features) and torch.equal(one.mask, other.mask)
     with pytest.raises(ValueError, match="loaded without its transformer and .*; set pipe.transformer"):
@@ -203,4 +203,4 @@ def test_a_text_encoder_of_transformers_works_alone():
     alone = AudioPipeline(None, None, whole.text_encoder, None, tiny_tokenizer())
     ids = torch.tensor([[3, 4, 1]])  # a red, and the end
     want = whole.text_encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-    assert (alone.encode_prompt("a red").features - want).abs().max() < 1e-5
+    assert (alone.make_condition("a red").features - want).abs().max() < 1e-5

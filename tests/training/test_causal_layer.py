@@ -93,7 +93,7 @@ def test_a_fresh_layer_gives_the_law_of_the_model():
 
 def test_groups_are_those_of_the_pictures():
     pipe: Any = tiny_masked_pipeline()
-    model, told = pipe.transformer, pipe.encode_prompt(["a red circle", "a blue square"])
+    model, told = pipe.transformer, pipe.make_condition(["a red circle", "a blue square"])
     draw = torch.Generator().manual_seed(3)
     tokens, order = torch.randint(12, (2, 16), generator=draw), some_orders(2, 4, draw)
     assert sorted(order[0].tolist()) == sorted(order[1].tolist()) == [*range(16)]
@@ -144,7 +144,7 @@ def test_it_learns_what_the_model_cannot_say_and_a_saved_pipeline_holds_it(tmp_p
 
 def test_the_loss_is_that_of_the_hidden_tokens():
     pipe: Any = tiny_masked_pipeline()
-    model, told = pipe.transformer, pipe.encode_prompt(["a red circle"])
+    model, told = pipe.transformer, pipe.make_condition(["a red circle"])
     draw = torch.Generator().manual_seed(3)
     tokens, order = torch.randint(12, (1, 16), generator=draw), torch.randperm(16, generator=draw)[None]
     groups = groups_of(model, told, tokens, order, torch.tensor([13]), 6)

@@ -28,7 +28,7 @@ PROMPTS = ["a red circle", "a blue square", "a"]
 
 def test_transitions_are_those_of_the_decode():
     pipe: Any = tiny_masked_pipeline()
-    model, told = pipe.transformer, pipe.encode_prompt(PROMPTS)
+    model, told = pipe.transformer, pipe.make_condition(PROMPTS)
     found = record(model, told, 3, SAMPLER, 2.0, seed=5)
     generator = torch.Generator().manual_seed(5)
     plain: Any = SAMPLER(model, told, law=TokenLaw(guidance_scale=2.0), generator=generator, batch_size=3)
@@ -87,7 +87,7 @@ class Oracle(torch.nn.Module):
 
 def test_with_a_perfect_shortcut_the_tokens_are_those_of_the_model():
     pipe: Any = tiny_masked_pipeline()
-    model, told = pipe.transformer, pipe.encode_prompt(PROMPTS)
+    model, told = pipe.transformer, pipe.make_condition(PROMPTS)
     call: dict[str, Any] = dict(law=TokenLaw(guidance_scale=2.0), batch_size=3)
     plain: Any = MaskedSampler(steps=6)(model, told, generator=seeded(0, 1, 2), **call)
     oracle = Oracle(model, told, 3)
@@ -107,7 +107,7 @@ def test_it_learns_and_a_saved_pipeline_holds_it(tmp_path: Path):
     found = train_shortcut(
         shortcut,
         pipe.transformer,
-        pipe.encode_prompt,
+        pipe.make_condition,
         3 * PROMPTS,
         PROMPTS,
         SAMPLER,
@@ -117,7 +117,7 @@ def test_it_learns_and_a_saved_pipeline_holds_it(tmp_path: Path):
     assert found["held_out_relative_error"] < 0.9 and found["parameters"] < 20_000
     assert not (tmp_path / "s" / "resume.pt").exists()
     again: Any = FeatureShortcut.from_pretrained(tmp_path / "s")
-    told = record(pipe.transformer, pipe.encode_prompt(PROMPTS), 3, SAMPLER, 2.0, 777)
+    told = record(pipe.transformer, pipe.make_condition(PROMPTS), 3, SAMPLER, 2.0, 777)
     with torch.no_grad():
         assert relative_error(again.eval(), told).item() == pytest.approx(
             found["held_out_relative_error"], abs=1e-3

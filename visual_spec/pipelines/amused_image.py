@@ -30,6 +30,12 @@ from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 
 DIFFUSERS_CLASS = "AmusedPipeline"
+_FEATURES = (
+    "prompt_embeds",
+    "encoder_hidden_states",
+    "negative_prompt_embeds",
+    "negative_encoder_hidden_states",
+)
 
 
 class AmusedImagePipeline(TokenImagePipeline):
@@ -113,44 +119,85 @@ class AmusedImagePipeline(TokenImagePipeline):
 
     def _asked(self, args: Mapping[str, Any]) -> Asked:
         prompt, negative = args["prompt"], args["negative_prompt"]
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) for one in prompts):
-            raise TypeError(f"prompt={prompt!r}; pass a text or a list of texts.")
-        if not isinstance(negative, str):
+        features = [args[name] for name in _FEATURES]
+        if prompt is None and all(isinstance(part, torch.Tensor) for part in features):
+            count = len(features[0])
+        else:
+            prompts = [prompt] if isinstance(prompt, str) else prompt
+            if (
+                not isinstance(prompts, list)
+                or not prompts
+                or not all(isinstance(one, str) for one in prompts)
+            ):
+                raise TypeError(
+                    f"prompt={prompt!r}; pass a text, a list of texts, or all of {', '.join(_FEATURES)}."
+                )
+            if any(part is not None for part in features):
+                raise ValueError(
+                    f"prompt={prompt!r} given beside {', '.join(_FEATURES)}; pass one or the others."
+                )
+            self.check_complete("text_encoder", "tokenizer")
+            count = len(prompts)
+        if not isinstance(negative, str | None):
             raise TypeError(f"negative_prompt={negative!r}; pass one text, which all pictures avoid.")
         each = "num_images_per_prompt"
-        return Asked(prompts, len(prompts), args[each], each, self._law(args))
+        return Asked(prompt, count, args[each], each, self._law(args))
 
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> ClipCondition:
-        negative = args["negative_prompt"]
-        return self.encode_prompt(asked.source, negative_prompt=negative, num_images_per_prompt=asked.each)
+        taken = {name: args[name] for name in ("negative_prompt", *_FEATURES)}
+        return self.make_condition(asked.source, num_images_per_prompt=asked.each, **taken)
 
-    def encode_prompt(
-        self, prompt: str | list[str], *, negative_prompt: str = "", num_images_per_prompt: int = 1
+    def make_condition(
+        self,
+        prompt: str | list[str] | None = None,
+        *,
+        negative_prompt: str | None = None,
+        num_images_per_prompt: int = 1,
+        prompt_embeds: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_encoder_hidden_states: torch.Tensor | None = None,
     ) -> ClipCondition:
         """What CLIP says of the prompts, each repeated for its pictures. A text that is longer than it reads is cut."""
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        with at_hand(self.text_encoder):
-            told = clip_condition(self.text_encoder, self.tokenizer, prompts, negative_prompt)
-        pooled, states = (
-            part.repeat_interleave(num_images_per_prompt, 0) for part in (told.pooled, told.states)
-        )
+        if prompt is None:
+            encoded: Any = ClipCondition(
+                prompt_embeds,  # pyright: ignore[reportArgumentType]
+                encoder_hidden_states,  # pyright: ignore[reportArgumentType]
+                negative_prompt_embeds,  # pyright: ignore[reportArgumentType]
+                negative_encoder_hidden_states,  # pyright: ignore[reportArgumentType]
+            )
+        else:
+            prompts = [prompt] if isinstance(prompt, str) else prompt
+            with at_hand(self.text_encoder):
+                encoded = clip_condition(self.text_encoder, self.tokenizer, prompts, negative_prompt or "")
         reader = self.text_encoder if self.transformer is None else self.transformer
         given: Any = (self._execution_device, reader.dtype)
         moved = ClipCondition(
-            pooled=pooled.to(*given),
-            states=states.to(*given),
-            null_pooled=told.null_pooled.to(*given),
-            null_states=told.null_states.to(*given),
+            pooled=encoded.pooled.to(*given).repeat_interleave(num_images_per_prompt, 0),
+            states=encoded.states.to(*given).repeat_interleave(num_images_per_prompt, 0),
+            null_pooled=encoded.null_pooled.to(*given),
+            null_states=encoded.null_states.to(*given),
         )
         return moved if self.vq_model is None else replace(moved, pixels_per_token=self.vq_model.patch_size)
+
+    def encode_prompt(self, prompt: str | list[str], **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """Features that a call takes in place of prompts; arguments as of `make_condition`.
+
+        Returns:
+            prompt_embeds [pictures, C], encoder_hidden_states [pictures, T, D], and both of the negative prompt, in one
+            row: negative_prompt_embeds and negative_encoder_hidden_states.
+        """
+        encoded = self.make_condition(prompt, **kwargs)
+        prompt_embeds, encoder_hidden_states = encoded.pooled, encoded.states
+        negative_prompt_embeds, negative_encoder_hidden_states = encoded.null_pooled, encoded.null_states
+        return prompt_embeds, encoder_hidden_states, negative_prompt_embeds, negative_encoder_hidden_states
 
     @torch.no_grad()
     def __call__(
         self,
-        prompt: str | list[str],
+        prompt: str | list[str] | None = None,
         *,
-        negative_prompt: str = "",
+        negative_prompt: str | None = None,
         image: Pictures | None = None,
         mask: Pictures | None = None,
         strength: float | None = None,
@@ -162,10 +209,20 @@ class AmusedImagePipeline(TokenImagePipeline):
         top_p: float | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_encoder_hidden_states: torch.Tensor | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
-        """Draw. Guidance leads away from `negative_prompt`; all else is as in `MaskedImagePipeline.__call__`."""
+        """Draw. All but these is as in `MaskedImagePipeline.__call__`.
+
+        Args:
+            negative_prompt: what guidance leads away from, one text for all pictures; None: the empty text.
+            prompt_embeds, encoder_hidden_states, negative_prompt_embeds, negative_encoder_hidden_states: in place of
+                both texts, as `encode_prompt` gives them.
+        """
         return self._run(locals())

@@ -249,23 +249,11 @@ class AudioPipeline(AudioParts):
             span=self.sampler.config.get("span", 1) if self._fills_in else 1,
         )
 
-    def encode_prompt(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        prompt: str | list[str] | None,
-        *,
-        num_waveforms_per_prompt: int = 1,
-        melody_features: Tensor | None = None,
-        **texts: Any,
+    def make_condition(
+        self, prompt: str | list[str] | None = None, *, melody_features: Tensor | None = None, **kwargs: Any
     ) -> MusicCondition:
-        """As `ImagePipeline.encode_prompt`, each repeated for its clips.
-
-        Returns:
-            MusicCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device, and the
-            chroma of the tunes, if given; `negative` of it, of as many rows, where there is a negative prompt.
-        """
-        return self._with_melody(
-            self._features(Texts(prompt, **texts), num_waveforms_per_prompt), melody_features
-        )
+        """As `ReadsText.make_condition`, with the chroma of the tunes, if given."""
+        return self._with_melody(super().make_condition(prompt, **kwargs), melody_features)
 
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> MusicCondition:
         return self._with_melody(self._features(asked.source, asked.each), args["melody_features"])
@@ -363,12 +351,8 @@ class AudioPipeline(AudioParts):
         given = self._given_codes(asked.known, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         frames = given.shape[-1] + sum(new for _, new in windows)
-        self._num_timesteps = frames
-        if self._fills_in:
-            models = [self._window_model(kept + new, kept) for kept, new in windows]
-            self._num_timesteps = sum(
-                planned_steps(self.sampler, model, {}, model.grid.width) for model in models
-            )
+        models = [self._window_model(kept + new, kept) for kept, new in windows]
+        self._num_timesteps = sum(planned_steps(self.sampler, one, {}, one.grid.width) for one in models)
         stream = self._stream(frames, output_type, stretch_in_s, callback_on_audio)
         heard = self._listener(args, asked)
         self._guidance_scale = law.guidance_scale

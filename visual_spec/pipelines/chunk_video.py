@@ -92,6 +92,7 @@ class ChunkVideoPipeline(ReadsText):
 
     model_cpu_offload_seq = "text_encoder->transformer"
 
+    _each = "num_videos_per_prompt"
     _unseen = "the clip will not show it"
     sampler = None  # of tokens; here a policy stands in its place
 
@@ -236,7 +237,7 @@ class ChunkVideoPipeline(ReadsText):
             generator=generator,
             output_type=output_type,
         )
-        embeds = self.encode_prompt(prompt, num_videos_per_prompt, prompt_embeds)
+        embeds = self._features(Texts(prompt, prompt_embeds), num_videos_per_prompt).features
         side = config["frame_size"]
         causal = CausalWan(self.transformer, chosen)
         try:
@@ -258,19 +259,6 @@ class ChunkVideoPipeline(ReadsText):
         self.maybe_free_model_hooks()
         result = frames, latents, trace, self.frame_rate
         return ChunkVideoPipelineOutput(*result) if return_dict else result  # type: ignore[return-value]
-
-    def encode_prompt(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        prompt: str | list[str] | None,
-        num_videos_per_prompt: int = 1,
-        prompt_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """Features of the prompts, each repeated for its clips, [prompts * num_videos_per_prompt, T, C].
-
-        Words the text encoder was not trained on, and the end of a prompt that is too long, are named in a warning.
-        """
-
-        return self._features(Texts(prompt, prompt_embeds), num_videos_per_prompt).features
 
     def decode_latents(self, latents: Tensor, output_type: str = "pil") -> Any:
         """Clips of latents [B, 3, T, h, w] in the form `output_type` asks for (see `ChunkVideoPipelineOutput`)."""

@@ -108,10 +108,10 @@ class DrawsClasses(VisualPipeline):
         return Asked(ids, len(ids), count, "num_images_per_label", law)
 
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> Tensor:
-        return self.encode_prompt(asked.source, num_images_per_prompt=asked.each)
+        return self.make_condition(asked.source, num_images_per_prompt=asked.each)
 
-    def encode_prompt(self, labels: Labels, *, num_images_per_prompt: int = 1) -> Tensor:
-        """The condition of labels: class numbers, long [labels * num_images_per_prompt], on the pipeline's device."""
+    def make_condition(self, labels: Labels, *, num_images_per_prompt: int = 1) -> Tensor:
+        """Class numbers as samplers take them: long [labels * num_images_per_prompt], on the pipeline's device."""
         ids = torch.tensor(self.label_ids(labels), device=self._execution_device)
         return ids.repeat_interleave(num_images_per_prompt)
 

@@ -246,7 +246,7 @@ class MaskgctPipeline(VisualPipeline):
         return found
 
     @torch.no_grad()
-    def encode_prompt(self, audio: Any, sampling_rate: int | None) -> tuple[Tensor, Tensor]:
+    def encode_clip(self, audio: Any, sampling_rate: int | None) -> tuple[Tensor, Tensor]:
         """Return the semantic codes, long [Q], and the acoustic ones, long [P, K], of a clip.
 
         Args:
@@ -288,7 +288,7 @@ class MaskgctPipeline(VisualPipeline):
             )
         if audio is not None:
             clips = list(audio) if isinstance(audio, list | tuple) else [audio]
-            pairs = [self.encode_prompt(clip, sampling_rate) for clip in clips]
+            pairs = [self.encode_clip(clip, sampling_rate) for clip in clips]
             told, heard = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         else:
             told, heard = (
@@ -395,7 +395,7 @@ class MaskgctPipeline(VisualPipeline):
             prompt_phones: those of the words in the prompt; one list for all samples, or one for each.
             prompt_audio, sampling_rate: the clip whose voice speaks, [N] or [C, N], and its rate in Hz; one for all
                 samples, or a list of one for each.
-            prompt_semantic, prompt_acoustic: its codes in place of the clip, long [Q] and [P, K], as `encode_prompt`
+            prompt_semantic, prompt_acoustic: its codes in place of the clip, long [Q] and [P, K], as `encode_clip`
                 gives them; likewise one or a list.
             audio_length_in_s: of what is said, without the prompt; one for all, or one for each. None: as long a phone
                 as in the prompt.

@@ -216,7 +216,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             ValueError, TypeError: as `__call__`; a share that is too small.
         """
         law = self.make_law(**settings)
-        condition = self.encode_prompt(labels)
+        condition = self.make_condition(labels)
         check_generator(generator, len(condition))
         laws = {self.transformer: law, self.refiner: self.refiner_law(law)}
         with at_hand(self.transformer, self.refiner, self.vq_model):

@@ -170,7 +170,7 @@ def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calib
         found[key] = calibrate(
             model,
             pipe.vq_model,
-            pipe.encode_prompt(labels),
+            pipe.make_condition(labels),
             sampler=pipe.warmed(ScaleWiseSampler()),
             law=law,
             share=share,

@@ -176,27 +176,38 @@ class ReadsText(VisualPipeline):
         warn_unknown(self.text_encoder, texts, self._unseen)
         return self.text_encoder(texts)
 
-    def encode_prompt(
-        self,
-        prompt: str | list[str] | None,
-        *,
-        negative_prompt: str | list[str] | None = None,
-        num_images_per_prompt: int = 1,
-        prompt_embeds: Tensor | None = None,
-        prompt_attention_mask: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
-        negative_prompt_attention_mask: Tensor | None = None,
-    ) -> Any:
-        """Features of the prompts, each repeated for its pictures.
+    def make_condition(self, prompt: str | list[str] | None = None, **kwargs: Any) -> TextCondition:
+        """What the transformer reads of prompts, as samplers take it: their features, each repeated for its samples.
 
-        Words the text encoder was not trained on are named in a warning, and stand for nothing in the picture. So is
-        the end of a prompt that is longer than the encoder reads.
+        Words the text encoder was not trained on are named in a warning, and stand for nothing in the sample. So is the
+        end of a prompt that is longer than the encoder reads.
+
+        Args:
+            prompt, kwargs: as for a call: prompts and negative prompts, or features in place of them, and how many
+                samples of each there are (`num_images_per_prompt` of pictures).
 
         Returns:
-            TextCondition with features [prompts * num_images_per_prompt, T, C] on the pipeline's device; `negative` of
-            it, of as many rows, where there is a negative prompt.
+            TextCondition with features [samples, T, C] on the pipeline's device; `negative` of it, of as many rows,
+            where there is a negative prompt.
         """
-        return self._features(Texts.of(prompt, locals()), num_images_per_prompt)
+        each = kwargs.pop(self._each, 1)
+        return self._features(Texts(prompt, **kwargs), each)
+
+    def encode_prompt(
+        self, prompt: str | list[str] | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Features that a call takes in place of prompts; arguments and warnings as of `make_condition`.
+
+        Returns:
+            prompt_embeds [samples, T, C], prompt_attention_mask [samples, T], negative_prompt_embeds and
+            negative_prompt_attention_mask, the last two None without a negative prompt.
+        """
+        encoded = self.make_condition(prompt, **kwargs)
+        prompt_embeds, prompt_attention_mask, negative = encoded.features, encoded.mask, encoded.negative
+        negative_prompt_embeds, negative_prompt_attention_mask = (
+            (None, None) if negative is None else (negative.features, negative.mask)
+        )
+        return prompt_embeds, prompt_attention_mask, negative_prompt_embeds, negative_prompt_attention_mask
 
 
 def warn_unknown(encoder: Any, texts: list[str], effect: str) -> None:

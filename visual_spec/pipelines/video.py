@@ -15,13 +15,13 @@ from visual_spec.models.core.settings import Within, whole
 from visual_spec.pipelines.constructor import registers
 from visual_spec.pipelines.output import VideoPipelineOutput
 from visual_spec.pipelines.steps import StepCallback
-from visual_spec.pipelines.texts import ReadsText, Texts
+from visual_spec.pipelines.texts import ReadsText
 from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
     from visual_spec.models.drafters.eagle import EagleDrafter
     from visual_spec.models.masked.frames import FrameMaskedTransformer
-    from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+    from visual_spec.models.next_token.llamagen import LlamaGenTransformer
     from visual_spec.models.next_token.llamagen_vq import VQModel
     from visual_spec.models.text.caption_encoder import CaptionEncoder
 
@@ -105,12 +105,6 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
 
     def _more_output(self) -> tuple[float]:
         return (self.frame_rate,)
-
-    def encode_prompt(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, prompt: str | list[str] | None, *, num_videos_per_prompt: int = 1, **texts: Any
-    ) -> TextCondition:
-        """As `ImagePipeline.encode_prompt`, each repeated for its clips, [prompts * num_videos_per_prompt, T, C]."""
-        return self._features(Texts(prompt, **texts), num_videos_per_prompt)
 
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
         """Clips of tokens [B, T * h * w] in the form `output_type` asks for (see `VideoPipelineOutput`)."""

@@ -183,7 +183,10 @@ class DistilledSampler(Sampler):
         return first + by_teacher + [("student", restart)] * (self.config.steps - 1)
 
     def num_calls(self, run: Run) -> int:
-        return len(self.plan(run.model))
+        return self.planned_calls(run.model, run.parts)
+
+    def planned_calls(self, model: DistilledModel, parts: dict[str, Any]) -> int:
+        return len(self.plan(model))
 
     def prepare(self, run: Run) -> StudentState:
         model, size, device = run.model, run.batch_size, run.device

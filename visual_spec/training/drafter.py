@@ -278,7 +278,7 @@ def generators(seed: int, count: int) -> list[torch.Generator]:
 
 def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, guidance: float, count: int = 8) -> dict:
     """Tokens per target call on held-out prompts, a batch of `count`, by sampler."""
-    condition = pipe.encode_prompt(held_out_prompts(count, seed=1))
+    condition = pipe.make_condition(held_out_prompts(count, seed=1))
     found = {}
     for name, sampler in (("chain", DraftedSampler()), ("tree", TreeSampler())):
         result = sampler(
@@ -325,7 +325,7 @@ def main() -> None:
 
     torch.manual_seed(settings.seed)
     drafter = EagleDrafter.for_target(pipe.transformer).to(device)
-    record = train_drafter(drafter, pipe.transformer, draw, pipe.encode_prompt, settings, out)
+    record = train_drafter(drafter, pipe.transformer, draw, pipe.make_condition, settings, out)
     record["decoding"] = tokens_per_call(pipe, drafter, settings.guidance_scales[0])
     write_json(out / "drafter" / "training.json", record)
     print({key: record[key] for key in ("parameters", "seconds", "acceptance_rates", "decoding")})

@@ -56,7 +56,7 @@ def decode_alone(sampler, prompt, seed, law):
     """Tokens and target calls of one sample in a batch of its own."""
     pipe = shared_pipeline()
     generator = torch.Generator().manual_seed(seed)
-    result = sampler(pipe.transformer, pipe.encode_prompt([prompt]), law=law, generator=[generator])
+    result = sampler(pipe.transformer, pipe.make_condition([prompt]), law=law, generator=[generator])
     return result.tokens[0], int(result.trace.target_calls[0])
 
 
@@ -171,7 +171,7 @@ def test_decoding_without_a_cache_gives_the_plain_tokens():
     pipe, law = tiny_pipeline(), TokenLaw(guidance_scale=2.0, top_k=5)
     generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
     tokens, calls = plain_loops.decode_without_cache(
-        pipe.transformer, pipe.encode_prompt(PROMPTS[:2]), law=law, generator=generators, batch_size=2
+        pipe.transformer, pipe.make_condition(PROMPTS[:2]), law=law, generator=generators, batch_size=2
     )
     assert calls.tolist() == [16, 16]
     for index in range(2):

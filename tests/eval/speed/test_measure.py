@@ -199,7 +199,7 @@ def test_on_cuda_every_sampler_has_a_row_without_and_with_a_graph():
 
 def test_only_states_that_name_their_buffers_are_recorded():
     pipe = tiny_pipeline()
-    state = pipe.transformer.prefill(pipe.encode_prompt("a"), batch_size=1, guided=False, window=1)
+    state = pipe.transformer.prefill(pipe.make_condition("a"), batch_size=1, guided=False, window=1)
     assert can_record(state)
     assert not can_record(DecodeState(logits=torch.zeros(1, 3), guided=False, window=1))
 

@@ -317,7 +317,7 @@ class TokenDecoder:
         if RASTER not in self.pipe.calls and OWN_ORDER not in self.pipe.calls:
             return settings
         with torch.no_grad():
-            condition = self.pipe.encode_prompt([self.prompts[0]])
+            condition = self.pipe.make_condition([self.prompts[0]])
             state = self.pipe.transformer.prefill(condition, batch_size=1, guided=False, window=1)
         return with_graphs(settings, self.pipe.device, recordable=can_record(state))
 
@@ -330,7 +330,7 @@ class TokenDecoder:
         """What the samples from index `first` on are drawn from."""
         chosen = [self.prompts[(first + index) % len(self.prompts)] for index in range(self.batch_size)]
         with torch.no_grad():
-            return self.pipe.encode_prompt(chosen)
+            return self.pipe.make_condition(chosen)
 
     def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
         """The samples from index `first` on, and their seconds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -178,9 +177,6 @@ class TransformerBlock(nn.Module):
 class TextCondition:
     """Caption features for a text-conditional model.
 
-    It unpacks to what the calls of pipelines take: prompt_embeds, prompt_attention_mask, negative_prompt_embeds and
-    negative_prompt_attention_mask, of which the last two may be None.
-
     Attributes:
         features: `[B, T, C]`, left-padded: the valid words of each row are at its end.
         mask: bool `[B, T]`, true at valid words; at least the last of each row.
@@ -191,10 +187,6 @@ class TextCondition:
     features: Tensor
     mask: Tensor
     negative: TextCondition | None = field(default=None, kw_only=True)
-
-    def __iter__(self) -> Iterator[Tensor | None]:
-        negative = (None, None) if self.negative is None else (self.negative.features, self.negative.mask)
-        return iter((self.features, self.mask, *negative))
 
     @property
     def parts(self) -> list[TextCondition]:
