@@ -11,7 +11,7 @@ from tests.helpers.bench import benched
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import TINY_VQ, tiny_scale_pipeline
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, measure, scale_bench, scale_cost
+from visual_spec.eval.speed import bench, measure, rounds, scale_bench, scale_cost
 from visual_spec.eval.speed.timing import Decoded, time_rounds
 from visual_spec.models.next_scale import var
 from visual_spec.models.next_scale.scale_budget import cache_bytes
@@ -88,10 +88,11 @@ def test_rounds_draw_their_own_classes_and_seeds(model, monkeypatch):
 
         return time_rounds(count, prepare, keeping, **options)
 
-    monkeypatch.setattr(scale_bench, "time_rounds", kept)
+    monkeypatch.setattr(rounds, "time_rounds", kept)
     law = TokenLaw(guidance_scale=2.5, top_k=5)
     settings = [parse_setting(text, law, 40) for text in ("scale-wise:num_draft_scales=all", ROWS[1])]
-    rows = scale_bench.time_settings(pipe, settings, batch_size=2, runs=5, warmup=0, calibrated=True)
+    decoder = scale_bench.ScaleDecoder(pipe, 2, calibrated=True)
+    rows = rounds.time_rows(decoder, settings, runs=5, warmup=0)
     for (index, first), tokens in seen.items():
         labels = [first % 5, (first + 1) % 5]
         want = pipe(

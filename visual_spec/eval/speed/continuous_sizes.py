@@ -20,8 +20,8 @@ from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.official_bench import time_sampler
 from visual_spec.eval.speed.official_sizes import fill_at_random
+from visual_spec.eval.speed.tables import CONTINUOUS, table
 from visual_spec.eval.speed.timing import Report
-from visual_spec.eval.tables import markdown
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 from visual_spec.models.core.configuration import register_to_config
@@ -82,32 +82,9 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
                 model, SCHEDULES, batch_size=batch_size, runs=args.runs, warmup=args.warmup, report=report
             )
     kind = "latent-count" if args.count_only else "latent-random-weights"
-    return {"kind": kind, "environment": facts, "architecture": args.model, "rows": rows}, size_table(rows)
-
-
-def size_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown; calls are of the whole batch."""
-    header = [
-        "sampler",
-        "batch",
-        "calls",
-        "MB/call",
-        "GFLOP/call",
-        "ms/call",
-        "floor",
-        "of floor",
-        "ms/picture",
-    ]
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        found = [row["name"], str(row["batch_size"]), str(row["calls_per_image"])]
-        found += [f"{row['weight_bytes'] / 1e6:.0f}", f"{row['flops_per_call'] / 1e9:.1f}"]
-        if "ms_per_call" not in row:
-            return found + ["-"] * 4
-        found += [f"{row['ms_per_call']['p50']:.2f}", f"{row['floor_ms_per_call']:.2f}"]
-        return [*found, f"{100 * row['floor_share']:.0f} %", f"{row['ms_per_image']['p50']:.0f}"]
-
-    return markdown(header, [cells(row) for row in rows])
+    return {"kind": kind, "environment": facts, "architecture": args.model, "rows": rows}, table(
+        rows, CONTINUOUS
+    )
 
 
 def counted_row(model: MARTransformer, sampler: SomeCalls, batch_size: int, name: str) -> dict[str, Any]:

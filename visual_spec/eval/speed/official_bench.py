@@ -25,9 +25,8 @@ from visual_spec.eval.speed.baselines import Baseline, baselines_of, time_baseli
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import OfficialModel
 from visual_spec.eval.speed.rounds import with_graphs
-from visual_spec.eval.speed.tables import PHASES, share_and_phases
+from visual_spec.eval.speed.tables import STATED, table
 from visual_spec.eval.speed.timing import Report, add_floors
-from visual_spec.eval.tables import markdown
 from visual_spec.models.core.calls import RASTER
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.facts import PipelineFacts
@@ -103,7 +102,12 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         "rows": rows,
         "left_out": left_out,
     }
-    return document, size_table(rows, args.accept_probability)
+    note = (
+        f"* not measured: random weights; follows from the stated acceptance of {args.accept_probability:g} for every "
+        "draft, and the measured calls. Rows that draw a token a call accept no drafts: theirs is measured. Speed-ups "
+        "are over the fastest of these at the same batch and guidance"
+    )
+    return document, f"{table(rows, STATED)}\n\n{note}"
 
 
 def settings_of_size(official: OfficialModel) -> ModelSettings:
@@ -171,58 +175,6 @@ def _chosen_baselines(
     chosen = [one for one in known if fits and law.guided and batch_size <= (one.largest_batch or batch_size)]
     where = {"batch_size": batch_size, "guidance_scale": law.guidance_scale}
     return chosen, [{"name": one.name, **where} for one in known if one not in chosen]
-
-
-def size_table(rows: Sequence[dict[str, Any]], probability: float) -> str:
-    """The Markdown table, columns that follow from a stated acceptance marked by a star, and a line that says so."""
-    header = [
-        "batch",
-        "guidance",
-        "sampler",
-        "window",
-        "ms/call p50",
-        "p20 - p80",
-        "floor",
-        "of floor",
-        *PHASES,
-    ]
-    header += [
-        "prefill ms",
-        "peak MiB",
-        "calls*",
-        "tokens/call*",
-        "ms/image*",
-        "image p20 - p80*",
-        "speed-up*",
-    ]
-    lines = []
-    for row in rows:
-        call, image = row["ms_per_call"], row["ms_per_image"]
-        lines.append(
-            [
-                str(row["batch_size"]),
-                f"{row['guidance_scale']:g}",
-                row["name"],
-                str(row["window"]),
-                f"{call['p50']:.2f}",
-                f"{call['p20']:.2f} - {call['p80']:.2f}",
-                f"{row['floor_ms_per_call']:.2f}",
-                *share_and_phases(row),
-                f"{row['prefill_ms']:.1f}",
-                f"{row['peak_memory_bytes'] / 2**20:.0f}",
-                f"{row['calls_per_image']:.0f}",
-                f"{row['tokens_per_call']:.2f}",
-                f"{image['p50']:.0f}",
-                f"{image['p20']:.0f} - {image['p80']:.0f}",
-                f"{row['speed_up']:.2f}x",
-            ]
-        )
-    note = (
-        f"* not measured: random weights; follows from the stated acceptance of {probability:g} for every draft, "
-        "and the measured calls. Rows that draw a token a call accept no drafts: theirs is measured. Speed-ups are "
-        "over the fastest of these at the same batch and guidance"
-    )
-    return f"{markdown(header, lines)}\n\n{note}"
 
 
 class Middle:

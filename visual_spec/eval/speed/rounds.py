@@ -33,7 +33,7 @@ from visual_spec.eval.speed import measure, plain_loops
 from visual_spec.eval.speed.curve import curve
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import described
-from visual_spec.eval.speed.tables import bench_table, curve_table
+from visual_spec.eval.speed.tables import COLUMNS, TOKENS, curve_table, table
 from visual_spec.eval.speed.timing import (
     Decoded,
     Report,
@@ -116,7 +116,8 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
         add_floors(rows, facts["copy_bandwidth"])
     note = coverage_note(len(prompts), args.batch_sizes, args.runs)
     drawn = prompts[: max(args.batch_sizes) * args.runs]
-    return document, "\n\n".join(filter(None, [bench_table(rows), note, camera_note(drawn)]))
+    shown = table(rows, COLUMNS if sound else TOKENS)
+    return document, "\n\n".join(filter(None, [shown, note, camera_note(drawn)]))
 
 
 def prompts_of(pipe: Any, count: int) -> list[str]:
@@ -174,11 +175,23 @@ def with_graphs(settings: Sequence[Setting], device: torch.device, *, recordable
 
 
 def time_settings(
-    pipe: Any,
+    pipe: Any, settings: Sequence[Setting], prompts: Sequence[str], *, batch_size: int, **options: Any
+) -> list[dict[str, Any]]:
+    """Time settings of a model of tokens or of columns, see `time_rows`.
+
+    Args:
+        pipe: its parts are used; its sampler is put back.
+        prompts: round r takes the next `batch_size` of them, from the start again at the end.
+        options: of `time_rows`.
+    """
+    kind = ClipDecoder if pipe.unit == "columns" else TokenDecoder
+    return time_rows(kind(pipe, prompts, batch_size), settings, **options)
+
+
+def time_rows(
+    decoder: Decoder,
     settings: Sequence[Setting],
-    prompts: Sequence[str],
     *,
-    batch_size: int,
     runs: int,
     warmup: int,
     no_cache: bool = False,
@@ -187,19 +200,16 @@ def time_settings(
     """Time every setting on the same prompts and seeds, round by round; the first one is plain decoding.
 
     Args:
-        pipe: its parts are used; its sampler is put back.
-        prompts: round r takes the next `batch_size` of them, from the start again at the end.
         no_cache: also time one plain decoding without a cache, of a model of raster order.
 
     Returns:
         One dict per setting, on CUDA two (see `with_graphs`): `facts_of`; what `summarise_row` gives, with speed-ups
         over the fastest plain one; `processor_figures`; `identical_samples`: how many of `samples` have the tokens of
-        plain decoding, None where not promised; `peak_memory_bytes`, see `measure.peak_memory`; and what
-        `TokenDecoder.facts` or `ClipDecoder.facts` gives. A model that a straight loop decodes has one row more, at the
-        end: plain decoding by that loop, without phases.
+        plain decoding, None where not promised; `peak_memory_bytes`, see `measure.peak_memory`; and what the decoder's
+        `facts` gives. A model that a straight loop decodes has one row more, at the end: plain decoding by that loop,
+        without phases.
     """
-    first, kind = settings[0], type(settings[0].sampler)
-    decoder: Any = (ClipDecoder if pipe.unit == "columns" else TokenDecoder)(pipe, prompts, batch_size)
+    first, pipe, batch_size = settings[0], decoder.pipe, decoder.batch_size
     ways = [(setting, decoder.decode) for setting in decoder.recorded(settings)]
     ways += [(first, loop) for loop in decoder.loops()]
     where = f"batch {batch_size}, guidance {first.law.guidance_scale:g}"
@@ -213,16 +223,22 @@ def time_settings(
         warmup=warmup,
         report=lambda text: report(f"{where}: {text}"),
     )
-    plain = [
-        seconds
-        for seconds, (one, decode) in zip(rounds.seconds, ways, strict=True)
-        if decode == decoder.decode
-        and (one is first or (type(one.sampler) is kind and promises_plain(one, first)))
-    ]
-    best = min(plain, key=lambda seconds: quantiles(seconds)["p50"])
+
+    def plain(setting: Setting) -> bool:
+        same = type(setting.sampler) is type(first.sampler) and setting.plan == first.plan
+        return setting is first or (same and promises_plain(setting, first))
+
+    best = min(
+        (
+            seconds
+            for seconds, (setting, decode) in zip(rounds.seconds, ways, strict=True)
+            if decode == decoder.decode and plain(setting)
+        ),
+        key=lambda seconds: quantiles(seconds)["p50"],
+    )
     rows = []
     for index, (setting, decode) in enumerate(ways):
-        promised = index and promises_plain(setting, first)
+        promised = index and promises_plain(setting, first) and decoder.exact(setting)
         rows.append(
             {
                 **facts_of(setting),
@@ -245,25 +261,48 @@ def time_settings(
 _LOOP = {"window": None, "sampler": None, "lossless": True, "phase_ms_per_call": {}, "gap_ms_per_call": None}
 
 
-class ClipDecoder:
-    """Decodes the batches of a benchmark of sound by the pipeline, or by a `MaskedPair`."""
+class Decoder:
+    """What decodes the batches of a benchmark, and what is said of its rows."""
 
     def __init__(self, pipe: Any, prompts: Sequence[str], batch_size: int) -> None:
         self.pipe, self.prompts, self.batch_size = pipe, prompts, batch_size
-        self.columns: dict[str, int] = {}
-        self.divergence: dict[str, list[float]] = {}
 
     def recorded(self, settings: Sequence[Setting]) -> Sequence[Setting]:
-        """The settings as they are."""
+        """The settings that are timed."""
         return settings
 
     def loops(self) -> list[Any]:
-        """None."""
+        """What else decodes."""
         return []
 
-    def condition(self, first: int) -> list[str]:
-        """What the clips from index `first` on are drawn from."""
+    def condition(self, first: int) -> Any:
+        """What the samples from index `first` on are drawn from: their prompts."""
         return [self.prompts[(first + index) % len(self.prompts)] for index in range(self.batch_size)]
+
+    def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
+        """The samples from index `first` on, and the seconds of their decoding."""
+        raise NotImplementedError
+
+    def exact(self, setting: Setting) -> bool:
+        """Whether what was decoded kept what the sampler promises."""
+        return True
+
+    def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
+        """What was measured of a setting; `best`: seconds of the fastest plain decoding."""
+        raise NotImplementedError
+
+    def without_cache(self, plain: Setting) -> dict[str, Any]:
+        """The row of one plain decoding that keeps nothing from call to call."""
+        raise NotImplementedError
+
+
+class ClipDecoder(Decoder):
+    """Decodes clips of sound by the pipeline, or by a `MaskedPair`."""
+
+    def __init__(self, pipe: Any, prompts: Sequence[str], batch_size: int) -> None:
+        super().__init__(pipe, prompts, batch_size)
+        self.columns: dict[str, int] = {}
+        self.divergence: dict[str, list[float]] = {}
 
     def decode(self, setting: Setting, chosen: list[str], first: int) -> tuple[Decoded, float]:
         """The clips from index `first` on, and the seconds from the prefill to the last column."""
@@ -300,15 +339,15 @@ class ClipDecoder:
         }
 
 
-class TokenDecoder:
-    """Decodes the batches of a benchmark by calling samplers themselves: texts and pixels are not timed.
+class TokenDecoder(Decoder):
+    """Decodes by calling samplers themselves: texts and pixels are not timed.
 
     Attributes:
         traces: {text of a setting: the traces of its decodes}.
     """
 
     def __init__(self, pipe: Any, prompts: Sequence[str], batch_size: int) -> None:
-        self.pipe, self.prompts, self.batch_size = pipe, prompts, batch_size
+        super().__init__(pipe, prompts, batch_size)
         self.length = pipe.transformer.grid.num_tokens
         self.traces: dict[str, list[Any]] = {}
 
@@ -327,10 +366,9 @@ class TokenDecoder:
         return [self.decode_straight] if straight else []
 
     def condition(self, first: int) -> Any:
-        """What the samples from index `first` on are drawn from."""
-        chosen = [self.prompts[(first + index) % len(self.prompts)] for index in range(self.batch_size)]
+        """The condition of the samples from index `first` on."""
         with torch.no_grad():
-            return self.pipe.make_condition(chosen)
+            return self.pipe.make_condition(super().condition(first))
 
     def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
         """The samples from index `first` on, and their seconds."""

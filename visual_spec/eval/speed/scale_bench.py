@@ -17,13 +17,13 @@ from torch import nn
 from visual_spec.eval.defaults import ModelSettings, scale_settings
 from visual_spec.eval.draws import caches_of, seeded
 from visual_spec.eval.machine import choose_device, environment, load
-from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
+from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.speed import measure, scale_cost
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import LAW_ARRAYS, fill_at_random
-from visual_spec.eval.speed.tables import SPEED_UP, speed_up_cells
-from visual_spec.eval.speed.timing import Decoded, Report, processor_figures, summarise_row, time_rounds
-from visual_spec.eval.tables import markdown
+from visual_spec.eval.speed.rounds import Decoder, time_rows
+from visual_spec.eval.speed.tables import COUNTED_SCALES, TIMED_SCALES, table
+from visual_spec.eval.speed.timing import Decoded, Report, Rounds, summarise_row
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.scales.stages import drawn_stages
@@ -89,81 +89,54 @@ def count_settings(
     return [row for found in rows for row in found]
 
 
-def time_settings(
-    pipe: ScaleImagePipeline,
-    settings: Sequence[Setting],
-    *,
-    batch_size: int,
-    runs: int,
-    warmup: int,
-    calibrated: bool,
-    report: Report = lambda text: None,
-) -> list[dict[str, Any]]:
-    """Time every setting on the same classes and seeds, round by round; the first one is what speed-ups are over.
+class ScaleDecoder(Decoder):
+    """Decodes pictures of the classes in turn, from the first scale to the finished canvas.
 
     Args:
         calibrated: see `ScalePlan.on`.
-
-    Returns:
-        One dict per setting: `seconds` of every timed round, `ms_per_image` and `speed_up` (quantiles), `calls`,
-        `identical_samples`: how many of `samples` have the tokens of the first one, None where not promised;
-        `cache_held_measured`: bytes a picture that the trace tells, `peak_memory_bytes`.
     """
-    device = pipe.device
-    held, promised = [0] * len(settings), [False] * len(settings)
 
-    def decode(index: int, condition: Any, first: int) -> tuple[Decoded, float]:
-        setting = settings[index]
-        generator = seeded(setting.seed + first, batch_size)
-        with setting.on(pipe, calibrated=calibrated):
-            stages = pipe.stages(law=setting.law)
+    def __init__(self, pipe: ScaleImagePipeline, batch_size: int, *, calibrated: bool) -> None:
+        super().__init__(pipe, (), batch_size)
+        self.calibrated = calibrated
+        self.traces: dict[str, Any] = {}
+
+    def condition(self, first: int) -> torch.Tensor:
+        """The labels of the pictures from index `first` on."""
+        labels = torch.arange(first, first + self.batch_size) % self.pipe.num_classes
+        return labels.to(self.pipe.device)
+
+    def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
+        generator = seeded(setting.seed + first, self.batch_size)
+        with setting.on(self.pipe, calibrated=self.calibrated):
+            stages = self.pipe.stages(law=setting.law)
 
             def work() -> Any:
                 result = setting.sampler(
                     stages,
-                    pipe.vq_model,
+                    self.pipe.vq_model,
                     condition,
                     law=setting.law,
                     generator=generator,
-                    batch_size=batch_size,
+                    batch_size=self.batch_size,
                 )
                 return result.tokens.cpu(), result.trace
 
-            (tokens, trace), seconds = measure.timed(work, device)
-        held[index] = max(trace.cache_bytes)
-        promised[index] = trace.identical and setting.plan.same_model
+            (tokens, trace), seconds = measure.timed(work, self.pipe.device)
+        self.traces[setting.text] = trace
         return Decoded(tokens, trace.target_calls), seconds
 
-    def conditions(first: int) -> torch.Tensor:
-        labels = torch.arange(first, first + batch_size) % pipe.num_classes
-        return labels.to(device)
+    def exact(self, setting: Setting) -> bool:
+        return bool(self.traces[setting.text].identical and setting.plan.same_model)
 
-    rounds = time_rounds(
-        len(settings),
-        conditions,
-        decode,
-        device=device,
-        batch_size=batch_size,
-        runs=runs,
-        warmup=warmup,
-        report=lambda text: report(f"batch {batch_size}: {text}"),
-    )
-    rows = []
-    sides = pipe.vq_model.scales
-    for index, setting in enumerate(settings):
+    def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
+        """What `summarise_row` gives, and `cache_held_measured`: bytes a picture that the trace tells."""
+        sides = self.pipe.vq_model.scales
         stop = setting.sampler.schedule.at(len(sides)).stop_after
         tokens = sum(side * side for side in sides[: stop + 1])
-        row = summarise_row(rounds.seconds[index], rounds.calls[index], rounds.seconds[0], tokens)
-        row.update(
-            sampler=sampler_settings(setting.sampler),
-            identical_samples=rounds.identical[index] if promised[index] and index else None,
-            **processor_figures(rounds.processor_seconds[index], rounds.processor_seconds[0]),
-            samples=runs * batch_size,
-            cache_held_measured=held[index] / batch_size,
-            peak_memory_bytes=rounds.peak[index],
-        )
-        rows.append(row)
-    return rows
+        held = max(self.traces[setting.text].cache_bytes) / self.batch_size
+        row = summarise_row(rounds.seconds[index], rounds.calls[index], best, tokens)
+        return row | {"cache_held_measured": held}
 
 
 def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:
@@ -213,41 +186,31 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
             measure.refuse_what_does_not_fit(needed_bytes(counted, max(args.batch_sizes), guided), device)
             pipe = random_pipeline(sizes, dtype=dtype, device=device, seed=args.seed)
         assert pipe is not None  # of one kind or the other
-        _add_times(rows, pipe, groups, args, calibrated=sizes is None, report=report)
+        times = [
+            row
+            for settings in groups
+            for batch_size in args.batch_sizes
+            for row in time_rows(
+                ScaleDecoder(pipe, batch_size, calibrated=sizes is None),
+                settings,
+                runs=args.runs,
+                warmup=args.warmup,
+                report=report,
+            )
+        ]
+        for row, timed in zip(rows, times, strict=True):
+            row.update(timed)
         # Last, because the buffers of this measurement would count as memory of the rows.
         facts["copy_bandwidth"] = measure.copy_bandwidth(device)
         facts["picture_ms"] = picture_ms(pipe)
         for row in rows:
             row["floor_ms_per_image"] = row["bytes_per_image"] / facts["copy_bandwidth"] * 1000
-    return {"kind": kind, "environment": facts, "rows": rows}, scale_table(rows)
-
-
-def _add_times(
-    rows: list[dict[str, Any]],
-    pipe: ScaleImagePipeline,
-    groups: Sequence[Sequence[Setting]],
-    args: argparse.Namespace,
-    *,
-    calibrated: bool,
-    report: Report,
-) -> None:
-    """Time every setting, and add what was measured to what was counted of it."""
-    times = [
-        row
-        for settings in groups
-        for batch_size in args.batch_sizes
-        for row in time_settings(
-            pipe,
-            settings,
-            batch_size=batch_size,
-            runs=args.runs,
-            warmup=args.warmup,
-            calibrated=calibrated,
-            report=report,
-        )
-    ]
-    for row, timed in zip(rows, times, strict=True):
-        row.update(timed)
+    plain: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        first = plain.setdefault((row["batch_size"], row["guidance_scale"]), row)
+        row["cache_share"] = row["cache_held_per_image"] / (first["cache_held_per_image"] or 1)
+    shown = table(rows, COUNTED_SCALES if args.count_only else TIMED_SCALES)
+    return {"kind": kind, "environment": facts, "rows": rows}, shown
 
 
 @torch.no_grad()
@@ -256,42 +219,3 @@ def picture_ms(pipe: ScaleImagePipeline) -> float:
     canvas = pipe.vq_model.begin(1)
     times = [measure.timed(lambda: pipe.vq_model.decode_canvas(canvas), pipe.device)[1] for _ in range(4)]
     return min(times) * 1000
-
-
-def scale_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table: what was timed, if anything was, and what was counted."""
-    timed = "seconds" in rows[0]
-    header = ["batch", "guidance", "sampler"]
-    if timed:
-        header += ["ms/image p50", "p20 - p80", *SPEED_UP, "floor ms", "same as plain"]
-    header += ["GFLOP/image", "MB read/image", "cache KiB/image", "of plain", "peak KiB/image"]
-    lines = []
-    plain: dict[tuple[int, float], dict[str, Any]] = {}
-    for row in rows:
-        first = plain.setdefault((row["batch_size"], row["guidance_scale"]), row)
-        line = [str(row["batch_size"]), f"{row['guidance_scale']:g}", row["name"]]
-        if timed:
-            image, same = row["ms_per_image"], row["identical_samples"]
-            line += [
-                f"{image['p50']:.1f}",
-                f"{image['p20']:.1f} - {image['p80']:.1f}",
-                *speed_up_cells(row),
-                f"{row['floor_ms_per_image']:.2f}",
-                "-" if same is None else f"{same} of {row['samples']}",
-            ]
-        held = row["cache_held_per_image"]
-        lines.append(
-            [
-                *line,
-                _short(row["flops_per_image"] / 1e9),
-                _short(row["bytes_per_image"] / 1e6),
-                f"{held / 2**10:.0f}",
-                f"{100 * held / (first['cache_held_per_image'] or 1):.0f} %",
-                f"{row['cache_peak_per_image'] / 2**10:.0f}",
-            ]
-        )
-    return markdown(header, lines)
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

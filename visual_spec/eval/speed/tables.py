@@ -1,75 +1,135 @@
-"""The Markdown tables of `visual-spec bench`."""
+"""The Markdown tables of `visual-spec bench`: a column is a header and what it shows of a row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from visual_spec.eval.tables import markdown
 
-# Columns of what a call spends its time on; those of phases that a sampler does not tell apart stay empty.
-PHASES = ["forward", "verify", "host gap"]
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 
 
-def share_and_phases(row: dict[str, Any]) -> list[str]:
-    """Cells of `floor_share` in per cent, and of the milliseconds of `PHASES`."""
-    share, phases = row["floor_share"], row["phase_ms_per_call"]
-    times = [phases.get("model"), phases.get("verify"), row["gap_ms_per_call"]]
-    return [
-        "-" if share is None else f"{100 * share:.0f} %",
-        *(_number(value, 2) for value in times),
-    ]
+def column(header: str, form: str, *keys: str, unit: float = 1) -> Column:
+    """A column that shows some entries of a row, and a dash where one of them is missing or None.
+
+    Args:
+        form: how they are written, a format string with a place for each.
+        keys: of the entries; `ms_per_image.p50` is an entry of an entry.
+        unit: what numbers are divided by.
+    """
+
+    def show(row: Mapping[str, Any]) -> str:
+        values = []
+        for key in keys:
+            value: Any = row
+            for name in key.split("."):
+                value = None if value is None else value.get(name)
+            if value is None:
+                return "-"
+            values.append(value / unit if unit != 1 else value)
+        return form.format(*values)
+
+    return header, show
 
 
-SPEED_UP = ["speed-up", "speed-up p20 - p80", "in processor time"]
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
+    """Markdown: one line a row."""
+    lines = [[show(row) for _, show in columns] for row in rows]
+    return markdown([header for header, _ in columns], lines)
 
 
-def speed_up_cells(row: dict[str, Any]) -> list[str]:
-    """Cells of `SPEED_UP`: `1.54x`, `1.49 - 1.60`, and `1.86x` or a dash where it was not measured."""
-    rounds, busy = row["speed_up"], row["processor_speed_up"]
-    spread = f"{rounds['p20']:.2f} - {rounds['p80']:.2f}"
-    return [f"{rounds['p50']:.2f}x", spread, "-" if busy is None else f"{busy:.2f}x"]
-
-
-def bench_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table of timed rows, of tokens or of columns."""
-    sound = "columns_per_call" in rows[0]
-    sample = "clip" if sound else "image"
-    header = ["batch", "guidance", "sampler", "window", "calls", f"{'columns' if sound else 'tokens'}/call"]
-    header += ["ms/call", *([] if sound else ["floor"]), f"ms/{sample} p50", "p20 - p80", *SPEED_UP]
-    header += ["in calls", "same as plain", "divergence"] if sound else ["same as plain", "of floor", *PHASES]
-    lines = []
-    for row in rows:
-        each, same = row[f"ms_per_{sample}"], row["identical_samples"]
-        if sound:
-            committed = f"{row['columns_per_call']:.2f} +- {row['deviation']:.2f}"
-        else:
-            committed = f"{row['tokens_per_call']:.2f}"
-        equal = "-" if same is None else f"{same} of {row['samples']}"
-        lines.append(
-            [
-                str(row["batch_size"]),
-                f"{row['guidance_scale']:g}",
-                row["name"],
-                str(row["window"] or "-"),
-                f"{row['calls']:.1f}",
-                committed,
-                f"{row['ms_per_call']:.2f}",
-                *([] if sound else [_number(row["floor_ms_per_call"], 2)]),
-                f"{each['p50']:.0f}",
-                f"{each['p20']:.0f} - {each['p80']:.0f}",
-                *speed_up_cells(row),
-                *([f"{row['speed_up_calls']:.2f}x"] if sound else []),
-                equal,
-                *([_number(row["divergence"], 4)] if sound else share_and_phases(row)),
-                f"{row['peak_memory_bytes'] / 2**20:.0f}",
-            ]
-        )
-    return markdown([*header, "peak MiB"], lines)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+_SETTING = [
+    column("batch", "{}", "batch_size"),
+    column("guidance", "{:g}", "guidance_scale"),
+    column("sampler", "{}", "name"),
+]
+_WINDOW = column("window", "{}", "window")
+_FLOOR = column("floor", "{:.2f}", "floor_ms_per_call")
+# What a call spends its time on; of phases that a sampler does not tell apart there is a dash.
+_PHASES = [
+    column("of floor", "{:.0f} %", "floor_share", unit=0.01),
+    column("forward", "{:.2f}", "phase_ms_per_call.model"),
+    column("verify", "{:.2f}", "phase_ms_per_call.verify"),
+    column("host gap", "{:.2f}", "gap_ms_per_call"),
+]
+_SPEED_UP = [
+    column("speed-up", "{:.2f}x", "speed_up.p50"),
+    column("speed-up p20 - p80", "{:.2f} - {:.2f}", "speed_up.p20", "speed_up.p80"),
+    column("in processor time", "{:.2f}x", "processor_speed_up"),
+]
+_SAME = column("same as plain", "{} of {}", "identical_samples", "samples")
+_PEAK = column("peak MiB", "{:.0f}", "peak_memory_bytes", unit=2**20)
+_CALLS = [*_SETTING, _WINDOW, column("calls", "{:.1f}", "calls")]
+_MS_PER_CALL = column("ms/call", "{:.2f}", "ms_per_call")
+TOKENS = [
+    *_CALLS,
+    column("tokens/call", "{:.2f}", "tokens_per_call"),
+    _MS_PER_CALL,
+    _FLOOR,
+    column("ms/image p50", "{:.0f}", "ms_per_image.p50"),
+    column("p20 - p80", "{:.0f} - {:.0f}", "ms_per_image.p20", "ms_per_image.p80"),
+    *_SPEED_UP,
+    _SAME,
+    *_PHASES,
+    _PEAK,
+]
+COLUMNS = [
+    *_CALLS,
+    column("columns/call", "{:.2f} +- {:.2f}", "columns_per_call", "deviation"),
+    _MS_PER_CALL,
+    column("ms/clip p50", "{:.0f}", "ms_per_clip.p50"),
+    column("p20 - p80", "{:.0f} - {:.0f}", "ms_per_clip.p20", "ms_per_clip.p80"),
+    *_SPEED_UP,
+    column("in calls", "{:.2f}x", "speed_up_calls"),
+    _SAME,
+    column("divergence", "{:.4f}", "divergence"),
+    _PEAK,
+]
+_COUNTED_SCALES = [
+    column("GFLOP/image", "{:.2f}", "flops_per_image", unit=1e9),
+    column("MB read/image", "{:.2f}", "bytes_per_image", unit=1e6),
+    column("cache KiB/image", "{:.0f}", "cache_held_per_image", unit=2**10),
+    column("of plain", "{:.0f} %", "cache_share", unit=0.01),
+    column("peak KiB/image", "{:.0f}", "cache_peak_per_image", unit=2**10),
+]
+COUNTED_SCALES = [*_SETTING, *_COUNTED_SCALES]
+TIMED_SCALES = [
+    *_SETTING,
+    column("ms/image p50", "{:.1f}", "ms_per_image.p50"),
+    column("p20 - p80", "{:.1f} - {:.1f}", "ms_per_image.p20", "ms_per_image.p80"),
+    *_SPEED_UP,
+    column("floor ms", "{:.2f}", "floor_ms_per_image"),
+    _SAME,
+    *_COUNTED_SCALES,
+]
+# Of official sizes with a stated acceptance. A star marks what follows from it.
+STATED = [
+    *_SETTING,
+    _WINDOW,
+    column("ms/call p50", "{:.2f}", "ms_per_call.p50"),
+    column("p20 - p80", "{:.2f} - {:.2f}", "ms_per_call.p20", "ms_per_call.p80"),
+    _FLOOR,
+    *_PHASES,
+    column("prefill ms", "{:.1f}", "prefill_ms"),
+    _PEAK,
+    column("calls*", "{:.0f}", "calls_per_image"),
+    column("tokens/call*", "{:.2f}", "tokens_per_call"),
+    column("ms/image*", "{:.0f}", "ms_per_image.p50"),
+    column("image p20 - p80*", "{:.0f} - {:.0f}", "ms_per_image.p20", "ms_per_image.p80"),
+    column("speed-up*", "{:.2f}x", "speed_up"),
+]
+CONTINUOUS = [
+    column("sampler", "{}", "name"),
+    column("batch", "{}", "batch_size"),
+    column("calls", "{}", "calls_per_image"),
+    column("MB/call", "{:.0f}", "weight_bytes", unit=1e6),
+    column("GFLOP/call", "{:.1f}", "flops_per_call", unit=1e9),
+    column("ms/call", "{:.2f}", "ms_per_call.p50"),
+    _FLOOR,
+    _PHASES[0],
+    column("ms/picture", "{:.0f}", "ms_per_image.p50"),
+]
 
 
 def curve_table(rows: Sequence[dict[str, Any]], unit: str = "tokens") -> str:
