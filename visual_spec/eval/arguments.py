@@ -160,3 +160,23 @@ def add_law(parser: argparse.ArgumentParser) -> None:
 def progress(text: str) -> None:
     """Tell how far a command is, beside its output."""
     logger.info("%s", text)
+
+
+def command(
+    name: str,
+    text: str | None,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], int],
+) -> Callable[[Sequence[str] | None], int]:
+    """The `main` of `visual-spec NAME`: parses arguments, runs, and returns the exit status."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        parser = Parser(
+            prog=f"visual-spec {name}",
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_arguments(parser)
+        return run(parser.parse_args(argv))
+
+    return main

@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from visual_spec.eval.arguments import Parser, add_law, add_machine, add_model, add_share, progress, share
+from visual_spec.eval.arguments import add_law, add_machine, add_model, add_share, command, progress, share
 
 if TYPE_CHECKING:
     from visual_spec.eval.defaults import ModelSettings
@@ -78,15 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Inception weights, which add FID (default: torch-fidelity's, if in the cache)",
     )
     parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse arguments and run; returns the exit status."""
-    parser = Parser(
-        prog="visual-spec eval", description="What samplers gain, and what it costs in quality; resumable."
-    )
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
 
 
 def read_settings(
@@ -182,3 +172,6 @@ def print_tables(document: dict) -> None:
         print()
     print(accuracy_table({row["name"]: row["accuracy"] for row in document["rows"]}))
     print()
+
+
+main = command("eval", __doc__, add_arguments, run)

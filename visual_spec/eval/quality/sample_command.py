@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.eval.arguments import Parser, add_machine, add_model, add_share, is_quiet, progress, share
+from visual_spec.eval.arguments import add_machine, add_model, add_share, command, is_quiet, progress, share
 
 if TYPE_CHECKING:
     from visual_spec.eval.quality.prompt_files import Prompts
@@ -65,15 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_machine(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON document as the last line")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse arguments and run; returns the exit status."""
-    parser = Parser(
-        prog="visual-spec sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -171,3 +161,6 @@ def class_names(pipe: Any) -> list[str] | None:
     if count is None:
         return None
     return list(pipe.config.get("id2label") or map(str, range(count)))
+
+
+main = command("sample", __doc__, add_arguments, run)

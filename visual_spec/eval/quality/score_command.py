@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import Parser, add_machine, add_share, progress, share
+from visual_spec.eval.arguments import add_machine, add_share, command, progress, share
 
 _DEFAULT = {"image": "shapes", "audio": "mel", "video": "frames"}
 
@@ -81,15 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_share(parser)
     add_machine(parser, dtype=False)
     parser.add_argument("--json", action="store_true", help="print the document as the last line")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse arguments and run; returns the exit status."""
-    parser = Parser(
-        prog="visual-spec score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -170,3 +160,6 @@ def score_table(document: dict[str, Any]) -> str:
     table += "\n" * bool(notes) + "".join(f"\n* {', '.join(names)}: {note}." for note, names in notes.items())
     comparison = document["comparison"]
     return table if comparison is None else f"{table}\n\n{summary(comparison)}"
+
+
+main = command("score", __doc__, add_arguments, run)

@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import Parser, add_threads, progress
+from visual_spec.eval.arguments import add_law, add_machine, add_model, command, progress
 
 _RUNS = "visual_spec.eval.speed"
 # What measures a model, by what a call of it commits.
@@ -28,14 +27,11 @@ _HOME = {
     "scales": "scale_bench",
     "vectors": "continuous_sizes",
 }
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec bench`."""
-    parser.add_argument(
-        "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
-    )
+    add_model(parser)
     parser.add_argument("--curve", action="store_true", help="count calls over settings; no timing")
     _add_settings(parser)
     _add_rounds(parser)
@@ -72,9 +68,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="1: without (default, as of the next three: the model's)",
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
-    parser.add_argument("--top-k", type=int, metavar="K", help="0: off")
-    parser.add_argument("--top-p", type=float, metavar="P", help="1: off")
+    add_law(parser)
 
 
 def _add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -125,14 +119,12 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--dtype", default="float32", choices=_DTYPES)
+    add_machine(parser)
     parser.add_argument(
         "--fuse-projections",
         action="store_true",
         help="of next-token models: projections of one input as one matrix product, in all rows",
     )
-    add_threads(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a JSON document here")
     parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
     parser.add_argument(
@@ -142,15 +134,6 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         help="draw the rows against the roofline of the machine: .svg or .png",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it is there")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse arguments and run; returns the exit status."""
-    parser = Parser(
-        prog="visual-spec bench", description="Calls and seconds of the samplers beside plain decoding."
-    )
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -246,3 +229,6 @@ def _refuse_options(args: argparse.Namespace, unit: str) -> None:
     from visual_spec.eval.speed.measure import refuse_dtype
 
     refuse_dtype(choose_device(args.device), getattr(torch, args.dtype))
+
+
+main = command("bench", __doc__, add_arguments, run)
