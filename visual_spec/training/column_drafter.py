@@ -11,10 +11,9 @@ changed.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,16 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
-from visual_spec.training.loop import Descent, Trainer, muon_and_adamw, write_json
+from visual_spec.training.drafter import generators
+from visual_spec.training.loop import (
+    Descent,
+    RunOptions,
+    Trainer,
+    muon_and_adamw,
+    option,
+    read_options,
+    write_json,
+)
 from visual_spec.training.tokens import tokenize_tunes
 
 OBJECTIVES = ("cross-entropy", "refusals")
@@ -52,14 +60,14 @@ class ColumnDrafterTraining:
     """
 
     drawn: bool = True
-    objective: str = "cross-entropy"
+    objective: str = option("what is minimised", "cross-entropy", choices=OBJECTIVES)
     clips: int = 6000
     held_out_clips: int = 100
     steps: int = 4000
     batch_size: int = 16
     unroll: int = 2
     unroll_decay: float = 0.8
-    guidance_scales: tuple[float, ...] = (1.5,)
+    guidance_scales: list[float] = field(default_factory=lambda: [1.5])
     temperature: float = 0.8
     learning_rate: float = 2e-3
     weight_decay: float = 0.02
@@ -328,7 +336,7 @@ def train_column_drafter(
     """
     drafter.check_target(MusicgenColumnModel(model, NUM_FRAMES))
     if settings.drawn:
-        owner = f"{fingerprint([model, encoder])} {settings.guidance_scales} {settings.temperature}"
+        owner = f"{fingerprint([model, encoder])} {tuple(settings.guidance_scales)} {settings.temperature}"
         clips = partial(play, draw, encoder, owner=owner)
     else:
         clips = partial(true_clips, codec, encoder)
@@ -392,59 +400,52 @@ def columns_per_call(pipe: AudioPipeline, count: int = 8) -> dict:
     prompts, found = held_out_prompts(count, seed=1), {}
     for acceptance in ("exact", "identical"):
         pipe.sampler = DraftedColumnSampler(acceptance=acceptance)
-        generators = [torch.Generator().manual_seed(1000 + index) for index in range(count)]
-        result = pipe(prompts, generator=generators, output_type="latent")
+        result = pipe(prompts, generator=generators(1, count), output_type="latent")
         found[acceptance] = round(float(result.trace.tokens_per_call.mean()), 3)
     return {"prompts": count, "num_drafts": pipe.sampler.config["num_drafts"], **found}
 
 
+@dataclass(kw_only=True)
+class ColumnDrafterOptions(RunOptions):
+    model: str = option("embedded model, or a folder with a pipeline", "tunes")
+    num_blocks: int = option("layers of a fresh drafter", 2)
+    start_from: Path | None = option("folder of a drafter to go on with", None)
+    true_clips: bool = option("learn from clips of tunes, not of the model", False)
+
+
 def main() -> None:
-    defaults = ColumnDrafterTraining()
-    parser = argparse.ArgumentParser(description=HELP)
-    parser.add_argument("--model", default="tunes", help="embedded model, or a folder with a pipeline")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for the drafter; resumes if interrupted"
-    )
-    parser.add_argument("--num-blocks", type=int, default=2, help="layers of a fresh drafter")
-    parser.add_argument("--start-from", type=Path, help="folder of a drafter to go on with")
-    parser.add_argument("--true-clips", dest="drawn", action="store_false", help="of tunes, not of the model")
-    parser.add_argument("--objective", choices=OBJECTIVES, default=defaults.objective)
-    for name in ("clips", "held_out_clips", "steps", "batch_size", "unroll", "learning_rate", "seed"):
-        value = getattr(defaults, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
-    parser.add_argument("--device", default="cpu")
-    arguments = vars(parser.parse_args())
-    model, out, device, blocks, first = (
-        arguments.pop(name) for name in ("model", "out", "device", "num_blocks", "start_from")
-    )
-    pipe = AudioPipeline.from_pretrained(model).to(device)
+    options, settings = read_options(HELP, ColumnDrafterOptions, ColumnDrafterTraining)
+    pipe = AudioPipeline.from_pretrained(options.model).to(options.device)
     pipe.set_progress_bar_config(disable=True)
     law = pipe.make_law()
-    settings = ColumnDrafterTraining(
-        **arguments, guidance_scales=(law.guidance_scale,), temperature=law.temperature
+    settings = replace(
+        settings,
+        drawn=not options.true_clips,
+        guidance_scales=[law.guidance_scale],
+        temperature=law.temperature,
     )
     torch.manual_seed(settings.seed)
+    first = options.start_from
     if first is None:
-        drafter = ColumnEagleDrafter.for_target(pipe.transformer, num_blocks=blocks).to(device)
+        drafter = ColumnEagleDrafter.for_target(pipe.transformer, num_blocks=options.num_blocks)
     else:
-        drafter = ColumnEagleDrafter.from_pretrained(first).to(device)
+        drafter = ColumnEagleDrafter.from_pretrained(first)
+    drafter.to(options.device)
     pipe.sampler = ColumnAutoregressiveSampler()
 
     def draw(prompts: list[str], seed: int) -> Tensor:
         print(f"playing {len(prompts)} clips", flush=True)
-        generators = [torch.Generator().manual_seed(1000 * seed + index) for index in range(len(prompts))]
-        return pipe(prompts, generator=generators, output_type="latent").codes
+        return pipe(prompts, generator=generators(seed, len(prompts)), output_type="latent").codes
 
     record = train_column_drafter(
-        drafter, pipe.transformer, pipe.text_encoder, pipe.codec, draw, settings, out
+        drafter, pipe.transformer, pipe.text_encoder, pipe.codec, draw, settings, options.out
     )
     pipe.drafter = drafter
     record["decoding"] = columns_per_call(pipe)
     if first is not None and (first / "training.json").exists():
         earlier = json.loads((first / "training.json").read_text())
         record["started_from"] = {key: value for key, value in earlier.items() if key != "loss"}
-    write_json(out / "drafter" / "training.json", record)
+    write_json(options.out / "drafter" / "training.json", record)
     print({key: record[key] for key in ("parameters", "seconds", "acceptance_rates", "decoding")})
 
 

@@ -8,9 +8,8 @@ The target is not changed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.tree import TreeSampler
-from visual_spec.training.loop import Descent, Trainer, write_json
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options, write_json
 
 Draw = Callable[[list[str], float, int], Tensor]
 Encode = Callable[[list[str]], TextCondition]
@@ -42,7 +41,7 @@ class DrafterTraining:
     pictures: int = 768
     held_out_pictures: int = 64
     shard_size: int = 64
-    guidance_scales: tuple[float, ...] = (3.0, 1.0, 3.0, 5.0)
+    guidance_scales: list[float] = field(default_factory=lambda: [3.0, 1.0, 3.0, 5.0])
     steps: int = 1200
     batch_size: int = 4
     unroll: int = 3
@@ -297,22 +296,14 @@ def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, guidance: float,
     return {"guidance_scale": guidance, "prompts": count, **found}
 
 
+@dataclass(kw_only=True)
+class DrafterOptions(RunOptions):
+    model: str = option("embedded model, or a folder with a pipeline", "shapes")
+
+
 def main() -> None:
-    defaults = DrafterTraining()
-    parser = argparse.ArgumentParser(description=HELP)
-    parser.add_argument("--model", default="shapes", help="embedded model, or a folder with a pipeline")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for the drafter; resumes if interrupted"
-    )
-    parser.add_argument("--guidance-scales", type=float, nargs="+", default=list(defaults.guidance_scales))
-    for name in ("pictures", "held_out_pictures", "steps", "batch_size", "unroll", "learning_rate", "seed"):
-        value = getattr(defaults, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--device", default="cpu")
-    arguments = vars(parser.parse_args())
-    model, out, device = (arguments.pop(name) for name in ("model", "out", "device"))
-    settings = DrafterTraining(**{**arguments, "guidance_scales": tuple(arguments.pop("guidance_scales"))})
-    pipe = ImagePipeline.from_pretrained(model).to(device)
+    options, settings = read_options(HELP, DrafterOptions, DrafterTraining)
+    pipe = ImagePipeline.from_pretrained(options.model).to(options.device)
     pipe.sampler = AutoregressiveSampler()
     pipe.set_progress_bar_config(disable=True)
 
@@ -324,10 +315,10 @@ def main() -> None:
         return output.tokens
 
     torch.manual_seed(settings.seed)
-    drafter = EagleDrafter.for_target(pipe.transformer).to(device)
-    record = train_drafter(drafter, pipe.transformer, draw, pipe.make_condition, settings, out)
+    drafter = EagleDrafter.for_target(pipe.transformer).to(options.device)
+    record = train_drafter(drafter, pipe.transformer, draw, pipe.make_condition, settings, options.out)
     record["decoding"] = tokens_per_call(pipe, drafter, settings.guidance_scales[0])
-    write_json(out / "drafter" / "training.json", record)
+    write_json(options.out / "drafter" / "training.json", record)
     print({key: record[key] for key in ("parameters", "seconds", "acceptance_rates", "decoding")})
 
 
