@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 _WORDS = (
     "sampler",
@@ -12,6 +13,44 @@ _WORDS = (
     "columns per call",
     "accuracy of",
 )  # headers of columns that hold words
+
+
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
+
+
+def column(header: str, form: str, *keys: str, times: float = 1) -> Column:
+    """A column that shows some entries of a row, and a dash where one of them is missing or None.
+
+    Args:
+        form: how they are written, a format string with a place for each.
+        keys: of the entries; `ms_per_image.p50` is an entry of an entry.
+        times: what numbers are multiplied by.
+    """
+
+    def show(row: Mapping[str, Any]) -> str:
+        values = []
+        for key in keys:
+            value: Any = row
+            for name in key.split("."):
+                value = None if value is None else value.get(name)
+            if value is None:
+                return "-"
+            values.append(value * times if times != 1 else value)
+        return form.format(*values)
+
+    return header, show
+
+
+def interval(header: str, key: str, digits: int = 2, times: float = 1) -> Column:
+    """A column that shows a figure with its interval: `36.0 (34.1-38.0)`."""
+    form = f"{{:.{digits}f}} ({{:.{digits}f}}-{{:.{digits}f}})"
+    return column(header, form, *(f"{key}.{name}" for name in ("value", "low", "high")), times=times)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
+    """Markdown: one line a row."""
+    lines = [[show(row) for _, show in columns] for row in rows]
+    return markdown([header for header, _ in columns], lines)
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from visual_spec.data import tunes
 from visual_spec.eval.intervals import rate, share_figure
-from visual_spec.eval.tables import markdown
+from visual_spec.eval.tables import column, interval, table
 
 # All that the parsers of the procedural data read, in the order of tables.
 ATTRIBUTES = tuple(
@@ -54,20 +54,8 @@ def summarise(hits: Sequence[dict[str, bool]]) -> dict[str, Any]:
 def accuracy_table(accuracies: dict[str, dict[str, Any]]) -> str:
     """Markdown: one line for each named summary, one column for each attribute, rates in per cent with intervals."""
     names = list(dict.fromkeys(name for summary in accuracies.values() for name in summary["attributes"]))
-    lines = [
-        [
-            title,
-            *(per_cent(summary["attributes"].get(name)) for name in names),
-            per_cent(summary["mean_attribute"]),
-            per_cent(summary["all_correct"]),
-        ]
-        for title, summary in accuracies.items()
-    ]
-    return markdown(["sampler", *names, "mean of these", "whole prompt"], lines)
-
-
-def per_cent(figure: dict[str, float] | None) -> str:
-    """`36.0 (34.1-38.0)`: a share in per cent, and its interval."""
-    if figure is None:
-        return "-"
-    return f"{100 * figure['value']:.1f} ({100 * figure['low']:.1f}-{100 * figure['high']:.1f})"
+    keys = {name: f"attributes.{name}" for name in names}
+    keys |= {"mean of these": "mean_attribute", "whole prompt": "all_correct"}
+    columns = [interval(name, key, 1, times=100) for name, key in keys.items()]
+    rows = [{"title": title, **summary} for title, summary in accuracies.items()]
+    return table(rows, [column("sampler", "{}", "title"), *columns])

@@ -12,14 +12,14 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from visual_spec.eval.intervals import mean_figure, quantiles, ratio_figure
-from visual_spec.eval.quality.accuracy import hits_of, per_cent, summarise
+from visual_spec.eval.quality.accuracy import hits_of, summarise
 from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.neighbours import density_coverage, precision_recall
 from visual_spec.eval.quality.published import frechet_of_pairs
 from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, mel_picture, wrap_text
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.tables import markdown
+from visual_spec.eval.tables import Column, column, interval, table
 from visual_spec.eval.words import words_of
 
 
@@ -295,9 +295,9 @@ def picture_sheet(rows: dict[str, np.ndarray]) -> Image.Image:
         # Broken at the commas between settings, which hold no blanks.
         for place, text in enumerate(wrap_text(title.replace(",", ", ").replace(":", ": "), 13, label - 20)):
             draw_text(draw, (10, top + 4 + 17 * place), text, 13, INK)
-        for column, picture in enumerate(pictures):
+        for place, picture in enumerate(pictures):
             fitted = fit_square(Image.fromarray(picture), side)
-            sheet.paste(fitted, (label + column * (side + gap), top))
+            sheet.paste(fitted, (label + place * (side + gap), top))
     return sheet
 
 
@@ -307,16 +307,8 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
     Speed-ups are those of processor time where the model ran on a processor: the clock counts others' work too.
     """
 
-    def cell(figure: dict[str, float] | None, digits: int = 2) -> str:
-        if figure is None:
-            return "-"
-        return f"{figure['value']:.{digits}f} ({figure['low']:.{digits}f}-{figure['high']:.{digits}f})"
-
-    def times(figure: dict[str, float] | None) -> str:
-        return "-" if figure is None else f"{figure['p50']:.2f}x ({figure['p20']:.2f}-{figure['p80']:.2f})"
-
-    def cached(figure: dict[str, float]) -> str:
-        return f"{figure['held'] / 2**10:.0f} ({100 * figure['share']:.0f} %)"
+    def times(header: str, key: str) -> Column:
+        return column(header, "{:.2f}x ({:.2f}-{:.2f})", *(f"{key}.{name}" for name in ("p50", "p20", "p80")))
 
     words = words_of(document)
     clock = "wall_clock" if document["rows"][0]["processor_time"] is None else "processor_time"
@@ -324,44 +316,35 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
     batch = document["settings"]["batch_size"]
     seconds = "alone_seconds" if document["rows"][0][clock]["alone_seconds"] else "seconds_per_picture"
     of_heads = document["rows"][0].get("head_calls") is not None  # results of older versions do not hold it
-    header = ["sampler", "kind", "cache KiB" if words.caches else f"{words.unit}s/call"]
-    header += ["head calls"] if of_heads else []
-    header += ["s/clip"] if words.kernels else []
-    header += [f"{unit}, batch 1", f"batch {batch}", "attributes %"]
-    header += [f"{words.whole} %"]
-    header += ["Frechet to real", "to plain", *(["kernel to real"] if words.kernels else [])]
-    header += ["precision", "recall", "divergence"]
-    lines = []
-    for row in document["rows"]:
-        far, wall = row["features"][extractor], row[clock]
-        lines.append(
-            [
-                row["name"],
-                row["kind"],
-                cached(row["cache"]) if words.caches else cell(row["tokens_per_call"]),
-                *([f"{row['head_calls']['value']:.0f}"] if of_heads else []),
-                *([f"{wall[seconds]['p50']:.2f}"] if words.kernels else []),
-                times(wall["alone_speed_up"]),
-                times(wall["speed_up"]),
-                per_cent(row["accuracy"]["mean_attribute"]),
-                per_cent(row["accuracy"]["all_correct"]),
-                cell(far["frechet_to_real"]),
-                cell(far["frechet_to_plain"]),
-                *([cell(far["kernel_to_real"])] if words.kernels else []),
-                cell(far["precision"], 3),
-                cell(far["recall"], 3),
-                cell(row["divergence"], 4),
-            ]
-        )
-    for name, reference in document["references"].items():
-        far = reference["features"][extractor]
-        rates = [per_cent(reference["accuracy"][key]) for key in ("mean_attribute", "all_correct")]
-        distances = [
-            cell(far["frechet_to_real"]),
-            "-",
-            *([cell(far["kernel_to_real"])] if words.kernels else []),
-        ]
-        distances += [cell(far["precision"], 3), cell(far["recall"], 3)]
-        none = ["-"] * (3 + words.kernels + of_heads)
-        lines.append([f"({name} alone)", "reference", *none, *rates, *distances, "-"])
-    return markdown(header, lines)
+    far = f"features.{extractor}"
+    columns = [column("sampler", "{}", "name"), column("kind", "{}", "kind")]
+    if words.caches:
+        columns.append(column("cache KiB", "{:.0f} ({:.0f} %)", "cache.kib", "cache.per_cent"))
+    else:
+        columns.append(interval(f"{words.unit}s/call", "tokens_per_call"))
+    if of_heads:
+        columns.append(column("head calls", "{:.0f}", "head_calls.value"))
+    if words.kernels:
+        columns.append(column("s/clip", "{:.2f}", f"{clock}.{seconds}.p50"))
+    columns += [
+        times(f"{unit}, batch 1", f"{clock}.alone_speed_up"),
+        times(f"batch {batch}", f"{clock}.speed_up"),
+        interval("attributes %", "accuracy.mean_attribute", 1, times=100),
+        interval(f"{words.whole} %", "accuracy.all_correct", 1, times=100),
+        interval("Frechet to real", f"{far}.frechet_to_real"),
+        interval("to plain", f"{far}.frechet_to_plain"),
+        *([interval("kernel to real", f"{far}.kernel_to_real")] if words.kernels else []),
+        interval("precision", f"{far}.precision", 3),
+        interval("recall", f"{far}.recall", 3),
+        interval("divergence", "divergence", 4),
+    ]
+    rows = [
+        row | {"cache": held and {"kib": held["held"] / 2**10, "per_cent": 100 * held["share"]}}
+        for row in document["rows"]
+        for held in [row.get("cache")]
+    ]
+    rows += [
+        {"name": f"({name} alone)", "kind": "reference", **reference}
+        for name, reference in document["references"].items()
+    ]
+    return table(rows, columns)

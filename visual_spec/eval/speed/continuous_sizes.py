@@ -20,8 +20,9 @@ from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.official_bench import time_sampler
 from visual_spec.eval.speed.official_sizes import fill_at_random
-from visual_spec.eval.speed.tables import CONTINUOUS, table
+from visual_spec.eval.speed.tables import CONTINUOUS
 from visual_spec.eval.speed.timing import Report
+from visual_spec.eval.tables import table
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 from visual_spec.models.core.configuration import register_to_config

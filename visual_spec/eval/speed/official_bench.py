@@ -25,8 +25,9 @@ from visual_spec.eval.speed.baselines import Baseline, baselines_of, time_baseli
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import OfficialModel
 from visual_spec.eval.speed.rounds import with_graphs
-from visual_spec.eval.speed.tables import STATED, table
+from visual_spec.eval.speed.tables import STATED
 from visual_spec.eval.speed.timing import Report, add_floors
+from visual_spec.eval.tables import table
 from visual_spec.models.core.calls import RASTER
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.facts import PipelineFacts

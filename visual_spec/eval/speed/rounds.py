@@ -33,7 +33,7 @@ from visual_spec.eval.speed import measure, plain_loops
 from visual_spec.eval.speed.curve import curve
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import described
-from visual_spec.eval.speed.tables import COLUMNS, TOKENS, curve_table, table
+from visual_spec.eval.speed.tables import COLUMNS, TOKENS, curve_table
 from visual_spec.eval.speed.timing import (
     Decoded,
     Report,
@@ -48,6 +48,7 @@ from visual_spec.eval.speed.timing import (
     summarise_row,
     time_rounds,
 )
+from visual_spec.eval.tables import table
 from visual_spec.models.core.calls import CONTINUOUS, OWN_ORDER, RASTER
 from visual_spec.models.core.orders import RASTER_ORDER, trained_order
 from visual_spec.pipelines.sampler_text import parse_sampler

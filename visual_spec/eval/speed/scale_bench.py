@@ -22,8 +22,9 @@ from visual_spec.eval.speed import measure, scale_cost
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import LAW_ARRAYS, fill_at_random
 from visual_spec.eval.speed.rounds import Decoder, time_rows
-from visual_spec.eval.speed.tables import COUNTED_SCALES, TIMED_SCALES, table
+from visual_spec.eval.speed.tables import COUNTED_SCALES, TIMED_SCALES
 from visual_spec.eval.speed.timing import Decoded, Report, Rounds, summarise_row
+from visual_spec.eval.tables import table
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.scales.stages import drawn_stages

@@ -2,42 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from visual_spec.eval.tables import markdown
-
-Column = tuple[str, Callable[[Mapping[str, Any]], str]]
-
-
-def column(header: str, form: str, *keys: str, unit: float = 1) -> Column:
-    """A column that shows some entries of a row, and a dash where one of them is missing or None.
-
-    Args:
-        form: how they are written, a format string with a place for each.
-        keys: of the entries; `ms_per_image.p50` is an entry of an entry.
-        unit: what numbers are divided by.
-    """
-
-    def show(row: Mapping[str, Any]) -> str:
-        values = []
-        for key in keys:
-            value: Any = row
-            for name in key.split("."):
-                value = None if value is None else value.get(name)
-            if value is None:
-                return "-"
-            values.append(value / unit if unit != 1 else value)
-        return form.format(*values)
-
-    return header, show
-
-
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
-    """Markdown: one line a row."""
-    lines = [[show(row) for _, show in columns] for row in rows]
-    return markdown([header for header, _ in columns], lines)
-
+from visual_spec.eval.tables import column, markdown
 
 _SETTING = [
     column("batch", "{}", "batch_size"),
@@ -48,7 +16,7 @@ _WINDOW = column("window", "{}", "window")
 _FLOOR = column("floor", "{:.2f}", "floor_ms_per_call")
 # What a call spends its time on; of phases that a sampler does not tell apart there is a dash.
 _PHASES = [
-    column("of floor", "{:.0f} %", "floor_share", unit=0.01),
+    column("of floor", "{:.0f} %", "floor_share", times=100),
     column("forward", "{:.2f}", "phase_ms_per_call.model"),
     column("verify", "{:.2f}", "phase_ms_per_call.verify"),
     column("host gap", "{:.2f}", "gap_ms_per_call"),
@@ -59,7 +27,7 @@ _SPEED_UP = [
     column("in processor time", "{:.2f}x", "processor_speed_up"),
 ]
 _SAME = column("same as plain", "{} of {}", "identical_samples", "samples")
-_PEAK = column("peak MiB", "{:.0f}", "peak_memory_bytes", unit=2**20)
+_PEAK = column("peak MiB", "{:.0f}", "peak_memory_bytes", times=2**-20)
 _CALLS = [*_SETTING, _WINDOW, column("calls", "{:.1f}", "calls")]
 _MS_PER_CALL = column("ms/call", "{:.2f}", "ms_per_call")
 TOKENS = [
@@ -87,11 +55,11 @@ COLUMNS = [
     _PEAK,
 ]
 _COUNTED_SCALES = [
-    column("GFLOP/image", "{:.2f}", "flops_per_image", unit=1e9),
-    column("MB read/image", "{:.2f}", "bytes_per_image", unit=1e6),
-    column("cache KiB/image", "{:.0f}", "cache_held_per_image", unit=2**10),
-    column("of plain", "{:.0f} %", "cache_share", unit=0.01),
-    column("peak KiB/image", "{:.0f}", "cache_peak_per_image", unit=2**10),
+    column("GFLOP/image", "{:.2f}", "flops_per_image", times=1e-9),
+    column("MB read/image", "{:.2f}", "bytes_per_image", times=1e-6),
+    column("cache KiB/image", "{:.0f}", "cache_held_per_image", times=2**-10),
+    column("of plain", "{:.0f} %", "cache_share", times=100),
+    column("peak KiB/image", "{:.0f}", "cache_peak_per_image", times=2**-10),
 ]
 COUNTED_SCALES = [*_SETTING, *_COUNTED_SCALES]
 TIMED_SCALES = [
@@ -123,8 +91,8 @@ CONTINUOUS = [
     column("sampler", "{}", "name"),
     column("batch", "{}", "batch_size"),
     column("calls", "{}", "calls_per_image"),
-    column("MB/call", "{:.0f}", "weight_bytes", unit=1e6),
-    column("GFLOP/call", "{:.1f}", "flops_per_call", unit=1e9),
+    column("MB/call", "{:.0f}", "weight_bytes", times=1e-6),
+    column("GFLOP/call", "{:.1f}", "flops_per_call", times=1e-9),
     column("ms/call", "{:.2f}", "ms_per_call.p50"),
     _FLOOR,
     _PHASES[0],
