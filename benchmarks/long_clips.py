@@ -3,7 +3,7 @@
 python benchmarks/long_clips.py --clips 16 --out benchmarks/results/motion-causal-long.json --plot docs/long-clips.png
 
 Held-out prompts of shapes that move and turn back at the border, so that a clip never comes to rest. Every policy draws
-the same prompts with the same seeds, and the parser reads each frame (`visual_spec.data.motion_long`). The JSON holds
+the same prompts with the same seeds, and the parser reads each frame (`benchmarks.motion_long`). The JSON holds
 shares of frames, a value for every training length. Beside them stand true clips, made as small as the model's frames
 and large again: what the parser reads at best.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.motion_long import NAMES, consistency
+from scripts.train.motion_small import sample_plain_clips, small_frames
 from visual_spec.data.motion import Clip, caption
-from visual_spec.data.motion_long import NAMES, consistency
-from visual_spec.data.motion_small import sample_plain_clips, small_frames
 from visual_spec.eval.intervals import mean_figure
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline

@@ -26,8 +26,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
 from scripts.train.motion import motion_vocabulary
+from scripts.train.motion_small import SCALE, sample_plain_clips, small_frames
 from visual_spec.data.motion import caption
-from visual_spec.data.motion_small import SCALE, sample_plain_clips, small_frames
 from visual_spec.data.shapes import CELL
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan

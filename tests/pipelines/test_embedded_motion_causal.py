@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.motion_long import consistency
 from visual_spec.data.motion import held_out_prompts
-from visual_spec.data.motion_long import consistency
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
 from visual_spec.pipelines.loading import load_pipeline

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from benchmarks.motion_long import NAMES, consistency
 from visual_spec.data.motion import Clip, MovingShape, caption, render
-from visual_spec.data.motion_long import NAMES, consistency
 
 FRAMES = 40
 
