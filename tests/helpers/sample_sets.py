@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.tiny import tiny_pipeline
-from visual_spec.eval.quality.prompt_files import Prompts
+from visual_spec.eval.quality.prompt_files import PromptSet
 from visual_spec.eval.quality.sample_set import SampleSet, sample
 from visual_spec.eval.settings import parse_setting
 from visual_spec.samplers.core.law import TokenLaw
@@ -18,7 +18,7 @@ def work_in(
 ) -> SampleSet:
     setting = parse_setting(text, LAW, seed)
     return SampleSet(
-        pipe or tiny_pipeline(), setting, prompts or Prompts(TEXTS), Path(folder), num, batch_size, "tiny"
+        pipe or tiny_pipeline(), setting, prompts or PromptSet(TEXTS), Path(folder), num, batch_size, "tiny"
     )
 
 

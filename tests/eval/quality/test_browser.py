@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tests.helpers.pages import row as comparison_row
-from tests.helpers.sample_sets import Prompts, scored
+from tests.helpers.sample_sets import PromptSet, scored
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.sets_page import write_sets_page
 from visual_spec.eval.report.drawing import png_bytes
@@ -40,7 +40,7 @@ def thousand(tmp_path_factory) -> Path:
     """A page of two sets of 500 pictures of 128 x 128 pixels."""
     folder = tmp_path_factory.mktemp("sets")
     for name, text in (("plain", "autoregressive"), ("fast", "speculative-jacobi:window=4")):
-        scored(folder / name, 10.0, text=text, num=2, prompts=Prompts(("a red circle", "blue " * 30)))
+        scored(folder / name, 10.0, text=text, num=2, prompts=PromptSet(("a red circle", "blue " * 30)))
         lines = [json.loads(line) for line in (folder / name / "manifest.jsonl").read_text().splitlines()]
         rng = np.random.default_rng(0)
         manifest = []

@@ -1,4 +1,4 @@
-"""Prompts as published evaluations release them."""
+"""PromptSet as published evaluations release them."""
 
 import json
 

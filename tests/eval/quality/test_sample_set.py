@@ -18,7 +18,7 @@ from tests.helpers.sample_sets import TEXTS, content, work_in
 from tests.tiny import tiny_pipeline, tiny_video_pipeline
 from visual_spec.eval.quality import sample_set
 from visual_spec.eval.quality.feature_sets import SampleFiles
-from visual_spec.eval.quality.prompt_files import Prompts
+from visual_spec.eval.quality.prompt_files import PromptSet
 from visual_spec.eval.quality.sample_set import SampleSet
 from visual_spec.pipelines.video_files import pixels_of
 
@@ -127,7 +127,7 @@ def test_other_samples_in_the_folder_are_refused(whole):
         ({"text": "autoregressive:temperature=0.5"}, "law"),
         ({"seed": 1}, "seed"),
         ({"batch_size": 2}, "batch_size"),
-        ({"prompts": Prompts(TEXTS[::-1])}, "prompts"),
+        ({"prompts": PromptSet(TEXTS[::-1])}, "prompts"),
         ({"text": "speculative-jacobi:window=4"}, "sampler"),
     )
     for changes, name in cases:
@@ -182,7 +182,7 @@ def test_a_full_disk_leaves_whole_files_only(whole, tmp_path, monkeypatch):
 def test_geneval_and_dpg_get_their_layouts(tmp_path):
     records = tuple(json.dumps({"tag": "colors", "prompt": text}) for text in TEXTS[:2])
     geneval = tmp_path / "geneval"
-    sample(work_in(geneval, num=8, prompts=Prompts(TEXTS[:2], "geneval", records=records)))
+    sample(work_in(geneval, num=8, prompts=PromptSet(TEXTS[:2], "geneval", records=records)))
     for turn in range(2):
         folder = geneval / f"{turn:05d}"
         assert json.loads((folder / "metadata.jsonl").read_text())["prompt"] == TEXTS[turn]
@@ -190,7 +190,7 @@ def test_geneval_and_dpg_get_their_layouts(tmp_path):
             f"{k:05d}.png" for k in range(4)
         ]
     dpg = tmp_path / "dpg"
-    sample(work_in(dpg, num=8, prompts=Prompts(TEXTS[:2], "dpg", names=("x", "y"))))
+    sample(work_in(dpg, num=8, prompts=PromptSet(TEXTS[:2], "dpg", names=("x", "y"))))
     grid = np.asarray(Image.open(dpg / "grids" / "y.png"))
     parts = [np.asarray(Image.open(dpg / f"{index:06d}.png")) for index in range(4, 8)]
     assert np.array_equal(grid, np.vstack([np.hstack(parts[:2]), np.hstack(parts[2:])]))

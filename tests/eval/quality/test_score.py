@@ -22,7 +22,7 @@ from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.metric_table import EXTRACTORS, METRICS
 from visual_spec.eval.quality.neighbours import precision_recall
-from visual_spec.eval.quality.prompt_files import Prompts
+from visual_spec.eval.quality.prompt_files import PromptSet
 from visual_spec.eval.quality.published import frechet_distance
 from visual_spec.eval.quality.sample_set import sample
 from visual_spec.eval.quality.score import Scoring
@@ -317,7 +317,7 @@ def test_a_truncated_picture_is_named(tmp_path, small_network):
 
 
 def test_prompts_of_a_class_model_are_its_names():
-    assert Prompts(("crane", "crane"), labels=("0", "1")).asked(3) == "1"
+    assert PromptSet(("crane", "crane"), labels=("0", "1")).asked(3) == "1"
 
 
 def test_a_metric_is_one_entry_of_the_table():

@@ -24,7 +24,7 @@ from visual_spec.eval.machine import environment
 from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.figures import Judged, figures_of, picture_sheet, thumbnails
-from visual_spec.eval.quality.prompt_files import Prompts
+from visual_spec.eval.quality.prompt_files import PromptSet
 from visual_spec.eval.quality.sample_set import SampleSet, held, keep_true_samples, weights_of
 from visual_spec.eval.quality.score import Scoring
 from visual_spec.eval.quality.set_files import read_times
@@ -153,7 +153,7 @@ class _Run:
     def open(self) -> None:
         """Open the sets, which refuse samples of another model or of other settings."""
         check_samplers(self.pipe, self.settings)
-        prompts = Prompts(tuple(self.task.prompts), source=self.task.source)
+        prompts = PromptSet(tuple(self.task.prompts), source=self.task.source)
         self.sets = [
             SampleSet(
                 self.pipe, setting, prompts, self.folder / folder_name(setting.text), self.samples, self.batch_size,

@@ -9,7 +9,7 @@
 | a folder of `*.txt` | DPG-Bench: one prompt a file, in the order of their names |
 | `classes` | no file: the classes of a class model in turn, as often as it takes; `imagenet` says the same |
 
-GenEval and DPG-Bench have scorers that read four pictures a prompt from a layout of their own, which `Prompts.layout`
+GenEval and DPG-Bench have scorers that read four pictures a prompt from a layout of their own, which `PromptSet.layout`
 names.
 """
 
@@ -33,7 +33,7 @@ _PER_PROMPT = {FLAT: 1, GENEVAL: 4, DPG: 4}  # pictures of each prompt, as the s
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptSet:
     """What is asked for, in order.
 
     Attributes:
@@ -78,7 +78,7 @@ class Prompts:
         return (self.labels or self.texts)[self.of(sample)]
 
 
-def read_prompts(source: str, class_names: Sequence[str] | None = None) -> Prompts:
+def read_prompts(source: str, class_names: Sequence[str] | None = None) -> PromptSet:
     """Read a file or folder of prompts, or take the classes of a model in turn.
 
     Args:
@@ -97,7 +97,7 @@ def read_prompts(source: str, class_names: Sequence[str] | None = None) -> Promp
             raise ValueError(
                 f"--prompts imagenet, but the model has {len(class_names)} classes; pass --prompts classes."
             )
-        return Prompts(tuple(class_names), labels=tuple(map(str, range(len(class_names)))))
+        return PromptSet(tuple(class_names), labels=tuple(map(str, range(len(class_names)))))
     path = Path(source)
     if path.is_dir():
         return _dpg(path)
@@ -105,7 +105,7 @@ def read_prompts(source: str, class_names: Sequence[str] | None = None) -> Promp
         raise FileNotFoundError(
             f"no file of prompts at {source}; pass one, or --prompts classes for a class model."
         )
-    readers: dict[str, Callable[[Path], Prompts]] = {
+    readers: dict[str, Callable[[Path], PromptSet]] = {
         ".txt": _lines,
         ".jsonl": _json_lines,
         ".csv": _table,
@@ -123,7 +123,7 @@ def read_prompts(source: str, class_names: Sequence[str] | None = None) -> Promp
     return _checked(found, path)
 
 
-def _checked(found: Prompts, path: Path) -> Prompts:
+def _checked(found: PromptSet, path: Path) -> PromptSet:
     if not found.texts:
         raise ValueError(f"{path} holds no prompts.")
     for number, text in enumerate(found.texts):
@@ -132,12 +132,12 @@ def _checked(found: Prompts, path: Path) -> Prompts:
     return found
 
 
-def _lines(path: Path) -> Prompts:
+def _lines(path: Path) -> PromptSet:
     lines = (line.strip() for line in read_text(path).splitlines())
-    return Prompts(tuple(line for line in lines if line))
+    return PromptSet(tuple(line for line in lines if line))
 
 
-def _json_lines(path: Path) -> Prompts:
+def _json_lines(path: Path) -> PromptSet:
     texts, records, tagged = [], [], True
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
@@ -147,7 +147,9 @@ def _json_lines(path: Path) -> Prompts:
         records.append(json.dumps(record))
         tagged = tagged and "tag" in record
     return (
-        Prompts(tuple(texts), GENEVAL, records=tuple(records)) if texts and tagged else Prompts(tuple(texts))
+        PromptSet(tuple(texts), GENEVAL, records=tuple(records))
+        if texts and tagged
+        else PromptSet(tuple(texts))
     )
 
 
@@ -159,7 +161,7 @@ def _prompt_of(record: Any, where: str) -> str:
     raise ValueError(f"{where} has no text under {', '.join(_COLUMNS)}.")
 
 
-def _table(path: Path) -> Prompts:
+def _table(path: Path) -> PromptSet:
     lines = io.StringIO(read_text(path), newline="")
     try:
         rows = list(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
@@ -171,10 +173,10 @@ def _table(path: Path) -> Prompts:
         raise ValueError(
             f"{path} has no column {', '.join(_COLUMNS)} in its first line, or no lines behind it."
         )
-    return Prompts(tuple((row[column] or "").strip() for row in rows))
+    return PromptSet(tuple((row[column] or "").strip() for row in rows))
 
 
-def _coco(path: Path) -> Prompts:
+def _coco(path: Path) -> PromptSet:
     try:
         content = parse(read_text(path), str(path))
         notes = content["annotations"]
@@ -187,10 +189,10 @@ def _coco(path: Path) -> Prompts:
     first: dict[Any, str] = {}
     for image, _, text in rows:
         first.setdefault(image, str(text).strip())
-    return Prompts(tuple(first.values()))
+    return PromptSet(tuple(first.values()))
 
 
-def _dpg(path: Path) -> Prompts:
+def _dpg(path: Path) -> PromptSet:
     files = sorted(path.glob("*.txt"))
     texts = [" ".join(read_text(file).split()) for file in files]
-    return _checked(Prompts(tuple(texts), DPG, names=tuple(file.stem for file in files)), path)
+    return _checked(PromptSet(tuple(texts), DPG, names=tuple(file.stem for file in files)), path)

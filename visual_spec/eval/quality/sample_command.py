@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from visual_spec.eval.arguments import add_machine, add_model, add_share, command, is_quiet, progress, share
 
 if TYPE_CHECKING:
-    from visual_spec.eval.quality.prompt_files import Prompts
+    from visual_spec.eval.quality.prompt_files import PromptSet
     from visual_spec.eval.quality.sample_set import SampleSet
     from visual_spec.eval.settings import Setting
     from visual_spec.pipelines.facts import PipelineFacts
@@ -135,10 +135,10 @@ def _here(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _by_ray(
-    args: argparse.Namespace, facts: PipelineFacts, setting: Setting, prompts: Prompts | None
+    args: argparse.Namespace, facts: PipelineFacts, setting: Setting, prompts: PromptSet | None
 ) -> dict[str, Any] | None:
     """Draw by actors of Ray. This process loads no model: it may have no GPU."""
-    from visual_spec.eval.quality.prompt_files import Prompts
+    from visual_spec.eval.quality.prompt_files import PromptSet
     from visual_spec.eval.quality.ray_engine import sample_with_ray
     from visual_spec.eval.quality.sample_set import SampleSet
 
@@ -149,7 +149,7 @@ def _by_ray(
         args.prompts = str(Path(args.prompts).absolute())
     if Path(args.model).is_dir():
         args.model = str(Path(args.model).absolute())
-    prompts = prompts or Prompts(("",))
+    prompts = prompts or PromptSet(("",))
     num = len(prompts) if args.num is None else args.num
     outline = SampleSet(facts, setting, prompts, args.out, num, args.batch_size, args.model)
     return sample_with_ray(lambda: sample_set(args), outline, workers=args.workers, report=progress)

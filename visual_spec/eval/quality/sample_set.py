@@ -35,7 +35,7 @@ from PIL import Image
 from visual_spec.eval import draws
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.media_files import read_picture
-from visual_spec.eval.quality.prompt_files import DPG, FLAT, GENEVAL, Prompts
+from visual_spec.eval.quality.prompt_files import DPG, FLAT, GENEVAL, PromptSet
 from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
@@ -67,7 +67,7 @@ class SampleSet:
 
     pipe: Any
     setting: Setting
-    prompts: Prompts
+    prompts: PromptSet
     folder: Path
     num: int
     batch_size: int
