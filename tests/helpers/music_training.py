@@ -26,10 +26,3 @@ def coding_codec() -> EncodecModel:
     for layer in model.quantizer.layers:
         layer.codebook.embed.normal_(std=0.1)  # pyright: ignore
     return model
-
-
-def equal(mine: torch.nn.Module, theirs: torch.nn.Module) -> bool:
-    states = mine.state_dict(), theirs.state_dict()
-    return states[0].keys() == states[1].keys() and all(
-        torch.equal(states[0][name], states[1][name]) for name in states[0]
-    )

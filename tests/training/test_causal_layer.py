@@ -22,6 +22,7 @@ from scripts.train.causal_layer import (
     train_causal_layer,
 )
 from tests.helpers.tabular import TabularMaskedModel
+from tests.helpers.training import check_training
 from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.causal_layer import CausalLayer
@@ -123,14 +124,17 @@ def test_it_learns_what_the_model_cannot_say_and_a_saved_pipeline_holds_it(tmp_p
     pipe: Any = tiny_masked_pipeline()
     pipe.transformer.requires_grad_(False)
     pipe.text_encoder.requires_grad_(False)
-    torch.manual_seed(1)
-    layer = new_layer(pipe.transformer, dim=16, num_heads=2)
     parts = pipe.transformer, pipe.text_encoder, pipe.vq_model
-    found = train_causal_layer(layer, *parts, SETTINGS, tmp_path / "layer")
-    assert not (tmp_path / "layer" / "resume.pt").exists()
+
+    def train(out, every):
+        torch.manual_seed(1)
+        layer = new_layer(pipe.transformer, dim=16, num_heads=2)
+        return train_causal_layer(layer, *parts, SETTINGS, out, every=every), layer
+
+    found = check_training(tmp_path, train, 41, every=20, saved={"": CausalLayer})
     for figures in found["held_out"].values():
         assert figures["chain_nats"] < figures["independent_nats"] - 0.3 and 0 < figures["overlap"] < 1
-    again: Any = CausalLayer.from_pretrained(tmp_path / "layer")
+    again: Any = CausalLayer.from_pretrained(tmp_path / "whole")
     assert held_out(again.eval(), *parts, places=16) == found["held_out"]
     pipe.causal_layer = again
     pipe.sampler = SelfSpeculativeMaskedSampler(3)

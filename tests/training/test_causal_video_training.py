@@ -14,7 +14,7 @@ from scripts.train.causal_video import (
     place_weights,
     small_frames,
 )
-from tests.training.interrupted import killed_after
+from tests.helpers.training import check_training
 from visual_spec.data.motion import Clip, MovingShape, caption, render
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
@@ -115,20 +115,17 @@ def block_causal_pass(model, latents, timesteps, embeds):
 
 def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path):
     settings = CausalVideoTraining(steps=4, batch_size=2, chunk=2, chunks=2)
-    model, encoder = tiny()
-    before = model.blocks[0].attn1.processor
-    record = causal_video.train_causal_video(model, encoder, settings, tmp_path / "whole", every=2)
-    assert model.blocks[0].attn1.processor is before and len(record["held_out_loss_by_chunk"]) == 2
 
-    with killed_after(2):
-        causal_video.train_causal_video(*tiny(), settings, tmp_path / "parts", every=2)
-    model, encoder = tiny()
-    causal_video.train_causal_video(model, encoder, settings, tmp_path / "parts", every=2)
-    assert not (tmp_path / "parts" / "resume.pt").exists()
-    kinds: Any = (("transformer", WanTransformer3DModel, model), ("text_encoder", CaptionEncoder, encoder))
-    for name, kind, part in kinds:
-        whole = kind.from_pretrained(tmp_path / "whole" / name, torch_dtype=torch.float32).state_dict()
-        again = kind.from_pretrained(tmp_path / "parts" / name, torch_dtype=torch.float32).state_dict()
-        for key, value in part.state_dict().items():
-            assert torch.equal(whole[key], again[key]) and torch.equal(whole[key], value), key
-            assert value.ndim != 2 or torch.equal(value, value.to(torch.float8_e4m3fn).float()), key
+    def train(out, every):
+        model, encoder = tiny()
+        before = model.blocks[0].attn1.processor
+        record = causal_video.train_causal_video(model, encoder, settings, out, every=every)
+        assert model.blocks[0].attn1.processor is before
+        return record, model, encoder
+
+    saved = {"transformer": WanTransformer3DModel, "text_encoder": CaptionEncoder}
+    record = check_training(tmp_path, train, 2, every=2, saved=saved)
+    assert len(record["held_out_loss_by_chunk"]) == 2
+    model: Any = WanTransformer3DModel.from_pretrained(tmp_path / "whole" / "transformer")
+    for value in model.state_dict().values():
+        assert value.ndim != 2 or torch.equal(value.float(), value.to(torch.float8_e4m3fn).float())

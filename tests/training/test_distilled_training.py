@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.training import check_training
 from tests.tiny import tiny_readers
-from tests.training.interrupted import killed_after
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -144,21 +144,15 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(
         lambda blocks, parameters, rate, decay: [torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)],
     )
     encoder, vq_model = (deepcopy(part).double() for part in readers)
-    pairs, whole = pairs_of(encoder, 60), student().double()
-    record = train_distilled(whole, encoder, vq_model, pairs, SHORT, tmp_path / "whole")
+    pairs = pairs_of(encoder, 60)
+
+    def train(out, every):
+        model = student().double()
+        return train_distilled(model, encoder, vq_model, pairs, SHORT, out, every=every), model
+
+    record = check_training(tmp_path, train, 15, every=4, saved={"": LlamaGenStudent})
     assert record["loss"][-1][1] < record["loss"][0][1] - 0.5
     assert record["unseen"]["right_from_0"] > 0.4  # by chance a quarter
-    loaded = LlamaGenStudent.from_pretrained(tmp_path / "whole", torch_dtype=torch.float64)
-    for key, value in whole.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[key]), key
-
-    with killed_after(15):
-        train_distilled(student().double(), encoder, vq_model, pairs, SHORT, tmp_path / "part", every=4)
-    resumed = student().double()
-    train_distilled(resumed, encoder, vq_model, pairs, SHORT, tmp_path / "part", every=4)
-    for key, value in whole.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[key]), key
-    assert not (tmp_path / "part" / "resume.pt").exists()
 
 
 def test_what_is_checked_was_not_learned_from(readers, tmp_path: Path, monkeypatch):

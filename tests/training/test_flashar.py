@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.training import check_training
 from tests.tiny import tiny_readers
-from tests.training.interrupted import killed_after
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -125,21 +125,14 @@ def test_it_starts_as_the_raster_model_with_its_last_block_and_head_copied():
 
 def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(readers, tmp_path: Path):
     encoder, vq_model = readers
-    whole = tiny()
-    record = train_flashar(whole, encoder, vq_model, SHORT, tmp_path / "whole")
-    assert record["loss"][-1][1] < record["loss"][0][1] - 0.2
-    loaded = LlamaGenTransformer.from_pretrained(tmp_path / "whole")
-    for key, value in whole.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[key]), key
 
-    for at in (6, 15):  # in each stage
-        with killed_after(at):
-            train_flashar(tiny(), encoder, vq_model, SHORT, tmp_path / str(at), every=4)
-        resumed = tiny()
-        train_flashar(resumed, encoder, vq_model, SHORT, tmp_path / str(at), every=4)
-        for key, value in whole.state_dict().items():
-            assert torch.equal(value, resumed.state_dict()[key]), key
-        assert not (tmp_path / str(at) / "resume.pt").exists()
+    def train(out, every):
+        model = tiny()
+        return train_flashar(model, encoder, vq_model, SHORT, out, every=every), model
+
+    # In each stage.
+    record = check_training(tmp_path, train, 6, 15, every=4, saved={"": LlamaGenTransformer})
+    assert record["loss"][-1][1] < record["loss"][0][1] - 0.2
 
 
 def test_at_first_only_the_branch_learns(readers, tmp_path: Path):

@@ -17,8 +17,8 @@ from scripts.train.frames import (
 )
 from scripts.train.motion import judge
 from scripts.train.motion_tokens import MotionTokens
+from tests.helpers.training import check_training
 from tests.tiny import tiny_vq_model
-from tests.training.interrupted import killed_after
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -92,20 +92,14 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
     monkeypatch.setattr(frames, "encode_parts", lambda model: parts)
     monkeypatch.setattr(frames, "held_out_loss", lambda *arguments: 0.0)
     settings = FrameTraining(steps=4, batch_size=1, short_share=0.5, short_frames=2, compile=False)
-    model, encoder = tiny(vq_model)
-    train_frames(model, encoder, vq_model, settings, tmp_path / "whole", every=2)
 
+    def train(out, every):
+        model, encoder = tiny(vq_model)
+        return train_frames(model, encoder, vq_model, settings, out, every=every), model, encoder
+
+    saved = {"transformer": FrameMaskedTransformer, "text_encoder": CaptionEncoder}
+    check_training(tmp_path, train, 2, every=2, saved=saved)
     model, encoder = tiny(vq_model)
-    with killed_after(2):
-        train_frames(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
-    model, encoder = tiny(vq_model)
-    train_frames(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
-    whole = FrameMaskedTransformer.from_pretrained(tmp_path / "whole" / "transformer").state_dict()
-    again = FrameMaskedTransformer.from_pretrained(tmp_path / "parts" / "transformer").state_dict()
-    for key, value in whole.items():
-        assert torch.equal(value, again[key]) and torch.equal(
-            value.float(), model.state_dict()[key].float()
-        ), key
     drawn = judge(
         model, encoder, vq_model, 2, guidance_scale=1.0, sampler=FrameMaskedSampler(1), batch_size=2
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from scripts.train.masked_image import (
     new_model,
     train_masked_image,
 )
+from tests.helpers.training import check_training
 from tests.tiny import tiny_readers
-from tests.training.interrupted import killed_after
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -50,26 +49,13 @@ def tiny(readers: tuple[CaptionEncoder, VQModel]) -> MaskedImageTransformer:
 
 def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(readers, tmp_path: Path):
     encoder, vq_model = readers
-    whole = tiny(readers)
-    record = train_masked_image(whole, encoder, vq_model, SHORT, tmp_path / "whole")
+
+    def train(out, every):
+        model = tiny(readers)
+        return train_masked_image(model, encoder, vq_model, SHORT, out, every=every), model
+
+    record = check_training(tmp_path, train, 15, every=10, saved={"": MaskedImageTransformer})
     assert record["loss"][-1][1] < record["loss"][0][1] - 0.2
-
-    with killed_after(15):
-        train_masked_image(tiny(readers), encoder, vq_model, SHORT, tmp_path / "cut", every=10)
-    resumed = tiny(readers)
-    train_masked_image(resumed, encoder, vq_model, SHORT, tmp_path / "cut", every=10)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-    assert not (tmp_path / "cut" / "resume.pt").exists()
-
-
-def test_saved_weights_are_those_trained(readers, tmp_path: Path):
-    encoder, vq_model = readers
-    model = tiny(readers)
-    train_masked_image(model, encoder, vq_model, replace(SHORT, steps=2), tmp_path)
-    loaded = MaskedImageTransformer.from_pretrained(tmp_path)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[name]), name
 
 
 def test_a_run_that_starts_from_another_goes_on_with_its_weights_and_says_so(

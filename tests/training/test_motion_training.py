@@ -16,8 +16,8 @@ from scripts.train.motion import (
     train_motion,
 )
 from scripts.train.motion_tokens import MotionTokens
+from tests.helpers.training import check_training
 from tests.tiny import tiny_vq_model
-from tests.training.interrupted import killed_after
 from visual_spec.data.motion import Clip, MovingShape, sample_clips
 from visual_spec.data.motion_parser import parse_caption
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
@@ -134,26 +134,16 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
     monkeypatch.setattr(motion, "encode_parts", lambda model: parts)
     monkeypatch.setattr(motion, "_held_out_loss", lambda *arguments: 0.0)
     settings = MotionTraining(steps=4, batch_size=1, short_share=0.5, short_frames=2, compile=False)
-    model, encoder = tiny(vq_model)
-    train_motion(model, encoder, vq_model, settings, tmp_path / "whole", every=2)
 
-    model, encoder = tiny(vq_model)
-    with killed_after(2):
-        train_motion(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
-    model, encoder = tiny(vq_model)
-    record = train_motion(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
-    assert not (tmp_path / "parts" / "resume.pt").exists() and record["parameters"] > 0
-    for name, kind, part in (
-        ("transformer", LlamaGenTransformer, model),
-        ("text_encoder", CaptionEncoder, encoder),
-    ):
-        whole = kind.from_pretrained(tmp_path / "whole" / name).state_dict()
-        again = kind.from_pretrained(tmp_path / "parts" / name).state_dict()
-        held = part.state_dict()
-        for key, value in whole.items():
-            assert torch.equal(value, again[key]) and torch.equal(value.float(), held[key].float()), key
-            eight = value.ndim != 2 or torch.equal(value.float(), value.to(torch.float8_e4m3fn).float())
-            assert eight, key
+    def train(out, every):
+        model, encoder = tiny(vq_model)
+        return train_motion(model, encoder, vq_model, settings, out, every=every), model, encoder
+
+    saved = {"transformer": LlamaGenTransformer, "text_encoder": CaptionEncoder}
+    check_training(tmp_path, train, 2, every=2, saved=saved)
+    model, encoder = (kind.from_pretrained(tmp_path / "whole" / name) for name, kind in saved.items())
+    for value in (*model.state_dict().values(), *encoder.state_dict().values()):
+        assert value.ndim != 2 or torch.equal(value.float(), value.to(torch.float8_e4m3fn).float())
     drawn = judge(model, encoder, vq_model, 2, guidance_scale=1.0, batch_size=2)
     assert drawn["clips"] == 2 and 0 <= drawn["mean_attribute"] <= 1 and "camera" in drawn["attributes"]
 

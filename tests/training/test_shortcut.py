@@ -15,6 +15,7 @@ from scripts.train.shortcut import (
     relative_error,
     train_shortcut,
 )
+from tests.helpers.training import check_training
 from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
@@ -101,22 +102,17 @@ def test_with_a_perfect_shortcut_the_tokens_are_those_of_the_model():
 def test_it_learns_and_a_saved_pipeline_holds_it(tmp_path: Path):
     pipe: Any = tiny_masked_pipeline()
     pipe.transformer.requires_grad_(False)
-    torch.manual_seed(1)
-    shortcut = new_shortcut(pipe.transformer, dim=16, num_heads=2)
     settings = ShortcutTraining(steps=60, batch_size=16, pictures=9, calls=4, learning_rate=5e-3)
-    found = train_shortcut(
-        shortcut,
-        pipe.transformer,
-        pipe.make_condition,
-        3 * PROMPTS,
-        PROMPTS,
-        SAMPLER,
-        settings,
-        tmp_path / "s",
-    )
+    readers = pipe.transformer, pipe.make_condition, 3 * PROMPTS, PROMPTS, SAMPLER
+
+    def train(out, every):
+        torch.manual_seed(1)
+        shortcut = new_shortcut(pipe.transformer, dim=16, num_heads=2)
+        return train_shortcut(shortcut, *readers, settings, out, every=every), shortcut
+
+    found = check_training(tmp_path, train, 41, every=20, saved={"": FeatureShortcut})
     assert found["held_out_relative_error"] < 0.9 and found["parameters"] < 20_000
-    assert not (tmp_path / "s" / "resume.pt").exists()
-    again: Any = FeatureShortcut.from_pretrained(tmp_path / "s")
+    again: Any = FeatureShortcut.from_pretrained(tmp_path / "whole")
     told = record(pipe.transformer, pipe.make_condition(PROMPTS), 3, SAMPLER, 2.0, 777)
     with torch.no_grad():
         assert relative_error(again.eval(), told).item() == pytest.approx(

@@ -190,7 +190,7 @@ def time_settings(
 
 
 def time_rows(
-    decoder: Decoder,
+    decoder: BenchDecoder,
     settings: Sequence[Setting],
     *,
     runs: int,
@@ -262,7 +262,7 @@ def time_rows(
 _LOOP = {"window": None, "sampler": None, "lossless": True, "phase_ms_per_call": {}, "gap_ms_per_call": None}
 
 
-class Decoder:
+class BenchDecoder:
     """What decodes the batches of a benchmark, and what is said of its rows."""
 
     def __init__(self, pipe: Any, prompts: Sequence[str], batch_size: int) -> None:
@@ -297,7 +297,7 @@ class Decoder:
         raise NotImplementedError
 
 
-class ClipDecoder(Decoder):
+class ClipDecoder(BenchDecoder):
     """Decodes clips of sound by the pipeline, or by a `MaskedPair`."""
 
     def __init__(self, pipe: Any, prompts: Sequence[str], batch_size: int) -> None:
@@ -340,7 +340,7 @@ class ClipDecoder(Decoder):
         }
 
 
-class TokenDecoder(Decoder):
+class TokenDecoder(BenchDecoder):
     """Decodes by calling samplers themselves: texts and pixels are not timed.
 
     Attributes:

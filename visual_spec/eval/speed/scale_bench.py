@@ -21,7 +21,7 @@ from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.speed import measure, scale_cost
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import LAW_ARRAYS, fill_at_random
-from visual_spec.eval.speed.rounds import Decoder, time_rows
+from visual_spec.eval.speed.rounds import BenchDecoder, time_rows
 from visual_spec.eval.speed.tables import COUNTED_SCALES, TIMED_SCALES
 from visual_spec.eval.speed.timing import Decoded, Report, Rounds, summarise_row
 from visual_spec.eval.tables import table
@@ -90,7 +90,7 @@ def count_settings(
     return [row for found in rows for row in found]
 
 
-class ScaleDecoder(Decoder):
+class ScaleDecoder(BenchDecoder):
     """Decodes pictures of the classes in turn, from the first scale to the finished canvas.
 
     Args:
