@@ -1,4 +1,4 @@
-"""Published figures against closed forms and against torch-fidelity."""
+"""Published figures against closed forms, torch-fidelity and torchmetrics."""
 
 import math
 
@@ -8,7 +8,14 @@ import torch
 
 from visual_spec.eval.quality import published
 from visual_spec.eval.quality.neighbours import precision_recall
-from visual_spec.eval.quality.published import Gaussian, frechet, frechet_difference, frechet_distance
+from visual_spec.eval.quality.published import (
+    Gaussian,
+    frechet,
+    frechet_difference,
+    frechet_distance,
+    frechet_of_pairs,
+)
+from visual_spec.models.shapes_features import ShapesFeatures
 
 WIDTH = 6
 
@@ -61,6 +68,62 @@ def test_fewer_samples_than_features_are_no_less_exact():
     for one, other in ((drawn, true), (true, drawn)):
         found = frechet(one, Gaussian.of(other))["value"]
         assert found == pytest.approx(expected.item(), rel=1e-10)
+
+
+def test_the_distance_of_gaussians_in_general():
+    """For two dimensions tr (S1 S2)^(1/2) = (tr S1 S2 + 2 (det S1 det S2)^(1/2))^(1/2)."""
+    first, second = (features[:, :2] @ features[:2, :2] for features in (normal(30, 7), normal(40, 8)))
+    one, two = first.T.cov(), second.T.cov()
+    assert not torch.allclose(one @ two, two @ one, rtol=0.05)
+    shift = (first.mean(0) - second.mean(0)).square().sum()
+    root = math.sqrt((one @ two).trace() + 2 * math.sqrt(one.det() * two.det()))
+    expected = shift + (one + two).trace() - 2 * root
+    assert frechet_distance(first, second) == pytest.approx(expected.item(), rel=1e-10)
+
+
+def test_the_distance_agrees_with_torchmetrics_on_our_features():
+    fid = pytest.importorskip("torchmetrics.image.fid")
+    torch.manual_seed(0)
+    network = ShapesFeatures(heads={"colour": 3}, num_features=12, image_size=16, channels=4).eval()
+    generator = torch.Generator().manual_seed(9)
+    first = torch.randint(0, 256, (60, 3, 20, 20), generator=generator, dtype=torch.uint8)
+    second = torch.randint(0, 200, (50, 3, 20, 20), generator=generator, dtype=torch.uint8)
+    with torch.no_grad():  # features of an untrained network hardly vary before they are standardised
+        raw = network.raw(first.float())
+        network.centre.copy_(raw.mean(0))
+        network.spread.copy_(raw.std(0))
+    metric = fid.FrechetInceptionDistance(feature=network)
+    metric.update(first, real=True)
+    metric.update(second, real=False)
+    with torch.no_grad():
+        ours = frechet_distance(network(first), network(second))
+    assert ours == pytest.approx(metric.compute().item(), rel=1e-5)
+    assert ours > 0.1
+
+
+def test_features_that_hardly_vary_lose_no_digits():
+    """A large mean over a small spread: sums of squares would cancel."""
+    first, second = normal(500, 12) * 1e-3 + 1e4, normal(500, 13) * 1e-3 + 1e4
+    shifted = frechet_distance(first - 1e4, second - 1e4)
+    assert frechet_distance(first, second) == pytest.approx(shifted, rel=1e-4)
+
+
+def test_pairs_are_left_out_together():
+    first = normal(200, 20)
+    second = first + 0.5  # the noise is common, so the distance is known exactly, but only to one who pairs
+    paired, apart = frechet_of_pairs(first, second), frechet(first, Gaussian.of(second))
+    assert paired["value"] == pytest.approx(1.5) == apart["value"]
+    assert paired["high"] - paired["low"] < 1e-9 < 0.1 < apart["high"] - apart["low"]
+
+
+def test_the_standard_error_of_pairs_is_that_of_drawing_anew():
+    def drawn(seed):
+        return normal(150, 2 * seed), 1.3 * normal(150, 2 * seed + 1) + 1
+
+    spread = torch.tensor([frechet_distance(*drawn(seed)) for seed in range(200)]).std().item()
+    figures = [frechet_of_pairs(*drawn(seed)) for seed in range(1000, 1024)]
+    reaches = [figure["high"] - figure["value"] for figure in figures]
+    assert sum(reaches) / len(reaches) == pytest.approx(1.96 * spread, rel=0.2)
 
 
 @pytest.mark.parametrize("count", [200, 900])
@@ -295,3 +358,15 @@ def test_precision_and_recall_are_torch_fidelitys():
 def test_one_group_says_nothing_of_the_interval():
     found = frechet(normal(3, 12), Gaussian.of(normal(30, 13)))
     assert found["high"] == math.inf
+
+
+def test_bad_input_is_refused():
+    good = normal(10, 50)[:, :3]
+    with pytest.raises(ValueError, match=r"shapes \[10, 3\] and \[10, 4\]"):
+        frechet_distance(good, normal(10, 51)[:, :4])
+    with pytest.raises(ValueError, match="10 and 1 pictures given; each set needs at least 2"):
+        frechet_distance(good, good[:1])
+    with pytest.raises(ValueError, match="not finite"):
+        frechet_distance(good, good / 0)
+    with pytest.raises(ValueError, match="10 and 9 samples given"):
+        frechet_of_pairs(good, good[:9])

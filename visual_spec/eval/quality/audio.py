@@ -1,8 +1,8 @@
-"""How far apart two sets of clips are by given embeddings, how close a clip is to its original, and to a text.
+"""How far apart two sets of clips are by the kernel of given embeddings, and how close a clip is to a text.
 
-The Frechet audio distance (Kilgour et al. 2019) is `frechet_distance` of VGGish embeddings. Distances under different
-embeddings, or of sets of different size, do not compare (Gui et al. 2024): say the extractor, the sizes and the
-reference with every figure.
+The Frechet audio distance (Kilgour et al. 2019) is `published.frechet_distance` of VGGish embeddings. Distances under
+different embeddings, or of sets of different size, do not compare (Gui et al. 2024): say the extractor, the sizes and
+the reference with every figure.
 """
 
 from __future__ import annotations
@@ -16,19 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.eval.intervals import Figure
 from visual_spec.eval.quality.discrepancy import Sums, gaussian_kernel
-from visual_spec.eval.quality.published import check_features, frechet_distance
-
-__all__ = [
-    "ClapScorer",
-    "frechet_distance",
-    "kernel_audio_distance",
-    "kernel_figure",
-    "si_sdr",
-    "spectral_distance",
-]
+from visual_spec.eval.quality.published import check_features
 
 _MEDIAN_ROWS = 4096  # embeddings whose pairs give the bandwidth: 8.4 million distances
 _KAD_SCALE = 100.0  # as the distance is published
