@@ -34,9 +34,9 @@ def test_wrong_images_are_refused() -> None:
         parse_picture(np.zeros((128, 128, 3)))
     with pytest.raises(TypeError, match="list; allowed: PIL image"):
         parse_picture([1, 2])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"\(2, 128, 128, 3\); allowed: \[H, W, 3\]"):
+    with pytest.raises(ValueError, match=r"\(2, 128, 128, 3\)"):
         parse_picture(np.zeros((2, 128, 128, 3), np.uint8))
-    with pytest.raises(ValueError, match="100 x 128 pixels; allowed: a square"):
+    with pytest.raises(ValueError, match="100 x 128 pixels"):
         parse_picture(np.zeros((100, 128, 3), np.uint8))
 
 

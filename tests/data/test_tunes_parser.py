@@ -386,7 +386,7 @@ def test_bad_clips_are_refused() -> None:
         parse_clip(good.astype(np.int16))
     with pytest.raises(ValueError, match=r"shape \[2, 64000\] given"):
         parse_clip(np.stack([good, good]))
-    with pytest.raises(ValueError, match=r"shape \[7999\] given; .*at least 8,000"):
+    with pytest.raises(ValueError, match=r"shape \[7999\] given"):
         parse_clip(good[:7_999])
     with pytest.raises(ValueError, match="not finite"):
         parse_clip(np.full(NUM_SAMPLES, np.nan, np.float32))

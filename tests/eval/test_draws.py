@@ -168,7 +168,7 @@ def test_a_row_with_a_drafter_of_its_own(tmp_path):
 
 def test_unknown_drafters(tmp_path):
     pipe = tiny_pipeline()
-    with pytest.raises(ValueError, match="no drafter 'nothing'; pass a folder"):
+    with pytest.raises(ValueError, match="no drafter 'nothing'"):
         draw(pipe, parse_setting("tree:drafter=nothing", LAW, 0), PROMPTS[:1], 0)
     pipe.vq_model.save_pretrained(tmp_path / "vq")
     with pytest.raises(ValueError, match="holds a VQModel; a drafter is one of .*, EagleDrafter"):

@@ -105,9 +105,9 @@ def test_refusals():
         grouped_mass(target, draft_law, drafts, size=0, gap=1)
     with pytest.raises(ValueError, match=r"distance=0.5 compares codes, but codebook has none"):
         grouped_mass(target, draft_law, drafts, size=3, gap=1, distance=0.5)
-    with pytest.raises(ValueError, match=r"clusters have shape \(36,\); pass \[37\]"):
+    with pytest.raises(ValueError, match=r"clusters have shape \(36,\)"):
         clustered_mass(target, draft_law, drafts, clusters=torch.arange(36))
-    with pytest.raises(ValueError, match=r"neighbours have shape \(36, 4\); pass \[37, K\]"):
+    with pytest.raises(ValueError, match=r"neighbours have shape \(36, 4\)"):
         lantern_mass(target, draft_law, drafts, neighbours=torch.zeros(36, 4).int())
 
 

@@ -194,13 +194,13 @@ def test_acceptance_is_one_minus_the_distance_of_the_laws_of_columns():
 
 def test_refuses_settings_that_train_nothing():
     for name in ("clips", "steps", "unroll"):
-        with pytest.raises(ValueError, match=f"{name}=0; pass an integer"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
             ColumnDrafterTraining(**{name: 0})  # pyright: ignore
     with pytest.raises(ValueError, match="guidance_scales is empty"):
         ColumnDrafterTraining(guidance_scales=[])
-    with pytest.raises(ValueError, match="objective='best'; pass one of cross-entropy, refusals"):
+    with pytest.raises(ValueError, match="objective='best'"):
         ColumnDrafterTraining(objective="best")
-    with pytest.raises(ValueError, match="temperature=0; pass a number above 0"):
+    with pytest.raises(ValueError, match="temperature=0"):
         ColumnDrafterTraining(temperature=0)
 
 

@@ -67,7 +67,7 @@ def test_refuses_pictures_of_another_run(tmp_path):
 
 def test_refuses_settings_that_train_nothing():
     for name in ("pictures", "steps", "unroll", "batch_size"):
-        with pytest.raises(ValueError, match=f"{name}=0; pass an integer of at least 1"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
             DrafterTraining(**cast(Any, {name: 0}))
     with pytest.raises(ValueError, match="guidance_scales is empty"):
         DrafterTraining(guidance_scales=[])

@@ -97,7 +97,7 @@ def test_sets_that_have_no_kernel_distance_are_refused():
         kernel_audio_distance(good, good[:1])
     with pytest.raises(ValueError, match="not finite"):
         kernel_audio_distance(good, good / 0)
-    with pytest.raises(ValueError, match="bandwidth 0.0; .*pass one"):
+    with pytest.raises(ValueError, match="bandwidth 0.0"):
         kernel_audio_distance(torch.ones(4, 3), good)
     with pytest.raises(ValueError, match="bandwidth -1"):
         kernel_audio_distance(good, good, bandwidth=-1)
@@ -192,7 +192,7 @@ def test_bad_pairs_of_clips_are_refused():
     with pytest.raises(ValueError, match="a target is silent"):
         si_sdr(torch.stack([good, good]), torch.stack([good, 0 * good]))
     for windows in ((4096,), (), (30,), (66,)):
-        with pytest.raises(ValueError, match="for 3000 samples; pass multiples of 4"):
+        with pytest.raises(ValueError, match="for 3000 samples"):
             spectral_distance(good, good, windows=windows)
 
 
@@ -331,7 +331,7 @@ def test_the_interval_of_the_kernel_distance_leaves_one_prompt_out_at_a_time():
     variance = sum((len(one) - 1) * np.var(one) for one in wide)
     assert apart["value"] == pytest.approx(kernel_audio_distance(reference, drawn[:8]), abs=1e-9)
     assert apart["high"] - apart["value"] == pytest.approx(Z_95 * math.sqrt(variance))
-    with pytest.raises(ValueError, match="9 and 8 clips given; pass at least 3 of each, and pairs"):
+    with pytest.raises(ValueError, match="9 and 8 clips given"):
         kernel_figure(reference, drawn[:8], paired=True)
     with pytest.raises(ValueError, match="2 and 2 clips"):
         kernel_figure(reference[:2], drawn[:2])

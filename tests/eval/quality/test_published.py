@@ -364,7 +364,7 @@ def test_bad_input_is_refused():
     good = normal(10, 50)[:, :3]
     with pytest.raises(ValueError, match=r"shapes \[10, 3\] and \[10, 4\]"):
         frechet_distance(good, normal(10, 51)[:, :4])
-    with pytest.raises(ValueError, match="10 and 1 pictures given; each set needs at least 2"):
+    with pytest.raises(ValueError, match="10 and 1 pictures given"):
         frechet_distance(good, good[:1])
     with pytest.raises(ValueError, match="not finite"):
         frechet_distance(good, good / 0)

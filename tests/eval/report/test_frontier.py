@@ -250,5 +250,5 @@ def test_results_with_missing_parts_are_refused_in_one_line(document, tmp_path):
     assert {("rows",), ("settings",), ("environment",), ("references",), ("rows", 2, "features")} <= {
         *refused
     }
-    with pytest.raises(ValueError, match="is incomplete: it lacks 'rows'; evaluate again"):
+    with pytest.raises(ValueError, match="is incomplete: it lacks 'rows'"):
         frontier.main([str(written(tmp_path, {"kind": "quality"})), "--out", str(tmp_path / "page.html")])

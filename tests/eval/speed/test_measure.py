@@ -141,7 +141,7 @@ def test_a_processor_computes_in_the_dtypes_whose_products_are_right(monkeypatch
         torch, "ones", lambda *size, dtype, device: ones(size, dtype=dtype, device=device) * (dtype == right)
     )
     measure.refuse_dtype(CPU, right)
-    with pytest.raises(ValueError, match="does not compute in float32; pass --dtype with one of float64[.]"):
+    with pytest.raises(ValueError, match="does not compute in float32"):
         measure.refuse_dtype(CPU, torch.float32)
 
 
@@ -152,9 +152,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(
         measure, "_computes_in", lambda device, dtype: dtype != torch.bfloat16 or computes(device, dtype)
     )
-    with pytest.raises(
-        ValueError, match="An old chip does not compute in bfloat16; .* float32, float16, float64"
-    ):
+    with pytest.raises(ValueError, match="An old chip does not compute in bfloat16"):
         measure.refuse_dtype(GPU, torch.bfloat16)
     with pytest.raises(ValueError, match="does not compute in bfloat16"):
         monkeypatch.setattr(machine, "choose_device", lambda name: GPU)
