@@ -1,7 +1,6 @@
 """How rows are written on the command line, and how samples are drawn."""
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +9,9 @@ import torch
 from tests.helpers.evaluation import KINDS
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_audio import HOP, tiny_audio_pipeline
-from tests.tiny_latents import tiny_latent_pipeline
 from tests.tiny_scales import tiny_scale_pipeline
-from visual_spec.eval.draws import draw, small_tokens, through_tokenizer
-from visual_spec.eval.media import clips_of, codes_of, pictures_of
+from visual_spec.eval.draws import draw, small_tokens, stored_name, through_tokenizer
+from visual_spec.eval.media import codes_of, pictures_of, show
 from visual_spec.eval.settings import check_samplers, parse_setting
 from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.models.drafters.eagle import EagleDrafter
@@ -22,8 +20,6 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 LAW = TokenLaw(guidance_scale=2.0, top_k=5)
-SCALE_LAW, MUSIC_LAW = KINDS["scales"].law, KINDS["columns"].law
-SONGS = KINDS["columns"].task().prompts
 PROMPTS = [f"a {colour} {shape}" for colour in ("red", "blue") for shape in ("circle", "square")] * 3
 
 
@@ -85,25 +81,36 @@ def test_rows_that_cannot_be_read(text, message):
         parse_setting(text, LAW, 0)
 
 
-def test_samples_are_those_of_drawing_each_alone():
-    pipe = tiny_pipeline()
-    before = pipe.sampler
-    setting = parse_setting("speculative-jacobi:window=4", LAW, 40)
-    arrays = draw(pipe, setting, PROMPTS[2:7], 2)
-    assert pipe.sampler is before
-    pipe.sampler = setting.sampler
-    for place, prompt in enumerate(PROMPTS[2:7]):
-        alone = pipe(prompt, generator=seeded(40 + 2 + place), guidance_scale=2.0, top_k=5)
-        assert np.array_equal(alone.tokens[0].numpy(), arrays["tokens"][place])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokens", "speculative-jacobi:window=4"),
+        ("scales", "scale-wise:num_draft_scales=1,top_k=3"),
+        ("vectors", "continuous:steps=5"),
+        ("columns", "column-jacobi:window=4"),
+    ],
+)
+def test_samples_are_those_of_drawing_each_alone(name, text):
+    pipe, setting = KINDS[name].pipe(), parse_setting(text, KINDS[name].law, 40)
+    prompts, before = KINDS[name].task().prompts[2:5], pipe.sampler
+    arrays = draw(pipe, setting, prompts, 2)
+    assert pipe.sampler is before and arrays["seconds"] > 0
+    assert np.isnan(arrays["moved_mass"]).all() and np.isnan(arrays["divergence"])
+    law = {name: value for name, value in setting.pipeline_law.items() if value is not None}
+    stored = arrays[stored_name(arrays)]
+    for place, prompt in enumerate(prompts):
+        with setting.on(pipe):
+            alone = pipe(prompt, generator=seeded(42 + place), **law)
         assert alone.trace.target_calls[0] == arrays["calls"][place]
-        shown = pictures_of(pipe, arrays["tokens"][place : place + 1])[0]
-        assert np.array_equal(shown, np.asarray(alone.images[0]))
-    assert (
-        arrays["tokens"].dtype == np.int16
-        and np.isnan(arrays["moved_mass"]).all()
-        and np.isnan(arrays["divergence"])
-    )
-    assert arrays["seconds"] > 0
+        shown = show(pipe, stored[place : place + 1])[0]
+        if name == "columns":
+            assert np.array_equal(alone.codes[0].numpy(), arrays["tokens"][place])
+            assert np.array_equal(alone.audios[0, 0], shown)
+        elif name == "vectors":  # a batch rounds otherwise
+            assert np.abs(shown.astype(int) - np.asarray(alone.images[0]).astype(int)).max() <= 1
+        else:
+            assert np.array_equal(alone.tokens[0].numpy(), arrays["tokens"][place])
+            assert arrays["tokens"].dtype == np.int16 and np.array_equal(shown, np.asarray(alone.images[0]))
 
 
 def test_what_a_lossy_sampler_measures_is_kept(monkeypatch):
@@ -176,37 +183,13 @@ def test_unknown_drafters(tmp_path):
     assert pipe.drafter is None
 
 
-def test_scales_are_those_that_the_pipeline_draws():
+def test_the_plan_of_a_row_holds_for_its_draws():
     pipe = tiny_scale_pipeline()
-    arrays = draw(
-        pipe, parse_setting("scale-wise:num_draft_scales=1,top_k=3", SCALE_LAW, 40), list("01234")[2:6], 2
-    )
-    for place, label in enumerate(list("01234")[2:6]):
-        alone = pipe(
-            label, generator=seeded(42 + place), num_draft_scales=1, guidance_scale=2.5, top_k=3, top_p=1.0
-        )
-        assert np.array_equal(alone.tokens[0].numpy(), arrays["tokens"][place])
-        shown = pictures_of(pipe, arrays["tokens"][place : place + 1])[0]
-        assert np.array_equal(shown, np.asarray(alone.images[0]))
+    arrays = draw(pipe, parse_setting("scale-wise:num_draft_scales=1", KINDS["scales"].law, 0), ["2"], 0)
     assert not arrays["lossless"] and pipe.config["num_draft_scales"] is None
 
 
-def test_vectors_are_those_that_the_pipeline_draws():
-    pipe: Any = tiny_latent_pipeline()
-    arrays = draw(pipe, parse_setting("continuous:steps=5", KINDS["vectors"].law, 40), list("01234")[1:3], 1)
-    with parse_setting("continuous:steps=5", KINDS["vectors"].law, 40).on(pipe):
-        alone = pipe(list("01234")[2], generator=seeded(42)[0], guidance_scale=2.0)
-    shown = pictures_of(pipe, arrays["canvas"])[1].astype(int)
-    assert np.abs(shown - np.asarray(alone.images[0]).astype(int)).max() <= 1  # a batch rounds otherwise
-
-
-def test_clips_are_those_of_the_pipeline_and_codes_those_of_its_codec():
+def test_codes_of_clips_are_those_of_the_codec():
     pipe = tiny_audio_pipeline()
-    arrays = draw(pipe, parse_setting("column-jacobi:window=4", MUSIC_LAW, 40), SONGS[2:5], 2)
-    assert arrays["tokens"].shape == (3, 3, 20) and arrays["length"] == 22
-    for place, prompt in enumerate(SONGS[2:5]):
-        output = pipe(prompt, generator=seeded(42 + place), guidance_scale=2.0, top_k=6)
-        assert np.array_equal(output.codes[0].numpy(), arrays["tokens"][place])
-        assert np.array_equal(clips_of(pipe, arrays["tokens"][place : place + 1]), output.audios[:, 0])
     waves = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 20 * HOP)).astype(np.float32)
     assert codes_of(pipe, waves).equal(encode_waves(pipe.codec, torch.from_numpy(waves)[:, None]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.bench import benched
+from tests.helpers.bench import benched, check_times
 from tests.helpers.tabular import TabularModel
 from tests.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
 from visual_spec.data import motion, shapes
@@ -99,14 +99,8 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
         flat = [count for counts in calls for count in counts]
         assert shown["calls"] == f"{statistics.mean(flat):.1f}"
         assert shown["tokens/call"] == f"{16 * len(flat) / sum(flat):.2f}"
-        per_image = torch.tensor(seconds, dtype=torch.float64) / batch * 1000
-        p20, p50, p80 = (float(per_image.quantile(q)) for q in (0.2, 0.5, 0.8))
-        assert shown["ms/image p50"] == f"{p50:.0f}" and shown["p20 - p80"] == f"{p20:.0f} - {p80:.0f}"
-        per_call = [s / max(c) * 1000 for s, c in zip(seconds, calls, strict=True)]
-        assert shown["ms/call"] == f"{statistics.median(per_call):.2f}"
+        check_times(row, shown, plain)
         if row["name"] != NO_CACHE:
-            ratios = [p / s for p, s in zip(plain["seconds"], seconds, strict=True)]
-            assert shown["speed-up"] == f"{statistics.median(ratios):.2f}x"
             floor = (row["weight_bytes"] + row["cache_bytes"]) / 1e9 * 1000
             assert row["floor_ms_per_call"] == pytest.approx(floor)
     identical = [shown["same as plain"] for shown in table if shown["sampler"] == IDENTICAL]

@@ -5,9 +5,8 @@ import statistics
 from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers.bench import benched
+from tests.helpers.bench import benched, check_times
 from tests.helpers.music_settings import LAW, MASKED, MASKED_LAW, PROMPTS, masked_pipeline
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_audio import tiny_audio_pipeline
@@ -129,15 +128,7 @@ def test_the_table_follows_from_the_raw_numbers(models, capsys, tmp_path):
         MASKED,
     ]
     for place, (row, shown) in enumerate(zip(rows, table, strict=True)):
-        plain, batch = rows[place - place % 7], row["batch_size"]
-        clips = torch.tensor(row["seconds"], dtype=torch.float64) / batch * 1000
-        p20, p50, p80 = (float(clips.quantile(q)) for q in (0.2, 0.5, 0.8))
-        assert shown["ms/clip p50"] == f"{p50:.0f}" and shown["p20 - p80"] == f"{p20:.0f} - {p80:.0f}"
-        ratios = [p / s for p, s in zip(plain["seconds"], row["seconds"], strict=True)]
-        assert shown["speed-up"] == f"{statistics.median(ratios):.2f}x"
-        forwards = [max(calls) for calls in row["calls_per_sample"]]
-        each = [1000 * s / count for s, count in zip(row["seconds"], forwards, strict=True)]
-        assert shown["ms/call"] == f"{statistics.median(each):.2f}"
+        check_times(row, shown, rows[place - place % 7], "clip")
         assert shown["columns/call"] == f"{row['columns_per_call']:.2f} +- {row['deviation']:.2f}"
         assert row["peak_memory_bytes"] > 0
     # The laws are those of the models: a masked one has its own.

@@ -2,12 +2,11 @@
 
 import json
 import math
-import statistics
 
 import pytest
 import torch
 
-from tests.helpers.bench import benched
+from tests.helpers.bench import benched, check_times
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import TINY_VQ, tiny_scale_pipeline
 from visual_spec.eval.settings import parse_setting
@@ -61,11 +60,7 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
     for place, (row, shown) in enumerate(zip(rows, table, strict=True)):
         plain, batch = rows[place - place % 5], row["batch_size"]
         assert len(row["seconds"]) == 5 and row["samples"] == 5 * batch
-        images = torch.tensor(row["seconds"], dtype=torch.float64) / batch * 1000
-        p20, p50, p80 = (float(images.quantile(q)) for q in (0.2, 0.5, 0.8))
-        assert shown["ms/image p50"] == f"{p50:.1f}" and shown["p20 - p80"] == f"{p20:.1f} - {p80:.1f}"
-        ratios = [p / s for p, s in zip(plain["seconds"], row["seconds"], strict=True)]
-        assert shown["speed-up"] == f"{statistics.median(ratios):.2f}x"
+        check_times(row, shown, plain, digits=1)
         assert row["floor_ms_per_image"] == pytest.approx(row["bytes_per_image"] / 1e9 * 1000)
         # What the trace tells is what is counted; layers that share alike hold as many tokens in all.
         assert row["cache_held_measured"] == row["cache_held_per_image"]
