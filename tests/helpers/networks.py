@@ -1,12 +1,64 @@
 """Small networks in the layouts of published judges, and distances in float64."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
 from transformers import ClapConfig, ClapFeatureExtractor, ClapModel, PreTrainedTokenizerFast
+
+from visual_spec.cli import main
+
+_WORDS = ("a", "slow", "fast", "organ", "bell", "melody")
+
+
+def words_tokenizer(special: Sequence[str], most: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of a few words.
+
+    Args:
+        special: what comes before the words.
+        most: tokens that it cuts a text to.
+    """
+    ids = {word: place for place, word in enumerate(dict.fromkeys((*special, *_WORDS, "</s>")))}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    ends = [(word, ids[word]) for word in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)  # type: ignore
+    named = dict(
+        bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=most
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+
+
+def spread(model: nn.Module) -> None:
+    """Larger weights than usual, so that a random network tells its inputs apart."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def with_manifest(folder: Path, prompts: Sequence[str], kind: str = "png") -> Path:
+    """A folder of samples with what `visual-spec sample` writes beside them; a prompt for each."""
+    lines = [
+        {"index": i, "file": f"{i:03d}.{kind}", "prompt": prompt, "seed": i, "crc32": i, "bytes": 1}
+        for i, prompt in enumerate(prompts)
+    ]
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "run.json").write_text("{}")
+    return folder
+
+
+def scores(capsys: Any, *arguments: Any) -> dict[str, Any]:
+    """The figures that `visual-spec score` prints."""
+    status = main(["score", *map(str, arguments), "--json"])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    return json.loads(printed.out.splitlines()[-1])["figures"]
 
 
 def save_clap(folder: Path, *, fusion: bool = False) -> ClapModel:
@@ -29,22 +81,9 @@ def save_clap(folder: Path, *, fusion: bool = False) -> ClapModel:
         fusion_type="channel_map" if fusion else None,
     )
     model = ClapModel(ClapConfig(text_config=text, audio_config=sound, projection_dim=6)).eval()
-    for parameter in model.parameters():  # larger than usual, so that a random network tells its inputs apart
-        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    spread(model)
     model.save_pretrained(folder)
-    words = ["<s>", "<pad>", "</s>", "<unk>", "a", "slow", "fast", "organ", "bell", "melody"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    ends = [("<s>", 0), ("</s>", 2)]
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)  # type: ignore
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        model_max_length=10,
-    ).save_pretrained(folder)
+    words_tokenizer(("<s>", "<pad>", "</s>", "<unk>"), 10).save_pretrained(folder)
     ClapFeatureExtractor().save_pretrained(folder)  # the default truncation, as released models have it
     return model
 

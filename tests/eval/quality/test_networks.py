@@ -1,6 +1,5 @@
 """Scores by networks of the real classes, tiny and random, against the same networks called sample by sample."""
 
-import json
 import wave
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import (
     ASTConfig,
@@ -25,7 +23,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.helpers.networks import exact_distance, make_pictures, save_clap
+from tests.helpers.networks import (
+    exact_distance,
+    make_pictures,
+    save_clap,
+    scores,
+    spread,
+    with_manifest,
+    words_tokenizer,
+)
 from visual_spec.cli import main
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import load_shapes_features
@@ -44,38 +50,6 @@ def frechet(first: torch.Tensor, second: torch.Tensor) -> float:
     return float(shift + np.trace(covariances[0] + covariances[1] - 2 * root))
 
 
-def with_manifest(folder: Path, files: list[str]) -> Path:
-    lines = [
-        {"index": i, "file": name, "prompt": PROMPTS[i % 4], "seed": i, "crc32": i, "bytes": 1}
-        for i, name in enumerate(files)
-    ]
-    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def scores(capsys, *arguments: Any) -> dict[str, Any]:
-    """What `visual-spec score` finds."""
-    assert main(["score", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
-
-
-def words_tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<s>", "<pad>", "<unk>", "a", "slow", "fast", "organ", "bell", "melody", "</s>"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    ends = [("<s>", 0), ("</s>", 9)]
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)  # type: ignore
-    named = dict(bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=5)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
-
-
-def spread(model: nn.Module) -> None:
-    """Larger weights than usual, so that a random network tells its inputs apart."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-
-
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> Path:
     torch.manual_seed(0)
@@ -92,16 +66,16 @@ def clip(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("clip")
     model.save_pretrained(folder)
     pictures = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    CLIPProcessor(pictures, words_tokenizer()).save_pretrained(folder)
+    CLIPProcessor(pictures, words_tokenizer(("<s>", "<pad>", "<unk>"), 5)).save_pretrained(folder)
     return folder
 
 
 def test_clip_scores_are_the_models_own_logits(tmp_path, clip, capsys):
     drawn = make_pictures(tmp_path / "drawn", 6, 0, size=24)
-    with_manifest(drawn, [f"{i:03d}.png" for i in range(6)])
+    with_manifest(drawn, [PROMPTS[i % 4] for i in range(6)])
     found = scores(capsys, drawn, "--metrics", "clip", "--clip", clip, "--batch-size", 4)["clip_score"]
     model: Any = CLIPModel.from_pretrained(clip).eval()
-    tokenizer = words_tokenizer()
+    tokenizer = words_tokenizer(("<s>", "<pad>", "<unk>"), 5)
     mean, deviation = (
         torch.tensor(numbers)[:, None, None]
         for numbers in ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
@@ -133,7 +107,7 @@ def write_clips(folder: Path, count: int, seed: int, rate: int = 48_000) -> tupl
             file.setparams((1, 2, rate, 0, "NONE", ""))
             file.writeframes(samples.tobytes())
         clips.append(samples.astype(np.float32) / 32768)
-    return with_manifest(folder, [f"{index:03d}.wav" for index in range(count)]), clips
+    return with_manifest(folder, [PROMPTS[index % 4] for index in range(count)], "wav"), clips
 
 
 def test_clap_scores_and_frechet_audio_distances_are_those_of_the_model(tmp_path, capsys):

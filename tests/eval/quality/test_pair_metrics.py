@@ -1,7 +1,6 @@
 """ADM's Inception score, CMMD, FD-DINOv2, PSNR, SSIM and LPIPS against their formulas; and the tables of scores."""
 
 import csv
-import json
 import math
 from typing import Any
 
@@ -9,30 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.networks import exact_distance, make_pictures
+from tests.helpers.networks import exact_distance, make_pictures, scores, with_manifest
 from visual_spec.cli import main
 from visual_spec.eval.quality import published
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.score_tables import scores_latex
 
-PROMPTS = ("a bell", "an organ", "a bell")
-
-
-def with_manifest(folder, count):
-    lines = [
-        {"index": i, "file": f"{i:03d}.png", "prompt": PROMPTS[i % 3], "seed": i, "crc32": i, "bytes": 1}
-        for i in range(count)
-    ]
-    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "run.json").write_text("{}")
-    return folder
-
-
-def scores(capsys, *arguments: Any) -> dict[str, Any]:
-    status = main(["score", *map(str, arguments), "--json"])
-    printed = capsys.readouterr()
-    assert status == 0, printed.err
-    return json.loads(printed.out.splitlines()[-1])["figures"]
+PROMPTS = ("a bell", "an organ", "a bell") * 2
 
 
 def test_adms_inception_score_is_its_formula():
@@ -56,8 +38,8 @@ def test_adms_inception_score_is_its_formula():
 
 def test_pairs_are_compared_picture_by_picture(tmp_path, capsys):
     functional = pytest.importorskip("torchmetrics.functional.image")
-    plain = with_manifest(make_pictures(tmp_path / "plain", 6, 0), 6)
-    fast = with_manifest(make_pictures(tmp_path / "fast", 6, 1), 6)
+    plain = with_manifest(make_pictures(tmp_path / "plain", 6, 0), PROMPTS)
+    fast = with_manifest(make_pictures(tmp_path / "fast", 6, 1), PROMPTS)
     (fast / "002.png").write_bytes((plain / "002.png").read_bytes())
     found = scores(capsys, fast, "--compare-to", plain, "--metrics", "psnr", "ssim", "--batch-size", 4)
     one, other = (SampleFiles.open(path).pictures(0, 6).astype(np.float64) for path in (fast, plain))
@@ -91,8 +73,8 @@ def test_lpips_is_torchmetrics_with_the_weights_that_are_passed(tmp_path, capsys
     torch.manual_seed(0)
     alexnet = models.alexnet(weights=None)
     torch.save(alexnet.state_dict(), tmp_path / "alexnet.pth")
-    plain = with_manifest(make_pictures(tmp_path / "plain", 3, 0, size=64), 3)
-    fast = with_manifest(make_pictures(tmp_path / "fast", 3, 1, size=64), 3)
+    plain = with_manifest(make_pictures(tmp_path / "plain", 3, 0, size=64), PROMPTS[:3])
+    fast = with_manifest(make_pictures(tmp_path / "fast", 3, 1, size=64), PROMPTS[:3])
     asked = (fast, "--compare-to", plain, "--metrics", "lpips", "--lpips")
     found = scores(capsys, *asked, tmp_path / "alexnet.pth")["lpips"]
     scorer = source._LPIPS(pretrained=True, net="alex", pnet_rand=True).eval()
