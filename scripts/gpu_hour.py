@@ -72,7 +72,7 @@ def _jobs() -> list[Job]:
         ("tunes", tunes, "float32", 64),
         ("motion", clips, "float32", 1),
     ):
-        options = f"{options} --dtype {dtype} --batch-sizes {batch} --without-no-cache"
+        options = f"{options} --dtype {dtype} --batch-sizes {batch} --skip-uncached"
         jobs.append(_bench(f"bench-{name}-{dtype}-{batch}", 120, options))
     random = "--random-weights --dtype bfloat16 --batch-sizes"
     windows = {1: "16 32 64", 8: "8 16 32", 64: "4 8"}

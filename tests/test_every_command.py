@@ -80,7 +80,7 @@ def command_line(command: str, model: str, out: Path) -> list[str]:
     return [name, *flags] + {
         "generate": [prompt, "--model", model, "--out", str(out)],
         "bench": ["--model", model, "--samplers", SAMPLERS[model], "--batch-sizes", "1", "--prompts", "1",
-                  "--warmup", "0", "--without-no-cache"],
+                  "--warmup", "0", "--skip-uncached"],
         "eval": ["--model", model, "--samplers", SAMPLERS[model], "--samples", "4", "--batch-size", "4",
                  "--alone", "0", "--out", str(out)],
         "sample": ["--model", model, "--prompts", str(prompts), "--num", "1", "--batch-size", "1",

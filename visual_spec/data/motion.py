@@ -4,7 +4,7 @@ A clip shows a shape that moves along a row or a column at one of three speeds, 
 may pass a second shape that stays still. The background is plain or striped; a striped one slides if the camera pans.
 The caption states all of this. Directions are those in the picture.
 
-Colours, shapes and painting are those of `visual_spec.data.shapes`. Positions are multiples of 8 pixels, one token of
+Colours, shapes and painting are as in `visual_spec.data.shapes`. Positions are multiples of 8 pixels, one token of
 its tokenizer, and everything moves by whole tokens: a shape at a later place has the same tokens as before, and what
 does not move keeps them.
 """

@@ -234,7 +234,7 @@ def _read_ground(colour_of: np.ndarray, shade: np.ndarray) -> tuple[str | None, 
 def _read_grounds(
     grounds: list[tuple[str | None, int | None]],
 ) -> tuple[str | None, str | None, str | None]:
-    """Return background, texture and camera: those of most frames, None if there is no majority."""
+    """Return the background, texture and camera of most frames; None if there is no majority."""
     colour = _majority([name for name, _ in grounds])
     phases = [phase for _, phase in grounds]
     texture = _majority([None if phase is None else TEXTURES[phase >= 0] for phase in phases])

@@ -4,7 +4,7 @@
 2. The background is the most frequent background colour, with the texture whose painted template fits best.
 3. Each connected component of an object colour is a candidate object.
 4. A candidate is matched with the mask of every shape and size at every nearby centre. Objects in front are settled
-   first; the pixels that they hide count neither for nor against the objects behind.
+   first; the pixels that they hide count neither for nor against the objects that they cover.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def _find_objects(colour_of: np.ndarray, shade: np.ndarray) -> list[FoundObject]
 
 
 def _encloses(outer: np.ndarray, inner: np.ndarray) -> bool:
-    """Return whether the bounding box of one mask contains that of the other with a pixel to spare."""
+    """Return whether the bounding box of one mask contains the other's box with a pixel to spare."""
     (oy, ox), (iy, ix) = np.nonzero(outer), np.nonzero(inner)
     return bool(oy.min() < iy.min() and iy.max() < oy.max() and ox.min() < ix.min() and ix.max() < ox.max())
 

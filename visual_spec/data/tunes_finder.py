@@ -1,7 +1,7 @@
 """Finds the notes, the instrument and the backing of a clip of `tunes`, without a network and the synthesizer.
 
 1. Onsets are the peaks of the spectral flux above the bass (SuperFlux: Boeck and Widmer 2013).
-2. Tempo and rhythm are those of the grid whose onsets agree best with the found ones.
+2. Tempo and rhythm come from the grid whose onsets agree best with the onsets that were found.
 3. Each note's pitch is the one whose harmonics hold most of the note's spectrum.
 4. The instrument is the one with the nearest partials and decay.
 5. The sound below the melody, and whether it pulses, distinguishes solo, drone and bass.
@@ -200,7 +200,7 @@ def find_pitches(spectra: np.ndarray) -> np.ndarray:
 def find_instrument(
     wave: np.ndarray, times: np.ndarray, spectra: np.ndarray, pitches: np.ndarray
 ) -> str | None:
-    """Return the instrument with partials and decay nearest to those of a clip's notes; None if none is near."""
+    """Return the instrument whose partials and decay are nearest to a clip's notes; None if none is near."""
     hertz = 440.0 * 2 ** ((pitches - 69) / 12)
     levels = partial_levels(spectra, np.outer(hertz, _PARTIALS), 45.0)
     whole = np.sqrt((levels**2).sum(1, keepdims=True)) + 1e-9
@@ -212,7 +212,7 @@ def find_instrument(
 
 
 def find_decay(wave: np.ndarray, times: np.ndarray) -> float:
-    """The growth of notes in dB/s after their peak (negative: fade), the median over those of 0.25 s and more."""
+    """The growth of notes in dB/s after their peak (negative: fade): the median over notes of 0.25 s and more."""
     power = np.convolve(wave**2, np.hanning(242)[1:-1], "same")[::_HOP]  # of 15 ms, every 5 ms
     decibels = 10 * np.log10(power + 1e-6 * max(float(power.max()), 1e-9))
     ends = np.append(times[1:], min(times[-1] + 0.6, len(wave) / SAMPLE_RATE - 0.1))

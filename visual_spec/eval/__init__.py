@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from visual_spec.eval.report.pages import write_html as write_html
     from visual_spec.eval.report.rows import ComparisonRow as ComparisonRow
 
-# `evaluate` is not offered here: the name is that of the sub-module.
+# `evaluate` is not offered here: a sub-module has this name.
 _HOME = {
     "ComparisonRow": "report.rows",
     "acceptance_map": "report.maps",

@@ -45,7 +45,7 @@ def rate(values: Sequence[bool]) -> Figure:
 
 
 def mean_figure(values: Sequence[float]) -> Figure:
-    """The mean with its interval by the normal law; that of a single value is as wide as nothing known: the value.
+    """The mean with its interval by the normal law; a single value is its own interval.
 
     Raises:
         ValueError: if there are no values.
@@ -61,8 +61,8 @@ def mean_figure(values: Sequence[float]) -> Figure:
 def share_figure(values: Sequence[float]) -> Figure:
     """The mean of shares from 0 to 1, each over one sample, with its interval, which stays from 0 to 1.
 
-    It is that of `mean_figure` unless that leaves the range or has no width. Then it is Wilson's, for as many samples
-    as give the variance of the mean, at least those there are: shares vary no more than rates do.
+    It is the interval of `mean_figure` unless that leaves the range or has no width. Then it is Wilson's, for as many
+    samples as give the variance of the mean, and at least as many as there are: shares vary no more than rates do.
 
     Raises:
         ValueError: no values, or one out of range.

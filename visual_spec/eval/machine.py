@@ -135,7 +135,7 @@ def environment_line(environment: dict[str, Any]) -> str:
     if "copy_bandwidth" in environment:
         parts.append(f"copies {environment['copy_bandwidth'] / 1e9:.1f} GB/s")
         if environment["device"] == "cpu":
-            parts.append("peak memory is that of the process so far")
+            parts.append("peak memory is of the process so far")
         if "picture_ms" in environment:
             parts.append(f"tokens to pixels {environment['picture_ms']:.1f} ms per image")
         if "clip_ms" in environment:

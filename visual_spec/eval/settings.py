@@ -96,10 +96,9 @@ def _drafter(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
     """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
 
-    The settings are those of the sampler; guidance_scale, guidance_until, temperature, top_k, top_p and seed, which
-    replace those of `law` and `seed`; and drafter, a name or folder that `load_drafter` takes (default: the pipeline's
-    own). Those of `scale-wise` are also those of `ScalePlan`. `parse_sampler`
-    says how values are written.
+    A setting belongs to the sampler; or it is guidance_scale, guidance_until, temperature, top_k, top_p or seed, which
+    replaces the value in `law` or `seed`; or drafter, a name or folder that `load_drafter` takes (default: the
+    pipeline's own). `scale-wise` also takes the settings of `ScalePlan`. `parse_sampler` says how values are written.
 
     Raises:
         ValueError: text of another form, a setting twice, an unknown sampler or setting, or a value it refuses.

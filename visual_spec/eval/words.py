@@ -53,7 +53,7 @@ class Words:
 
 
 def words_of(document: Mapping[str, Any]) -> Words:
-    """The words for the results of an evaluation; those of older versions hold neither their medium nor their unit."""
+    """The words for the results of an evaluation. Older results hold neither their medium nor their unit."""
     sound = "sampling_rate" in document.get("settings", {})
     units = document.get("unit")
     if units is None:

@@ -22,7 +22,7 @@ def add_norm(hidden: Tensor, change: Tensor, weight: Tensor, eps: float) -> tupl
 
     Args:
         hidden, change: [..., dim], of one dtype.
-        weight: [dim], the factors behind the norm.
+        weight: [dim], the factors after the norm.
         eps: added to the mean square.
 
     Returns:

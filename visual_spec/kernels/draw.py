@@ -10,7 +10,7 @@ logits
 
 Where slots are few and the vocabulary is large, `split_draw` takes its place: it gives the same tokens.
 
-Results equal those of the reference except for rounding: a race that ties to within a few units in the last place may
+Results equal the reference except for rounding: a race that ties to within a few units in the last place may
 go either way.
 """
 
@@ -70,7 +70,7 @@ def draw(
         TypeError: the logits have another dtype.
     """
     check_logits(logits, keys, slots, law)
-    # Round 0, that of a slot's own noise, needs no tensor: filling one would be a launch.
+    # Round 0, of a slot's own noise, needs no tensor: filling one would be a launch.
     first = isinstance(round, int) and round == 0
     return _draw_op(logits, keys, slots, None if first else as_round(round, slots), stream, *law, margins)
 

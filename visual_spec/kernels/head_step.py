@@ -125,7 +125,7 @@ def head_step_reference(
 def law_step(
     x: Tensor, output: Tensor, scales: Tensor | None, law: Tensor, noise: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `head_step` does behind the head's `output [R, d or 2 d]`: guidance, law, draw."""
+    """What `head_step` does after the head's `output [R, d or 2 d]`: guidance, law, draw."""
     found, rest = output[:, : x.shape[1]], output[: len(x), x.shape[1] :]
     if scales is not None:
         found, other = found.chunk(2)
@@ -289,7 +289,7 @@ if triton is not None:
     ):  # fmt: skip
         """Return mean and inverse standard deviation of rows, [ROWS] each.
 
-        Tile by tile, the moments so far joined with those of the tile: a difference of large sums would cancel.
+        Tile by tile, the moments so far are joined with the tile's: a difference of large sums would cancel.
         """
         mean = tl.zeros([ROWS], tl.float32)
         apart = tl.zeros([ROWS], tl.float32)  # sum of squared distances from the mean
@@ -312,7 +312,7 @@ if triton is not None:
         """Return normed * (1 + scale) + shift, [ROWS, N]; 0 outside.
 
         Args:
-            modulations: shift of the first column and of each row, long [ROWS]; the scale stands behind it.
+            modulations: shift of the first column and of each row, long [ROWS]; the scale follows it.
         """
         inside = (row < rows)[:, None] & (columns < WIDTH)[None]
         place = modulations[:, None] + columns[None]
@@ -382,7 +382,7 @@ if triton is not None:
         other_row = tl.where(row < count, count + row, rows)  # the unconditional one; none has number `rows`
         numbers = tl.arange(0, DIM)
         known = row < count
-        entry = (hidden, x, x, x, rows, count, dim)  # behind the first block: nothing is projected
+        entry = (hidden, x, x, x, rows, count, dim)  # after the first block: nothing is projected
         mean, inverse = _moments(entry, row, False, WIDTH, DIM, ROWS, READ)
         if GUIDED:
             other_mean, other_inverse = _moments(entry, other_row, False, WIDTH, DIM, ROWS, READ)

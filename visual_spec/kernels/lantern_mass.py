@@ -1,4 +1,4 @@
-"""The mass of a draft with that of its nearest codes, for LANTERN: definition and kernel.
+"""The mass of a draft and its nearest codes, for LANTERN: definition and kernel.
 
 See `samplers.core.relaxed.lantern_acceptance`.
 """

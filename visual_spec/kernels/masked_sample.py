@@ -1,7 +1,7 @@
 """One kernel for each position of a masked decoder: a token drawn from the law, and its log-probability.
 
 Masked decoders (MaskGIT, Chang et al., CVPR 2022; MAGNeT, Ziv et al., ICLR 2024) draw all open positions at every step
-and keep the most confident draws. Guidance, temperature, filters and race are those of `draw`. The pass of the race
+and keep the most confident draws. Guidance, temperature, filters and race are as in `draw`. The pass of the race
 also sums the mass, and needs one extra pass for the largest logit.
 """
 
@@ -40,7 +40,7 @@ def masked_sample(
         logits, keys, slots, law, stream, round: as in `draw`; `slots` are the positions.
 
     Returns:
-        tokens: long [B, W], those of `draw`.
+        tokens: long [B, W], as from `draw`.
         log_probs: float32 [B, W], of the tokens under the law.
         log_kept: float32 [B, W], log of the mass that the filters keep of the law after guidance and temperature: 0
             without top-k and top-p, and at temperature 0 the mass of the likeliest token at temperature 1.

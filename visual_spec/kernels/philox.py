@@ -59,7 +59,7 @@ def philox_reference(
     """
     key0, key1 = key & _MASK, key >> 32
     for _ in range(_ROUNDS):
-        # The products wrap to negative int64, but their 64 bits are those of the unsigned product. Odd words and keys
+        # The products wrap to negative int64, but their 64 bits equal the unsigned product's. Odd words and keys
         # carry garbage above bit 31 until the mask after their xor, which saves passes. Words keep their own broadcast
         # shape as long as possible: the first rounds are cheap.
         product0, product1 = word0 * _MULTIPLIERS[0], word2 * _MULTIPLIERS[1]
@@ -172,7 +172,7 @@ def philox_normal(
 ) -> Tensor:
     """Return standard normal numbers, `count` for every slot of a window: `box_muller` of `philox_uniform`'s numbers.
 
-    They use up those uniform numbers, so no stream may serve both. Arguments and errors are those of `philox_uniform`.
+    They use up those uniform numbers, so no stream may serve both. Arguments and errors are as for `philox_uniform`.
 
     Returns:
         [B, W, N], computed in float64 and rounded to `dtype`; at most 6.77 in size, so always finite. PyTorch and

@@ -32,7 +32,7 @@ def rotary_write(projected: Tensor, turns: Turns, keys: Tensor, values: Tensor, 
     """Rotate queries and keys, and write keys and values into a layer's cache.
 
     Args:
-        projected: [R, W, H + 2 G, D], the heads of queries, keys and values one behind the other.
+        projected: [R, W, H + 2 G, D], the heads of queries, keys and values, concatenated.
         turns: `[R or 1, W, 1, 1, D / 2, 2]` each.
         keys, values: [R, G, S, D], written in place; of the dtype of `projected`.
         places: long [R, W], 0 to S - 1, all different in a row.

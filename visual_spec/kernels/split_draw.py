@@ -11,7 +11,7 @@ that score higher: whatever scores as much or less is refused as well. A law who
 1 / m times or less on average, and the refused scores rise, so it ends. With both filters the limit of top-p depends on
 the mass that top-k leaves, and the threshold of top-k is found as in `draw` (`law.least_kept`), from the scores.
 
-Scores and times are those of `draw`, and sums are added up in its order. So tokens and margins are its own, bit by bit,
+Scores and times equal `draw`'s, and sums are added up in its order. So tokens and margins are its own, bit by bit,
 and a sample does not depend on how many slots share a call.
 """
 

@@ -4,7 +4,7 @@ A window has few queries and many keys: one program a head would leave most of a
 a program serves one split of one head of keys (Dao et al., "Flash-Decoding for long-context inference", 2023):
 
     split    the scores of a chunk of places, their softmax by the largest so far (Milakov, Gimelshein, "Online
-             normalizer calculation for softmax", 2018), and the values mixed; programs behind the text end at once
+             normalizer calculation for softmax", 2018), and the values mixed; programs past the text end at once
     combine  the splits of a query weighed by the mass of each
 
 No mask is made. A query knows its place and sees what stands before it, so a call reads the text that is there and not
@@ -215,7 +215,7 @@ if triton is not None:
             best = tl.full([ROWS], -infinity, tl.float32)
             mass = tl.zeros([ROWS], tl.float32)
             total = tl.zeros([ROWS, WIDTH], tl.float32)
-            for step in range(CHUNK // COLUMNS):  # of known length: behind the text nothing is loaded
+            for step in range(CHUNK // COLUMNS):  # of known length: past the text nothing is loaded
                 place = start + step * COLUMNS + tl.arange(0, COLUMNS)
                 there = place < stop
                 line = held + place.to(tl.int64) * place_stride
@@ -244,7 +244,7 @@ if triton is not None:
         mixed, parts, masses, places, heads, chunk, splits, DIM: tl.constexpr, WIDTH: tl.constexpr,
         SPLITS: tl.constexpr,
     ):  # fmt: skip
-        """One head of one query: the splits up to its place; behind it nothing was written."""
+        """One head of one query: the splits up to its place; after it nothing was written."""
         at = tl.program_id(0).to(tl.int64)
         own = tl.load(places + at // heads)
         split = tl.arange(0, SPLITS)

@@ -388,7 +388,7 @@ HELP = """Train an EAGLE drafter of columns for a music model.
 
 `python -m visual_spec.training.column_drafter --out FOLDER`
 
-It learns from clips that the model plays, or with `--true-clips` from those of `tunes`, under the model's own guidance
+It learns from clips that the model plays, or with `--true-clips` from clips of `tunes`, under the model's own guidance
 and temperature; `--start-from` goes on with a drafter made before. Afterwards `--out/drafter` holds the weights and
 `training.json`, with the loss curve, the acceptance rate by depth and the columns per call on held-out prompts. An
 interrupted run resumes.

@@ -2,7 +2,7 @@
 
 Distilled Decoding 1. The teacher draws pictures first, each token by the flow that leads its noise there
 (`visual_spec.training.distilled_pairs`). The student starts with the teacher's weights. It reads the noise of every
-slot, in half of the pictures behind a few tokens that are given, and learns the tokens of all others.
+slot, in half of the pictures after a few tokens that are given, and learns the tokens of all others.
 
 The loss is the cross entropy through the teacher's head, and a squared distance between the code that the student
 expects and the code of the token. In the paper this second term trains the slots whose tokens are no codes; here all
@@ -231,7 +231,7 @@ def unseen(
 HELP = """Train the embedded student: `python -m visual_spec.training.distilled --shapes FOLDER --out FOLDER`.
 
 The transformer of `shapes` is its teacher, and draws pictures of training captions first. Tokenizer and caption encoder
-are those of `shapes`, and do not change. Afterwards `--out` holds the weights, matrices in 8 bits, and `training.json`
+come from `shapes`, and do not change. Afterwards `--out` holds the weights, matrices in 8 bits, and `training.json`
 with the loss curve and the losses of pictures that were not learned from. An interrupted run resumes, also between two
 pictures.
 """
@@ -240,7 +240,7 @@ pictures.
 @dataclass(kw_only=True)
 class DistilledOptions(RunOptions):
     shapes: Path = option("folder with transformer/, vq_model/ and text_encoder/")
-    pairs: Path | None = option("folder of the teacher's pictures; without: that of --out", None)
+    pairs: Path | None = option("folder of the teacher's pictures (default: --out)", None)
     start_from: Path | None = option("folder of an earlier run to go on with, at a new rate", None)
     restart: int = option("the first slot of a second call", 128)
     pictures: int = option("that the teacher draws", PairDrawing.pictures)

@@ -1,12 +1,12 @@
 """Train the embedded near-to-far model: FlashAR's second head on a trained raster model (arXiv 2605.09430).
 
-The model starts as the raster model, with a copy of its last blocks behind them that leads to the lower head, and a
+The model starts as the raster model, with a copy of its last blocks after them that leads to the lower head, and a
 gate that starts at one half. At first only these learn, then all. The loss is the cross entropy of the merged
 prediction, and a little of the lower head's own. A picture is one pass under the order's own mask, so that the networks
 see in training what they see in decoding.
 
-FlashAR teaches large models at a twentieth of these rates. Here they are those of training itself: the trunk must get
-used to another mask.
+FlashAR teaches large models at a twentieth of these rates. Here they are the rates of training itself: the trunk must
+get used to another mask.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Pass:
     def __call__(
         self, model: LlamaGenTransformer, tokens: Tensor, condition: Any, dropped: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the merged logits [B, P, V] of tokens long [B, L], and those of the lower head where it answers."""
+        """Return the merged logits [B, P, V] of tokens long [B, L], and the lower head's where it answers."""
         right, below = model.teacher_forced_heads(
             tokens[:, self.sources],
             condition,
@@ -215,7 +215,7 @@ def held_out_losses(
 
 HELP = """Train the embedded near-to-far model: `python -m visual_spec.training.flashar --shapes FOLDER --out FOLDER`.
 
-It starts from the transformer of `shapes`; tokenizer and caption encoder are those of `shapes`, and do not change.
+It starts from the transformer of `shapes`; tokenizer and caption encoder come from `shapes`, and do not change.
 Afterwards `--out` holds the weights, matrices in 8 bits, and `training.json` with the loss curve and held-out losses.
 An interrupted run resumes.
 """

@@ -70,7 +70,7 @@ def test_classes_are_asked_for_by_number(tmp_path):
         ("a.jsonl", '{"prompt": 3}\n', "line 1 has no text under prompt, caption, text"),
         ("a.jsonl", "[1]\n", "line 1 has no text"),
         ("a.csv", "id,words\n1,a\n", "has no column prompt, caption, text"),
-        ("a.csv", "prompt\n", "no lines behind it"),
+        ("a.csv", "prompt\n", "no lines after it"),
         ("a.csv", "prompt,id\n  ,1\n", "prompt 1 is ''"),
         ("a.json", "[]", "no file of COCO captions"),
         ("a.json", '{"annotations": [{"id": 1}]}', "no file of COCO captions"),

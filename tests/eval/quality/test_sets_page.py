@@ -28,7 +28,7 @@ def test_the_page_holds_the_files_the_scores_and_the_comparison(tmp_path, capsys
     expected = [(folder / f"{index:06d}.png").read_bytes() for index in range(5) for folder in (plain, fast)]
     assert [base64.b64decode(one) for one in pictures] == expected
     assert text.count('loading="lazy"') == 10
-    assert "7 of 7 samples are, byte for byte, those of" in text
+    assert "7 of 7 samples are, byte for byte, equal to" in text
     assert "9 to 11" in text and "10.5 to 12.5" in text and "inception abc123" in text
     assert "fast<b>" not in text and "fast&lt;b&gt;" in text
     calls = [

@@ -119,7 +119,7 @@ def test_clips_are_timed_by_captions_of_clips(capsys, tmp_path, monkeypatch):
         rounds.motion, "held_out_prompts", lambda count: asked.append(count) or PROMPTS[:count]
     )
     tiny_video_pipeline().save_pretrained(tmp_path)
-    options = ("--prompts", "1", "--batch-sizes", "1", "--warmup", "0", "--without-no-cache")
+    options = ("--prompts", "1", "--batch-sizes", "1", "--warmup", "0", "--skip-uncached")
     document, rows = run(capsys, tmp_path, "--samplers", "speculative-jacobi:window=4", *options)
     assert asked and [row["name"] for row in document["rows"]][0] == "autoregressive"
     assert document["environment"]["picture_ms"] > 0 and len(rows) == len(document["rows"]) > 1
@@ -183,7 +183,7 @@ def test_fused_projections_draw_the_same_in_fewer_products(model, capsys, monkey
     for flag in ([], ["--fuse-projections"]):
         products.clear()
         rows = ["--samplers", IDENTICAL, "--windows", "4", "--batch-sizes", "1", "--warmup", "0"]
-        document, _ = run(capsys, model, *rows, "--dtype", "float64", "--without-no-cache", *flag)
+        document, _ = run(capsys, model, *rows, "--dtype", "float64", "--skip-uncached", *flag)
         assert document["settings"]["fuse_projections"] is bool(flag)
         assert [row["identical_samples"] for row in document["rows"]] == [None, 5, 5]
         counts.append(len(products))
@@ -303,7 +303,7 @@ def test_the_floor_of_a_model_of_someone_else_is_left_out(model, capsys, monkeyp
 def test_any_registered_sampler_can_be_named(model, capsys, tmp_path):
     EagleDrafter.for_target(shared_pipeline().transformer).save_pretrained(tmp_path / "head")
     asked = ["zipar:window=2", f"tree:drafter={tmp_path / 'head'},depth=2,width=2", "speculative-jacobi"]
-    arguments = ["--samplers", *asked, "--batch-sizes", "2", "--without-no-cache", "--windows", "5"]
+    arguments = ["--samplers", *asked, "--batch-sizes", "2", "--skip-uncached", "--windows", "5"]
     document, table = run(capsys, model, *arguments)
     rows = document["rows"]
     # `--windows` is for samplers that are not told one.

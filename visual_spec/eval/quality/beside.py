@@ -1,4 +1,4 @@
-"""A set of samples beside another one for the same prompts and seeds, such as that of plain decoding.
+"""A set of samples compared with another one for the same prompts and seeds, such as plain decoding's.
 
 What is told of the sampler is what it promised while it drew, as the manifest keeps it. The promise speaks of plain
 decoding with the same law; where the two sets differ in more than the sampler, it says nothing about them.
@@ -68,7 +68,7 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
 def summary(found: dict[str, Any]) -> str:
     """The comparison in sentences."""
     same = found["same_samples"]
-    text = f"{same['hits']} of {same['total']} samples are, byte for byte, those of {found['beside']}."
+    text = f"{same['hits']} of {same['total']} samples are, byte for byte, equal to {found['beside']}."
     if found["differing"]:
         text += f" The sets also differ in {', '.join(found['differing'])}."
     text += f" {found['statement']}"

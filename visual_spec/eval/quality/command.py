@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--guidance-scale",
         type=float,
         metavar="S",
-        help="1 turns guidance off (default, as of the next three: the model's)",
+        help="1 turns guidance off (default: the model's own)",
     )
     add_law(parser)
     parser.add_argument(
@@ -86,7 +86,7 @@ def read_settings(
 
     Args:
         known: the settings of the model.
-        beside: those of the masked model beside it, which have its law.
+        beside: the settings of the masked model of `--masked`, under its own law.
 
     Raises:
         ValueError: a setting that cannot be read, or a law out of range.

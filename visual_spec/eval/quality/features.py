@@ -62,7 +62,7 @@ def load_inception(make: Callable[[], Any], weights: str | Path) -> Any:
     """The network that `make` fills with the tensors of a file.
 
     Raises:
-        ValueError: as `check_tensors_only`; the tensors are those of another network.
+        ValueError: as `check_tensors_only`; the tensors belong to another network.
     """
     check_tensors_only(weights)
     try:
@@ -102,7 +102,7 @@ class MelStatistics(nn.Module):
 
 
 class FrameStatistics(nn.Module):
-    """Features of a clip, from those of its frames: their mean, and the mean change from frame to frame.
+    """Features of a clip: the mean over its frames' features, and their mean change from frame to frame.
 
     The mean tells what the frames show, the change how much moves. The order of frames counts only through it; whether
     the motion is the one that was asked for is what the parser reads.

@@ -84,7 +84,7 @@ def figures_of(
         means over batches and over samples, None for a sampler that has none; identical_samples: how many are, byte
         for byte, those of plain decoding, None where not promised; wall_clock: {batch_size, seconds_per_picture and
         speed_up at that batch, alone_seconds and alone_speed_up at batch 1 or None}, quantiles p20, p50 and p80, the
-        speed-ups those of one batch or round; processor_time: the same in seconds of the processor, which others on the
+        each speed-up of one batch or round; processor_time: the same in seconds of the processor, which others on the
         machine do not change, None unless `on_processor`. cache: of a next-scale pipeline, bytes of keys and values a
         picture, {held, peak: with the copies that attention makes, share: held over plain decoding's}, else None.
         peak_memory: the most bytes that PyTorch held on a GPU in a batch, else None.
@@ -137,7 +137,7 @@ def setting_figures(setting: Setting, first: Setting, found: Judged, plain: Judg
     )  # fmt: skip
     own = _laws_of(setting.sampler) == _laws_of(first.sampler)
     same = setting.sampler.identical and setting.plan.same_model and exact and own
-    # With `exact_width` the tokens are those of plain decoding with `exact_width`.
+    # With `exact_width` the tokens equal plain decoding with `exact_width`.
     kept = all(found.batches("promises")) and _exact_width(setting) == _exact_width(first)
     promised = same and (setting.law, setting.seed) == (first.law, first.seed)
     return {
@@ -192,7 +192,7 @@ def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:
     if setting is plain:
         return "plain"
     if not plain.sampler.lossless and sampler_settings(setting.sampler) == sampler_settings(plain.sampler):
-        return "control"  # of a masked model, whose law is that of its own decoding
+        return "control"  # of a masked model, whose law is defined by its own decoding
     if not (setting.sampler.lossless and setting.plan.same_model and exact):
         return "lossy"
     if _laws_of(setting.sampler) != _laws_of(plain.sampler):
@@ -202,7 +202,7 @@ def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:
 
 
 def _laws_of(sampler: Any) -> Any:
-    """The settings of a sampler that are part of its law; those of most are none."""
+    """The settings of a sampler that are part of its law; most samplers have none."""
     return getattr(sampler, "law_settings", None) or {}
 
 
@@ -226,7 +226,7 @@ def compare_features(
     strata: Sequence[str] | None = None,
     kernel: bool = False,
 ) -> dict[str, Any]:
-    """Distances of the features `[N, D]` of drawn samples to those of the true ones and of plain decoding.
+    """Distances of the features `[N, D]` of drawn samples to true samples and to plain decoding.
 
     Args:
         strata: what each sample was asked for; see `published.deal`.
@@ -304,7 +304,7 @@ def picture_sheet(rows: dict[str, np.ndarray]) -> Image.Image:
 def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
     """Markdown: one line a row, intervals in brackets, for speed-ups p20 and p80.
 
-    Speed-ups are those of processor time where the model ran on a processor: the clock counts others' work too.
+    Speed-ups are in processor time where the model ran on a processor: the clock counts others' work too.
     """
 
     def times(header: str, key: str) -> Column:

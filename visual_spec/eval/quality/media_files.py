@@ -1,4 +1,4 @@
-"""Files of pictures, sounds and videos as arrays. What is no whole file is refused by its name."""
+"""Files of pictures, sounds and videos as arrays. A truncated or damaged file raises an error that names it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A matrix of all distances of 50,000 samples has 20 GB. It is computed a few rows at a time, in single precision by a
 matrix product, on a GPU where there is one. What rounding could turn is computed again from the differences, in double
-precision, so the answers are those of double precision.
+precision, so the answers are as in double precision.
 """
 
 from __future__ import annotations

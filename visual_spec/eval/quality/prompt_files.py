@@ -171,7 +171,7 @@ def _table(path: Path) -> PromptSet:
     column = next((columns[name] for name in _COLUMNS if name in columns), None)
     if column is None:
         raise ValueError(
-            f"{path} has no column {', '.join(_COLUMNS)} in its first line, or no lines behind it."
+            f"{path} has no column {', '.join(_COLUMNS)} in its first line, or no lines after it."
         )
     return PromptSet(tuple((row[column] or "").strip() for row in rows))
 

@@ -1,7 +1,7 @@
 """The figures that papers quote, from features of samples: FID, KID, Inception score; and differences of FID.
 
 The Frechet distance grows with the noise in its moments, so resamples with repetition lie above the value itself. Its
-interval is therefore that of a delete-a-group jackknife (Efron and Stein 1981): the samples are dealt into groups, each
+interval therefore comes from a delete-a-group jackknife (Efron and Stein 1981): the samples are dealt into groups, each
 is left out in turn, and value +- 1.96 standard errors is told. The moments of a group are summed once, so the interval
 costs one eigendecomposition a group. Roots of its eigenvalues are less precise than the value, alike in all groups.
 Sums are in double precision.
@@ -176,10 +176,10 @@ def limit_size(width: int) -> int:
 def frechet_difference(
     first: Tensor, second: Tensor, reference: Gaussian, strata: Sequence[str] | None = None
 ) -> Figure:
-    """The distance of the first set less that of the second, and its interval.
+    """The distance of the first set less the distance of the second, and its interval.
 
     Sample i of both has the same prompt and seed, and both are left out together. So what the two have in common falls
-    out of the interval, which is far narrower than those of the distances themselves.
+    out of the interval, which is far narrower than for the distances themselves.
 
     Raises:
         ValueError: as `frechet`, or sets of different size.
@@ -324,7 +324,7 @@ def inception_score_adm(logits: Tensor, strata: Sequence[str] | None = None, *, 
     """Inception score of logits [N, C] without bias as ADM's evaluator has it (Dhariwal and Nichol 2021).
 
     The mean over splits of 5,000 samples in their order, the last of which may be shorter; torch-fidelity shuffles the
-    samples and makes ten splits of any size. The interval is that of a delete-a-group jackknife.
+    samples and makes ten splits of any size. The interval comes from a delete-a-group jackknife.
 
     Args:
         strata: what each sample was asked for; see `deal`.

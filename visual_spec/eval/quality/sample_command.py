@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         default="processes",
         choices=["processes", "ray"],
-        help="ray: Ray Data, one actor a GPU or processor core (default: this process, or those of torchrun)",
+        help="ray: Ray Data, one actor a GPU or processor core (default: this process, or torchrun's processes)",
     )
     parser.add_argument(
         "--workers",

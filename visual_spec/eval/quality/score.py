@@ -31,8 +31,8 @@ class Scoring:
     Attributes:
         drawn: the set.
         reference: the true one, where a metric needs it.
-        beside: another set with the same prompts and seeds, such as that of plain decoding, which `drawn` is compared
-            with sample by sample.
+        beside: another set with the same prompts and seeds, such as plain decoding's; `drawn` is compared with it
+            sample by sample.
         metrics: names of `METRICS`.
         folder: where features are kept.
         setup: what extractors are made of.

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare-to",
         type=Path,
         metavar="DIR",
-        help="another set for the same prompts and seeds, such as that of plain decoding: share of equal samples, and "
+        help="another set for the same prompts and seeds, such as plain decoding's: share of equal samples, and "
         "difference of the distances with its own interval",
     )
     for option, source in options().items():
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--features",
         type=Path,
         metavar="DIR",
-        help="features, which several sets with one reference may share (default: those of --out)",
+        help="features, which several sets with one reference may share (default: in --out)",
     )
     parser.add_argument(
         "--write-npz", type=Path, metavar="FILE", help="also write the pictures for ADM's evaluator"

@@ -27,7 +27,7 @@ class Sets:
         figure: what the metric's figure is called.
         drawn, reference, beside: the sets, see `visual_spec.eval.quality.score.Scoring`.
         read: (set, kind) -> features [N, D], or scores [N], of that kind.
-        moments: of the reference, where it states those of these features.
+        moments: of the reference, where it states the moments of these features.
         device: where large matrices are multiplied.
         report: is told how far long work is.
     """
@@ -56,7 +56,7 @@ class Sets:
 
 
 def frechet(sets: Sets) -> Figures:
-    """The distance, its limit of many samples, and its difference to that of the set beside it."""
+    """The distance, its limit for many samples, and its difference to the distance of the other set."""
     drawn, reference, strata = sets.features(), sets.gaussian(), sets.drawn.prompts
     figure, limit = published.frechet_with_limit(drawn, reference, strata)
     needed = published.limit_size(drawn.shape[1])

@@ -45,13 +45,13 @@ def classes_task(count: int, image_size: int) -> Task:
 
 
 def tunes_task(count: int) -> Task:
-    """The captions of `tunes` that no trainer sees, those of `held_out_prompts`, and the clips they describe."""
+    """The captions of `tunes` that no trainer sees (`held_out_prompts`), and the clips they describe."""
     found, waves = tunes_synth.sample_dataset(count, 0, held_out=True)
     return Task([tunes.caption(tune) for tune in found], waves)
 
 
 def motion_task(count: int) -> Task:
-    """The captions of `motion` that no trainer sees, those of `held_out_prompts`, and the clips they describe."""
+    """The captions of `motion` that no trainer sees (`held_out_prompts`), and the clips they describe."""
     clips = motion.sample_clips(count, 0, held_out=True)
     return Task([motion.caption(clip) for clip in clips], np.stack([motion.render(clip) for clip in clips]))
 
@@ -82,7 +82,7 @@ def task_of(pipe: Any, count: int) -> Task:
         return shapes_task(count, pipe.image_size[0])
     if tuple(pipe.config.get("id2label") or ()) != shapes_classes.CLASS_NAMES:
         raise ValueError(
-            "this model draws other classes than those of `shapes`, which no parser reads; pass a model such as "
+            "this model draws other classes than `shapes`, which no parser reads; pass a model such as "
             "shapes_var. (Models of official size are timed by visual-spec bench.)"
         )
     return classes_task(count, pipe.image_size[0])

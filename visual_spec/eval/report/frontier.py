@@ -71,7 +71,7 @@ STYLES = {
 @dataclass(frozen=True)
 class Axis:
     """One axis of a chart. `read`: a row and the plain row to (value, low, high) relative to plain decoding, or None
-    where the row was not measured. `absolute`: what 1 stands for, in the unit of `unit`."""
+    where the row was not measured. `absolute`: the value of plain decoding in `unit`; relative value 1 means this."""
 
     title: str
     read: Callable[[Row, Row], tuple[float, float, float] | None]
@@ -301,7 +301,7 @@ def _common(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The documents of evaluations; those of one model, law, prompts and judge are joined, each row kept once.
+    """The documents of evaluations. Documents of one model, law, prompts and judge are joined; each row is kept once.
 
     Raises:
         ValueError: a file that is not a result of `visual-spec eval`, or lacks a part of one.

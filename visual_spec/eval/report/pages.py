@@ -104,7 +104,7 @@ def write_html(
     Args:
         rows: the comparisons, one section each.
         path: the page; written under a temporary name and renamed.
-        title: heading of the page; None: that of the medium.
+        title: heading of the page; None: the usual one of the medium.
         facts: name -> value, shown as a table (model, sampler, device, seed, ...).
         overwrite: replace an existing page.
 

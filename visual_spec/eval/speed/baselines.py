@@ -1,9 +1,9 @@
 """What users run today in place of our samplers: transformers' `generate`, and the loops of the official programs.
 
-A baseline draws a few tokens behind a prompt and part of a picture, so that calls cost what they cost in the middle of
-a picture. Its calls are timed from the start of the second token's forward to that of the last one's, which covers all
-that a token costs and nothing else. The loops are told again here, through transformers' modules; what each takes from
-its program is in its docstring. They are measured where the law is guided, as the programs draw.
+A baseline draws a few tokens after a prompt and part of a picture, so that calls cost what they cost in the middle of
+a picture. The time runs from the start of the second token's forward to the start of the last one's, which covers all
+that a token costs and nothing else. The loops are rewritten here with transformers' modules; what each takes from its
+program is in its docstring. They are measured where the law is guided, as the programs draw.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Marks:
         return len(self.moments)
 
     def between(self, first: int | None, last: int) -> float:
-        """Seconds from the forward of one token to that of another, by index; None: from the start."""
+        """Seconds from the forward of one token to the forward of another, by index; None: from the start."""
         begin, end = self.start if first is None else self.moments[first], self.moments[last]
         return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
 

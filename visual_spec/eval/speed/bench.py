@@ -66,7 +66,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         type=float,
         nargs="+",
         metavar="S",
-        help="1: without (default, as of the next three: the model's)",
+        help="guidance scales to measure; 1 turns guidance off (default: the model's own)",
     )
     add_law(parser)
 
@@ -85,7 +85,7 @@ def _add_rounds(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=int, default=1, metavar="N", help="rounds before the timed ones (default: 1)"
     )
     parser.add_argument(
-        "--without-no-cache", action="store_true", help="leave out the row that decodes with no cache"
+        "--skip-uncached", action="store_true", help="leave out the row that decodes without a cache"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first sample; sample i has seed + i")
 

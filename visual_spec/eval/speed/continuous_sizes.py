@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
     """Document and table of `visual-spec bench --random-weights` for MAR.
 
     Args:
-        known: None; the rows are those of `SCHEDULES`.
+        known: None; the rows follow from `SCHEDULES`.
 
     Raises:
         ValueError: a size that is unknown or does not fit the device, or options that do not apply; before any work.

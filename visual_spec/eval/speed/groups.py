@@ -1,4 +1,4 @@
-"""What a benchmark is asked to measure: settings as the options name them, or those of the model."""
+"""What a benchmark is asked to measure: settings as the options name them, or the usual ones of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_groups(
 
     Args:
         known: the settings of the model.
-        beside: those of the masked model beside it, which have its law.
+        beside: the settings of the masked model of `--masked`, under its own law.
 
     Raises:
         ValueError: a setting that cannot be read, a law out of range, or windows where no setting has one.

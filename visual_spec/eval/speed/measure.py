@@ -78,7 +78,7 @@ def refuse_what_does_not_fit(
     Args:
         needed: bytes by what they are for.
         at: what is needed for a batch and a window; the message then says what fits.
-        batch_size, window: those of `needed`.
+        batch_size, window: what `needed` is for.
 
     Raises:
         DoesNotFit: names what is needed, what is free, and what helps.
@@ -191,7 +191,7 @@ def busy_ms_per_call(
 def device_events(
     decode: Callable[[Callable[[int, Tensor], Any]], Any], device: torch.device
 ) -> tuple[list[tuple[str, tuple[float, float]]], int]:
-    """What PyTorch's profiler saw of a decode behind its prefill, and the number of calls.
+    """What PyTorch's profiler saw of a decode after its prefill, and the number of calls.
 
     Args:
         decode: as of `busy_ms_per_call`.

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
     guides.
 
     Args:
-        known: None; the settings are those of the size.
+        known: None; the settings follow from the size.
 
     Raises:
         ValueError: settings that cannot be read or timed, a size that is unknown, or does not fit the device; before

@@ -1,7 +1,7 @@
 """Models of official size without their checkpoints: built and counted on the meta device, filled with random weights.
 
 LlamaGen is our own class. Janus-Pro, Lumina-mGPT and Emu3 are transformers' classes behind the adapters that
-`visual_spec.accelerate` uses. Sizes are those of the released configurations; the text before a picture is 64 ids.
+`visual_spec.accelerate` uses. Sizes are as in the released configurations; the text before a picture is 64 ids.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OfficialModel:
         condition: batch size -> what `model.prefill` takes.
         prefix: places that the cache holds before the picture.
         length: places of the picture: its tokens, and where there are row ends, those.
-        spare: places behind the picture, as (fixed, for every slot of the window).
+        spare: places after the picture, as (fixed, for every slot of the window).
         cached: numbers that the cache holds a place and row, keys and values of all layers.
         attended: numbers of the queries of a place, of all layers.
         widest: width of the widest layer.
@@ -66,7 +66,7 @@ class OfficialModel:
 
     @property
     def parameters(self) -> int:
-        """How many there are, those of the picture's decoder included where they are part of the released model."""
+        """How many there are, with the picture's decoder where it is part of the released model."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def needed_bytes(
@@ -75,7 +75,7 @@ class OfficialModel:
         """Bytes of weights, cache, logits with what is made of them, and the forward of the prompt.
 
         Args:
-            baseline: of a row of `visual_spec.eval.speed.baselines`, which begins behind half of the picture, and
+            baseline: of a row of `visual_spec.eval.speed.baselines`, which begins after half of the picture, and
                 scores all ids.
         """
         size, rows = dtype.itemsize, batch_size * (2 if guided else 1)
@@ -157,7 +157,7 @@ def official_model(name: str, image_size: int | None = None) -> OfficialModel:
     base = name.removesuffix("-t2i")
     if base not in presets:
         raise ValueError(
-            f"--random-weights with --model {name}; pass one of {', '.join(presets)}, with -t2i behind it for the "
+            f"--random-weights with --model {name}; pass one of {', '.join(presets)}, with -t2i after it for the "
             f"text-conditional one, or {', '.join(TRANSFORMERS)}."
         )
     if text:
@@ -325,7 +325,7 @@ def of_transformers(
 
     Args:
         first, last: ids at the ends of the prompt.
-        guidance_scale: None: that of the adapter.
+        guidance_scale: None: the adapter's own.
         inputs: what else the adapter's `plan` takes.
     """
     from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt

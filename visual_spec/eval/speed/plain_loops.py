@@ -37,7 +37,7 @@ def straight_loop(
     generator: torch.Generator | Sequence[torch.Generator] | None,
     batch_size: int,
 ) -> Tensor:
-    """Decode a batch. The noise is that of `AutoregressiveSampler`, and so are the tokens.
+    """Decode a batch. Noise and tokens equal `AutoregressiveSampler`'s.
 
     Args:
         model: fits, see `fits`.
@@ -86,7 +86,7 @@ def decode_without_cache(
 ) -> tuple[Tensor, Tensor]:
     """Plain decoding that runs the whole prefix anew for every token: what a cache saves.
 
-    The noise is that of `AutoregressiveSampler`, and so are the tokens.
+    Noise and tokens equal `AutoregressiveSampler`'s.
 
     Returns:
         tokens `[B, L]` and calls `[B]`.

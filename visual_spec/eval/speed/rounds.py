@@ -58,7 +58,7 @@ _PROMPTS = {"image": shapes, "video": motion, "audio": tunes}
 
 
 def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple[dict[str, Any], str]:
-    """Document and table of a model of tokens or of columns.
+    """Measure a model of tokens or of columns; returns the document and the table.
 
     Raises:
         ValueError: options that do not apply, settings that cannot be read, before anything is loaded; or that do not
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
             runs=args.runs,
             warmup=args.warmup,
             # One row without a cache is enough to see what the cache is worth, and it takes long.
-            no_cache=not args.without_no_cache and batch_size == args.batch_sizes[0],
+            no_cache=not args.skip_uncached and batch_size == args.batch_sizes[0],
             report=report,
         )
     ]
@@ -470,8 +470,8 @@ class TokenDecoder(BenchDecoder):
 def call_costs(model: Any, setting: Setting, batch_size: int) -> dict[str, int | None]:
     """`weight_bytes` and `cache_bytes` that a call cannot but read, and `flops_per_call`, what it computes.
 
-    They are known of our own architecture in raster order; None for a model of another order, whose calls differ from
-    step to step, and for that of someone else.
+    They are known for our own architecture in raster order. None for a model of another order, whose calls differ from
+    step to step, and for other people's models.
     """
     official = described(model)
     if official is None or trained_order(model) != RASTER_ORDER:

@@ -1,8 +1,8 @@
-"""`visual-spec bench` for next-scale models: the large model, the small one, both (CoDe), compressed caches (ScaleKV).
+"""`visual-spec bench` of next-scale models: the large model, the small one, both (CoDe), compressed caches (ScaleKV).
 
 Embedded models are timed as they are. Official sizes (`--random-weights --model var-d16`, or `var-d30+var-d16` with a
-refiner) have random weights: no draft is ever refused here, so their times are those of the true weights, and only the
-pictures are not. With `--count-only` nothing is run: arithmetic and bytes are counted on the meta device.
+refiner) have random weights: no draft is ever refused here, so the times hold for the true weights too; only the
+pictures do not. With `--count-only` nothing is run: arithmetic and bytes are counted on the meta device.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def count_settings(
         pipe: on the meta device. Compressed caches are counted with layers that share alike.
 
     Returns:
-        The rows of the first batch size, then those of the next.
+        The rows of the first batch size, then of the next.
     """
     rows: list[list[dict[str, Any]]] = [[] for _ in batch_sizes]
     for setting in settings:

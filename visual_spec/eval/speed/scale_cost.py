@@ -37,7 +37,7 @@ class ScaleCost:
         flops: of all matrix products: two for a multiplication and an addition.
         weight_bytes: weights read from memory, each once a forward; of tables only the rows that are looked up, which
             is next to nothing, are left out.
-        cache_bytes: keys and values that attention reads, those of the map at hand included: each once a forward.
+        cache_bytes: keys and values that attention reads, with those of the current map: each once a forward.
         forwards: of all models.
     """
 
@@ -151,7 +151,7 @@ def count_decode(
 
     Args:
         stages: of `MetaVAR` models, or of these with a compressed cache.
-        guided: with the unconditional row beside that of the picture, in stages without a law of their own.
+        guided: with an unconditional row beside the picture's row, in stages without a law of their own.
         schedule: what the sampler leaves out; None: nothing.
     """
     plan = (schedule or ScaleSchedule()).at(stages[-1].scales.stop)
