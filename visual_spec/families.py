@@ -123,17 +123,56 @@ class KnownModel:
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """The official files of a family, for `visual-spec convert`; functions are "module:function" below `visual_spec`.
+class OfficialFile:
+    """A kind of official files. Functions are "module:function" below `visual_spec.models`.
 
     Attributes:
-        recognise: (file as `read_checkpoint` reads it, or the path of a folder) -> whether it is of this layout.
-        assemble: (files and folders, text encoder or None, image size or None, dtype or None) -> the pipeline or model
-            to save, and what each file is: {path: name}.
+        role: the argument of the pipeline's `from_official` that takes it.
+        name: for display; or a function of the file, as `read_checkpoint` reads it, that says it.
+        recognise: (weights) -> whether a file is of this kind.
+        load: makes a model of the file alone; takes it, and a dtype.
+        size: the argument of `load` that takes the side of the pictures, or what `sizes` makes of it; "": the file
+            says it.
+        sizes: (side or None, file) -> what `load` takes.
+        pipeline: of a transformer, the class that draws with it.
+        own: whether it is of this family alone; others share it.
+        folder: whether it may be a folder of shards.
+        holds: (weights) -> whether a file of the transformer holds the tokenizer too.
     """
 
+    role: str
+    name: str
     recognise: str
-    assemble: str
+    load: str
+    size: str = ""
+    sizes: str = ""
+    pipeline: str = ""
+    own: bool = True
+    folder: bool = False
+    holds: str = ""
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The official files of a family, for `visual-spec convert`: one of each kind, or some of them.
+
+    Attributes:
+        files: the kinds.
+        second: the argument of `from_official` that takes a second, smaller transformer.
+        size: the one that takes the side of the pictures; "": the weights say it.
+        tokenizer: the official name of its file.
+        assemble: in place of all these, "module:function" below `visual_spec`: (files and folders, text encoder or
+            None, image size or None, dtype or None) -> the pipeline or model to save, and what each file is:
+            {path: name}.
+        recognise: likewise (file or path of a folder) -> whether it is of this layout.
+    """
+
+    files: tuple[OfficialFile, ...] = ()
+    second: str = ""
+    size: str = ""
+    tokenizer: str = ""
+    assemble: str = ""
+    recognise: str = ""
 
 
 @dataclass(frozen=True)
@@ -223,8 +262,15 @@ _LLAMAGEN = ("next_token.llamagen:LlamaGenTransformer", "next_token.llamagen_vq:
 _CAPTIONS = ("text.caption_encoder:CaptionEncoder", "text.t5_features:T5Features")
 _JACOBI = ("EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
 _TEXT, _ACCELERATE = "ImagePipeline.from_official", "visual_spec.accelerate(model)"
-_STUDENTS = FileLayout("pipelines.convert_students:is_student", "pipelines.convert_students:assemble_students")
-_MASKED = FileLayout("pipelines.convert_masked:is_masked", "pipelines.convert_masked:assemble_masked")
+_AT = "next_token.llamagen_checkpoint"
+_GPT = OfficialFile("transformer", f"{_AT}:name_of", f"{_AT}:draws_classes", f"{_AT}:load_transformer", "image_size",
+    pipeline="ClassImagePipeline")
+_VQ = OfficialFile("vq_model", f"{_AT}:name_of", f"{_AT}:is_tokenizer", f"{_AT}:load_tokenizer", "image_size")
+_VAR = OfficialFile("transformer", "next_scale.var:name_of", "next_scale.var:is_var",
+    "next_scale.var:load_var_checkpoint", pipeline="ScaleImagePipeline")
+_VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", "next_scale.var_vq:is_var_vq",
+    "next_scale.var_vq:load_var_vq_checkpoint", "scales", "next_scale.var:scales_of_size")
+_NEEDS_VQ, _NEEDS_VAR_VQ = "vq_ds16_c2i.pt", "vae_ch160v4096z32.pth"
 # Fewer calls by confidence and in Halton's order, with reuse, and by entropy. All are compared with one token a call,
 # the law of the model alone, and measure how far they are from it; groups of a causal layer have a law of their own.
 _HALTON = "schedule=arccos,clock=halton,score=halton"
@@ -242,6 +288,8 @@ FAMILIES = (
         "LlamaGen", RASTER_TREE_ORDER, _PICTURES,
         (*_LLAMAGEN, *_CAPTIONS, "drafters.eagle:EagleDrafter", "drafters.mulo:MultiscaleDrafter"),
         plain="autoregressive", fast="speculative-jacobi", drafters=_JACOBI, load="ClassImagePipeline.from_official",
+        layout=FileLayout((replace(_GPT, recognise=f"{_AT}:draws_captions", pipeline="ImagePipeline"), _GPT, _VQ),
+            size="image_size", tokenizer=_NEEDS_VQ),
         sizes=(
             KnownModel("LlamaGen-B class 256", "c2i_B_256.pt", 256, 256, 1, 110_888_448, 2 * 12 * 768),
             KnownModel("LlamaGen-B class 384", "c2i_B_384.pt", 384, 576, 1, 110_888_448, 2 * 12 * 768),
@@ -276,8 +324,11 @@ FAMILIES = (
     Family(
         "ControlAR", RASTER_TREE_ORDER, ("ImagePipeline",), ("next_token.controlar:ControlARTransformer",),
         saved={"transformer": "ControlARTransformer"}, plain="autoregressive", fast="speculative-jacobi", load=_TEXT,
-        layout=FileLayout("pipelines.convert_controlar:is_of_controlar",
-            "pipelines.convert_controlar:assemble_controlar"),
+        layout=FileLayout((
+            OfficialFile("transformer", "ControlAR", "next_token.controlar:is_controlar",
+                "next_token.controlar:load_controlar_checkpoint", "image_size", pipeline="ImagePipeline"),
+            replace(_VQ, own=False),
+        ), size="image_size", tokenizer="vq_ds16_t2i.pt"),
         sizes=(
             KnownModel("ControlAR text 512", "edge_base.safetensors, depth_base.safetensors", 512, 1024, 120,
                 881_543_680, 2 * 36 * 1280),
@@ -288,7 +339,11 @@ FAMILIES = (
         ("next_token.llamagen_student:LlamaGenStudent",),
         plain="distilled", comparable=False, stored_as="canvas", measured="",
         load="DistilledImagePipeline.from_official",
-        layout=_STUDENTS,
+        layout=FileLayout((
+            OfficialFile("transformer", "LlamaGen's student", "next_token.llamagen_student:is_llamagen_student",
+                "next_token.llamagen_student:load_llamagen_student", pipeline="DistilledImagePipeline"),
+            replace(_GPT, role="teacher", own=False), replace(_VQ, own=False),
+        ), tokenizer=_NEEDS_VQ),
         sizes=(
             KnownModel("DD1 student B class 256", "llamagen-B.pt", 256, 256, 1, 98_321_672, 0),
                  # a call reads the whole picture
@@ -305,7 +360,11 @@ FAMILIES = (
         ("next_scale.var_student:VARStudent",),
         plain="distilled", comparable=False, stored_as="canvas", measured="",
         load="DistilledScalePipeline.from_official",
-        layout=_STUDENTS,
+        layout=FileLayout((
+            OfficialFile("transformer", "VAR's student", "next_scale.var_student:is_var_student",
+                "next_scale.var_student:load_var_student", pipeline="DistilledScalePipeline"),
+            replace(_VAR, role="teacher", own=False), replace(_VAR_VQ, own=False),
+        ), tokenizer=_NEEDS_VAR_VQ),
         sizes=(
             KnownModel("DD1 student VAR-d16 class 256", "var-d16.pth", 256, 680, 1, 328_165_664, 0),
             KnownModel("DD1 student VAR-d20 class 256", "var-d20.pth", 256, 680, 1, 635_399_088, 0),
@@ -317,7 +376,7 @@ FAMILIES = (
         ("next_scale.var:VARTransformer", "next_scale.var_vq:MultiscaleVQModel"),
         unit="scales", plain="scale-wise", measured="eval.defaults:scale_settings", refiners=("VARTransformer",),
         load="ScaleImagePipeline.from_official",
-        layout=FileLayout("pipelines.convert:is_of_var", "pipelines.convert:assemble_var"),
+        layout=FileLayout((_VAR, _VAR_VQ), second="refiner", tokenizer=_NEEDS_VAR_VQ),
         sizes=(
             KnownModel("VAR-d16 class 256", "var_d16.pth", 256, 680, 0, 310_283_520, 2 * 16 * 1024, 16 * 16),
             KnownModel("VAR-d20 class 256", "var_d20.pth", 256, 680, 0, 600_917_136, 2 * 20 * 1280, 16 * 16),
@@ -377,7 +436,11 @@ FAMILIES = (
         ("masked.maskgit:MaskedImageTransformer", "masked.shortcut:FeatureShortcut", "masked.causal_layer:CausalLayer"),
         plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
         load="MaskedClassImagePipeline.from_official",
-        layout=_MASKED,
+        layout=FileLayout((
+            OfficialFile("transformer", "Halton-MaskGIT", "masked.maskgit_checkpoint:is_maskgit",
+                "masked.maskgit_checkpoint:load_maskgit_checkpoint", pipeline="MaskedClassImagePipeline"),
+            replace(_VQ, own=False),
+        ), size="image_size", tokenizer=_NEEDS_VQ),
         sizes=(
             KnownModel("MaskGIT-T class 256", "ImageNet_256_tiny.pth", 256, 256, 0, 23_031_425, 0),
             KnownModel("MaskGIT-S class 256", "ImageNet_256_small.pth", 256, 256, 0, 69_344_769, 0),
@@ -391,7 +454,12 @@ FAMILIES = (
         "MAGE", (MASKED,), ("MageImagePipeline",), ("masked.mage:MageTransformer", "masked.mage_vq:MageVQModel"),
         plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
         load="MageImagePipeline.from_official",
-        layout=_MASKED,
+        layout=FileLayout((
+            OfficialFile("transformer", "MAGE", "masked.mage:is_mage", "masked.mage:load_mage_checkpoint",
+                pipeline="MageImagePipeline", holds="masked.mage_vq:is_mage_tokenizer"),
+            OfficialFile("vq_model", "MAGE's tokenizer", "masked.mage_vq:is_mage_tokenizer",
+                "masked.mage_vq:load_mage_tokenizer", "image_size"),
+        ), tokenizer="vqgan_jax_strongaug.ckpt"),
         sizes=(
             KnownModel("MAGE-B 256", "mage-vitb-1600.pth", 256, 256, 0, 144_896_745, 0),
             KnownModel("MAGE-L 256", "mage-vitl-1600.pth", 256, 256, 0, 407_788_521, 0),
@@ -420,7 +488,8 @@ FAMILIES = (
          "masked.maskgct_codec:AcousticCodec"),
         unit="columns", plain="masked:...", comparable=False, measured="eval.defaults:masked_settings",
         load="MaskgctPipeline.from_official",
-        layout=_MASKED,
+        layout=FileLayout(assemble="pipelines.convert_maskgct:assemble",
+            recognise="pipelines.convert_maskgct:is_of_maskgct"),
         sizes=(KnownModel("MaskGCT 10 s", "amphion/MaskGCT", 0, 500, 300, 1_430_188_032, 0),),  # both stages
     ),
     Family(
@@ -430,14 +499,19 @@ FAMILIES = (
     Family(
         "Self-Forcing", (CHUNKS,), ("ChunkVideoPipeline",), unit="chunks", plain="full", comparable=False,
         stored_as="canvas", measured="",
-        layout=FileLayout("pipelines.convert:is_of_wan", "pipelines.convert:assemble_wan"),
+        layout=FileLayout(assemble="pipelines.convert:assemble_wan", recognise="pipelines.convert:is_of_wan"),
     ),
     Family(
         "MAR", (CONTINUOUS,), ("LatentImagePipeline",),
         ("continuous.mar:MARTransformer", "continuous.causal:CausalLatentTransformer"), stored_as="canvas",
         plain="continuous", shorter="continuous:head_steps=25", measured="eval.defaults:latent_settings",
         load="LatentImagePipeline.from_official",
-        layout=FileLayout("pipelines.convert:is_of_mar", "pipelines.convert:assemble_mar"),
+        layout=FileLayout((
+            OfficialFile("transformer", "MAR", "continuous.mar_checkpoint:is_mar",
+                "continuous.mar_checkpoint:load_mar_checkpoint", pipeline="LatentImagePipeline"),
+            OfficialFile("vae", "KL-16", "continuous.mar_checkpoint:is_kl16",
+                "continuous.mar_checkpoint:load_kl16_checkpoint"),
+        ), second="drafter", tokenizer="kl16.ckpt"),
         sizes=(  # the prefix: places that hold the class
             KnownModel("MAR-B class 256", "checkpoint-last.pth", 256, 256, 64, 207_924_768, 0),
             KnownModel("MAR-L class 256", "checkpoint-last.pth", 256, 256, 64, 478_326_304, 0),
@@ -450,7 +524,14 @@ FAMILIES = (
         ("next_scale.infinity:InfinityTransformer", "next_scale.infinity_vq:BitwiseVQModel"), unit="scales",
         plain="scale-wise:...", fast="scale-wise", comparable=False, measured="", load="InfinityPipeline.from_official",
         stored_as="canvas",  # its ids are bits, which only the decoding adds up
-        layout=FileLayout("pipelines.convert:is_of_infinity", "pipelines.convert:assemble_infinity"),
+        layout=FileLayout((
+            OfficialFile("transformer", "Infinity", "next_scale.infinity_checkpoint:is_infinity",
+                "next_scale.infinity_checkpoint:load_infinity_checkpoint", "scales",
+                "next_scale.infinity_scales:scales_by_name", "InfinityPipeline", folder=True),
+            OfficialFile("vq_model", "Infinity's tokenizer", "next_scale.infinity_vq:is_infinity_vq",
+                "next_scale.infinity_vq:load_infinity_vq_checkpoint", "scales",
+                "next_scale.infinity_scales:scales_of_size"),
+        ), size="size", tokenizer="infinity_vae_d32reg.pth"),
         sizes=(
             KnownModel("Infinity-2B", "infinity_2b_reg.pth", 1024, 10521, 0, 2_204_564_032, 2 * 32 * 2048, 64 * 64),
             KnownModel("Infinity-8B", "infinity_8b_weights", 1024, 10521, 0, 8_375_791_824, 2 * 40 * 3584, 64 * 64),

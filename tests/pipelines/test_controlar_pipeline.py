@@ -148,9 +148,9 @@ def test_official_files_become_a_pipeline(files, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("names", "more", "message"),
     [
-        (["model", "model"], [], "are both of one kind; pass one ControlAR and one tokenizer"),
-        (["model", "class"], [], "is LlamaGen-.*, and .* is ControlAR; pass LlamaGen's vq_ds16_t2i.pt"),
-        (["model"], ["--text-encoder", "t5"], "a text encoder belongs into a pipeline"),
+        (["model", "model"], [], "are both of one kind"),
+        (["model", "class"], [], "c2i_tiny.pt is not of ControlAR, .* vq_ds16_t2i.pt"),
+        (["model"], ["--text-encoder", "t5"], "text_encoder=t5 given"),
         (["model"], ["--image-size", "40"], "image_size=40"),
     ],
 )

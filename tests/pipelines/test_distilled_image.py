@@ -112,11 +112,11 @@ def test_a_student_alone_becomes_a_model_and_the_command_draws(files, tmp_path, 
 @pytest.mark.parametrize(
     ("names", "more", "message"),
     [
-        (["student", "student"], [], "are both of one kind; pass one student, one tokenizer"),
+        (["student", "student"], [], "are both of one kind"),
         (["student", "teacher"], [], "given without their tokenizer; pass vq_ds16_c2i.pt too"),
         (["student", "vq"], ["--image-size", "64"], "image_size=64 given, but .* draws 8 pixels"),
         (["student"], ["--image-size", "8"], "image_size=8 given, but .* draws 64 pixels"),
-        (["student", "vq"], ["--text-encoder", "t5"], "draw from class labels; leave the text encoder out"),
+        (["student", "vq"], ["--text-encoder", "t5"], "text_encoder=t5 given for"),
     ],
 )
 def test_files_that_make_no_pipeline_are_refused(files, tmp_path, capsys, names, more, message):

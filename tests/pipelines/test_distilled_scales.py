@@ -112,7 +112,7 @@ def test_official_files_become_a_pipeline_in_any_order(files, tmp_path, capsys):
     facts = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert facts["class"] == "DistilledScalePipeline"
     assert facts["files"] == {
-        str(files["student"]): "VAR's student", str(files["teacher"]): "VAR", str(files["vae"]): "VAR's tokenizer",
+        str(files["student"]): "VAR's student", str(files["teacher"]): "VAR-d2", str(files["vae"]): "VAR's tokenizer",
     }  # fmt: skip
     assert set(facts["parameters"]) == {"transformer", "vq_model", "teacher"}
     loaded = load_pipeline(out)
@@ -147,11 +147,11 @@ def test_a_student_alone_becomes_a_model_and_the_command_draws(files, tmp_path, 
 @pytest.mark.parametrize(
     ("names", "more", "message"),
     [
-        (["student", "student"], [], "are both of one kind; pass one student, one tokenizer"),
+        (["student", "student"], [], "are both of one kind"),
         (["student", "teacher"], [], "given without their tokenizer; pass vae_ch160v4096z32.pth too"),
         (["student", "vae"], ["--image-size", "64"], "image_size=64 given, but .* draws 8 pixels"),
-        (["student", "vae"], ["--text-encoder", "t5"], "draw from class labels; leave the text encoder out"),
-        (["student", "other"], [], "is not of VAR, and the student is; pass files of one family"),
+        (["student", "vae"], ["--text-encoder", "t5"], "text_encoder=t5 given for"),
+        (["student", "other"], [], "vq_tiny.pt is not of DD1 student of VAR"),
     ],
 )
 def test_files_that_make_no_pipeline_are_refused(files, tmp_path, capsys, names, more, message):

@@ -22,7 +22,7 @@ from visual_spec.models.masked.maskgct import (
     SemanticCondition,
     SemanticDecoder,
 )
-from visual_spec.pipelines import convert_masked
+from visual_spec.pipelines import convert_maskgct
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.loading import load_pipeline, read_facts
 from visual_spec.pipelines.maskgct import MaskgctPipeline
@@ -196,7 +196,7 @@ def test_it_is_saved_and_loaded(pipe, tmp_path):
 
 def test_official_files_are_converted(official, tmp_path, monkeypatch):
     for name in ("load_semantic_network", "load_acoustic_network"):  # heads cannot be read off the weights
-        monkeypatch.setattr(convert_masked, name, partial(getattr(convert_masked, name), num_heads=HEADS))
+        monkeypatch.setattr(convert_maskgct, name, partial(getattr(convert_maskgct, name), num_heads=HEADS))
     files = sorted(official.rglob("*.safetensors"))
     report = convert([*files, official / "stats.pt"], tmp_path / "all")
     assert report["class"] == "MaskgctPipeline" and len(report["files"]) == 7

@@ -19,12 +19,12 @@ from visual_spec.models.masked.amused import (
     ClipCondition,
     clip_condition,
 )
-from visual_spec.pipelines.constructor import registers
-from visual_spec.pipelines.inputs import Asked
+from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.decoders import AmusedDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.saved_index import read_index_file
-from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
@@ -55,6 +55,7 @@ class AmusedImagePipeline(TokenImagePipeline):
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vq_model"
+    _decoder = AmusedDecoder
 
     text_encoder: Any
     tokenizer: Any
@@ -69,15 +70,7 @@ class AmusedImagePipeline(TokenImagePipeline):
         sampler: SchedulerMixin,
         default_guidance_scale: float = 10.0,
         default_top_k: int = 0,
-    ):
-        self._finish_init()
-
-    def _check_fit(self) -> None:
-        codes, own = self.transformer.vocab_size, self.vq_model.config["num_vq_embeddings"]
-        if codes > own:
-            raise ValueError(
-                f"the transformer predicts {codes} codes, but the tokenizer has {own}; load both from the same model."
-            )
+    ): ...
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:

@@ -20,11 +20,10 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_parts import AudioParts
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
-from visual_spec.pipelines.inputs import Asked, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.pipelines.steps import StepCallback, planned_steps
-from visual_spec.pipelines.texts import Texts, tokenized
+from visual_spec.pipelines.steps import Asked, StepCallback, planned_steps
+from visual_spec.pipelines.texts import Texts, check_words, tokenized
 
 AudioListener = Callable[[Any, int, Tensor], Any]
 
@@ -345,15 +344,19 @@ class AudioPipeline(AudioParts):
             ImportError: a clip at another rate than the codec's, and torchaudio is missing.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        args = locals()
-        asked = self._checked(args)
-        condition, law = self._condition(args, asked), asked.law
+        return self._run(locals())
+
+    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: MusicCondition) -> tuple[Any, ...]:
+        law, output_type, stretch, play = (
+            asked.law,
+            *(args[name] for name in ("output_type", "stretch_in_s", "callback_on_audio")),
+        )
         given = self._given_codes(asked.known, len(condition.features))
-        windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
+        windows = self.plan(args["audio_length_in_s"], args["extend_stride_in_s"], given.shape[-1])
         frames = given.shape[-1] + sum(new for _, new in windows)
         models = [self._window_model(kept + new, kept) for kept, new in windows]
         self._num_timesteps = sum(planned_steps(self.sampler, one, {}, one.grid.width) for one in models)
-        stream = self._stream(frames, output_type, stretch_in_s, callback_on_audio)
+        stream = self._stream(frames, output_type, stretch, play)
         heard = self._listener(args, asked)
         self._guidance_scale = law.guidance_scale
         drafter = self.drafter if getattr(self.sampler, "needs_drafter", False) else None
@@ -366,19 +369,15 @@ class AudioPipeline(AudioParts):
                 windows,
                 progress_bar=self.progress_bar,
                 stream=stream,
-                streamed=callback_on_audio is not None and not self._fills_in,
+                streamed=play is not None and not self._fills_in,
                 listener=lambda step, lengths: heard(step, lambda: int(lengths.min()), lengths=lengths),
                 law=law,
-                generator=generator,
+                generator=args["generator"],
                 **self.sampler_parts(),
             )
         self.last_trace = trace
         waves: Any = codes if output_type == "latent" or stream is None else stream.waves()
-        audios = waves.numpy() if output_type == "np" else waves
-        self.maybe_free_model_hooks()
-        if not return_dict:
-            return audios, self.sampling_rate, codes, trace  # type: ignore[return-value]
-        return AudioPipelineOutput(audios=audios, sampling_rate=self.sampling_rate, codes=codes, trace=trace)
+        return waves.numpy() if output_type == "np" else waves, self.sampling_rate, codes, trace
 
     def _stream(
         self, frames: int, output_type: str, stretch_in_s: float, listener: AudioListener | None

@@ -24,7 +24,8 @@ from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.texts import ReadsText
 
 _LONGEST = (
@@ -46,6 +47,7 @@ class AudioParts(ReadsText):
     _callback_tensor_inputs = ["lengths"]
     _output_types = ("np", "pt", "latent")
     _sample = "clip"
+    _output = AudioPipelineOutput
     _each = "num_waveforms_per_prompt"
     _unseen = "the music will not tell"
     _fitting_drafter = (
@@ -79,8 +81,7 @@ class AudioParts(ReadsText):
         reach: int | None = 5,
         drafter: ColumnEagleDrafter | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
         pattern_settings: dict[str, Any] | None = None,
-    ):
-        self._check_parts()
+    ): ...
 
     # -- what the parts are --------------------------------------------------------------------------------------------
 

@@ -23,13 +23,11 @@ from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
 from visual_spec.families import PIPELINES, family_of
-from visual_spec.files.whole import written_whole
 from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
 from visual_spec.models.core.saved import SavedModel, check_loaded, check_transformers_model
 from visual_spec.models.core.settings import whole
-from visual_spec.pipelines.components import resolved
-from visual_spec.pipelines.constructor import annotated_types
+from visual_spec.pipelines.components import annotated_types, resolved
 from visual_spec.pipelines.embedded import (
     embedded_folder,
     embedded_models,
@@ -38,10 +36,14 @@ from visual_spec.pipelines.embedded import (
     shared_parts,
 )
 from visual_spec.pipelines.facts import LAW_DEFAULTS, LAW_SETTINGS, PipelineFacts
-from visual_spec.pipelines.inputs import Asked, check_generator
 from visual_spec.pipelines.sampler_text import as_saved
-from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
-from visual_spec.pipelines.steps import StepListener, Streams, asked_tensors
+from visual_spec.pipelines.saved_index import (
+    INDEX,
+    check_saved_pipeline,
+    read_index_file,
+    refuse_no_pipeline,
+)
+from visual_spec.pipelines.steps import Asked, StepListener, Streams, asked_tensors, check_generator
 from visual_spec.samplers import registry
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -51,6 +53,11 @@ _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dty
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
+
+
+def _fact(name: str, meaning: str) -> Any:
+    """A property of a pipeline that its `facts` tell."""
+    return property(lambda pipe: getattr(pipe.facts, name), doc=meaning)
 
 
 class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
@@ -71,6 +78,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
     _output_types: tuple[str, ...] = ("pil", "np", "pt", "latent")
     _sample = "picture"  # what it makes, where a generator belongs to each
+    _output: Any = None  # the class of what a call returns
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -168,40 +176,17 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         }  # as saved
         return self.facts_of(self.config, config)
 
-    @property
-    def medium(self) -> str:
-        """What it makes: "image", "video" or "audio"."""
-        return self.facts.medium
-
-    @property
-    def unit(self) -> str:
-        """What a call commits, in the plural: "tokens", "columns" or "scales"."""
-        return self.facts.unit
-
-    @property
-    def calls(self) -> tuple[str, ...]:
-        """The kinds of calls that its model answers (`visual_spec.models.core.calls`)."""
-        return self.facts.calls
-
-    @property
-    def plain_sampler(self) -> str:
-        """Its plain decoding, as on the command line."""
-        return self.facts.plain_sampler
-
-    @property
-    def fast_sampler(self) -> str:
-        """What `visual_spec.accelerate` sets when no sampler is named, as on the command line."""
-        return self.facts.fast_sampler
-
-    @property
-    def comparable(self) -> bool:
-        """Whether an accelerated decoding is compared with the plain one; a masked model has a law of its own."""
-        return self.facts.comparable
-
-    @property
-    def stored_as(self) -> str:
-        """What keeps a sample: its token "ids", or the finished "canvas" where ids do not tell the picture."""
-        return self.facts.stored_as
+    medium = _fact("medium", 'What it makes: "image", "video" or "audio".')
+    unit = _fact("unit", 'What a call commits, in the plural: "tokens", "columns" or "scales".')
+    calls = _fact("calls", "The kinds of calls that its model answers (`visual_spec.models.core.calls`).")
+    plain_sampler = _fact("plain_sampler", "Its plain decoding, as on the command line.")
+    fast_sampler = _fact(
+        "fast_sampler", "What `visual_spec.accelerate` sets when no sampler is named, as on the command line."
+    )
+    comparable = _fact(
+        "comparable", "Whether an accelerated decoding is compared with the plain one; masked models are not."
+    )
+    stored_as = _fact("stored_as", 'What keeps a sample: its token "ids", or the finished "canvas".')
 
     def default_settings(self) -> dict[str, Any]:
         """The law's settings where a call names none: guidance_scale, temperature, top_k and top_p."""
@@ -319,6 +304,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         """
         if kwargs.get("push_to_hub"):
             return super().save_pretrained(save_directory, *args, **kwargs)
+        from visual_spec.files.whole import written_whole
         from visual_spec.pipelines.card import COMPANIONS
 
         with written_whole(save_directory, INDEX) as folder:
@@ -445,6 +431,29 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         """
         raise NotImplementedError
 
+    def _run(self, args: Mapping[str, Any]) -> Any:
+        """Draw or play: check, decode, and return what the call asks for.
+
+        Args:
+            args: of `__call__`, by name.
+        """
+        asked = self._checked(args)
+        made = self._decode(args, asked, self._condition(args, asked))
+        self.maybe_free_model_hooks()
+        return self._output(*made) if args["return_dict"] else made
+
+    def _asked(self, args: Mapping[str, Any]) -> Asked:
+        """What a call draws from, its law, and how many samples it makes."""
+        raise NotImplementedError
+
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
+        """What the model draws from, a row for each sample."""
+        raise NotImplementedError
+
+    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
+        """Decode with a progress bar; returns the fields of the output."""
+        raise NotImplementedError
+
     def _law(self, args: Mapping[str, Any]) -> TokenLaw:
         """The law that the arguments of a call ask for."""
         return self.make_law(**{name: args[name] for name in LAW_SETTINGS if name in args})
@@ -495,6 +504,9 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             # Under a law without settings: what a call asks for is checked in the call.
             model, others = parts
             self.sampler.check(model, TokenLaw(), 1, others)
+
+    def _check_parts(self) -> None:
+        """Refuse components that do not fit each other. Runs at the end of a constructor."""
 
     def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
         """The model that the sampler decodes, and what it takes beside; None where that is not known before a call."""
@@ -552,36 +564,6 @@ def _calls_of(sampler: Any) -> set[str]:
         if (path := f"{kind.__module__}:{kind.__name__}") in known:
             return {known[path]}
     return set()
-
-
-def refuse_no_pipeline(name: str | os.PathLike) -> None:
-    """Refuse a name that cannot be that of an embedded model or a Hub id, and a path without a saved pipeline.
-
-    Raises:
-        ValueError: an empty name, a path at which there is nothing, a file, or a folder without model_index.json;
-            says what to do.
-    """
-    path, text = Path(name), os.fspath(name)
-    if not text.strip():
-        raise ValueError(
-            "an empty model name given; pass an embedded model, a folder written by save_pretrained, or a Hub id "
-            "'owner/name'."
-        )
-    if not path.exists() and (path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1):
-        raise ValueError(f"there is no folder {text}; pass one written by save_pretrained.")
-    convert = f"visual-spec convert {'FILE...' if path.is_dir() else path} --out DIR"
-    if path.is_file():
-        raise ValueError(
-            f"{path} is a file. An official checkpoint is loaded together with its tokenizer's file by from_official, "
-            f"or made into a folder by `{convert}`."
-        )
-    if path.is_dir() and not (path / "model_index.json").exists():
-        files = sorted(file.name for file in path.iterdir())
-        raise ValueError(
-            f"{path} has no model_index.json, so it is no pipeline (it holds {', '.join(files[:5]) or 'nothing'}"
-            f"{' ...' if len(files) > 5 else ''}). Pass a folder written by save_pretrained; one is made of official "
-            f"checkpoint files by `{convert}`."
-        )
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
@@ -21,10 +20,10 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import CachePolicy, HeadBudgets
 from visual_spec.pipelines.accelerate.video import check_policy, read_text
-from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.inputs import check_generator, check_own_words
-from visual_spec.pipelines.shown import ShownPictures
+from visual_spec.pipelines.output import ShownPictures, shown
+from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText, Texts
 from visual_spec.pipelines.video_files import pixels_of, write_video
 from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, RolloutTrace, roll_out
@@ -92,7 +91,10 @@ class ChunkVideoPipeline(ReadsText):
 
     model_cpu_offload_seq = "text_encoder->transformer"
 
+    _callback_tensor_inputs = ["latents"]
     _each = "num_videos_per_prompt"
+    _sample = "clip"
+    _output = ChunkVideoPipelineOutput
     _unseen = "the clip will not show it"
     sampler = None  # of tokens; here a policy stands in its place
 
@@ -111,6 +113,8 @@ class ChunkVideoPipeline(ReadsText):
         frame_rate: float = 8.0,
     ):
         self.image_processor = ShownPictures()
+
+    def _check_parts(self) -> None:
         if self.transformer is None:
             return  # it encodes prompts
         channels = self.transformer.config["in_channels"]
@@ -118,7 +122,7 @@ class ChunkVideoPipeline(ReadsText):
             raise ValueError(
                 f"the transformer draws latents of {channels} channels; pass one of 3, the colours of frames."
             )
-        CausalWan.check_model(self.transformer, read_text(default_policy))
+        CausalWan.check_model(self.transformer, read_text(self.config["default_policy"]))
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
@@ -152,39 +156,34 @@ class ChunkVideoPipeline(ReadsText):
         level_shift = self.config["default_shift"] if shift is None else shift
         return ChunkSchedule(self.config["chunk"], tuple(asked), level_shift)
 
-    def check_inputs(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        prompt: str | list[str] | None,
-        *,
-        prompt_embeds: Tensor | None = None,
-        num_frames: int,
-        policy: CachePolicy | HeadBudgets,
-        schedule: ChunkSchedule,
-        num_videos_per_prompt: int = 1,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        output_type: str = "pil",
-    ) -> None:
-        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
+    def check_sampler(self) -> None:
+        """Nothing to refuse: a policy stands in the place of a sampler."""
 
-        Raises:
-            ValueError, TypeError: names what was given, what is allowed, and what to do.
-        """
-        self.check_complete("transformer", *(["text_encoder"] if prompt_embeds is None else []))
-        whole("num_videos_per_prompt", num_videos_per_prompt)
+    def _asked(self, args: Mapping[str, Any]) -> Asked:
+        texts = Texts.of(args["prompt"], args)
+        return Asked(texts, texts.count, args[self._each], self._each, None)
+
+    def _checked(self, args: Mapping[str, Any]) -> Asked:
+        asked = self._asked(args)
+        self._check_call(args, asked, "transformer")
+        self._rollout(args)
+        return asked
+
+    def _rollout(self, args: Mapping[str, Any]) -> tuple[int, CachePolicy | HeadBudgets, ChunkSchedule]:
+        """Frames, policy and steps that a call asks for, checked."""
+        policy = self.config["default_policy"] if args["policy"] is None else args["policy"]
+        policy = read_text(policy) if isinstance(policy, str) else policy
+        schedule = self.make_schedule(args["steps"], args["shift"])
+        num_frames = self.training_frames if args["num_frames"] is None else args["num_frames"]
         whole("num_frames", num_frames)
         if num_frames % schedule.chunk:
             near = -(-num_frames // schedule.chunk) * schedule.chunk
             raise ValueError(
                 f"num_frames={num_frames} is no multiple of the chunk of {schedule.chunk} frames; pass {near}."
             )
-        if output_type not in self._output_types:
-            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(self._output_types)}.")
-        told = Texts(prompt, prompt_embeds)
-        if prompt_embeds is None:
-            check_own_words(self.text_encoder, told.prompts)
-        check_generator(generator, told.count * num_videos_per_prompt)
         check_policy(policy)
         CausalWan.check_model(self.transformer, policy)
+        return num_frames, policy, schedule
 
     @torch.no_grad()
     def __call__(
@@ -200,6 +199,8 @@ class ChunkVideoPipeline(ReadsText):
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ChunkVideoPipelineOutput:
         """Draw.
 
@@ -215,6 +216,10 @@ class ChunkVideoPipeline(ReadsText):
             generator: one `torch.Generator` for the batch, or a list of one per clip.
             output_type: "pil", "np", "pt", or "latent" for the small frames, float [B, 3, T, h, w].
             return_dict: False returns the tuple (frames, latents, trace, frame rate).
+            callback_on_step_end: called as (pipe, step, timestep, kwargs) after every chunk: `step` is its index,
+                `timestep` the number of frames so far. It returns None, or `kwargs` as they are. After
+                `pipe._interrupt = True` the call ends with the frames so far.
+            callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "latents", those of the chunk.
 
         Returns:
             The clips, with a `RolloutTrace` as their trace.
@@ -222,43 +227,34 @@ class ChunkVideoPipeline(ReadsText):
         Raises:
             ValueError, TypeError: bad input, before any computation.
         """
-        config = self.config
-        num_frames = self.training_frames if num_frames is None else num_frames
-        asked = config["default_policy"] if policy is None else policy
-        chosen = read_text(asked) if isinstance(asked, str) else asked
-        schedule = self.make_schedule(steps, shift)
-        self.check_inputs(
-            prompt,
-            prompt_embeds=prompt_embeds,
-            num_frames=num_frames,
-            policy=chosen,
-            schedule=schedule,
-            num_videos_per_prompt=num_videos_per_prompt,
-            generator=generator,
-            output_type=output_type,
-        )
-        embeds = self._features(Texts(prompt, prompt_embeds), num_videos_per_prompt).features
-        side = config["frame_size"]
-        causal = CausalWan(self.transformer, chosen)
+        return self._run(locals())
+
+    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
+        num_frames, policy, schedule = self._rollout(args)
+        self._num_timesteps = num_frames // schedule.chunk
+        side, heard = self.config["frame_size"], self._listener(args, asked)
+        causal = CausalWan(self.transformer, policy)
         try:
             with at_hand(self.transformer), self.progress_bar(total=num_frames) as bar:  # type: ignore[call-arg]
+
+                def after_chunk(index: int, piece: Tensor) -> Any:
+                    bar.update(piece.shape[2])
+                    return heard(index, lambda: (index + 1) * schedule.chunk, latents=piece)
+
                 latents, trace = roll_out(
                     causal,
-                    embeds,
+                    condition.features,
                     num_frames=num_frames,
                     height=side,
                     width=side,
                     schedule=schedule,
-                    generator=generator,
-                    callback=lambda index, piece: bar.update(piece.shape[2]),
+                    generator=args["generator"],
+                    callback=after_chunk,
                 )
         finally:
             causal.release()
         self.last_trace = trace
-        frames = self.decode_latents(latents, output_type)
-        self.maybe_free_model_hooks()
-        result = frames, latents, trace, self.frame_rate
-        return ChunkVideoPipelineOutput(*result) if return_dict else result  # type: ignore[return-value]
+        return self.decode_latents(latents, args["output_type"]), latents, trace, self.frame_rate
 
     def decode_latents(self, latents: Tensor, output_type: str = "pil") -> Any:
         """Clips of latents [B, 3, T, h, w] in the form `output_type` asks for (see `ChunkVideoPipelineOutput`)."""
@@ -269,7 +265,4 @@ class ChunkVideoPipeline(ReadsText):
             F.interpolate(clip.float(), size, mode="bicubic", align_corners=False).clamp(-1, 1)
             for clip in latents.transpose(1, 2)
         ]  # [T, 3, H, W] each
-        shown: list[Any] = [self.image_processor.postprocess(clip, output_type=output_type) for clip in clips]
-        if output_type == "np":
-            return np.stack(shown)
-        return torch.stack(shown) if output_type == "pt" else shown
+        return shown(clips, self.image_processor, output_type)

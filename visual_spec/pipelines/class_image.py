@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.labels import DrawsClasses, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.steps import StepCallback
@@ -59,9 +59,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         default_guidance_scale: float = 2.0,
         default_top_k: int = 0,
         drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
-    ):
-        self._finish_init()
-        self._check_draws_classes()
+    ): ...
 
     @classmethod
     def from_official(

@@ -1,4 +1,7 @@
-"""Official checkpoint files to `save_pretrained` folders: safetensors and configurations."""
+"""Official checkpoint files to `save_pretrained` folders: safetensors and configurations.
+
+Which files there are, how they are recognised and loaded, stands in the table of families (`FileLayout`).
+"""
 
 import importlib
 import os
@@ -9,32 +12,19 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from visual_spec.families import FAMILIES, PIPELINES
+from visual_spec.families import FAMILIES, PIPELINES, Family, OfficialFile
 from visual_spec.models.columns.audiocraft import CODEC, LANGUAGE_MODEL, kind_of
-from visual_spec.models.continuous.mar_checkpoint import (
-    is_kl16,
-    is_mar,
-    load_kl16_checkpoint,
-    load_mar_checkpoint,
-)
+from visual_spec.models.continuous.mar_checkpoint import is_mar
 from visual_spec.models.core.checkpoints import Checkpoint, read_content, unpack_checkpoint
-from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
-from visual_spec.models.next_scale.infinity_scales import scales_for
-from visual_spec.models.next_scale.infinity_vq import load_infinity_vq_checkpoint
-from visual_spec.models.next_scale.var import SCALES, VARTransformer, load_var_checkpoint
-from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer, recognise
+from visual_spec.models.next_scale.var_student import unpack_var_student
+from visual_spec.models.next_token.llamagen_checkpoint import recognise
+from visual_spec.models.next_token.llamagen_student import unpack_student
 from visual_spec.models.video.self_forcing_checkpoint import is_lora, is_wan, load_self_forcing
-from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.pipelines.class_image import ClassImagePipeline
-from visual_spec.pipelines.convert_students import read_student
+from visual_spec.pipelines import components
 from visual_spec.pipelines.folders import check_replaceable, write_folder
-from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.pipelines.infinity import InfinityPipeline, infinity_size
-from visual_spec.pipelines.latent_image import LatentImagePipeline
 from visual_spec.pipelines.saved_index import INDEX, read_index_file
-from visual_spec.pipelines.scale_image import ScaleImagePipeline
+
+File = Path | Checkpoint  # a folder, or a file read
 
 
 def convert(
@@ -76,38 +66,38 @@ def convert(
     """
     out = Path(out)
     check_replaceable(out, overwrite)
-    found: dict[type, Checkpoint] = {}
-    names: dict[str, str] = {}
     exported = [Path(file) for file in files if (Path(file) / LANGUAGE_MODEL).is_file()]
     if exported:
         if len(files) > 1:
             raise ValueError(f"{exported[0]} is a folder of audiocraft; pass it alone.")
-        model, names = _assemble_musicgen(exported[0], text_encoder, image_size, dtype)
-        return _written(model, out, names)
+        made = _assemble_musicgen(exported[0], text_encoder, image_size, dtype)
+        return _written(made, out)
     sources = [_read(Path(file)) for file in files]
-    for layout in {family.layout: None for family in FAMILIES if family.layout is not None}:
-        if any(_named(layout.recognise)(source) for source in sources):
-            model, names = _named(layout.assemble)(sources, text_encoder, image_size, dtype)
-            return _written(model, out, names)
-    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
-    for file, checkpoint in zip(files, checkpoints, strict=True):
-        architecture = recognise(checkpoint)
-        if architecture.model in found:
-            raise ValueError(
-                f"{found[architecture.model].path} and {file} are both of one kind ({architecture.name}); pass one "
-                "transformer, one tokenizer, or one of each."
-            )
-        found[architecture.model], names[str(file)] = checkpoint, architecture.name
-    return _written(_assemble(found, text_encoder, image_size, dtype), out, names)
+    family = _family(sources)
+    own: Any = family.layout
+    settings = text_encoder, image_size, dtype
+    if own.assemble:
+        made = _named(own.assemble)(sources, *settings)
+    else:
+        made = _assemble(family, sources, *settings)
+    return _written(made, out)
 
 
-def _named(path: str) -> Any:
-    """The function of a `FileLayout`."""
+def _named(path: str, home: str = "visual_spec") -> Any:
+    """The function that the table of families names."""
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(f"visual_spec.{module}"), name)
+    return getattr(importlib.import_module(f"{home}.{module}"), name)
 
 
-def _read(path: Path) -> Path | Checkpoint:
+def _of_models(path: str) -> Any:
+    return _named(path, "visual_spec.models")
+
+
+def _path(source: File) -> Path:
+    return source if isinstance(source, Path) else source.path
+
+
+def _read(path: Path) -> File:
     """A folder as it is, a file read. Refuses folders that are pipelines of ours already."""
     if path.is_dir():
         if (path / INDEX).is_file() and (saved := read_index_file(path)["_class_name"]) in PIPELINES:
@@ -118,16 +108,133 @@ def _read(path: Path) -> Path | Checkpoint:
         raise ValueError(
             f"{path} is of audiocraft; pass its folder, with {LANGUAGE_MODEL} (the language model) and {CODEC} in it."
         )
-    if (student := read_student(path, content)) is not None:
+    student = unpack_student(path, content) or unpack_var_student(path, content)
+    if student is not None:
         return student
     if isinstance(content, Mapping) and is_mar(content.get("model_ema") or {}):
-        return Checkpoint(
-            path, dict(content["model_ema"])
-        )  # beside it are the weights that were not averaged
+        return Checkpoint(path, dict(content["model_ema"]))  # beside it are weights that were not averaged
     return unpack_checkpoint(path, content)
 
 
-def _written(model: Any, out: Path, names: dict[str, str]) -> dict[str, Any]:
+def _family(sources: Sequence[File]) -> Family:
+    """The family that a file is of.
+
+    Raises:
+        ValueError: no family has such a file; says what it holds.
+    """
+    known = [family for family in FAMILIES if family.layout is not None]
+    # LlamaGen's keys are those of files of other families, too.
+    for family in sorted(known, key=lambda family: family.name == "LlamaGen"):
+        own: Any = family.layout
+        for source in sources:
+            kind = None if own.recognise else _kind(family, source)
+            if _named(own.recognise)(source) if own.recognise else kind is not None and kind.own:
+                return family
+    for source in sources:
+        if isinstance(source, Checkpoint):
+            recognise(source)  # says how far it is from what is known
+    raise ValueError(f"{_path(sources[0])} is of no known layout; pass official files (visual-spec models).")
+
+
+def _kind(family: Family, source: File) -> OfficialFile | None:
+    """Which file of a family it is; None: none of them."""
+    files: Any = family.layout and family.layout.files
+    if isinstance(source, Path):
+        return next((kind for kind in files if kind.folder), None)
+    return next((kind for kind in files if _of_models(kind.recognise)(source.weights)), None)
+
+
+def _name(kind: OfficialFile, source: File) -> str:
+    return _of_models(kind.name)(source) if ":" in kind.name else kind.name
+
+
+def _assemble(
+    family: Family,
+    sources: Sequence[File],
+    text_encoder: Any,
+    image_size: int | None,
+    dtype: torch.dtype | None,
+) -> tuple[Any, dict[str, str]]:
+    """The pipeline or model of a family's files, and what each of them is."""
+    own: Any = family.layout
+    parts = _parts(family, sources)
+    names = {str(_path(source)): _name(kind, source) for kind, source in parts.values()}
+    tokenizers = [role for role in parts if role in ("vq_model", "vae")]
+    drawing, source = parts.get("transformer", next(iter(parts.values())))
+    whole = "transformer" in parts and bool(tokenizers)
+    if drawing.holds and not tokenizers and not isinstance(source, Path):
+        whole = _of_models(drawing.holds)(source.weights)
+    reads_text = bool(drawing.pipeline) and PIPELINES[drawing.pipeline].condition == "text"
+    if text_encoder is not None and not (whole and reads_text):
+        raise ValueError(
+            f"text_encoder={text_encoder} given for {_path(source)}, {_name(drawing, source)}; it belongs into a "
+            "pipeline that draws from captions: pass such a transformer and its tokenizer, or leave it out."
+        )
+    if not whole and len(parts) > 1:
+        given = " and ".join(str(_path(one)) for _, one in parts.values())
+        raise ValueError(f"{given} given without their tokenizer; pass {own.tokenizer} too.")
+    if not whole:
+        model = _alone(drawing, source, image_size, dtype)
+        side = (
+            16 * (model.scales[-1] if hasattr(model, "scales") else model.grid.height)
+            if drawing.pipeline
+            else None
+        )
+        taken = bool(drawing.size)
+    else:
+        more = {role: one for role, (_, one) in parts.items() if role != "transformer"}
+        more |= {own.size: image_size} if own.size else {}
+        more |= {"text_encoder": text_encoder} if text_encoder is not None else {}
+        model = getattr(components, drawing.pipeline).from_official(source, **more, dtype=dtype)
+        side, taken = model.image_size[0], bool(own.size)
+    if image_size is not None and not taken and image_size != side:
+        draws = "takes pictures of any size" if side is None else f"draws {side} pixels"
+        raise ValueError(f"image_size={image_size} given, but {_path(source)} {draws}; leave it out.")
+    return model, names
+
+
+def _parts(family: Family, sources: Sequence[File]) -> dict[str, tuple[OfficialFile, File]]:
+    """The files of a family by their role; of two transformers where it takes two, the smaller one is the second.
+
+    Raises:
+        ValueError: a file of another family, or two of one kind.
+    """
+    own: Any = family.layout
+    by_role: dict[str, list[tuple[OfficialFile, File]]] = {}
+    for source in sources:
+        kind = _kind(family, source)
+        if kind is None:
+            raise ValueError(
+                f"{_path(source)} is not of {family.name}, and other files are; pass files of one family, one after "
+                f"the other: a transformer and {own.tokenizer}, or some of them."
+            )
+        by_role.setdefault(kind.role, []).append((kind, source))
+    drawing = sorted(by_role.get("transformer", []), key=lambda pair: _count(pair[1]), reverse=True)
+    if own.second and len(drawing) == 2 and _count(drawing[0][1]) != _count(drawing[1][1]):
+        by_role["transformer"], by_role[own.second] = drawing[:1], drawing[1:]
+    for several in by_role.values():
+        if len(several) > 1:
+            smaller = f", and as its {own.second} a smaller one" if own.second else ""
+            raise ValueError(
+                f"{_path(several[0][1])} and {_path(several[1][1])} are both of one kind "
+                f"({_name(*several[0])}); pass one transformer, one tokenizer, or one of each{smaller}."
+            )
+    return {role: several[0] for role, several in by_role.items()}
+
+
+def _alone(kind: OfficialFile, source: File, image_size: int | None, dtype: torch.dtype | None) -> Any:
+    """The model of one file."""
+    sized = _of_models(kind.sizes)(image_size, _path(source)) if kind.sizes else image_size
+    options = {kind.size: sized} if kind.size and sized is not None else {}
+    return _of_models(kind.load)(source, dtype=dtype, **options)
+
+
+def _count(source: File) -> int:
+    return 0 if isinstance(source, Path) else sum(tensor.numel() for tensor in source.weights.values())
+
+
+def _written(made: tuple[Any, dict[str, str]], out: Path) -> dict[str, Any]:
+    model, names = made
     write_folder(model.save_pretrained, out)
     components = getattr(model, "components", {"model": model})
     counts = {
@@ -156,112 +263,8 @@ def _assemble_musicgen(
             "(--text-encoder on the command line), the folder or Hub id of the T5 in its settings (t5-base for music)."
         )
     tokenizer = AutoTokenizer.from_pretrained(text_encoder)
-    return AudioPipeline.from_audiocraft(folder, text_encoder, tokenizer, dtype=dtype), {
-        str(folder): "MusicGen"
-    }
-
-
-def is_of_mar(source: Path | Checkpoint) -> bool:
-    """Whether a file is of MAR: a transformer, or KL-16."""
-    return isinstance(source, Checkpoint) and (is_mar(source.weights) or is_kl16(source.weights))
-
-
-def assemble_mar(
-    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> tuple[Any, dict[str, str]]:
-    """The pipeline or model of MAR's files, and what each of them is."""
-    found = [source for source in sources if isinstance(source, Checkpoint)]
-    other = [source for source in sources if not is_of_mar(source)]
-    if other:
-        path = other[0] if isinstance(other[0], Path) else other[0].path
-        raise ValueError(
-            f"{path} is not of MAR, and other files are; pass files of one family, one after the other."
-        )
-    if text_encoder is not None:
-        raise ValueError("MAR draws from class labels; leave the text encoder out.")
-    tokenizers = [source for source in found if is_kl16(source.weights)]
-    # The smaller one drafts.
-    models = sorted((source for source in found if is_mar(source.weights)), key=_count, reverse=True)
-    same = len(models) == 2 and _count(models[0]) == _count(models[1])
-    if len(tokenizers) > 1 or len(models) > 2 or same:
-        several = tokenizers if len(tokenizers) > 1 else models
-        raise ValueError(
-            f"{several[0].path} and {several[1].path} are both of one kind; pass one tokenizer, one MAR, and as its "
-            "drafter a smaller one."
-        )
-    if len(models) == 2 and not tokenizers:
-        raise ValueError(
-            f"{models[0].path} and {models[1].path} given without their tokenizer; pass kl16.ckpt too."
-        )
-    if not models:
-        if image_size is not None:
-            raise ValueError(f"image_size={image_size} given, but KL-16 takes any; leave it out.")
-        return load_kl16_checkpoint(tokenizers[0].path, dtype=dtype), {str(tokenizers[0].path): "KL-16"}
-    # By their paths: files with the arguments of a training run are refused there, which says what to do.
-    parts = [load_mar_checkpoint(source.path, dtype=dtype) for source in models]
-    side = 16 * parts[0].grid.height
-    if image_size not in (None, side):
-        raise ValueError(
-            f"image_size={image_size} given, but {models[0].path} draws {side} pixels; leave image_size out."
-        )
-    names = {str(source.path): f"MAR of {_count(source) / 1e6:.0f}M weights" for source in models}
-    names |= {str(source.path): "KL-16" for source in tokenizers}
-    if not tokenizers:
-        return parts[0], names
-    drafter = parts[1] if len(parts) == 2 else None
-    pipe = LatentImagePipeline.from_official(parts[0], tokenizers[0].path, dtype=dtype, drafter=drafter)
-    return pipe, names
-
-
-def is_of_infinity(source: Path | Checkpoint) -> bool:
-    """Whether a file or folder is of Infinity: a transformer, or its tokenizer."""
-    # Folders of shards there are only of Infinity.
-    return isinstance(source, Path) or "cfg_uncond" in source.weights or _is_infinity_tokenizer(source)
-
-
-def _is_infinity_tokenizer(source: Path | Checkpoint) -> bool:
-    if isinstance(source, Path) or _is_var_tokenizer(source) or is_kl16(source.weights):
-        return False
-    return any(key.startswith("encoder.down.0.") for key in source.weights)
-
-
-def assemble_infinity(
-    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> tuple[Any, dict[str, str]]:
-    """The pipeline or model of Infinity's files, and what each of them is."""
-
-    def path(source: Path | Checkpoint) -> str:
-        return str(source if isinstance(source, Path) else source.path)
-
-    other = [path(source) for source in sources if not is_of_infinity(source)]
-    if other:
-        raise ValueError(
-            f"{other[0]} is not of Infinity, and other files are; pass files of one family, one after the other."
-        )
-    tokenizers = [source for source in sources if _is_infinity_tokenizer(source)]
-    models = [source for source in sources if not _is_infinity_tokenizer(source)]
-    for several in (tokenizers, models):
-        if len(several) > 1:
-            raise ValueError(
-                f"{path(several[0])} and {path(several[1])} are both of one kind; pass one transformer of Infinity, "
-                "its tokenizer, or both."
-            )
-    known = {path(source): "Infinity" for source in models}
-    known |= {path(source): "Infinity's tokenizer" for source in tokenizers}
-    if models and tokenizers:
-        return InfinityPipeline.from_official(
-            models[0], tokenizers[0], text_encoder, size=image_size, dtype=dtype
-        ), known
-    if text_encoder is not None:
-        raise ValueError(
-            "a text encoder belongs into a pipeline; pass Infinity's transformer and its tokenizer."
-        )
-    if tokenizers:
-        # One tokenizer serves all sizes.
-        scales = scales_for(1024 if image_size is None else image_size)
-        return load_infinity_vq_checkpoint(tokenizers[0], scales=scales, dtype=dtype), known
-    scales = scales_for(infinity_size(models[0]) if image_size is None else image_size)
-    return load_infinity_checkpoint(models[0], scales=scales, dtype=dtype), known
+    pipe = components.AudioPipeline.from_audiocraft(folder, text_encoder, tokenizer, dtype=dtype)
+    return pipe, {str(folder): "MusicGen"}
 
 
 def is_of_wan(source: Path | Checkpoint) -> bool:
@@ -286,95 +289,3 @@ def assemble_wan(
             )
     model = load_self_forcing(checkpoints[0], lora=changes[0] if changes else None, dtype=dtype)
     return model, {str(checkpoints[0].path): "Wan"} | {str(change.path): "LoRA of Wan" for change in changes}
-
-
-def is_of_var(source: Path | Checkpoint) -> bool:
-    """Whether a file is of VAR: a transformer, or the tokenizer."""
-    return isinstance(source, Checkpoint) and ("pos_1LC" in source.weights or _is_var_tokenizer(source))
-
-
-def _is_var_tokenizer(checkpoint: Checkpoint) -> bool:
-    return any(key.startswith("quantize.quant_resi.") for key in checkpoint.weights)
-
-
-def assemble_var(
-    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> tuple[Any, dict[str, str]]:
-    """The pipeline or model of VAR's files, and what each of them is."""
-    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
-    if other := [one for one in checkpoints if not is_of_var(one)]:
-        raise ValueError(
-            f"{other[0].path} is not of VAR, and other files are; pass files of one family, one after the other."
-        )
-    if text_encoder is not None:
-        raise ValueError("VAR draws from class labels; leave the text encoder out.")
-    tokenizers = [checkpoint for checkpoint in checkpoints if _is_var_tokenizer(checkpoint)]
-    models = [checkpoint for checkpoint in checkpoints if not _is_var_tokenizer(checkpoint)]
-    # The larger one drafts.
-    models.sort(key=_count, reverse=True)
-    if (
-        len(tokenizers) > 1
-        or len(models) > 2
-        or (len(models) == 2 and _count(models[0]) == _count(models[1]))
-    ):
-        several = tokenizers if len(tokenizers) > 1 else models
-        raise ValueError(
-            f"{several[0].path} and {several[1].path} are both of one kind; pass one tokenizer, one VAR transformer, "
-            "and for CoDe a smaller one."
-        )
-    if len(models) == 2 and not tokenizers:
-        raise ValueError(
-            f"{models[0].path} and {models[1].path} given without their tokenizer; pass vae_ch160v4096z32.pth too."
-        )
-    parts: list[VARTransformer] = [load_var_checkpoint(checkpoint, dtype=dtype) for checkpoint in models]
-    sizes = {sum(side * side for side in scales): pixels for pixels, scales in SCALES.items()}
-    found = sizes.get(parts[0].offsets[-1]) if parts else None
-    if parts and image_size not in (None, found):
-        raise ValueError(
-            f"image_size={image_size} given, but {models[0].path} has {parts[0].offsets[-1]} tokens"
-            f"{f', those of {found} pixels' if found else ''}; leave image_size out."
-        )
-    names = {
-        str(checkpoint.path): f"VAR-d{part.config['num_layers']}"
-        for checkpoint, part in zip(models, parts, strict=True)
-    } | {str(checkpoint.path): "VAR's tokenizer" for checkpoint in tokenizers}
-    if not parts:
-        size = image_size or min(SCALES)
-        if size not in SCALES:
-            raise ValueError(f"image_size={size}; VAR draws {' or '.join(map(str, SCALES))} pixels.")
-        tokenizer: MultiscaleVQModel = load_var_vq_checkpoint(
-            tokenizers[0].path, dtype=dtype, scales=SCALES[size]
-        )
-        return tokenizer, names
-    if not tokenizers:
-        return parts[0], names
-    refiner = models[1] if len(models) == 2 else None
-    pipe = ScaleImagePipeline.from_official(models[0], tokenizers[0].path, refiner=refiner, dtype=dtype)
-    return pipe, names
-
-
-def _count(checkpoint: Checkpoint) -> int:
-    return sum(tensor.numel() for tensor in checkpoint.weights.values())
-
-
-def _assemble(
-    found: dict[type, Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> Any:
-    transformer = found.get(LlamaGenTransformer)
-    tokenizer = next(
-        (checkpoint for kind, checkpoint in found.items() if kind is not LlamaGenTransformer), None
-    )
-    text = transformer is not None and "cls_embedding.uncond_embedding" in transformer.weights
-    if text_encoder is not None and not (text and tokenizer is not None):
-        raise ValueError(
-            "a text encoder belongs into a text-conditional pipeline; pass a t2i file and its tokenizer with it."
-        )
-    if transformer is None:
-        assert tokenizer is not None
-        return load_tokenizer(tokenizer, image_size=image_size or 256, dtype=dtype)
-    if tokenizer is None:
-        return load_transformer(transformer, image_size=image_size, dtype=dtype)
-    options: dict[str, Any] = dict(image_size=image_size, dtype=dtype)
-    if text:
-        return ImagePipeline.from_official(transformer, tokenizer, text_encoder, **options)
-    return ClassImagePipeline.from_official(transformer, tokenizer, **options)

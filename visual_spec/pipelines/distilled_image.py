@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
-from einops import rearrange
 
 from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.class_image import ClassImagePipeline
-from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.decoders import CodesDecoder
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.sampler_text import make_sampler
@@ -30,25 +30,23 @@ if TYPE_CHECKING:
 class StudentPipeline(TokenImagePipeline):
     """What pipelines around a student share, whatever it draws from. Registers a `teacher` beside."""
 
+    _decoder = CodesDecoder
     teacher: Any
 
-    def _check_fit(self) -> None:
-        super()._check_fit()
-        model, length = self.transformer, self.vq_model.config["codebook_dim"]
-        if model.token_dim != length:
-            raise ValueError(
-                f"the student draws tokens of {model.token_dim} numbers, but the tokenizer's codes have {length}; load "
-                "both from the same release."
-            )
-        teacher = self.teacher
+    def _check_parts(self) -> None:
+        super()._check_parts()
+        if self.teacher is not None and self._is_whole:
+            self._check_teacher(self.transformer, self.teacher)
+
+    def _check_teacher(self, model: Any, teacher: Any) -> None:
         classes = model.config["num_classes"] is not None
-        if teacher is not None and classes != (teacher.config["num_classes"] is not None):
+        if classes != (teacher.config["num_classes"] is not None):
             kind, own = ("text", "classes") if classes else ("class", "captions")
             raise ValueError(
                 f"the teacher is {kind}-conditional, and this student, which draws {own}, did not learn from it; pass "
                 "the model that it learned from."
             )
-        if teacher is not None and (teacher.grid, teacher.vocab_size) != (model.grid, model.vocab_size):
+        if (teacher.grid, teacher.vocab_size) != (model.grid, model.vocab_size):
             raise ValueError(
                 f"the teacher draws {teacher.grid} out of {teacher.vocab_size} tokens, and the student {model.grid} "
                 f"out of {model.vocab_size}; pass the model that the student learned from."
@@ -90,30 +88,12 @@ class StudentPipeline(TokenImagePipeline):
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: the codebook, the teacher."""
         with at_hand(self.vq_model):
-            parts: dict[str, Any] = {"codebook": self.vq_model.quantize.codes}
+            parts: dict[str, Any] = {"codebook": self.decoder.codebook}
         return parts if self.teacher is None else parts | {"teacher": self.teacher}
 
     def _used(self, parts: Mapping[str, Any]) -> tuple[Any, ...]:
         draws = self.sampler.config.get("teacher_from") is not None
         return (self.teacher,) if draws else ()
-
-    @torch.no_grad()
-    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of tokens [B, h * w, d], or of ids [B, h * w], in the form `output_type` asks for."""
-        if not tokens.is_floating_point():
-            with at_hand(self.vq_model):
-                tokens = self.vq_model.quantize.codes[tokens]
-        canvas = rearrange(tokens, "b (h w) d -> b d h w", h=self.transformer.grid.height)
-        return self.decode_canvas(canvas, output_type)
-
-    @torch.no_grad()
-    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of vectors [B, d, h, w] in the form `output_type` asks for. They are decoded as they are."""
-        if output_type == "latent":
-            return canvas
-        with at_hand(self.vq_model):
-            pictures = self.vq_model.decode_latents(canvas.to(self.vq_model.dtype)).clamp(-1, 1)
-        return self.image_processor.postprocess(pictures, output_type=output_type)
 
 
 class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
@@ -154,9 +134,7 @@ class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
         default_guidance_scale: float = 2.0,
         default_top_k: int = 0,
         teacher: LlamaGenTransformer | None = None,
-    ):
-        self._finish_init()
-        self._check_draws_classes()
+    ): ...
 
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -238,9 +216,7 @@ class DistilledTextImagePipeline(StudentPipeline, ImagePipeline):
         default_guidance_scale: float = 3.0,
         default_top_k: int = 0,
         teacher: LlamaGenTransformer | None = None,
-    ):
-        self._finish_init()
-        self._check_reads_text()
+    ): ...
 
     @classmethod
     def from_official(cls, *files: Any, **settings: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]

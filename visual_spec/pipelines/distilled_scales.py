@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from itertools import pairwise
 from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.checkpoints import Source
-from visual_spec.models.core.offload import at_hand
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_student import VARStudent, load_var_student
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.pipelines.class_image import ClassImagePipeline
-from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.decoders import ScaleDecoder, check_scales
 from visual_spec.pipelines.distilled_image import StudentPipeline
 from visual_spec.pipelines.sampler_text import make_sampler
 
@@ -48,6 +47,7 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
     _exclude_from_cpu_offload = ["vq_model"]  # a teacher reads its maps
     _optional_components = ["teacher"]
     _of_texts = ""
+    _decoder = ScaleDecoder
 
     @registers
     def __init__(
@@ -59,9 +59,7 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
         default_guidance_scale: float = 3.0,
         default_top_k: int = 900,
         teacher: VARTransformer | None = None,
-    ):
-        self._finish_init()
-        self._check_draws_classes()
+    ): ...
 
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -95,22 +93,8 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
         tokenizer = load_var_vq_checkpoint(vq_model, dtype=dtype, scales=model.scales)
         return cls(model, tokenizer, sampler or make_sampler("distilled", steps=2), id2label, teacher=drawing)
 
-    def _check_fit(self) -> None:
-        model, tokenizer = self.transformer, self.vq_model
-        own = (model.scales, model.vocab_size, model.token_dim)
-        for name, other, length in (
-            ("tokenizer has", tokenizer, tokenizer.code_dim),
-            ("teacher draws", self.teacher, getattr(self.teacher, "code_dim", None)),
-        ):
-            if other is None:
-                continue
-            codes = tokenizer.codebook_size if other is tokenizer else other.vocab_size
-            given = (tuple(other.scales), codes, length)
-            if given != own:
-                raise ValueError(
-                    f"the {name} scales {given[0]} of {given[1]} codes with {given[2]} numbers, and the student draws "
-                    f"{own[0]} of {own[1]} with {own[2]}; load all from the same release."
-                )
+    def _check_teacher(self, model: Any, teacher: Any) -> None:
+        check_scales(model, teacher, "teacher draws", teacher.vocab_size, teacher.code_dim)
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -119,32 +103,5 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: the codebook; with a teacher this and the tokenizer."""
-        with at_hand(self.vq_model):
-            parts: dict[str, Any] = {"codebook": self.vq_model.codebook.detach().clone()}
-        return (
-            parts if self.teacher is None else parts | {"teacher": self.teacher, "tokenizer": self.vq_model}
-        )
-
-    @torch.no_grad()
-    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of tokens [B, L, D], or of ids [B, L], in the form `output_type` asks for."""
-        tokenizer = self.vq_model
-        if not tokens.is_floating_point():
-            with at_hand(tokenizer):
-                tokens = tokenizer.codebook[tokens]
-        canvas = tokenizer.begin(len(tokens), tokens.device, torch.promote_types(tokens.dtype, torch.float32))
-        for scale, (first, end) in enumerate(pairwise(self.transformer.offsets)):
-            side = tokenizer.scales[scale]
-            canvas = tokenizer.accumulate_codes(
-                canvas, scale, tokens[:, first:end].mT.unflatten(2, (side, side)).to(tokenizer.dtype)
-            )
-        return self.decode_canvas(canvas, output_type)
-
-    @torch.no_grad()
-    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of a canvas [B, D, h, w] in the form `output_type` asks for."""
-        if output_type == "latent":
-            return canvas
-        with at_hand(self.vq_model):
-            pictures = self.vq_model.decode_canvas(canvas)
-        return self.image_processor.postprocess(pictures, output_type=output_type)
+        parts = super().sampler_parts()
+        return parts | {"tokenizer": self.vq_model} if "teacher" in parts else parts

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.pipelines.constructor import registers
-from visual_spec.pipelines.inputs import Asked
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText, Texts
 from visual_spec.pipelines.token_image import TokenImagePipeline
 
@@ -68,9 +67,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
         default_temperature: float = 1.0,
         default_top_p: float = 1.0,
-    ):
-        self._finish_init()
-        self._check_reads_text()
+    ): ...
 
     @classmethod
     def from_official(

@@ -11,15 +11,13 @@ import torch
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
-from visual_spec.models.next_scale.infinity_scales import SIZES, scales_for, size_by_name
+from visual_spec.models.next_scale.infinity_scales import scales_by_name
 from visual_spec.models.next_scale.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
-from visual_spec.pipelines.constructor import registers
-from visual_spec.pipelines.inputs import Asked
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.shown import ShownPictures
-from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
@@ -73,9 +71,6 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         default_top_p: float = 0.97,
         budget: ScaleBudget | dict[str, Any] | None = None,
     ):
-        self.image_processor = ShownPictures()
-        if transformer is not None and vq_model is not None:
-            self._check_models()
         self.compress(budget)
 
     @classmethod
@@ -110,7 +105,8 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         """
         from visual_spec.pipelines.families.llamagen import load_t5
 
-        scales = scales_for(infinity_size(transformer) if size is None else size, ratio)
+        path = transformer.path if isinstance(transformer, Checkpoint) else transformer
+        scales = scales_by_name(size, path, ratio)
         model = load_infinity_checkpoint(transformer, scales=scales, dtype=dtype)
         tokenizer = load_infinity_vq_checkpoint(vq_model, scales=scales, dtype=dtype)
         length = model.config["caption_length"]
@@ -247,20 +243,3 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
             FloatingPointError: logits that are not finite; names the slot.
         """
         return self._run(locals())
-
-
-def infinity_size(transformer: Source) -> int:
-    """The side of the pictures that an official transformer was trained on, by the name of its file.
-
-    Raises:
-        ValueError: the name does not tell it.
-    """
-    path = transformer.path if isinstance(transformer, Checkpoint) else transformer
-    size = size_by_name(path)
-    if size is None:
-        raise ValueError(
-            f"the name of {path} does not tell the size of the pictures that it was trained on, and its weights do not "
-            f"depend on it; pass size (image_size to convert, --image-size on the command line), one of {[*SIZES]}, or "
-            "give it its official name, such as infinity_2b_reg.pth or infinity_8b_512x512_weights."
-        )
-    return size

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.inputs import Asked
+from visual_spec.pipelines.steps import Asked
 
 Labels = int | str | Sequence[int | str]
 
@@ -86,12 +86,9 @@ class DrawsClasses(VisualPipeline):
 
     _of_texts = ""  # what takes a transformer of captions; "": no such transformer fits
 
-    def _check_draws_classes(self) -> None:
-        """Refuse a transformer that draws no classes, or other names than one of each class.
-
-        Raises:
-            ValueError: says so.
-        """
+    def _check_parts(self) -> None:
+        """Also refuses a transformer that draws no classes, or other names than one of each class."""
+        super()._check_parts()
         if (
             self._of_texts
             and self.transformer is not None

@@ -7,7 +7,7 @@ from typing import Any
 from visual_spec.families import FAMILIES, PIPELINES, Family, family_of
 from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
-from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
+from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.embedded import (
     embedded_drafters,
     embedded_folder,
@@ -17,7 +17,7 @@ from visual_spec.pipelines.embedded import (
     part_folder,
 )
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.saved_index import INDEX, read_index_file
+from visual_spec.pipelines.saved_index import INDEX, read_index_file, refuse_no_pipeline
 
 _DRAFTERS = sorted({name for family in FAMILIES for name in family.drafters})
 _REFINERS = sorted({name for family in FAMILIES for name in family.refiners})

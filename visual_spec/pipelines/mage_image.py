@@ -11,11 +11,10 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
-from visual_spec.pipelines.constructor import registers
-from visual_spec.pipelines.inputs import Asked
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
-from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
@@ -48,8 +47,7 @@ class MageImagePipeline(TokenImagePipeline):
         sampler: SchedulerMixin,
         default_top_k: int = 0,
         default_guidance_scale: float = 1.0,
-    ):
-        self._finish_init()
+    ): ...
 
     @classmethod
     def from_official(

@@ -8,7 +8,7 @@ import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.pipelines.class_image import ClassImagePipeline
-from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.components import registers
 
 if TYPE_CHECKING:
     from visual_spec.models.core.checkpoints import Source
@@ -59,9 +59,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         id2label: list[str] | None = None,
         default_guidance_scale: float = 1.7,
         default_top_k: int = 0,
-    ):
-        self._finish_init()
-        self._check_draws_classes()
+    ): ...
 
     @classmethod
     def from_official(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.image import ImagePipeline
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ class MaskedImagePipeline(ImagePipeline):
         default_top_k: int = 0,
         shortcut: FeatureShortcut | None = None,
         causal_layer: CausalLayer | None = None,
-    ):
-        self._finish_init()
-        self._check_reads_text()
+    ): ...
 
     @classmethod
     def from_official(cls, *_: Any, **__: Any) -> Any:

@@ -7,7 +7,7 @@ into phones stays outside: the caller gives phone ids.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -39,23 +39,15 @@ from visual_spec.models.masked.maskgct_checkpoint import (
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 from visual_spec.pipelines.audio_files import prepare_clip, write_audio
 from visual_spec.pipelines.base import VisualPipeline, check_sampler
-from visual_spec.pipelines.constructor import registers
-from visual_spec.pipelines.inputs import check_generator
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.pipelines.steps import (
-    DecodeProgress,
-    StepCallback,
-    StepListener,
-    asked_tensors,
-    planned_steps,
-)
+from visual_spec.pipelines.steps import Asked, DecodeProgress, StepCallback, StepListener, planned_steps
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import DecodeTrace
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 
-OUTPUT_TYPES = ("np", "pt", "latent")
 _LISTENER_RATE = 16_000  # Hz, of the speech model
 _LONGEST = 4096  # frames of a prompt and what follows, of which the networks know the positions
 
@@ -110,6 +102,9 @@ class MaskgctPipeline(VisualPipeline):
     model_cpu_offload_seq = "speech_encoder->semantic_codec->semantic->acoustic_first->acoustic_rest->codec"
     _optional_components = ["speech_encoder", "semantic_codec"]
     _callback_tensor_inputs = ["lengths"]
+    _output_types = ("np", "pt", "latent")
+    _sample = "clip"
+    _output = SpeechPipelineOutput
 
     semantic: Any
     acoustic_first: Any
@@ -352,16 +347,33 @@ class MaskgctPipeline(VisualPipeline):
             )
         return found * (count // len(found))
 
-    def _acoustic_law(self, temperature: float | None, top_k: int | None) -> TokenLaw:
-        return TokenLaw(
+    def _asked(self, args: Mapping[str, Any]) -> Asked:
+        phones = self.check_inputs(args["phones"])
+        chosen = self._chosen(temperature=args["temperature"], top_k=args["top_k"])
+        law = TokenLaw(temperature=chosen["temperature"], top_k=chosen["top_k"])
+        temperature, top_k = args["acoustic_temperature"], args["acoustic_top_k"]
+        acoustic_law = TokenLaw(
             temperature=self.config["default_acoustic_temperature"] if temperature is None else temperature,
             top_k=self.config["default_acoustic_top_k"] if top_k is None else top_k,
         )
+        return Asked(phones, len(phones), 1, "samples", (law, acoustic_law))
 
-    @staticmethod
-    def _check_fit(sampler: Any, decoder: Any, law: TokenLaw, count: int) -> None:
-        if isinstance(sampler, Sampler):
-            sampler.check(decoder, law, count, {})
+    def _checked(self, args: Mapping[str, Any]) -> Asked:
+        asked = self._asked(args)
+        self._check_call(args, asked)
+        check_sampler(self.acoustic_sampler, self.calls)
+        return asked
+
+    def _condition(self, args: Mapping[str, Any], asked: Asked) -> SemanticCondition:
+        phones, prompt_phones = asked.source, self._prompt_phones(args["prompt_phones"], asked.count)
+        clip = [
+            args[name] for name in ("prompt_audio", "sampling_rate", "prompt_semantic", "prompt_acoustic")
+        ]
+        semantic, asked.known = self._prompts(asked.count, *clip)
+        lengths = self._lengths(args["audio_length_in_s"], phones, prompt_phones, semantic, asked.known)
+        said = [torch.cat(pair) for pair in zip(prompt_phones, phones, strict=True)]
+        scale = self._chosen(guidance_scale=args["guidance_scale"])["guidance_scale"]
+        return SemanticCondition(said, semantic, lengths, scale, args["guidance_rescale"])
 
     # -- speaking ------------------------------------------------------------------------------------------------------
 
@@ -416,70 +428,41 @@ class MaskgctPipeline(VisualPipeline):
             ImportError: a clip at another rate, and torchaudio is missing.
             FloatingPointError: a network gave non-finite logits; names the slot.
         """
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        names = asked_tensors(
-            callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs
-        )
-        self.check_sampler()
-        check_sampler(self.acoustic_sampler, self.calls)
-        phones = self.check_inputs(phones)
-        check_generator(generator, len(phones), "clip")
-        prompt_phones = self._prompt_phones(prompt_phones, len(phones))
-        chosen = self._chosen(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k)
-        guidance = {"guidance_scale": chosen["guidance_scale"], "guidance_rescale": guidance_rescale}
-        law = TokenLaw(temperature=chosen["temperature"], top_k=chosen["top_k"])
-        acoustic_law = self._acoustic_law(acoustic_temperature, acoustic_top_k)
-        told, heard = self._prompts(
-            len(phones), prompt_audio, sampling_rate, prompt_semantic, prompt_acoustic
-        )
-        lengths = self._lengths(audio_length_in_s, phones, prompt_phones, told, heard)
-        decoder = SemanticDecoder(self.semantic, max(lengths))
-        self._check_fit(self.sampler, decoder, law, len(phones))
-        self._check_fit(self.acoustic_sampler, self._acoustic_decoder(1), acoustic_law, len(phones))
+        made = self._run(locals())
+        return made if return_dict else made[:4]  # type: ignore[return-value]
 
-        self._guidance_scale = chosen["guidance_scale"]
-        self._num_timesteps = sum(
-            planned_steps(sampler, model, {}, max(lengths))
-            for sampler, model in (
-                (self.sampler, decoder),
-                (self.acoustic_sampler, self._acoustic_decoder(max(lengths))),
-            )
+    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: SemanticCondition) -> tuple[Any, ...]:
+        (law, acoustic_law), generator, longest = asked.law, args["generator"], max(condition.lengths)
+        stages = (
+            (self.sampler, SemanticDecoder(self.semantic, longest), law),
+            (self.acoustic_sampler, self._acoustic_decoder(longest), acoustic_law),
         )
-        listener = StepListener(self, callback_on_step_end, names)
-        said = [torch.cat(pair) for pair in zip(prompt_phones, phones, strict=True)]
-        condition = SemanticCondition(said, told, lengths, **guidance)
-        result = self._decode(self.sampler, decoder, condition, law, generator, listener, 0)
+        for sampler, decoder, own in stages:
+            if isinstance(sampler, Sampler):
+                sampler.check(decoder, own, asked.count, {})
+        self._guidance_scale = condition.guidance_scale
+        self._num_timesteps = sum(planned_steps(sampler, one, {}, longest) for sampler, one, _ in stages)
+        listener = self._listener(args, asked)
+        result = self._decode_stage(*stages[0], condition, generator, listener, 0)
         trace, semantic = result.trace, result.tokens
         books = self.acoustic_rest.config["codebooks"]
-        codes = torch.zeros(len(phones), books, 0, dtype=torch.long, device=semantic.device)
-        acoustic_trace, frames = None, [0] * len(phones)
+        codes = torch.zeros(asked.count, books, 0, dtype=torch.long, device=semantic.device)
+        acoustic_trace, frames = None, [0] * asked.count
         if not trace.stopped:
-            rows = [row[:length] for row, length in zip(semantic, lengths, strict=True)]
-            sounds = AcousticCondition(
-                [torch.cat(pair) for pair in zip(told, rows, strict=True)], heard, **guidance
-            )
+            rows = [row[:length] for row, length in zip(semantic, condition.lengths, strict=True)]
+            whole = [torch.cat(pair) for pair in zip(condition.prompts, rows, strict=True)]
+            guidance = condition.guidance_scale, condition.guidance_rescale
+            sounds = AcousticCondition(whole, asked.known, *guidance)
             decoder, first = self._acoustic_decoder(max(sounds.lengths)), int(trace.target_calls.max())
-            result = self._decode(
-                self.acoustic_sampler, decoder, sounds, acoustic_law, generator, listener, first
-            )
+            stage = self.acoustic_sampler, decoder, acoustic_law
+            result = self._decode_stage(*stage, sounds, generator, listener, first)
             acoustic_trace = result.trace
             if not acoustic_trace.stopped:
                 codes, frames = result.tokens.transpose(1, 2), sounds.lengths
         self.last_trace = trace
+        output_type = args["output_type"]
         audios = codes if output_type == "latent" else self._waves(codes, frames, output_type)
-        self.maybe_free_model_hooks()
-        if not return_dict:
-            return audios, self.sampling_rate, codes, trace  # type: ignore[return-value]
-        return SpeechPipelineOutput(
-            audios=audios,
-            sampling_rate=self.sampling_rate,
-            codes=codes,
-            trace=trace,
-            lengths=frames,
-            semantic_codes=semantic,
-            acoustic_trace=acoustic_trace,
-        )
+        return audios, self.sampling_rate, codes, trace, frames, semantic, acoustic_trace
 
     def _acoustic_decoder(self, num_frames: int) -> AcousticDecoder:
         return AcousticDecoder(self.acoustic_first, self.acoustic_rest, num_frames)
@@ -493,12 +476,12 @@ class MaskgctPipeline(VisualPipeline):
         audios = pad_sequence(waves, batch_first=True)[:, None]
         return audios if output_type == "pt" else audios.numpy()
 
-    def _decode(
+    def _decode_stage(
         self,
         sampler: Any,
         decoder: SemanticDecoder | AcousticDecoder,
-        condition: SemanticCondition | AcousticCondition,
         law: TokenLaw,
+        condition: SemanticCondition | AcousticCondition,
         generator: Any,
         listener: StepListener,
         first: int,

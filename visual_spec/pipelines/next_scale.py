@@ -12,8 +12,9 @@ from visual_spec.models.core.protocol import area_of
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.inputs import Asked
-from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.decoders import ScaleDecoder
+from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures
+from visual_spec.pipelines.steps import Asked
 from visual_spec.samplers.scales.stages import Stage, drawn_stages
 
 Budget = ScaleBudget | Mapping[str, Any] | None
@@ -24,6 +25,7 @@ class NextScalePipeline(VisualPipeline):
 
     _callback_tensor_inputs = ["canvas"]
     _token = "tokens"  # what the progress bar counts
+    _output = ImagePipelineOutput
 
     transformer: Any
     vq_model: Any
@@ -55,13 +57,10 @@ class NextScalePipeline(VisualPipeline):
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _asked(self, args: Mapping[str, Any]) -> Asked:
-        """What a call draws from, its law, or that of each scale, and how many pictures it makes."""
-        raise NotImplementedError
-
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
-        """What the model draws from, a row for each picture."""
-        raise NotImplementedError
+    def _check_parts(self) -> None:
+        self.image_processor = ShownPictures()
+        if self.transformer is not None and self.vq_model is not None:
+            self._check_models()
 
     def _check_models(self) -> None:
         """Refuse models and a tokenizer of other scales or codes than each other's."""
@@ -85,14 +84,8 @@ class NextScalePipeline(VisualPipeline):
         asked.model = self._stages(args, asked)
         return asked
 
-    def _run(self, args: Mapping[str, Any]) -> Any:
-        """Draw: check, decode scale by scale with a progress bar, turn the canvas into pixels.
-
-        Args:
-            args: of `__call__`, by name.
-        """
-        asked = self._checked(args)
-        condition, stages, tokenizer = self._condition(args, asked), asked.model, self.vq_model
+    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
+        stages, tokenizer = asked.model, self.vq_model
         count, laws = asked.count * asked.each, asked.law if isinstance(asked.law, list) else [asked.law]
         drawn = tokenizer.scales[: drawn_stages(self.sampler, stages)[-1].scales.stop]
         sizes = [area_of(side) * getattr(tokenizer, "tokens_per_place", 1) for side in drawn]
@@ -118,16 +111,19 @@ class NextScalePipeline(VisualPipeline):
                 callback=after_scale,
             )
         self.last_trace = result.trace
-        images = self.decode_canvas(result.canvas, args["output_type"])
-        self.maybe_free_model_hooks()
-        output = images, result.tokens, result.trace
-        return ImagePipelineOutput(*output) if args["return_dict"] else output
+        return self.decode_canvas(result.canvas, args["output_type"]), result.tokens, result.trace
 
     def _partial(self, result: Any, args: Mapping[str, Any]) -> ImagePipelineOutput:
         # No place is open: every scale covers the picture.
         return ImagePipelineOutput(
             self.decode_canvas(result.canvas, args["output_type"]), result.tokens, result.trace
         )
+
+    @torch.no_grad()
+    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of tokens [B, L], or of those of the first scales, in the form `output_type` asks for: those they
+        were drawn with, unless the sampler was smooth, or a callback changed the canvas."""
+        return self.decode_canvas(ScaleDecoder(self.vq_model, self.transformer).canvas(tokens), output_type)
 
     def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
         """Pictures of a canvas [B, D, h, w], finished or as a callback sees it, in the form `output_type` asks for."""

@@ -1,12 +1,15 @@
-"""What a pipeline returns."""
+"""What a pipeline returns, and pictures as it shows them: what a decoder computed, refused where it is no picture."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.outputs import BaseOutput
+from torch import Tensor
 
 from visual_spec.samplers.core.trace import DecodeTrace
 
@@ -92,3 +95,47 @@ class VideoPipelineOutput(BaseOutput):
         from visual_spec.pipelines.video_files import pixels_of, write_video
 
         return write_video(path, pixels_of(clip), self.frame_rate, overwrite=overwrite)
+
+
+class ShownPictures(VaeImageProcessor):
+    """diffusers' processor of decoded pictures, which refuses nan and infinity instead of showing them as black."""
+
+    def __init__(self) -> None:
+        super().__init__(do_resize=False)
+
+    def postprocess(self, image: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As diffusers does, of float [B, 3, H, W] in [-1, 1].
+
+        Raises:
+            ValueError: pixels are nan or infinite; says how many.
+        """
+        check_pixels(image)
+        return super().postprocess(image, *args, **kwargs)
+
+
+def shown(pixels: Tensor | list[Tensor], processor: ShownPictures, output_type: str) -> Any:
+    """Pictures [B, 3, H, W], or clips [T, 3, H, W] of each sample, in -1 to 1, in the form `output_type` asks for."""
+    if isinstance(pixels, Tensor) and pixels.dim() == 4:
+        return processor.postprocess(pixels, output_type=output_type)
+    # A list of pictures, an array or a tensor of each clip, though diffusers annotates a single picture.
+    clips: list[Any] = [processor.postprocess(clip, output_type=output_type) for clip in pixels]
+    if output_type == "np":
+        return np.stack(clips)
+    return torch.stack(clips) if output_type == "pt" else clips
+
+
+def check_pixels(pixels: Tensor) -> None:
+    """Refuse decoded pixels of any shape that are nan or infinite.
+
+    Raises:
+        ValueError: says how many, and what makes them so.
+    """
+    finite = torch.isfinite(pixels)
+    if not finite.all():
+        bad = int((~finite).sum())
+        dtype = str(pixels.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the decoder made {bad} of {pixels.numel()} pixel values nan or infinite in {dtype}; its weights or the "
+            "tokens are damaged, or the dtype overflows. Load the pipeline in float32, or draw with "
+            "output_type='latent' to look at the tokens."
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,6 +44,36 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "dict[str, Any]": lambda value: isinstance(value, dict),
     "ScaleBudget": lambda value: isinstance(value, dict),
 }
+
+
+def refuse_no_pipeline(name: str | os.PathLike) -> None:
+    """Refuse a name that cannot be that of an embedded model or a Hub id, and a path without a saved pipeline.
+
+    Raises:
+        ValueError: an empty name, a path at which there is nothing, a file, or a folder without model_index.json;
+            says what to do.
+    """
+    path, text = Path(name), os.fspath(name)
+    if not text.strip():
+        raise ValueError(
+            "an empty model name given; pass an embedded model, a folder written by save_pretrained, or a Hub id "
+            "'owner/name'."
+        )
+    if not path.exists() and (path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1):
+        raise ValueError(f"there is no folder {text}; pass one written by save_pretrained.")
+    convert = f"visual-spec convert {'FILE...' if path.is_dir() else path} --out DIR"
+    if path.is_file():
+        raise ValueError(
+            f"{path} is a file. An official checkpoint is loaded together with its tokenizer's file by from_official, "
+            f"or made into a folder by `{convert}`."
+        )
+    if path.is_dir() and not (path / "model_index.json").exists():
+        files = sorted(file.name for file in path.iterdir())
+        raise ValueError(
+            f"{path} has no model_index.json, so it is no pipeline (it holds {', '.join(files[:5]) or 'nothing'}"
+            f"{' ...' if len(files) > 5 else ''}). Pass a folder written by save_pretrained; one is made of official "
+            f"checkpoint files by `{convert}`."
+        )
 
 
 def read_index_file(folder: Path) -> dict[str, Any]:

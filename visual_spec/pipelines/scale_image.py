@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -17,16 +16,14 @@ from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import calibrate
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
-from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.inputs import Asked, check_generator
 from visual_spec.pipelines.labels import DrawsClasses, Labels
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline, read_budget
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
-from visual_spec.pipelines.shown import ShownPictures
-from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.steps import Asked, StepCallback, check_generator
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import (
@@ -97,24 +94,22 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
     ):
         if not (math.isfinite(warm_temperature) and warm_temperature > 0):
             raise ValueError(f"warm_temperature={warm_temperature!r}; pass a finite number above 0.")
-        if type(num_warm_scales) is not int or num_warm_scales < 0:
-            raise ValueError(f"num_warm_scales={num_warm_scales!r}; pass an integer of at least 0.")
+        whole("num_warm_scales", num_warm_scales, Within(0))
         self.refiner_law(self.make_law())  # refuses a guidance scale that is none
-        self.image_processor = ShownPictures()
-        self._check_draws_classes()
-        if transformer is not None and vq_model is not None:
-            self._check_models()
-        first, last = refiner_first_scale, 1 if transformer is None else len(transformer.scales) - 1
-        if transformer is None:
-            pass  # it reads labels, or decodes tokens
-        elif first is not None and not (type(first) is int and 1 <= first <= last):
-            raise ValueError(
-                f"refiner_first_scale={first!r}; pass an integer from 1 to {last}, the last scale, or None for a "
-                "refiner that knows all."
-            )
-        if num_draft_scales is not None and transformer is not None:
-            self._check_split(num_draft_scales)
-        self.compress(budget, refiner_budget)
+
+    def _check_parts(self) -> None:
+        super()._check_parts()
+        config = self.config
+        first, split = config["refiner_first_scale"], config["num_draft_scales"]
+        if self.transformer is not None:  # else it reads labels, or decodes tokens
+            last = len(self.transformer.scales) - 1
+            if first is not None:
+                whole(
+                    "refiner_first_scale", first, Within(1, last), ", the last scale, or None: it knows all"
+                )
+            if split is not None:
+                self._check_split(split)
+        self.compress(config["budget"], config["refiner_budget"])
 
     @classmethod
     def from_official(
@@ -342,21 +337,6 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
 
     def _stages(self, args: Mapping[str, Any], asked: Asked) -> list[Stage]:
         return self.stages(args["num_draft_scales"], law=asked.law)
-
-    @torch.no_grad()
-    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of tokens [B, L], or of those of the first scales, in the form `output_type` asks for: those they
-        were drawn with, unless the sampler was smooth, or a callback changed the canvas."""
-        tokenizer = self.vq_model
-        # The type of the logits, in which the sampler adds up the canvas.
-        canvas = tokenizer.begin(
-            len(tokens), tokens.device, torch.promote_types(tokenizer.dtype, torch.float32)
-        )
-        ends = accumulate(side * side for side in tokenizer.scales)
-        for scale, (side, end) in enumerate(zip(tokenizer.scales, ends, strict=True)):
-            if end <= tokens.shape[1]:
-                canvas = tokenizer.accumulate(canvas, scale, tokens[:, end - side * side : end])
-        return self.decode_canvas(canvas, output_type)
 
     @torch.no_grad()
     def __call__(

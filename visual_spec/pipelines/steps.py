@@ -1,9 +1,10 @@
-"""What follows the steps of a call: `callback_on_step_end`, `pipe._interrupt`, which ends it, and the progress bar."""
+"""A call: what is asked for, and what follows its steps: callbacks, `pipe._interrupt`, which ends it, and the bar."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,53 @@ from visual_spec.models.core.settings import whole
 from visual_spec.samplers.core.base import STOP, Sampler
 
 StepCallback = Callable[[Any, int, int, dict[str, Any]], Any]
+
+
+@dataclass
+class Asked:
+    """What a call asks for, read and checked.
+
+    Attributes:
+        source: what the samples are drawn from: `Texts`, class numbers, or None for nothing.
+        count: prompts or classes.
+        each: samples of each of them; as `each_name` in the call.
+        law: the law of a token, or of each scale.
+        model: what draws: the transformer, for the size that is asked for, or who draws which scales.
+        known: the clip that music goes on from, or None.
+        tensors: names of the tensors that the callback is given.
+    """
+
+    source: Any
+    count: int
+    each: int
+    each_name: str
+    law: Any
+    model: Any = None
+    known: Any = None
+    tensors: Sequence[str] = ()
+
+
+def check_generator(generator: Any, pictures: int, noun: str = "picture") -> None:
+    """Refuse what is neither None, one `torch.Generator`, nor a list of one per picture, or per what `noun` says.
+
+    Raises:
+        TypeError, ValueError: names what was given, and what to pass.
+    """
+    if generator is None or isinstance(generator, torch.Generator):
+        return
+    if not isinstance(generator, (list, tuple)):
+        raise TypeError(
+            f"generator is a {type(generator).__name__}; pass a torch.Generator or a list of them."
+        )
+    if len(generator) != pictures:
+        raise ValueError(
+            f"{len(generator)} generators for {pictures} {noun}s; pass one per {noun}, or a single one."
+        )
+    kinds = sorted({type(item).__name__ for item in generator if not isinstance(item, torch.Generator)})
+    if kinds:
+        raise TypeError(
+            f"the generator list also holds {', '.join(kinds)}; every entry must be a torch.Generator."
+        )
 
 
 class StepListener:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
-import numpy as np
 import torch
 from einops import repeat
 from torch import Tensor
@@ -115,13 +114,3 @@ def with_grey(pixels: Tensor, is_open: Tensor, patch: int) -> Tensor:
     places = is_open.to(pixels.device).reshape(len(clips), -1, 1, rows, columns)
     squares = repeat(places, "b t c h w -> b t c (h p) (w q)", p=patch, q=patch)
     return clips.masked_fill(squares, GREY).reshape(pixels.shape)
-
-
-def shown(pixels: Tensor, processor: Any, output_type: str) -> Any:
-    """Pixels as `with_grey` gives them, in the form `output_type` asks for."""
-    if pixels.dim() == 4:
-        return processor.postprocess(2 * pixels - 1, output_type=output_type)
-    clips = [shown(clip, processor, output_type) for clip in pixels]
-    if output_type == "np":
-        return np.stack(clips)
-    return torch.stack(clips) if output_type == "pt" else clips

@@ -14,7 +14,7 @@ from transformers.tokenization_utils_base import LARGE_INTEGER
 from visual_spec.models.core.conditions import warn_cut
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.inputs import Asked, check_own_words
+from visual_spec.pipelines.steps import Asked
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ class ReadsText(VisualPipeline):
     _unseen = "the picture will not show it"  # of a word that the text encoder does not know
     _of_classes = "ClassImagePipeline"  # what takes a transformer of classes
 
-    def _check_reads_text(self) -> None:
+    def _check_parts(self) -> None:
+        super()._check_parts()
         if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
             raise ValueError(f"the transformer draws from class labels; use {self._of_classes}.")
 
@@ -208,6 +209,36 @@ class ReadsText(VisualPipeline):
             (None, None) if negative is None else (negative.features, negative.mask)
         )
         return prompt_embeds, prompt_attention_mask, negative_prompt_embeds, negative_prompt_attention_mask
+
+
+def check_own_words(text_encoder: Any, texts: list[str]) -> None:
+    """Refuse texts that a `CaptionEncoder` does not read, those without a word; and an encoder that is missing.
+
+    Raises:
+        ValueError: names the text, or what to pass in place of the encoder.
+    """
+    if not texts:
+        return
+    if text_encoder is None:
+        raise ValueError(
+            "this pipeline was loaded without a text encoder; pass prompt_embeds, or set pipe.text_encoder."
+        )
+    text_encoder.check_prompts(texts)
+
+
+def check_words(text_encoder: Any, tokenizer: Any, texts: list[str]) -> None:
+    """As `check_own_words`, or of an encoder of transformers: refuse texts without a word, and a missing tokenizer.
+
+    Raises:
+        ValueError: names the text, or what to pass in place of encoder or tokenizer.
+    """
+    if not texts or text_encoder is None or hasattr(text_encoder, "word_ids"):
+        return check_own_words(text_encoder, texts)
+    if tokenizer is None:
+        raise ValueError("the text encoder has no tokenizer; pass prompt_embeds, or set pipe.tokenizer.")
+    for text in texts:
+        if not text.strip():
+            raise ValueError(f"prompt {text!r} has no words; give at least one.")
 
 
 def warn_unknown(encoder: Any, texts: list[str], effect: str) -> None:

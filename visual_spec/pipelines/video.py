@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
-from einops import rearrange
 
-from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import Within, whole
-from visual_spec.pipelines.constructor import registers
+from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.decoders import FrameDecoder
 from visual_spec.pipelines.output import VideoPipelineOutput
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.texts import ReadsText
@@ -56,6 +54,7 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
     model_cpu_offload_seq = "text_encoder->drafter->transformer->vq_model"
     _optional_components = ["text_encoder", "drafter"]
 
+    _decoder = FrameDecoder
     _output = VideoPipelineOutput
     _each = "num_videos_per_prompt"
     _unseen = "the clip will not show it"
@@ -73,18 +72,7 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         drafter: EagleDrafter | LlamaGenTransformer | None = None,
         default_temperature: float = 1.0,
         default_top_p: float = 1.0,
-    ):
-        self._finish_init()
-
-    def _check_fit(self) -> None:
-        grid, codes = self.transformer.grid, self.vq_model.config["codebook_size"]
-        if self.transformer.vocab_size != codes:
-            raise ValueError(
-                f"the transformer predicts tokens out of {self.transformer.vocab_size}, but the tokenizer decodes "
-                f"tokens out of {codes}; load both from the same model."
-            )
-        if grid.frames < 2:
-            raise ValueError("the transformer draws one picture, no frames; use ImagePipeline.")
+    ): ...
 
     @property
     def frame_rate(self) -> float:
@@ -105,24 +93,6 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
 
     def _more_output(self) -> tuple[float]:
         return (self.frame_rate,)
-
-    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Clips of tokens [B, T * h * w] in the form `output_type` asks for (see `VideoPipelineOutput`)."""
-        grid = self.transformer.grid
-        places = rearrange(tokens, "b (t h w) -> b t h w", h=grid.height, w=grid.width)
-        if output_type == "latent":
-            return places
-        with at_hand(self.vq_model):
-            # Frame by frame: successive frames share most tokens, but pixels take memory.
-            clips = [
-                self.vq_model.decode_latents(self.vq_model.quantize.lookup(clip)).clamp(-1, 1)
-                for clip in places
-            ]
-        # A list of pictures, an array or a tensor of each clip, though diffusers annotates a single picture.
-        shown: list[Any] = [self.image_processor.postprocess(clip, output_type=output_type) for clip in clips]
-        if output_type == "np":
-            return np.stack(shown)
-        return torch.stack(shown) if output_type == "pt" else shown
 
     @torch.no_grad()
     def __call__(

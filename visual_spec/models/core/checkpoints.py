@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from visual_spec.files.whole import whole_file
 from visual_spec.models.core.aligned import align_weights
 
 # Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
@@ -152,6 +151,8 @@ def read_content(path: Path, keep: str = '{"model": c["model"]}', *, namespaces:
 
 def write_content(path: Path, content: Mapping[str, Any]) -> None:
     """Write tensors and plain values as `read_content` reads them; an error or a kill leaves `path` as it was."""
+    from visual_spec.files.whole import whole_file
+
     with whole_file(path) as part, part.open("wb") as file:  # a path's name would get into the file
         torch.save(dict(content), file)
 

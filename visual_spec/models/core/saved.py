@@ -22,7 +22,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from visual_spec.files.reading import read_object
-from visual_spec.files.whole import written_whole
 from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.checkpoints import FLOATING, Difference, check_finite
 
@@ -106,6 +105,8 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         if kwargs.get("push_to_hub") or (args and not args[0]):
             return super().save_pretrained(save_directory, *args, **kwargs)
         stale = r"diffusion_pytorch_model(-\d+-of-\d+\.safetensors|\.safetensors(\.index\.json)?)"
+        from visual_spec.files.whole import written_whole
+
         with written_whole(save_directory, "config.json", "" if kwargs.get("variant") else stale) as folder:
             super().save_pretrained(folder, *args, **kwargs)
 

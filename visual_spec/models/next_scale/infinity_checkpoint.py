@@ -39,6 +39,11 @@ _LAYERS = KeyLayout(
 _CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
 
 
+def is_infinity(weights: Mapping[str, Tensor]) -> bool:
+    """Whether these keys are of an Infinity."""
+    return "cfg_uncond" in weights
+
+
 def load_infinity_checkpoint(
     source: Given,
     *,

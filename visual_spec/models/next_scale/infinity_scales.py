@@ -113,6 +113,27 @@ def size_by_name(path: str | os.PathLike) -> int | None:
     return found.pop() if len(sides) == 1 and found <= SIZES.keys() and found else None
 
 
+def scales_by_name(size: int | None, path: str | os.PathLike, ratio: float = 1.0) -> tuple[Side, ...]:
+    """Return the schedule of a transformer; None: for the pictures that it was trained on, by the name of its file.
+
+    Raises:
+        ValueError: the name does not tell it; or as `scales_for`.
+    """
+    size = size_by_name(path) if size is None else size
+    if size is None:
+        raise ValueError(
+            f"the name of {path} does not tell the size of the pictures that it was trained on, and its weights do not "
+            f"depend on it; pass size (image_size to convert, --image-size on the command line), one of {[*SIZES]}, or "
+            "give it its official name, such as infinity_2b_reg.pth or infinity_8b_512x512_weights."
+        )
+    return scales_for(size, ratio)
+
+
+def scales_of_size(size: int | None, path: object = None) -> tuple[Side, ...]:
+    """Return the schedule of a tokenizer, which serves all sizes; None: of 1024 pixels."""
+    return scales_for(1024 if size is None else size)
+
+
 def rope_grid_of(scales: Sequence[Side]) -> Side:
     """The map on which positions are counted: for an official schedule the largest of its ratio, else the last."""
     scales = sides_of(scales)

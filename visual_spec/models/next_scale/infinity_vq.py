@@ -9,7 +9,7 @@ sphere with entries +-1 / sqrt(d), one of 2^d codes, without a table. One class 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -217,6 +217,11 @@ def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------
+
+
+def is_infinity_vq(weights: Mapping[str, Tensor]) -> bool:
+    """Whether these keys may be of Infinity's tokenizer: those of a VQGAN without codes."""
+    return any(key.startswith("encoder.down.0.") for key in weights)
 
 
 def load_infinity_vq_checkpoint(

@@ -476,6 +476,28 @@ _VAR = KeyLayout(
 )
 
 
+def is_var(weights: Mapping[str, Tensor]) -> bool:
+    """Whether these keys are of a VAR."""
+    return "pos_1LC" in weights
+
+
+def name_of(checkpoint: Any) -> str:
+    """Return what a file of VAR is called, as `read_checkpoint` reads it, by its depth."""
+    return f"VAR-d{count_parts(checkpoint.weights, 'blocks.')}"
+
+
+def scales_of_size(size: int | None, path: object = None) -> tuple[int, ...]:
+    """Return the scales of pictures of this side in pixels; None: of the smallest.
+
+    Raises:
+        ValueError: VAR draws no such pictures.
+    """
+    size = min(SCALES) if size is None else size
+    if size not in SCALES:
+        raise ValueError(f"image_size={size}; VAR draws {' or '.join(map(str, SCALES))} pixels.")
+    return SCALES[size]
+
+
 def load_var_checkpoint(
     source: Given,
     *,

@@ -8,6 +8,7 @@ One class serves the embedded size and the official `vae_ch160v4096z32.pth`: mod
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -220,6 +221,11 @@ class MultiscaleVQModel(
 
     def _lookup(self, tokens: Tensor, side: int) -> Tensor:
         return rearrange(self.quantize.embedding(tokens), "b (h w) d -> b d h w", h=side)
+
+
+def is_var_vq(weights: Mapping[str, Tensor]) -> bool:
+    """Whether these keys are of VAR's tokenizer."""
+    return any(key.startswith("quantize.quant_resi.") for key in weights)
 
 
 def load_var_vq_checkpoint(

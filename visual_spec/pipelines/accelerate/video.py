@@ -26,8 +26,8 @@ from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import POLICIES, HeadBudgets
 from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_accelerated, is_of, take_off, unwrapped
 from visual_spec.pipelines.accelerate.arguments import check_neutral
+from visual_spec.pipelines.output import check_pixels
 from visual_spec.pipelines.sampler_text import parse_sampler
-from visual_spec.pipelines.shown import check_pixels
 from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
 
 # Arguments of the pipeline's own call that chunk by chunk have no meaning, and the values beside None that do nothing.

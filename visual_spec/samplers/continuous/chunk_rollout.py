@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.settings import whole
+from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
 
 # Score of a drafted chunk [1, C, f, H, W], the index of the chunk beside it.
@@ -134,7 +135,7 @@ def roll_out(
     drafter: ChunkModel | None = None,
     reward: Reward | None = None,
     threshold: float = 0.0,
-    callback: Callable[[int, Tensor], None] | None = None,
+    callback: Callable[[int, Tensor], Any] | None = None,
 ) -> tuple[Tensor, RolloutTrace]:
     """Draw clips.
 
@@ -150,6 +151,7 @@ def roll_out(
         drafter, reward, threshold: a drafted chunk is kept if its reward is at least the threshold; the first chunk
             is always the large model's. Samples are then drawn one after the other.
         callback: called after each chunk as (index, chunk [B, C, f, H, W]); with a drafter for each sample by itself.
+            If it returns `STOP`, the clip ends there.
 
     Returns:
         Latents [B, C, num_frames, H, W], float32, or float64 if the prompts are; and the trace.
@@ -226,7 +228,7 @@ def _roll(
     width: int,
     reward: Reward | None,
     threshold: float,
-    callback: Callable[[int, Tensor], None] | None,
+    callback: Callable[[int, Tensor], Any] | None,
 ) -> tuple[Tensor, RolloutTrace]:
     """One rollout of samples that share their calls. `models`: the large one, and a drafter if there is a reward."""
     batch, channels, chunk = len(embeds), models[0].channels, schedule.chunk
@@ -260,8 +262,8 @@ def _roll(
         trace.draft_calls += len(pairs) - 1
         trace.cache_bytes.append(states[0].nbytes)
         drawn.append(latents)
-        if callback is not None:
-            callback(index, latents)
+        if callback is not None and callback(index, latents) is STOP:
+            break
     return torch.cat(drawn, 2), trace
 
 

@@ -1,0 +1,88 @@
+"""Official files of MaskGCT, for `visual-spec convert`: seven of them make one pipeline, two of them one codec."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visual_spec.models.core.checkpoints import Checkpoint
+from visual_spec.models.masked.maskgct_checkpoint import (
+    kind_of,
+    load_acoustic_codec,
+    load_acoustic_network,
+    load_semantic_codec,
+    load_semantic_network,
+)
+from visual_spec.pipelines.maskgct import MaskgctPipeline, published_samplers
+
+_NEEDED = (
+    "semantic network",
+    "first acoustic network",
+    "acoustic network",
+    "acoustic encoder",
+    "acoustic decoder",
+)
+
+
+def is_of_maskgct(source: Path | Checkpoint) -> bool:
+    """Whether a file is one of MaskGCT's."""
+    return isinstance(source, Checkpoint) and kind_of(source) is not None
+
+
+def assemble(
+    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+) -> tuple[Any, dict[str, str]]:
+    """The pipeline or model of the files, and what each of them is.
+
+    Raises:
+        ValueError: files of another family or two of one kind, a codec without its other half, or neither all files nor
+            those of one model.
+    """
+    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
+    if text_encoder is not None or image_size is not None:
+        raise ValueError(
+            "MaskGCT reads phones, and draws nothing; leave the text encoder and image_size out."
+        )
+    found: dict[str, Checkpoint] = {}
+    for one in checkpoints:
+        kind = kind_of(one)
+        if kind is None:
+            raise ValueError(f"{one.path} is not of MaskGCT, and other files are; pass files of one family.")
+        if kind == "acoustic network" and len(one.weights["layer_emb.weight"]) == 1:
+            kind = "first acoustic network"
+        if kind in found:
+            raise ValueError(
+                f"{found[kind].path} and {one.path} are both MaskGCT's {kind}; pass one of them."
+            )
+        found[kind] = one
+    names = {str(one.path): f"MaskGCT's {kind}" for kind, one in found.items()}
+    kinds = set(found)
+    loaded: dict[str, Any] = {}
+    if "semantic network" in kinds:
+        loaded["semantic"] = load_semantic_network(found["semantic network"], dtype=dtype)
+    for name, kind in {
+        "acoustic_first": "first acoustic network",
+        "acoustic_rest": "acoustic network",
+    }.items():
+        if kind in kinds:
+            loaded[name] = load_acoustic_network(found[kind], dtype=dtype)
+    pairs = {
+        "codec": (("acoustic encoder", "acoustic decoder"), load_acoustic_codec),
+        "semantic_codec": (("semantic codec", "statistics"), load_semantic_codec),
+    }
+    for name, (both, load) in pairs.items():
+        if kinds & {*both}:
+            if not {*both} <= kinds:
+                raise ValueError(
+                    f"one of MaskGCT's {both[0]} and {both[1]} given; pass both, which make one model."
+                )
+            loaded[name] = load(found[both[0]], found[both[1]], dtype=dtype)
+    if set(_NEEDED) <= kinds:
+        return MaskgctPipeline(**loaded, **published_samplers()), names
+    if len(loaded) == 1:
+        return loaded.popitem()[1], names
+    missing = [kind for kind in _NEEDED if kind not in kinds]
+    raise ValueError(
+        f"these files of MaskGCT lack its {', '.join(missing)}; pass all, or those of one model."
+    )
