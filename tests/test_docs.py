@@ -21,13 +21,13 @@ from transformers import BatchEncoding
 import visual_spec
 from tests.helpers.diffusers_video import tiny_pipeline
 from tests.helpers.musicgen import IDS, MASK
+from tests.helpers.tiny_audio import tiny_musicgen
+from tests.helpers.tiny_depth import tiny_csm, tiny_minimax_music, tiny_moshi
+from tests.helpers.tiny_speech import IDS as SPEECH
+from tests.helpers.tiny_speech import tiny_vibevoice
+from tests.helpers.tiny_wan import prompts
 from tests.helpers.transformers_models import INPUTS
 from tests.models.next_token import tiny_transformers as tiny
-from tests.tiny_audio import tiny_musicgen
-from tests.tiny_depth import tiny_csm, tiny_minimax_music, tiny_moshi
-from tests.tiny_speech import IDS as SPEECH
-from tests.tiny_speech import tiny_vibevoice
-from tests.tiny_wan import prompts
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
 
 ROOT = Path(__file__).parent.parent

@@ -160,12 +160,21 @@ def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
     sampler.add_argument(
         "--drafter", metavar="NAME", help="embedded drafter or folder (default: the model's own)"
     )
-    sampler.add_argument("--window", type=int, metavar="W", help="slots that one target call scores")
-    sampler.add_argument("--coupling", metavar="NAME", help="gumbel | independent | maximal")
-    sampler.add_argument(
-        "--acceptance", metavar="NAME", help="identical (same tokens as plain) | exact (same law)"
-    )
-    sampler.add_argument("--initial-draft", metavar="NAME", help="guess for a slot that was never scored")
+    for name, metavar, what in (
+        ("window", "W", "slots that one target call scores"),
+        ("coupling", "NAME", "gumbel | independent | maximal"),
+        ("acceptance", "NAME", "identical (same tokens as plain) | exact (same law)"),
+        ("initial_draft", "NAME", "guess for a slot that was never scored"),
+    ):  # short for a setting of --sampler
+        sampler.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest="settings",
+            action="append",
+            type=f"{name}={{}}".format,
+            default=[],
+            metavar=metavar,
+            help=what,
+        )
 
     law = generate.add_argument_group("law of a token")
     law.add_argument("--guidance-scale", type=float, metavar="S", help="above 1: classifier-free guidance")

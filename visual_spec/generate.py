@@ -26,7 +26,6 @@ from visual_spec.models.core.calls import CHUNKS, MASKED
 from visual_spec.pipelines.facts import LAW_SETTINGS
 from visual_spec.samplers.registry import fitting
 
-SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
 _PICTURES = ("control", "image", "mask")
 _INPUTS = (*_PICTURES, "control_strength", "strength", "negative_prompt")
 
@@ -340,7 +339,7 @@ def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
     from visual_spec.pipelines.scale_plan import make_row
 
     name, settings = parse_sampler(text)
-    given = _given(args, SAMPLER_SETTINGS)
+    given = parse_sampler(f"{name}:{','.join(args.settings)}")[1] if args.settings else {}
     if args.sampler is not None and (twice := sorted(settings.keys() & given.keys())):
         flags = ", ".join(f"--{key.replace('_', '-')}" for key in twice)
         raise ValueError(
@@ -359,7 +358,7 @@ def _another_sampler(pipe: Any) -> str:
 def _fast_sampler(args: argparse.Namespace, pipe: Any) -> tuple[str, Any, Any]:
     """The fast sampler of a pipeline: as it was saved, where it was and the options change nothing about it."""
     name, sampler, plan = _read_sampler(args, pipe.fast_sampler)
-    saved = type(pipe.sampler) is type(sampler) and not _given(args, SAMPLER_SETTINGS)
+    saved = type(pipe.sampler) is type(sampler) and not args.settings
     return name, pipe.sampler if saved else sampler, plan
 
 

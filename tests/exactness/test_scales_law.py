@@ -9,7 +9,7 @@ from tests.exactness.enumeration import PLAIN
 from tests.exactness.regions import total_variation
 from tests.helpers.scale_laws import LAWS, enumerated, every_sequence, known_maps, parts, product_law
 from tests.helpers.statistics import LEAST_P, p_value
-from tests.tiny_scales import FormulaTokenizer, TableScaleModel
+from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import scales as scales_module
 from visual_spec.samplers.scales.scales import ScaleWiseSampler

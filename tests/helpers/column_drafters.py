@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny_audio import BOOKS, CODES, tiny_decoder
+from tests.helpers.tiny_audio import BOOKS, CODES, tiny_decoder
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter

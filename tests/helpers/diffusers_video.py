@@ -7,7 +7,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from tests.tiny_wan import tiny_wan
+from tests.helpers.tiny_wan import tiny_wan
 
 SMALL: dict[str, Any] = dict(num_frames=9, height=32, width=32)
 

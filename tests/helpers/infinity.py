@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from tests.tiny_infinity import SIDES, tiny_bits, tiny_infinity
-from tests.tiny_t5 import tiny_t5, tiny_tokenizer
+from tests.helpers.tiny_infinity import SIDES, tiny_bits, tiny_infinity
+from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.infinity import InfinityPipeline

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from tests.helpers.tiny_students import DIM, SIDE
 from tests.models.next_token import straight
-from tests.tiny_students import DIM, SIDE
 
 SLOTS = SIDE * SIDE
 

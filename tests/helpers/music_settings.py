@@ -1,6 +1,6 @@
 """A tiny pipeline of MAGNeT, with the settings that benches and evaluations of music run."""
 
-from tests.tiny_audio import tiny_audio_pipeline
+from tests.helpers.tiny_audio import tiny_audio_pipeline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
 

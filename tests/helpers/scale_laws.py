@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
-from tests.tiny_scales import FormulaTokenizer, TableScaleModel
+from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import Stage

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tiny_scales import SIDES
+from tests.helpers.tiny_scales import SIDES
 
 
 def silu(x: Tensor) -> Tensor:

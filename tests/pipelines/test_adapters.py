@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.pipelines import KINDS, Kind
+from tests.helpers.tiny_audio import tiny_audio_pipeline
+from tests.helpers.tiny_latents import tiny_latent_pipeline
 from tests.tiny import tiny_pipeline
-from tests.tiny_audio import tiny_audio_pipeline
-from tests.tiny_latents import tiny_latent_pipeline
-from tests.tiny_pipelines import KINDS, Kind
 from visual_spec.models.core.adapters import adapter_state, weight_of
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler

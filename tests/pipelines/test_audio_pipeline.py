@@ -12,8 +12,7 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from transformers import MusicgenForConditionalGeneration, T5EncoderModel
 
 import visual_spec
-from tests.tiny import seeded
-from tests.tiny_audio import (
+from tests.helpers.tiny_audio import (
     BOOKS,
     CODES,
     FRAMES,
@@ -28,7 +27,8 @@ from tests.tiny_audio import (
     tiny_musicgen,
     tiny_words,
 )
-from tests.tiny_t5 import tiny_t5, tiny_tokenizer
+from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
+from tests.tiny import seeded
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.patterns import CodebookPattern
@@ -73,25 +73,6 @@ def test_accelerated_music_is_the_plain_music(pipe, guidance_scale):
     assert len(plain.codes.unique(dim=0)) == 3
     assert visual_spec.summary(pipe).startswith("ColumnJacobiSampler: 3 x 22")
     assert isinstance(visual_spec.restore(pipe).sampler, ColumnAutoregressiveSampler)
-
-
-def test_a_clip_depends_on_its_own_generator_and_prompt_only(pipe):
-    prompts = [PROMPT, "minor melody"]
-    pipe.sampler = ColumnJacobiSampler(window=4)
-    both = pipe(prompts, num_waveforms_per_prompt=2, generator=seeded(1, 2, 3, 4))
-    alone = pipe(prompts[1], generator=seeded(3))
-    assert alone.codes[0].equal(both.codes[2]) and not both.codes[2].equal(both.codes[3])
-    assert not pipe(prompts[0], generator=seeded(3)).codes.equal(alone.codes)
-
-
-def test_prompt_embeds_stand_in_for_the_prompt(pipe):
-    condition = pipe.make_condition(PROMPT)
-    want = pipe(PROMPT, generator=seeded(1)).codes
-    pipe.text_encoder = None
-    embeds = dict(prompt_embeds=condition.features, prompt_attention_mask=condition.mask)
-    assert pipe(generator=seeded(1), **embeds).codes.equal(want)
-    with pytest.raises(ValueError, match="without a text encoder; pass prompt_embeds"):
-        pipe(PROMPT)
 
 
 def test_unknown_words_are_named(pipe):

@@ -13,9 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.official import add_tiny_presets, random_weights, tokenizer_shapes, write_class_model
-from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder
-from tests.tiny_controlar import (
+from tests.helpers.tiny_controlar import (
     CHANNELS,
     PIXELS,
     VOCAB,
@@ -25,6 +23,8 @@ from tests.tiny_controlar import (
     controls,
     write_controlar,
 )
+from tests.official import add_tiny_presets, random_weights, tokenizer_shapes, write_class_model
+from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder
 from visual_spec import cli
 from visual_spec.models.next_token import llamagen_vq
 from visual_spec.models.next_token.controlar import ControlARTransformer, ControlledCondition

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tiny_scales import SIDES, TINY_VQ, tiny_scale_pipeline
 from tests.official import write_tokenizer
 from tests.tiny import seeded
-from tests.tiny_scales import SIDES, TINY_VQ, tiny_scale_pipeline
 from visual_spec.models.core.checkpoints import read_checkpoint
 from visual_spec.models.next_scale import var_vq
 from visual_spec.models.next_scale.var import VARTransformer

@@ -10,7 +10,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor
 
 import visual_spec
-from tests.tiny_depth import tiny_csm, tiny_moshi, tiny_talker
+from tests.helpers.tiny_depth import tiny_csm, tiny_moshi, tiny_talker
 
 IDS = torch.tensor([[1, 5, 9, 2], [2, 7, 6, 11], [2, 8, 8, 3]])
 MAKE = dict(csm=tiny_csm, moshi=tiny_moshi, talker=tiny_talker)

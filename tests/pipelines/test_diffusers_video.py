@@ -9,7 +9,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 
 import visual_spec
 from tests.helpers.diffusers_video import SMALL, tiny_pipeline
-from tests.tiny_wan import prompts, tiny_wan
+from tests.helpers.tiny_wan import prompts, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import DeepForcing, Full, HeadBudgets, Sliding
 from visual_spec.samplers.continuous.chunk_rollout import roll_out

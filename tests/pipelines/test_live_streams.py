@@ -11,10 +11,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
 from tests.helpers.musicgen import FRAMES
+from tests.helpers.tiny_audio import tiny_musicgen
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_languages import CODES, END, language_model, texts
 from tests.models.next_token.tiny_transformers import prompts
-from tests.tiny_audio import tiny_musicgen
 
 JANUS = prompts([6, 6], low=6, high=48, pad=0, last=3, first=1) | dict(generation_mode="image")
 CHAMELEON = prompts([6, 4], low=68, high=80, pad=1, last=70, first=0)

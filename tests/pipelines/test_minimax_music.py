@@ -10,8 +10,8 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import Tensor
 
 import visual_spec
-from tests.tiny_depth import MUSIC_WIDTH as WIDTH
-from tests.tiny_depth import tiny_minimax_music as pipeline
+from tests.helpers.tiny_depth import MUSIC_WIDTH as WIDTH
+from tests.helpers.tiny_depth import tiny_minimax_music as pipeline
 
 FRAMES = 6
 

@@ -10,7 +10,7 @@ from diffusers.modular_pipelines.wan.modular_blocks_wan import WanBlocks
 
 import visual_spec
 from tests.helpers.diffusers_video import SMALL, tiny_pipeline
-from tests.tiny_wan import prompts
+from tests.helpers.tiny_wan import prompts
 from visual_spec.pipelines.modular_video import CausalWanDenoiseStep
 
 

@@ -17,10 +17,10 @@ from transformers.generation.streamers import BaseStreamer
 import visual_spec
 from tests.helpers.diffusers_video import SMALL, tiny_pipeline
 from tests.helpers.musicgen import FRAMES
+from tests.helpers.tiny_audio import tiny_musicgen
+from tests.helpers.tiny_wan import prompts as embeddings
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
-from tests.tiny_audio import tiny_musicgen
-from tests.tiny_wan import prompts as embeddings
 from visual_spec.pipelines.accelerate.arguments import NEUTRAL
 
 # Prompts of one length: nothing is padding.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
 from tests.official import (
     add_tiny_presets,
     random_weights,
@@ -17,7 +18,6 @@ from tests.official import (
     write_tokenizer,
 )
 from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
-from tests.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
 from visual_spec.cli import main
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel

@@ -8,9 +8,9 @@ from accelerate import cpu_offload
 from diffusers.hooks.group_offloading import apply_group_offloading
 from diffusers.hooks.layerwise_casting import apply_layerwise_casting
 
+from tests.helpers.pipelines import KINDS
+from tests.helpers.tiny_scales import tiny_scale_pipeline
 from tests.tiny import seeded
-from tests.tiny_pipelines import KINDS
-from tests.tiny_scales import tiny_scale_pipeline
 from visual_spec.models.core.offload import at_hand
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import torch
 import yaml
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+from tests.helpers.pipelines import KINDS
 from tests.tiny import seeded
-from tests.tiny_pipelines import KINDS
 from visual_spec.families import PIPELINES
 from visual_spec.pipelines import card
 from visual_spec.pipelines.embedded import describe, embedded_folder

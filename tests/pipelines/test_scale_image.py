@@ -16,8 +16,8 @@ import torch
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 
 import visual_spec
+from tests.helpers.tiny_scales import tiny_var
 from tests.tiny import seeded
-from tests.tiny_scales import tiny_var
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
@@ -404,17 +404,6 @@ BAD_INPUT = {
     "no labels": (dict(labels=[]), ValueError, "labels is an empty list"),
     "label of another type": (dict(labels=[True]), TypeError, "label True is a bool"),
     "height": (dict(height=512), ValueError, "height=512, width=None, but this model draws 8 x 8 pixels"),
-    "pictures": (
-        dict(num_images_per_label=0), ValueError, "num_images_per_label=0; pass an integer of at least 1",
-    ),
-    "output type": (dict(output_type="jpeg"), ValueError, "pass one of pil, np, pt, latent"),
-    "guidance": (dict(guidance_scale=-1.0), ValueError, "guidance_scale=-1.0"),
-    "top-k": (dict(top_k=-1), ValueError, "top_k=-1"),
-    "generators": (dict(generator=seeded(1, 2)), ValueError, "2 generators for 1 pictures"),
-    "seed": (dict(generator=42), TypeError, "generator is a int; pass a torch.Generator"),
-    "callback tensors": (
-        dict(callback_on_step_end_tensor_inputs=["lengths"]), ValueError, r"allowed are \['canvas'\]",
-    ),
     "no refiner": (dict(num_draft_scales=2), ValueError, "has no refiner to draw the other scales"),
     "split": (dict(num_draft_scales=5), ValueError, "num_draft_scales=5; pass an integer from 1 to 4"),
     "no split": (dict(num_draft_scales=0), ValueError, "num_draft_scales=0; pass an integer from 1 to 4"),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.helpers.tiny_scales import SIDES, tiny_scale_pipeline, tiny_var
 from tests.tiny import seeded, tiny_pipeline
-from tests.tiny_scales import SIDES, tiny_scale_pipeline, tiny_var
 from visual_spec.eval.defaults import scale_settings
 from visual_spec.models.next_scale import scale_cache
 from visual_spec.models.next_scale.scale_budget import ScaleBudget

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.musicgen import musicgen
+from tests.helpers.pipelines import KINDS
+from tests.helpers.tiny_audio import tiny_decoder, tiny_musicgen
+from tests.helpers.tiny_t5 import tiny_tokenizer
 from tests.tiny import seeded, tiny_transformer
-from tests.tiny_audio import tiny_decoder, tiny_musicgen
-from tests.tiny_pipelines import KINDS
-from tests.tiny_t5 import tiny_tokenizer
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline

@@ -17,8 +17,19 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
+from tests.helpers.tiny_speech import (
+    AUDIO,
+    END,
+    IDS,
+    LATENT,
+    MASK,
+    PAD,
+    START,
+    Script,
+    tiny_pocket,
+    tiny_vibevoice,
+)
 from tests.helpers.without_numbers import NoHost, without_numbers
-from tests.tiny_speech import AUDIO, END, IDS, LATENT, MASK, PAD, START, Script, tiny_pocket, tiny_vibevoice
 from visual_spec.models.continuous.dpm_solver import read_solver
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, VibeVoiceHead
 from visual_spec.pipelines.accelerate import pocket_tts, speech_model, vibevoice

@@ -100,13 +100,6 @@ def test_the_next_frame_starts_early_in_row_orders(sampler, count):
         assert found.trace.target_calls.tolist() == [2 + (2 * count - 1) * 1]
 
 
-def test_a_clip_depends_on_its_own_generator_only():
-    pipe = tiny_video_pipeline()
-    together = pipe([PROMPT, PROMPT], generator=seeded(1, 2), output_type="latent").tokens
-    alone = pipe(PROMPT, generator=seeded(2), output_type="latent").tokens
-    assert torch.equal(together[1:], alone) and not torch.equal(together[:1], alone)
-
-
 def test_callback_and_interruption():
     pipe, calls = tiny_video_pipeline(), []
 
@@ -130,12 +123,7 @@ def test_frames_outside_the_grid_are_refused(frames):
 
 def test_other_bad_input_is_refused():
     pipe = tiny_video_pipeline()
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        (dict(height=64), "draws 4 x 4 pixels"),
-        (dict(output_type="mp4"), "output_type='mp4'"),
-        (dict(num_videos_per_prompt=0), "num_videos_per_prompt"),
-        (dict(guidance_scale=float("nan")), "guidance_scale"),
-    )
+    refused: tuple[tuple[dict[str, Any], str], ...] = ((dict(height=64), "draws 4 x 4 pixels"),)
     for settings, message in refused:
         with pytest.raises(ValueError, match=message):
             pipe(PROMPT, **settings)
@@ -157,16 +145,6 @@ def test_parts_that_do_not_fit_are_refused(tmp_path):
     tiny_pipeline().save_pretrained(tmp_path / "image")
     with pytest.raises(ValueError, match=r"load it with visual_spec\.ImagePipeline"):
         VideoPipeline.from_pretrained(tmp_path / "image")
-
-
-def test_a_saved_pipeline_draws_the_same(tmp_path):
-    pipe = tiny_video_pipeline(SpeculativeJacobiSampler(6, initial_draft="previous_frame"))
-    pipe.save_pretrained(tmp_path)
-    loaded = VideoPipeline.from_pretrained(tmp_path)
-    loaded.set_progress_bar_config(disable=True)
-    assert loaded.sampler.config.initial_draft == "previous_frame" and loaded.frame_rate == 8.0
-    one, two = (p(PROMPT, generator=seeded(3), output_type="pt") for p in (pipe, loaded))
-    assert torch.equal(one.tokens, two.tokens) and torch.equal(one.frames, two.frames)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

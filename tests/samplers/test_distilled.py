@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen_student import straight_line
+from tests.helpers.tiny_scales import SIDES, FormulaTokenizer, tiny_var
+from tests.helpers.tiny_students import (
+    LENGTH,
+    SIDE,
+    SIZE,
+    VOCAB,
+    student_weights,
+    tiny_student,
+    tiny_var_student,
+)
 from tests.helpers.var import student_logits
 from tests.tiny import seeded, tiny_transformer
-from tests.tiny_scales import SIDES, FormulaTokenizer, tiny_var
-from tests.tiny_students import LENGTH, SIDE, SIZE, VOCAB, student_weights, tiny_student, tiny_var_student
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys

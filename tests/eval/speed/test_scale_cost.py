@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_scales import TINY_VQ, tiny_scale_pipeline
+from tests.helpers.tiny_scales import TINY_VQ, tiny_scale_pipeline
 from visual_spec.eval.draws import caches_of
 from visual_spec.eval.speed.scale_cost import count_decode, like_on_meta, pipeline_on_meta
 from visual_spec.models.next_scale.scale_budget import ScaleBudget

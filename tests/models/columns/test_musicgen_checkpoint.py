@@ -29,7 +29,7 @@ from tests.audiocraft_files import (
     write_language_model,
 )
 from tests.helpers.musicgen import write_musicgen
-from tests.tiny_t5 import tiny_t5
+from tests.helpers.tiny_t5 import tiny_t5
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel

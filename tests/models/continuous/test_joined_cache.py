@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from tests.tiny_speech import tiny_vibevoice
+from tests.helpers.tiny_speech import tiny_vibevoice
 from visual_spec.models.continuous import joined_cache
 from visual_spec.models.continuous.joined_cache import JoinedCache, joined_mask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tiny_speech import LATENT, tiny_pocket, tiny_vibevoice
+from tests.helpers.tiny_speech import LATENT, tiny_pocket, tiny_vibevoice
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, VibeVoiceHead, guided
 
 TIMES = (999.0, 700.0, 333.0, 1.0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.column_drafters import BATCH, FRAMES, SCALE, columns, condition, drafter_for
-from tests.tiny_audio import BOOKS, CODES, tiny_decoder
+from tests.helpers.tiny_audio import BOOKS, CODES, tiny_decoder
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenState
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter, ColumnEagleState
 from visual_spec.models.next_token.llamagen import TextCondition

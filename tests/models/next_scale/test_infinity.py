@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.tiny_infinity import LENGTHS, SIDES, captions, some, tiny_infinity
+from tests.helpers.tiny_infinity import LENGTHS, SIDES, captions, some, tiny_infinity
 from visual_spec.models.core.protocol import Side, area_of, shape_of
 from visual_spec.models.next_scale.infinity import PRESETS, InfinityTransformer
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint

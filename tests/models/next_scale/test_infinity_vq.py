@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.tiny_infinity import SIDES, tiny_bits
+from tests.helpers.tiny_infinity import SIDES, tiny_bits
 from visual_spec.models.core.protocol import Side, area_of, shape_of
 from visual_spec.models.next_scale.infinity_scales import (
     SIZES,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tiny_scales import tiny_var
 from tests.helpers.var import normed, silu, straight_layers
-from tests.tiny_scales import tiny_var
 from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer, load_var_checkpoint
 
 SIDES = (1, 2, 3, 4)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.helpers.llamagen import on_meta
-from tests.helpers.var import LEVELS, student_logits
-from tests.tiny_scales import SIDES, tiny_var
-from tests.tiny_students import (
+from tests.helpers.tiny_scales import SIDES, tiny_var
+from tests.helpers.tiny_students import (
     VAR_SIZE,
     VAR_SLOTS,
     tiny_var_student,
@@ -18,6 +17,7 @@ from tests.tiny_students import (
     var_student_weights,
     write_var_student,
 )
+from tests.helpers.var import LEVELS, student_logits
 from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.next_scale.var import SCALES
 from visual_spec.models.next_scale.var_student import STUDENTS, VARStudent, load_var_student

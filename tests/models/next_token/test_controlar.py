@@ -11,10 +11,7 @@ from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
 from tests.helpers.llamagen import on_meta
-from tests.models.next_token import straight
-from tests.official import transformer_shapes, write_text_model
-from tests.tiny import seeded
-from tests.tiny_controlar import (
+from tests.helpers.tiny_controlar import (
     ADAPTER,
     DIM,
     LAYERS,
@@ -29,6 +26,9 @@ from tests.tiny_controlar import (
     controls,
     write_controlar,
 )
+from tests.models.next_token import straight
+from tests.official import transformer_shapes, write_text_model
+from tests.tiny import seeded
 from visual_spec.models.next_token.controlar import (
     ControlARTransformer,
     ControlledCondition,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tiny_wan import clips, prompts, tiny_wan
+from tests.helpers.tiny_wan import clips, prompts, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan, Rotary
 from visual_spec.models.video.frame_cache import (
     DeepForcing,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_wan import clips, prompts, tiny_wan
+from tests.helpers.tiny_wan import clips, prompts, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import DeepForcing, Full, FutureAnchor, SinkWindow, Sliding
 from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out

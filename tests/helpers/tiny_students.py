@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.tiny_scales import SIDES
 from tests.official import random_weights, transformer_shapes
-from tests.tiny_scales import SIDES
 from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 
@@ -68,7 +68,7 @@ def write_student(folder: Path, **container: Any) -> Path:
     return path
 
 
-# -- of VAR: over the tokens of `tests.tiny_scales` -------------------------------------------------------------------
+# -- of VAR: over the tokens of `tests.helpers.tiny_scales` ----------------------------------------------------------
 
 VAR_SLOTS = sum(side * side for side in SIDES)  # 1 + 4 + 9 + 16
 VAR_SIZE: dict[str, Any] = {"first_continuous": 14, "restart": 5}

@@ -7,8 +7,20 @@ from typing import Any
 
 import torch
 
+from scripts.train.causal_video import new_model
+from tests.helpers.distilled_pipelines import (
+    class_student_pipeline,
+    scale_student_pipeline,
+    text_student_pipeline,
+)
+from tests.helpers.tiny_audio import tiny_audio_pipeline
+from tests.helpers.tiny_infinity import tiny_bits, tiny_infinity
+from tests.helpers.tiny_latents import tiny_latent_pipeline
+from tests.helpers.tiny_scales import tiny_scale_pipeline
+from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
 from tests.tiny import (
     seeded,
+    tiny_frame_pipeline,
     tiny_masked_pipeline,
     tiny_masked_transformer,
     tiny_pipeline,
@@ -16,11 +28,8 @@ from tests.tiny import (
     tiny_video_pipeline,
     tiny_vq_model,
 )
-from tests.tiny_audio import tiny_audio_pipeline
-from tests.tiny_infinity import tiny_bits, tiny_infinity
-from tests.tiny_scales import tiny_scale_pipeline
-from tests.tiny_t5 import tiny_t5, tiny_tokenizer
 from visual_spec.models.text.t5_features import T5Features
+from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
@@ -72,6 +81,11 @@ def _masked_classes() -> Any:
     return MaskedClassImagePipeline(transformer, tiny_vq_model(), MaskedSampler(steps=5))
 
 
+def _chunks() -> Any:
+    transformer, encoder = new_model(24, 1, 2)
+    return ChunkVideoPipeline(transformer.eval(), encoder.eval())
+
+
 def _quiet(make: Callable[[], Any]) -> Callable[[], Any]:
     def made() -> Any:
         torch.manual_seed(0)
@@ -82,6 +96,8 @@ def _quiet(make: Callable[[], Any]) -> Callable[[], Any]:
     return made
 
 
+_TAUGHT: dict[str, Any] = {"teacher": True, "steps": 2, "teacher_from": 0}
+_SMALL = {"num_frames": 2, "steps": 1}
 KINDS: dict[str, Kind] = {
     "captions": Kind(_quiet(tiny_pipeline), "a red circle"),
     "video": Kind(_quiet(tiny_video_pipeline), "a red circle", "num_videos_per_prompt"),
@@ -92,4 +108,13 @@ KINDS: dict[str, Kind] = {
     "masked classes": Kind(_quiet(_masked_classes), 3, "num_images_per_label"),
     "music": Kind(_quiet(tiny_audio_pipeline), "a slow sad organ", "num_waveforms_per_prompt"),
     "masked music": Kind(_quiet(_masked), "a slow sad organ", "num_waveforms_per_prompt"),
+}
+# And those with other parts or another output; what holds for pipelines of any class is tested of all.
+ALL: dict[str, Kind] = KINDS | {
+    "frames": Kind(_quiet(tiny_frame_pipeline), "a red circle", "num_videos_per_prompt"),
+    "latents": Kind(_quiet(tiny_latent_pipeline), 3, "num_images_per_label"),
+    "students": Kind(_quiet(partial(class_student_pipeline, **_TAUGHT)), 3, "num_images_per_label"),
+    "students of scales": Kind(_quiet(partial(scale_student_pipeline, **_TAUGHT)), 3, "num_images_per_label"),
+    "students of captions": Kind(_quiet(partial(text_student_pipeline, **_TAUGHT)), "a red circle"),
+    "chunks": Kind(_quiet(_chunks), "a small red star moves right", "num_videos_per_prompt", _SMALL),
 }
