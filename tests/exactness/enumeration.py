@@ -229,7 +229,7 @@ class Enumerator:
         if call == 0:
             run = replace(self._begin(rows), noise=noise)
             state = self.sampler.prepare(run)
-            self.first.pattern, self.first.tables = run.pattern, run.tables
+            self.first.view, self.first.tables = run.view, run.tables
             return run, state
         state = select(branches.state, torch.arange(rows))
         if getattr(state, "meter", None) is not None:

@@ -111,7 +111,7 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     here, all noise is kept, and all that the fields hold tells states apart.
     """
     others = [field.name for field in fields(state) if field.name not in _CHAIN | _BOOKKEEPING | _OF_DRAFTS]
-    books, length = (1 if run.pattern is None else run.pattern.codebooks), run.num_tokens
+    books, length = run.view.codebooks, run.num_tokens
     held = widest(sampler.config.window) - 1 if hasattr(state, "label") else 0
     horizon, absurd = (state.lengths + held).clamp(max=length), run.model.vocab_size - 1
     state.tokens = _scrub(state.tokens, ~_before(horizon, state.tokens.shape[1]), absurd)
@@ -129,8 +129,8 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     noisy = torch.full_like(horizon, length) if others else horizon
     count = _before(noisy, length) & ~_before(state.lengths, length)
     count = count.repeat_interleave(books, 1)
-    if run.pattern is not None:
-        count &= run.pattern.valid[:length].flatten()  # the noise of a forced entry is of no consequence
+    if books > 1:
+        count &= run.view.valid[:length].flatten()  # the noise of a forced entry is of no consequence
     regions = regions.masked_fill(~count, 0)
     parts = [state.lengths, state.tokens, state.cache.tokens, regions]
     if getattr(state, "label", None) is not None and held:

@@ -356,7 +356,7 @@ def test_catches_entries_that_share_their_noise(monkeypatch, coupling, acceptanc
     def shared(self, steps):
         return (steps[..., None] + torch.arange(self.codebooks)).flatten(1)
 
-    monkeypatch.setattr(ColumnView, "slots", shared)
+    monkeypatch.setattr(ColumnView, "entries", shared)
     assert off(jacobi(2, coupling, acceptance, unit, "last_law"), "parallel") > 1e-3
 
 
@@ -397,7 +397,7 @@ class Measured(Enumerator):
         label, lengths = self.before
         place = torch.arange(self.sampler.config.window - 1)
         committed = state.lengths - lengths
-        valid = self.first.pattern.valid[lengths[:, None] + place]
+        valid = self.first.view.valid[lengths[:, None] + place]
         tested = ((place < committed[:, None])[..., None] & valid).flatten(1)  # [N, (W - 1) * K]
         apart = torch.zeros(tested.shape, dtype=torch.float64)
         target = self.target[:, : tested.shape[1]]
@@ -482,4 +482,4 @@ def test_statistics_fail_on_codebooks_tested_one_by_one(keys_in_bulk, monkeypatc
 
 def test_entries_have_counter_slots_of_their_own():
     entries = ColumnView(model("three codebooks"), 5, torch.device("cpu"))
-    assert torch.equal(entries.slots(torch.arange(9)[None]), torch.arange(27)[None])
+    assert torch.equal(entries.entries(torch.arange(9)[None]), torch.arange(27)[None])

@@ -186,7 +186,7 @@ def test_catches_a_refused_draft_that_gets_the_label_of_a_later_one(monkeypatch)
 
 def test_catches_drafts_labelled_with_the_law_of_another_step(monkeypatch):
     def propose(real, self, run, state):
-        found, books = real(self, run, state), run.pattern.codebooks
+        found, books = real(self, run, state), run.view.codebooks
         rows = found.label.rows.clone()
         rows[:, books : 2 * books] = rows[:, :books]
         found.label.rows = rows

@@ -173,9 +173,9 @@ def test_a_drafter_that_is_not_fed_what_was_committed_drafts_worse(monkeypatch):
     networks = pair(width=3)
     honest = chain(networks, PLAIN, 1)
 
-    def forgetful(drafter, state, most):
+    def forgetful(run, state, most):
         state.fed = state.lengths - 1
-        return real_feed(drafter, state, most)
+        return real_feed(run, state, most)
 
     real_feed = drafted.catch_up
     monkeypatch.setattr(drafted, "catch_up", forgetful)

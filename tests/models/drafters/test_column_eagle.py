@@ -79,10 +79,10 @@ def test_logits_equal_a_straight_line_computation(guided):
     target = columns()
     drafter = drafter_for(target)
     state, drafting = start(target, drafter, guided=guided)
-    tokens, seen = texts(), [layer.clone() for layer in state.hidden]
+    tokens, seen = texts(), [layer.clone() for layer in state.features]
     target(state, tokens[:, :5], steps_from(0, 5))  # columns 0 to 4, which gives the features up to step 5
-    layers = [torch.cat(pair, 1) for pair in zip(seen, state.hidden, strict=True)]  # [R, 6, dim]
-    drafter.observe(drafting, steps_from(0, 5))
+    layers = [torch.cat(pair, 1) for pair in zip(seen, state.features, strict=True)]  # [R, 6, dim]
+    drafter.observe(drafting, drafting.beside.features, steps_from(0, 5))
     exact = drafter(drafting, tokens[:, :6], steps_from(0, 6))  # [B, 6, K, V]
     guessed = drafter(drafting, tokens[:, 6:7], steps_from(6, 1))  # on the drafter's own feature
     assert exact.shape == (BATCH, 6, BOOKS, CODES) and not drafting.guided
@@ -104,7 +104,7 @@ def test_guided_features_give_the_targets_guided_logits():
     state = target.prefill(condition(), batch_size=BATCH, guided=True, window=4)
     logits = target(state, texts()[:, :4], steps_from(0, 4))
     conditional, unconditional = logits.chunk(2)
-    c, u = state.hidden[-1].chunk(2)
+    c, u = state.features[-1].chunk(2)
     guided = unconditional + SCALE * (conditional - unconditional)
     assert (target.score(u + SCALE * (c - u)) - guided).abs().max() < 1e-10
 
@@ -121,7 +121,7 @@ def test_ragged_rows_that_are_drafted_refused_and_fed_again_equal_a_fresh_comput
     every = steps_from(0, width - 1)
     _, whole = start(target, drafter, prompt_frames=prompt_frames)
     target(whole.beside, tokens[:, : width - 1], every)
-    drafter.observe(whole, every)
+    drafter.observe(whole, whole.beside.features, every)
     expected = drafter(whole, tokens[:, : width - 1], every)
 
     def at(text: Tensor, steps: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def test_ragged_rows_that_are_drafted_refused_and_fed_again_equal_a_fresh_comput
             drafter(drafting, drafts[:, index, None], steps[:, index, None])
         steps = lengths[:, None] - 1 + torch.arange(3)
         target(drafting.beside, torch.cat([at(tokens, steps[:, :1]), drafts], 1), steps)
-        drafter.observe(drafting, steps)
+        drafter.observe(drafting, drafting.beside.features, steps)
         fed, lengths = lengths, (lengths + torch.tensor(kept) + 1).clamp(max=width)
     assert compared >= 9
 
@@ -162,9 +162,11 @@ def test_a_prompt_is_read_like_text_that_was_decoded():
     _, drafting = start(plain, drafter)
     text = steps_from(0, given.first_step)
     plain(drafting.beside, sequence, text)
-    drafter.observe(drafting, text)
+    drafter.observe(drafting, drafting.beside.features, text)
     drafter(drafting, sequence, text)
-    drafter.observe(drafting, text)  # in place of what the drafter left behind its newest column
+    drafter.observe(
+        drafting, drafting.beside.features, text
+    )  # in place of what the drafter left behind its newest column
     _, prompted = start(given, drafter, prompt_frames=4)
     tokens = sequence.new_zeros(BATCH, 1, BOOKS).masked_fill(~given.valid[:1], 0)
     column = torch.where(given.valid[0], tokens, prompted.beside.forced[:, given.first_step, None])
@@ -189,7 +191,7 @@ def test_unrolled_training_equals_cached_decoding(steps):
             known = at - step + 1  # steps whose features are the target's
             if known > 1:
                 target(drafting.beside, tokens[:, : known - 1], steps_from(0, known - 1))
-                drafter.observe(drafting, steps_from(0, known - 1))
+                drafter.observe(drafting, drafting.beside.features, steps_from(0, known - 1))
             logits = drafter(drafting, tokens[:, :known], steps_from(0, known))
             for later in range(known, at + 1):
                 logits = drafter(drafting, tokens[:, later, None], steps_from(later, 1))

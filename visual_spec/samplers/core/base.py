@@ -42,7 +42,7 @@ from visual_spec.samplers.core.precision import (
 )
 from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
-from visual_spec.samplers.core.verification import draw_tokens
+from visual_spec.samplers.core.view import TOKENS
 from visual_spec.samplers.core.window import AUTO, WindowPolicy, adaptive
 
 Callback = Callable[[int, Tensor], Any]
@@ -65,7 +65,7 @@ class Run:
         rule: the rule that tests drafts, with its tables.
         parts: the other arguments of the call, by the names in the sampler's `takes`.
         tables: tensors that the method computed once for the whole decode.
-        pattern: the codebook pattern (`ColumnView`) of a model of columns.
+        view: what a slot holds, one token or a column (`TokenView`).
         fixed_width: positions of every call of the model; None: as many as there are to score.
         unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
         end: the token at which a sample ends; None: none does.
@@ -82,7 +82,7 @@ class Run:
     rule: AcceptanceRule = EXACT
     parts: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, Tensor] = field(default_factory=dict)
-    pattern: Any = None
+    view: Any = TOKENS
     fixed_width: int | None = None
     unit: float | None = None
     end: int | None = None
@@ -185,18 +185,17 @@ class State:
             scratch: number of slots past the grid that calls may write.
             more: the other fields of a subclass.
         """
-        logits = run.cache.logits  # [R, V], or [R, P, V] of the first P slots
-        logits = logits[:, None] if logits.dim() == 2 else logits[:, :1]
+        view, logits = run.view, run.view.first(run.cache.logits)
         slots = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
-        tokens = slots.new_zeros(run.batch_size, run.num_tokens + scratch)
-        tokens[:, :1] = draw_tokens(run.law, run.noise, logits, slots, run.guided)
+        tokens = view.empty(slots, run.num_tokens + scratch)
+        view.write(tokens, slots, view.draw(run.law, run.noise, logits, slots, run.guided))
         state = cls(
             cache=run.cache,
             tokens=tokens,
             lengths=slots.new_ones(run.batch_size),
             round=0,
             target_calls=slots.new_ones(run.batch_size),
-            commit_call=torch.zeros_like(tokens),
+            commit_call=slots.new_zeros(tokens.shape[:2]),
             meter=None if run.rule.lossless else DivergenceMeter(run.batch_size, run.device),
             near_ties=None if run.unit is None else torch.zeros_like(slots[:, 0]),
             end=run.end,
@@ -329,6 +328,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
         return rule_of(self.relaxation, parts.get("codebook"), device)
 
+    def view(self, model: Any, device: torch.device) -> Any:
+        """Return how tokens are read and written, see `TokenView`."""
+        return TOKENS
+
     def prefill(
         self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:
@@ -406,7 +409,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         ahead = self.window_of(model) + _AHEAD
         noise = CounterNoise(keys, device, keep=ahead if device.type == "cpu" else 0)
         run = Run(model, condition, len(keys), cache, checked, given, noise, watch, rule, parts)
-        run.end = getattr(given, "end", None)
+        run.end, run.view = getattr(given, "end", None), self.view(model, device)
         run.fixed_width = self.fixed_width
         if rule is not None and rule.identical and self.fixed_width is None:
             low = low_precision_of(model)

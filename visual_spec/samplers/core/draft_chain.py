@@ -14,7 +14,7 @@ from visual_spec.samplers.core.verification import Verdict, verify
 
 
 class ChainSampler(Sampler):
-    """Speculative decoding of a next-token model. A method defines `propose`, which drafts.
+    """Speculative decoding of a next-token model, or of one of columns. A method defines `propose`, which drafts.
 
     It reads these settings, if the method declares them: `acceptance` ("identical", "exact", or a relaxed rule) and
     `relaxation`, the numbers of that rule.
@@ -23,7 +23,7 @@ class ChainSampler(Sampler):
     takes = ("codebook",)
 
     def propose(self, run: Run, state: Any) -> Draft:
-        """Return labelled drafts for the slots after the committed tokens, [B, N]."""
+        """Return labelled drafts for the slots after the committed tokens, entry by entry: [B, N * K]."""
         raise NotImplementedError
 
     def settle(self, run: Run, state: Any, slots: Tensor, verdict: Verdict) -> None:
@@ -32,8 +32,8 @@ class ChainSampler(Sampler):
         Args:
             slots: long [B, N + 1], the slots that the call scored.
         """
-        state.tokens.scatter_(1, slots, verdict.tokens)
-        state.commit(slots, verdict.kept + 1, run.num_tokens, verdict.near)
+        run.view.write(state.tokens, slots, verdict.tokens)
+        state.commit(slots, verdict.advance, run.num_tokens, verdict.near)
 
     @property
     def coupled(self) -> bool:
@@ -54,15 +54,23 @@ class ChainSampler(Sampler):
         self.relaxation.check(parts.get("codebook"), model.vocab_size)
 
     def step(self, run: Run, state: Any) -> None:
-        """Commit 1 to N + 1 tokens a row. A complete row does not change."""
-        draft = with_bonus(self.propose(run, state))  # [B, N + 1]
-        slots = state.next_slots(draft.tokens.shape[1])  # the slots that this call scores
-        newest = state.tokens.gather(1, slots[:, :1] - 1)
-        inputs = torch.cat([newest, draft.tokens[:, :-1].clamp(min=0)], 1)
-        logits = run.score(state.cache, inputs, slots - 1)  # [R, N + 1, V]
+        """Commit 1 to N + 1 slots a row. A complete row does not change."""
+        view = run.view
+        draft = with_bonus(self.propose(run, state), view.codebooks)  # [B, (N + 1) * K]
+        slots = state.next_slots(draft.tokens.shape[1] // view.codebooks)  # the slots that this call scores
+        newest = view.read(state.tokens, slots[:, :1] - 1)
+        inputs = torch.cat([newest, draft.tokens[:, : -view.codebooks].clamp(min=0)], 1)
+        logits = run.score(
+            state.cache, view.fed(inputs, slots - 1), slots - 1
+        )  # [R, N + 1, V], or [.., K, V]
         run.lap("model")
         state.round += 1
-        verdict = verify(
+        self.settle(run, state, slots, self.verify(run, state, logits, slots, draft))
+        run.lap("verify")
+
+    def verify(self, run: Run, state: Any, logits: Tensor, slots: Tensor, draft: Draft) -> Verdict:
+        """Test the drafts of `slots`, long [B, N + 1], by the logits that predict them."""
+        return verify(
             run.law,
             run.noise,
             logits,
@@ -77,5 +85,3 @@ class ChainSampler(Sampler):
             needs_laws=self.needs_laws,
             unit=run.unit,
         )
-        self.settle(run, state, slots, verdict)
-        run.lap("verify")

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 class FeatureDrafter(Protocol):
     """A drafter that reads the target's features: the input of the target's output head at each slot.
 
-    The other kind of drafter is any `NextTokenModel` (for trees: `TreeModel`) over the same grid and vocabulary. The
-    two kinds start differently and receive different data after a target call. They draft in the same way.
+    The other kind of drafter is any `NextTokenModel` (for trees: `TreeModel`; for columns: `ColumnModel`) over the same
+    grid and vocabulary. The two kinds start differently and receive different data after a target call. They draft in
+    the same way. A drafter of columns reads the features of all layers, and its state is not `guided`: it returns
+    guided logits [B, W, K, V].
     """
 
     @property
@@ -28,12 +30,13 @@ class FeatureDrafter(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def follow(self, model: Any, state: Any, *, window: int) -> Any:
+    def follow(self, model: Any, state: Any, *, window: int, **told: Any) -> Any:
         """Allocate the drafter's cache beside a target that has just been prefilled.
 
         Args:
             model, state: the target and its state. `state.features` [R, 1, dim] predicted slot 0.
             window: the most positions of one drafter call.
+            told: `guidance_scale`, for a drafter of columns.
 
         Raises:
             ValueError: the drafter was made for another kind of target.
@@ -103,22 +106,25 @@ def ask_drafter(drafter: Any, cache: Any, tokens: Tensor, slots: Tensor, *visibl
     return check_returned(logits, len(tokens), cache.guided, *sizes, who="the drafter")
 
 
-def catch_up(drafter: Any, state: Any, most: int) -> Tensor:
-    """Feed the drafter the newly committed tokens. Returns the logits [R, 1, V] after the newest token.
+def catch_up(run: Run, state: Any, most: int) -> Tensor:
+    """Feed the drafter the newly committed tokens. Returns its logits after the newest one: [R, 1, V], or [R, 1, K, V].
 
     Args:
         state: has `tokens`, `lengths`, `drafter_cache`, and `fed`, long [B]: how many leading slots the drafter has
             been fed in final form.
-        most: the most tokens that a target call commits.
+        most: the most slots that a target call commits.
 
-    The call always has `most` positions. Those after the newest token hold scratch, at slots that are written again
-    before anything reads them.
+    The call always has `most` positions. Those after the newest slot hold scratch, at slots that are written again
+    before anything reads them. Where nothing was committed, the newest slot is fed again.
     """
-    slots = state.fed[:, None] + torch.arange(most, device=state.fed.device)  # [B, most]
-    logits = ask_drafter(drafter, state.drafter_cache, state.tokens.gather(1, slots), slots)  # [R, most, V]
-    newest = (state.lengths - 1 - state.fed).clamp_(min=0)[:, None]  # [B, 1]; a complete row has nothing new
+    first = torch.minimum(state.fed, state.lengths - 1)[:, None]  # [B, 1]
+    slots = first + torch.arange(most, device=first.device)  # [B, most]
+    fed = run.view.fed(run.view.read(state.tokens, slots), slots)
+    logits = ask_drafter(run.drafter, state.drafter_cache, fed, slots)  # [R, most, V], or [R, most, K, V]
+    newest = state.lengths[:, None] - 1 - first
     state.fed = state.lengths
-    return rows_of(logits, newest.repeat(logits.shape[0] // newest.shape[0], 1))
+    rows = rows_of(logits.flatten(2), newest.repeat(len(logits) // len(newest), 1))
+    return rows.unflatten(2, logits.shape[2:])
 
 
 def draft_law(law: CheckedLaw, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:

@@ -129,30 +129,31 @@ def uniform_tokens(
 
 
 def copied_tokens(direction: str, tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
-    """Return copies of earlier tokens: to the left or above, as in the spatial locality-aware initialisation of SJD
-    (Teng et al., ICLR 2025), or of an earlier frame.
+    """Return the tokens at `copied_slots`: long [B, N]. `tokens`: long [B, S], the tokens by slot."""
+    return tokens.gather(1, copied_slots(direction, slots, newest, grid, tokens))
+
+
+def copied_slots(
+    direction: str, slots: Tensor, newest: Tensor, grid: TokenGrid, tokens: Tensor | None = None
+) -> Tensor:
+    """Return the slots that drafts are copied from: the nearest to the left or above that holds a token, as in the
+    spatial locality-aware initialisation of SJD (Teng et al., ICLR 2025), or in an earlier frame.
 
     Args:
         direction: "left", "up", "previous_frame" or "moved_frame" (`moved_slots`).
-        tokens: long [B, S], the tokens by slot.
         slots: long [B, N], the slots to draft, all later than `newest`.
         newest: long [B, 1], the last slot that holds a token.
+        tokens: long [B, S], the tokens by slot; only "moved_frame" reads them.
 
     Returns:
         long [B, N].
-    """
-    if direction == MOVED_FRAME and grid.frames > 1:
-        return tokens.gather(1, moved_slots(tokens, slots, newest, grid))
-    return tokens.gather(1, copied_slots(direction, slots, newest, grid))
-
-
-def copied_slots(direction: str, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
-    """Return the nearest slot to the left, above or in an earlier frame that holds a token: long [B, N].
 
     If a slot's neighbour holds no token yet, the search goes on in the same direction. If the row ends before a token
     is found, "left" looks up; if the frame ends, "up" looks at the same place in earlier frames; if that finds none,
     the newest token is used. "previous_frame" looks at the same place in earlier frames first, then to the left.
     """
+    if direction == MOVED_FRAME and grid.frames > 1 and tokens is not None:
+        return moved_slots(tokens, slots, newest, grid)
     frame_size = grid.height * grid.width
     distance = slots - newest  # [B, N], >= 1
     above = slots - grid.width * _ceil_div(distance, grid.width)
@@ -170,7 +171,7 @@ def moved_slots(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) 
     """Return where the content of each slot was in the last complete frame, if it moves on as in the last frames.
 
     Before two frames are complete nothing is known of motion, and the slots are those of "previous_frame". See
-    `block_matching` for the displacement of each slot, and `copied_tokens` for the arguments.
+    `block_matching` for the displacement of each slot, and `copied_slots` for the arguments.
     """
     from visual_spec.samplers.core.block_matching import moved_places  # only clips need it
 

@@ -46,6 +46,7 @@ class Verdict:
         laws: [B, N, V] log-probabilities of the target; None if a kernel did not need them.
         drawn: long [B, N], a draw from the target law at every position, if a kernel made one; else None.
         near: bool [B, N], the near-ties; None if they were not asked for.
+        replaced: bool [B], whether the first refused position holds its final tokens; None: it does.
     """
 
     tokens: Tensor
@@ -53,6 +54,12 @@ class Verdict:
     laws: Tensor | None
     drawn: Tensor | None = None
     near: Tensor | None = None
+    replaced: Tensor | None = None
+
+    @property
+    def advance(self) -> Tensor:
+        """How many positions are final, long [B]."""
+        return self.kept + (1 if self.replaced is None else self.replaced)
 
 
 def verify(

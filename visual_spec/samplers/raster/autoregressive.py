@@ -7,7 +7,6 @@ from visual_spec.models.core.settings import Graph
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.graph import AUTO
-from visual_spec.samplers.core.verification import draw_tokens
 
 
 class AutoregressiveSampler(Sampler):
@@ -41,9 +40,11 @@ class AutoregressiveSampler(Sampler):
 
     def step(self, run: Run, state: State) -> None:
         slots = state.next_slots(1)  # [B, 1]
-        logits = run.score(state.cache, state.tokens.gather(1, slots - 1), slots - 1)  # [R, 1, V]
+        newest = run.view.fed(run.view.read(state.tokens, slots - 1), slots - 1)
+        logits = run.score(state.cache, newest, slots - 1)  # [R, 1, V]
         run.lap("model")
         state.round += 1
-        state.tokens.scatter_(1, slots, draw_tokens(run.law, run.noise, logits, slots, run.guided))
+        drawn = run.view.draw(run.law, run.noise, logits, slots, run.guided)
+        run.view.write(state.tokens, slots, drawn)
         state.commit(slots, state.lengths.new_ones(()), run.num_tokens)
         run.lap("verify")

@@ -6,28 +6,30 @@ uses the counter slot s * K + k, called its entry. So one codebook gets the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.kernels.law import POINT_LAW
 from visual_spec.models.core.protocol import ColumnModel
 from visual_spec.samplers.core.acceptance import accepted_prefix, exact_acceptance, residual
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_returned
-from visual_spec.samplers.core.drafts import Draft, rows_of, with_bonus
+from visual_spec.samplers.core.draft_chain import ChainSampler
+from visual_spec.samplers.core.drafts import Draft, Label, rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
 from visual_spec.samplers.core.precision import rounding_of
-from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult
+from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 from visual_spec.samplers.core.verification import Verdict, verify_laws
+from visual_spec.samplers.core.view import Law, TokenView
 from visual_spec.samplers.raster.column_residual import draw_product_residual, product_acceptance
 
 
-class ColumnView:
+class ColumnView(TokenView):
     """The codebook pattern of a model. Entries without a token hold token 0 in the sampler and `special_id` in the
     model.
 
@@ -35,87 +37,61 @@ class ColumnView:
         window: most columns of a call. The view adds that many steps after the last one, all of them forced.
     """
 
+    carries_drafts = True
+
     def __init__(self, model: ColumnModel, window: int, device: torch.device) -> None:
         self.codebooks = model.grid.codebooks
         self.num_steps = model.grid.num_tokens
         self.special_id, self.vocab_size = model.special_id, model.vocab_size
         self.valid = F.pad(model.valid.to(device), (0, 0, 0, window))  # [S + W, K]
 
-    def slots(self, steps: Tensor) -> Tensor:
-        """Return the counter slots of all entries of steps [B, N]: long [B, N * K]."""
+    def empty(self, slots: Tensor, length: int) -> Tensor:
+        return slots.new_zeros(len(slots), length, self.codebooks)
+
+    def first(self, logits: Tensor) -> Tensor:
+        return logits[:, None]  # [R, 1, K, V]
+
+    def entries(self, slots: Tensor) -> Tensor:
         return (
-            steps[..., None] * self.codebooks + torch.arange(self.codebooks, device=steps.device)
+            slots[..., None] * self.codebooks + torch.arange(self.codebooks, device=slots.device)
         ).flatten(1)
 
-    def with_special(self, tokens: Tensor, steps: Tensor) -> Tensor:
-        """Return tokens [B, N, K] at steps [B, N] or [N] as the model takes them, `special_id` where there is none."""
-        return torch.where(self.valid[steps], tokens, self.special_id)
+    def read(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        return rows_of(tokens, slots).flatten(1)
 
-    def laws(
-        self, law: Callable[[Tensor, Tensor, bool], Tensor], logits: Tensor, steps: Tensor, guided: bool
-    ) -> Tensor:
-        """Return laws [B, N, K, V] from logits [R, N, K, V] that predict steps [B, N]; forced entries are token 0."""
-        valid = self.valid[steps]  # [B, N, K]
-        check_returned(logits, len(steps), guided, *valid.shape[1:], self.vocab_size)
+    def write(self, tokens: Tensor, slots: Tensor, entries: Tensor) -> None:
+        columns = entries.view(*slots.shape, self.codebooks)
+        tokens.scatter_(1, slots[..., None].expand_as(columns), columns)
+
+    def fed(self, entries: Tensor, slots: Tensor) -> Tensor:
+        return self.with_special(entries.view(*slots.shape, self.codebooks), slots)
+
+    def with_special(self, columns: Tensor, steps: Tensor) -> Tensor:
+        """Return columns [B, N, K] at steps [B, N] or [N] as the model takes them, `special_id` where none is."""
+        return torch.where(self.valid[steps], columns, self.special_id)
+
+    def laws(self, law: Law, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
+        """Return laws [B, N * K, V] from logits [R, N, K, V] that predict steps [B, N]; forced entries are token 0."""
+        valid = self.valid[slots]  # [B, N, K]
+        check_returned(logits, len(slots), guided, *valid.shape[1:], self.vocab_size)
         # The logits of a forced entry are never used, so they are marked as past the grid and not checked.
-        at = torch.where(valid, steps[..., None], self.num_steps).flatten(1)
-        laws = law(logits.flatten(1, 2), at, guided).view(*valid.shape, -1)
-        return self.forced(laws, valid)
-
-    def forced(self, laws: Tensor, valid: Tensor) -> Tensor:
-        """Put the laws of forced entries (`valid` [B, N, K] is false) of laws [B, N, K, V] on token 0."""
+        at = torch.where(valid, slots[..., None], self.num_steps).flatten(1)
+        laws = law(logits.flatten(1, 2), at, guided)
         certain = laws.new_full(laws.shape[-1:], -torch.inf)
         certain[:1].fill_(0)
-        return torch.where(valid[..., None], laws, certain)
+        return torch.where(valid.flatten(1)[..., None], laws, certain)
 
-    def draw(self, noise: CounterNoise, laws: Tensor, steps: Tensor, stream: int, round: int = 0) -> Tensor:
-        """Draw tokens [B, N, K] from laws [B, N, K, V]."""
-        return noise.categorical(laws.flatten(1, 2), self.slots(steps), stream, round).view(laws.shape[:-1])
+    def draw(
+        self, law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool
+    ) -> Tensor:
+        return noise.categorical(self.laws(law, logits, slots, guided), self.entries(slots), TOKEN)
 
-
-@dataclass
-class ColumnState(State):
-    """A batch of columns. `tokens` is long [B, S + scratch, K], 0 at forced entries; lengths and calls count steps."""
-
-    @classmethod
-    def begin(cls, run: Run, scratch: int, **more: Any) -> Any:
-        """Return the state after the prefill: step 0 is drawn and committed. Also sets `run.pattern`."""
-        pattern = run.pattern = ColumnView(run.model, scratch, run.device)
-        steps = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
-        target = pattern.laws(run.law, run.cache.logits[:, None], steps, run.guided)  # [B, 1, K, V]
-        length = pattern.num_steps + scratch
-        state = cls(
-            cache=run.cache,
-            tokens=steps.new_zeros(run.batch_size, length, pattern.codebooks),
-            lengths=steps.new_ones(run.batch_size),
-            round=0,
-            target_calls=steps.new_ones(run.batch_size),
-            commit_call=steps.new_zeros(run.batch_size, length),
-            meter=None if run.rule.lossless else DivergenceMeter(run.batch_size, run.device),
-            near_ties=None if run.unit is None else steps.new_zeros(run.batch_size),
-            **more,
-        )
-        state.write(steps, pattern.draw(run.noise, target, steps, TOKEN))
-        return state
-
-    def write(self, steps: Tensor, tokens: Tensor) -> None:
-        """Write tokens [B, N, K] at steps [B, N]."""
-        self.tokens.scatter_(1, steps[..., None].expand_as(tokens), tokens)
-
-
-class ColumnSampler(Sampler):
-    """A sampler for models of several codebooks.
-
-    The result has tokens long [B, S, K], `special_id` where the pattern has no token. The trace counts columns in place
-    of tokens: `commit_call` is [B, S], and `tokens_per_call` is columns per call.
-    """
-
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_column_request(model, law, batch_size)
-
-    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        every = torch.arange(run.num_tokens, device=run.device)
-        return SampleResult(run.pattern.with_special(tokens, every), DecodeTrace(**trace))
+    def forced(self, drafts: Tensor, label: Label | None, slots: Tensor) -> tuple[Tensor, Label | None]:
+        # An initial draft ignores the pattern; a forced entry is token 0 for certain.
+        valid = self.valid[slots].flatten(1)
+        if label is not None:
+            label = replace(label, rows=torch.where(valid, label.rows, POINT_LAW))
+        return drafts.masked_fill(~valid, 0), label
 
 
 COLUMN = "column"
@@ -124,8 +100,8 @@ UNITS = (COLUMN, CODEBOOK)
 
 
 @dataclass
-class ColumnDraftState(ColumnState):
-    """A batch with drafted columns.
+class ColumnDraftState(State):
+    """A batch with drafted columns. `tokens` is long [B, S + scratch, K], 0 at forced entries.
 
     Attributes:
         pending: bool [B]. The first drafted column was refused, but no attempt at its residual was kept. The next call
@@ -133,8 +109,8 @@ class ColumnDraftState(ColumnState):
         refused_law: [B, K, V], the law that the refused column was drawn from.
     """
 
-    pending: Tensor
-    refused_law: Tensor
+    pending: Tensor = field(kw_only=True)
+    refused_law: Tensor = field(kw_only=True)
 
     @classmethod
     def begin(cls, run: Run, scratch: int, **more: Any) -> Any:
@@ -146,69 +122,58 @@ class ColumnDraftState(ColumnState):
         return super().begin(run, scratch, pending=pending, refused_law=law, **more)
 
 
-class ColumnChainSampler(ColumnSampler):
-    """Draft a chain of columns, score it in one call, keep the columns before the first refusal and add one.
+class ColumnSampler(Sampler):
+    """What makes a sampler of tokens one of columns: a base to name before it.
 
-    The logits after a column are valid only if all K drafts of the column stand. So a column is kept or refused as a
-    whole. A method defines `propose`, which drafts.
+    The result has tokens long [B, S, K], `special_id` where the pattern has no token. The trace counts columns in place
+    of tokens: `commit_call` is [B, S], and `tokens_per_call` is columns per call.
     """
 
-    unit = COLUMN
+    reads_text = False
+
+    def view(self, model: Any, device: torch.device) -> ColumnView:
+        return ColumnView(model, self.window_of(model), device)
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        check_column_request(model, law, batch_size)
+
+    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        every = torch.arange(run.num_tokens, device=run.device)
+        return SampleResult(run.view.with_special(tokens, every), DecodeTrace(**trace))
+
+
+class ColumnChainSampler(ColumnSampler, ChainSampler):
+    """As `ColumnSampler`, for samplers that test chains of drafted columns.
+
+    The logits after a column are valid only if all K drafts of the column stand. So a column is kept or refused as a
+    whole.
+    """
+
     tries = 8  # attempts at the residual of a column in one call
 
-    def propose(self, run: Run, state: Any) -> Draft:
-        """Return drafts of the next columns, entry by entry: [B, N * K]."""
-        raise NotImplementedError
-
-    def settle(self, run: Run, state: Any, steps: Tensor, verdict: Verdict, advance: Tensor) -> None:
-        """Update the state after a call.
-
-        Args:
-            steps: long [B, N + 1], the steps that the call scored.
-            advance: long [B], how many of them are final.
-        """
-        state.write(steps, verdict.tokens.view(*steps.shape, -1))
-        state.commit(steps, advance, run.num_tokens, verdict.near)
-
-    @property
-    def coupled(self) -> bool:
-        """Whether verification also keeps or replaces the drafts after a refusal, for the next call to test."""
-        return False
-
-    def step(self, run: Run, state: Any) -> None:
-        """Commit 0 to N + 1 columns a row, 0 only where a replacement is pending. A complete row does not change."""
-        pattern = run.pattern
-        draft = with_bonus(self.propose(run, state), pattern.codebooks)  # [B, (N + 1) * K]
-        count = draft.tokens.shape[1] // pattern.codebooks
-        steps = state.next_slots(count)  # [B, N + 1], scored by this call
-        columns = draft.tokens.view(*steps.shape, -1)
-        inputs = torch.cat([rows_of(state.tokens, steps[:, :1] - 1), columns[:, :-1]], 1)
-        inputs = pattern.with_special(inputs, steps - 1)
-        logits = run.score(state.cache, inputs, steps - 1)  # [R, N + 1, K, V]
-        run.lap("model")
-        state.round += 1
-        target = pattern.laws(run.law, logits, steps, run.guided).flatten(1, 2)  # [B, (N + 1) * K, V]
-        if self.unit == COLUMN and not run.rule.identical:
-            verdict, found = self._verify_products(run, state, target, steps, draft)
-        else:
-            verdict = verify_laws(
-                target,
-                run.noise,
-                pattern.slots(steps),
-                draft,
-                rule=run.rule,
-                round=state.round,
-                coupled=self.coupled,
-                meter=state.meter,
-                inside=pattern.valid[steps].flatten(1),
-                group=pattern.codebooks,
-            )
-            found = torch.ones_like(state.pending)
-            if run.unit is not None:
-                verdict = replace(verdict, near=self._near_ties(run, target, logits, steps))
-        state.pending = ~found
-        self.settle(run, state, steps, verdict, verdict.kept + found)
-        run.lap("verify")
+    def verify(self, run: Run, state: Any, logits: Tensor, slots: Tensor, draft: Draft) -> Verdict:
+        """Test the drafts. A row may commit nothing while the replacement of its column is pending."""
+        view = run.view
+        target = view.laws(run.law, logits, slots, run.guided)  # [B, (N + 1) * K, V]
+        if self.config.get("unit", COLUMN) == COLUMN and not run.rule.identical:
+            verdict, found = self._verify_products(run, state, target, slots, draft)
+            state.pending = ~found
+            return replace(verdict, replaced=found)
+        verdict = verify_laws(
+            target,
+            run.noise,
+            view.entries(slots),
+            draft,
+            rule=run.rule,
+            round=state.round,
+            coupled=self.coupled,
+            meter=state.meter,
+            inside=view.valid[slots].flatten(1),
+            group=view.codebooks,
+        )
+        if run.unit is not None:
+            verdict = replace(verdict, near=self._near_ties(run, target, logits, slots))
+        return verdict
 
     def _near_ties(self, run: Run, target: Tensor, logits: Tensor, steps: Tensor) -> Tensor:
         """Return the columns with a near-tie in one of their entries, bool [B, N]; see `verification.draw_near`.
@@ -218,13 +183,13 @@ class ColumnChainSampler(ColumnSampler):
             logits: [R, N, K, V].
         """
         assert run.unit is not None
-        _, margin = run.noise.race(target, run.pattern.slots(steps), TOKEN)
-        valid, law = run.pattern.valid[steps], run.law.law
+        _, margin = run.noise.race(target, run.view.entries(steps), TOKEN)
+        valid, law = run.view.valid[steps], run.law.law
         margin = margin.view(valid.shape)  # [B, N, K]
         if law.temperature == 0:  # all mass is on the largest logit, so the law says nothing about the second
             open_law = CheckedLaw(replace(law, temperature=1.0, top_k=0, top_p=1.0), 0)
-            best = run.pattern.laws(open_law, logits, steps, run.guided).topk(2, -1).values
-            margin = best[..., 0] - best[..., 1]
+            best = run.view.laws(open_law, logits, steps, run.guided).topk(2, -1).values
+            margin = (best[..., 0] - best[..., 1]).view(valid.shape)
         return (valid & (margin < 2 * rounding_of(logits, law, run.guided, run.unit))).any(-1)
 
     def _verify_products(
@@ -232,7 +197,7 @@ class ColumnChainSampler(ColumnSampler):
     ) -> tuple[Verdict, Tensor]:
         """Test each column as one token (`product_residual`). Returns the verdict, and bool [B]: replacement found."""
         assert draft.label is not None
-        codebooks, shape = run.pattern.codebooks, (*steps.shape, run.pattern.codebooks, -1)
+        codebooks, shape = run.view.codebooks, (*steps.shape, run.view.codebooks, -1)
         # A column that waits for its replacement has no draft to test. All laws may forbid the tokens that stand there.
         first = torch.arange(draft.tokens.shape[1], device=steps.device) < codebooks
         drafts = draft.tokens.masked_fill(state.pending[:, None] & first, -1)
@@ -247,7 +212,7 @@ class ColumnChainSampler(ColumnSampler):
         if self.coupled:
             # Keep or replace the later drafts token by token: a draw from the target law that changes few of them.
             exact = exact_acceptance(target, label, tokens).masked_fill(drafts < 0, 0)
-            entries = run.pattern.slots(steps)
+            entries = run.view.entries(steps)
             keep = run.noise.bernoulli(exact, entries, RESIDUAL, state.round)  # [B, N * K]
             position = torch.arange(steps.shape[1], device=steps.device).repeat_interleave(codebooks)
             keep = keep | (position < kept[:, None])
@@ -256,7 +221,7 @@ class ColumnChainSampler(ColumnSampler):
         first_refused = kept[:, None] * codebooks
         where = first_refused + torch.arange(codebooks, device=steps.device)  # [B, K]
         refused_law = torch.where(state.pending[:, None, None], state.refused_law, rows_of(label, where))
-        at = run.pattern.slots(steps.gather(1, kept[:, None]))
+        at = run.view.entries(steps.gather(1, kept[:, None]))
         column, found = draw_product_residual(
             rows_of(target, where), refused_law, run.noise, at, state.round, tries=self.tries
         )

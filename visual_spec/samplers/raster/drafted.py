@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -47,17 +48,21 @@ class DraftedState(State):
     fed: Tensor
 
 
-def begin_drafted(run: Run, most: int, window: int) -> DraftedState:
+def begin_drafted(
+    run: Run, most: int, window: int, kind: type[DraftedState] = DraftedState, **told: Any
+) -> Any:
     """Return the state after the prefills of both models: slot 0 is committed.
 
     Args:
-        most: the most tokens that one call commits.
+        most: the most slots that one call commits.
         window: the most positions of a drafter call.
+        kind: the class of the state.
+        told: further arguments of a feature drafter's `follow`.
     """
-    cache = start_drafter(run, window=window)
+    cache = start_drafter(run, window=window, **told)
     run.lap("prefill")
     fed = torch.zeros(run.batch_size, dtype=torch.long, device=run.device)
-    return DraftedState.begin(run, scratch=most, drafter_cache=cache, fed=fed)
+    return kind.begin(run, scratch=most, drafter_cache=cache, fed=fed)
 
 
 class DraftedSampler(ChainSampler):
@@ -109,7 +114,7 @@ class DraftedSampler(ChainSampler):
 
     @property
     def relaxation(self) -> Relaxation:
-        return _relaxation(self.config.acceptance, self.config.relaxation)
+        return _relaxation(self.config.acceptance, self.config.get("relaxation"))
 
     def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
         return BLOCK if self.config.acceptance == BLOCK_RULE else super().rule(model, parts, device)
@@ -130,27 +135,31 @@ class DraftedSampler(ChainSampler):
         return begin_drafted(run, window, window)
 
     def propose(self, run: Run, state: DraftedState) -> Draft:
-        """Draft up to `num_drafts` tokens, one drafter call each."""
+        """Draft up to `num_drafts` slots, one drafter call each."""
+        view, law, guided = run.view, partial(draft_law, run.law), state.drafter_cache.guided
         # The identical mode draws with the slot's own noise, so a draft equals the target's token if the laws agree.
         stream, round = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
         going = state.lengths < run.num_tokens  # [B], rows that still draft
         tokens, laws, drafted = [], [], []
-        logits = catch_up(run.drafter, state, self.window_of(run.model))  # [R, 1, V]
+        logits = catch_up(run, state, self.window_of(run.model))  # [R, 1, V], or [R, 1, K, V]
         for index in range(self.num_drafts(run.model)):
             slots = state.lengths[:, None] + index  # [B, 1]
             if index:
-                logits = ask_drafter(run.drafter, state.drafter_cache, tokens[-1], slots - 1)
-            laws.append(draft_law(run.law, logits, slots, run.guided))  # [B, 1, V]
-            tokens.append(run.noise.categorical(laws[-1], slots, stream, round))
-            drafted.append(going)
-            # The improbable draft itself stays; the stop takes effect after it. See `DraftedSampler`.
-            probable = laws[-1].gather(-1, tokens[-1][..., None])[:, 0, 0].exp() >= self.config.stop_below
-            going = going & probable & (slots[:, 0] + 1 < run.num_tokens)
+                fed = view.fed(tokens[-1], slots - 1)
+                logits = ask_drafter(run.drafter, state.drafter_cache, fed, slots - 1)
+            laws.append(view.laws(law, logits, slots, guided))  # [B, K, V]
+            tokens.append(run.noise.categorical(laws[-1], view.entries(slots), stream, round))
+            drafted += [going] * view.codebooks
+            going = going & (slots[:, 0] + 1 < run.num_tokens)
+            if self.config.get("stop_below"):
+                # The improbable draft itself stays; the stop takes effect after it. See `DraftedSampler`.
+                probability = laws[-1].gather(-1, tokens[-1][..., None])[:, 0, 0].exp()
+                going = going & (probability >= self.config.stop_below)
             if nobody(going):
                 break
         run.lap("draft")
-        there = torch.stack(drafted, 1)  # [B, N]
-        rows = torch.arange(len(tokens), device=there.device).where(there, NO_DRAFT)
+        there = torch.stack(drafted, 1)  # [B, N * K]
+        rows = torch.arange(len(drafted), device=there.device).where(there, NO_DRAFT)
         label = Label(torch.cat(laws, 1), rows, (0, run.model.vocab_size))
         return Draft(torch.cat(tokens, 1).where(there, -1), label, "drafter")
 

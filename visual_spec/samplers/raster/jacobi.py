@@ -32,7 +32,7 @@ from visual_spec.samplers.core.drafts import (
     Draft,
     Label,
     Redrafting,
-    copied_tokens,
+    copied_slots,
 )
 from visual_spec.samplers.core.graph import AUTO as AUTO_GRAPH
 from visual_spec.samplers.core.law import TokenLaw
@@ -123,6 +123,7 @@ class SpeculativeJacobiSampler(ChainSampler):
     """
 
     reads_text = True
+    state_kind: type[State] = JacobiState
 
     @register_to_config
     def __init__(
@@ -195,9 +196,9 @@ class SpeculativeJacobiSampler(ChainSampler):
             return by_rows(advance, state, run.cache.guided)
         return super().paced(advance, run, state)
 
-    def prepare(self, run: Run) -> JacobiState:
+    def prepare(self, run: Run) -> Any:
         window = self.width(run.model)
-        state = JacobiState.begin(run, scratch=window)
+        state: Any = self.state_kind.begin(run, scratch=window)
         if self.drafts != CARRIED:
             state.given = torch.full_like(state.tokens, UNKNOWN)
         if self.drafts == PICTURED:
@@ -209,14 +210,15 @@ class SpeculativeJacobiSampler(ChainSampler):
             state.drafter_cache = start_drafter(run, window=window)
             state.fed = torch.zeros_like(state.lengths)
             state.steady = torch.zeros_like(state.tokens) if self.identical else None
-        first = run.law(run.cache.logits[:, None], torch.zeros_like(state.tokens[:, :1]), run.guided)
+        slots, logits = torch.zeros_like(state.lengths)[:, None], run.view.first(run.cache.logits)
+        first = run.view.laws(run.law, logits, slots, run.guided)  # [B, K, V]
         self.redraft(run, state, first.repeat(1, window, 1), torch.ones_like(state.lengths), width=1)
         return state
 
     def propose(self, run: Run, state: JacobiState) -> Draft:
         window = self.width(run.model)
         slots = state.next_slots(min(state.width or window, window) - 1)
-        carried = Draft(state.tokens.gather(1, slots), state.label, "last call")
+        carried = Draft(run.view.read(state.tokens, slots), state.label, "last call")
         if self.drafts == CARRIED:
             return carried
         source: Source
@@ -240,13 +242,14 @@ class SpeculativeJacobiSampler(ChainSampler):
             same = state.tokens.gather(1, slots) == verdict.tokens
             age = (state.steady.gather(1, slots) + 1).clamp(max=2)
             state.steady.scatter_(1, slots, torch.where(same, age, 0))
+        tokens = verdict.tokens
         if self.redrafting.redraws:  # the drafts after the replacement are drawn below
-            refused = verdict.kept[:, None]
-            state.tokens.scatter_(1, slots.gather(1, refused), verdict.tokens.gather(1, refused))
-        else:
-            state.tokens.scatter_(1, slots, verdict.tokens)
-        state.commit(slots, verdict.kept + 1, run.num_tokens, verdict.near)
-        self.redraft(run, state, verdict.laws, verdict.kept + 1, slots.shape[1], verdict.drawn)
+            place = torch.arange(tokens.shape[1], device=tokens.device) // run.view.codebooks
+            final = place <= verdict.kept[:, None]
+            tokens = torch.where(final, tokens, run.view.read(state.tokens, slots))
+        run.view.write(state.tokens, slots, tokens)
+        state.commit(slots, verdict.advance, run.num_tokens, verdict.near)
+        self.redraft(run, state, verdict.laws, verdict.advance, slots.shape[1], verdict.drawn)
 
     def redraw(self, state: JacobiState) -> tuple[int, int | Tensor] | None:
         if not self.redrafting.redraws or self.config.initial_draft == LAST_LAW:
@@ -265,40 +268,48 @@ class SpeculativeJacobiSampler(ChainSampler):
         """Draft the W - 1 slots after the committed tokens, and label each draft with the law it is drawn from.
 
         Args:
-            laws: [B, C, V] of the last call, of which the first `width` positions count; None if nothing is drawn.
-            advance: long [B], the number of its positions that were committed. The slots of later positions are drafted
-                from their own laws; slots that the call did not reach get an initial draft.
+            laws: [B, C * K, V] of the last call, of which the first `width` slots count; None if nothing is drawn.
+            advance: long [B], the number of its slots that were committed. Later slots are drafted from their own laws;
+                slots that the call did not reach get an initial draft. Where a column waits for its replacement, its
+                draft is already refused, so any draft will do: its label is `refused_law`.
             drawn: long [B, width], draws from the laws that a kernel has already made.
         """
+        view = run.view
         slots = state.next_slots(self.width(run.model) - 1)
         source = advance[:, None] + torch.arange(
             slots.shape[1], device=slots.device
         )  # the position that scored a slot
-        reached, rows = source < width, source.clamp(max=width - 1)
+        # If the last column is forced and the next is not, "last_law" drafts token 0 with certainty: a poor draft,
+        # correctly labelled.
+        reached, rows = source < width, view.entries(source.clamp(max=width - 1))
         if self.identical:  # an earlier, wider call may also have scored a slot: drafts need no label
             reached = reached | (state.commit_call.gather(1, slots) > 0)
 
-        def copies(_: Tensor) -> Tensor:
+        def copies(drafts: Tensor) -> Tensor:
             if state.picture is not None:
                 return state.picture.gather(1, slots)
+            if view.carries_drafts:
+                view.write(state.tokens, slots, drafts)
             newest = (state.lengths - advance + width - 1)[:, None]  # [B, 1], the last slot the call reached
-            return copied_tokens(self.config.initial_draft, state.tokens, slots, newest, run.model.grid)
+            direction, grid = self.config.initial_draft, run.model.grid
+            return view.read(state.tokens, copied_slots(direction, slots, newest, grid, state.tokens))
 
         # A picture stands in for every kind of initial draft.
         rule = replace(self.redrafting, initial=PICTURED) if state.picture is not None else self.redrafting
-        drafts, state.label = rule.drafts(
+        drafts, label = rule.drafts(
             run.noise,
             state.round,
             laws,
             rows,
-            slots,
-            state.tokens.gather(1, slots),
-            reached,
+            view.entries(slots),
+            view.read(state.tokens, slots),
+            reached.repeat_interleave(view.codebooks, 1),
             copies,
             run.law.law.allowed or (0, run.model.vocab_size),
             drawn=drawn,
         )
-        state.tokens.scatter_(1, slots, drafts)
+        drafts, state.label = view.forced(drafts, label, slots)
+        view.write(state.tokens, slots, drafts)
 
 
 def _check_painter(drafter: Any, law: TokenLaw, batch_size: int) -> None:

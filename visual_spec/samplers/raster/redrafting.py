@@ -136,7 +136,7 @@ class Chosen:
     def __init__(self, run: Run, state: Any, window: int, own_noise: bool, steady: Tensor | None) -> None:
         self.run, self.state, self.steady = run, state, steady
         self.noise = (TOKEN, 0) if own_noise else (REDRAFT, state.round + 1)
-        self.ahead: Tensor | None = catch_up(run.drafter, state, window)  # [R, 1, V]
+        self.ahead: Tensor | None = catch_up(run, state, window)  # [R, 1, V]
 
     def __call__(self, slot: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         run, logits = self.run, self.ahead

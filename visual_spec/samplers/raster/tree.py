@@ -239,7 +239,7 @@ class TreeSampler(Sampler):
         # not depend on this noise.
         stream, round = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
         zero = torch.zeros_like(state.lengths)[:, None]  # [B, 1]
-        logits = catch_up(run.drafter, state, depth + 1)  # [R, 1, V]
+        logits = catch_up(run, state, depth + 1)  # [R, 1, V]
         precise = torch.promote_types(logits.dtype, torch.float32)
         newest = state.tokens.gather(1, state.lengths[:, None] - 1)
         tree = Tree(newest, zero, zero, zero, zero.to(precise), None)
