@@ -95,12 +95,11 @@ def straight_logits(
     infinity = isinstance(model, InfinityTransformer)
     if infinity:
         pooled, words, mask = model.embed_condition(condition, dropped=dropped)
-        modulations = model._modulations(pooled)
         table = model._rotations(torch.device("cpu"))
     else:
         pooled = model.embed_condition(condition, dropped=dropped)
-        modulations = torch.stack(model._modulations(pooled)[0])
         table = torch.zeros(model.offsets[-1])
+    modulations = model._modulations(pooled)
     found = []
     for row in range(size):
         held: Held = {}

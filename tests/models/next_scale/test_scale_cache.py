@@ -101,7 +101,7 @@ def slow_logits(model: VARTransformer, maps: list[Tensor], budget: ScaleBudget, 
     """
     classes = model.embed_condition(LABELS)
     hidden = model._embed(classes, maps)
-    modulations, head_modulation = model._modulations(classes)
+    modulations, head_modulation = model._modulations(classes), model.head_nm.modulation(classes)
     for layer, block in enumerate(model.blocks):
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:

@@ -184,7 +184,7 @@ def test_fresh_networks_begin_near_the_identity_and_the_uniform_law():
         logits = model.teacher_forced([map.float() for map in random_maps()], torch.tensor([1, 4]))
         assert logits.abs().max() < 0.1
         condition = model.embed_condition(torch.tensor([1, 4]))
-        modulations, _ = model._modulations(condition)
+        modulations = model._modulations(condition)
         gains = 0.3 if shared else 0.01  # what is shared has no small gains of its own
         assert modulations[0][:, :2].abs().max() < gains
 

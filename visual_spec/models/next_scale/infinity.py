@@ -18,26 +18,27 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.kernels.rotary_write import Turns
 from visual_spec.models.core.adapters import weight_of
-from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import Side, checked_stop, shape_of, sides_of
-from visual_spec.models.core.pruning import Pruning
-from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.protocol import Side, shape_of, sides_of
 from visual_spec.models.core.settings import Count
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
 from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
-from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
-from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, whole
-from visual_spec.models.next_scale.var import Attend, CosineAttention, HeadNorm, TanhMlp, VARState, modulated
+from visual_spec.models.next_scale.scale_pruning import Apply, whole
+from visual_spec.models.next_scale.scale_transformer import (
+    Attend,
+    CosineAttention,
+    HeadNorm,
+    ScaleTransformer,
+    TanhMlp,
+    VARState,
+    modulated,
+)
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import RMSNorm, rotary_table, turns_of
 
@@ -136,6 +137,10 @@ class InfinityBlock(nn.Module):
         self.ca_norm = nn.LayerNorm(dim, eps=_EPSILON)
         self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, dim) / dim**0.5)
 
+    def modulation(self, condition: Tensor) -> Tensor:
+        """Return `[R, 6, dim]` from the shared AdaLN's output `[R, 6, dim]`."""
+        return self.ada_gss[0] + condition
+
     def forward(
         self,
         x: Tensor,
@@ -163,7 +168,7 @@ class InfinityBlock(nn.Module):
         return x + apply(2, x, feed_forward)
 
 
-class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
+class InfinityTransformer(ScaleTransformer):
     """A `ScaleModel` over the bits of a bitwise multi-scale tokenizer, conditioned on T5 features of a caption.
 
     Logits of a scale are `[R, n * n * bits, 2]`: the bits of a place one after the other, places in raster order.
@@ -189,7 +194,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
     _repeated_blocks = ["InfinityBlock"]
     _no_split_modules = ["InfinityBlock"]
 
-    prunes = True  # `prefill` takes `pruning`
+    state_kind = InfinityState
 
     @register_to_config
     def __init__(
@@ -258,11 +263,6 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
                 elif name.endswith("ada_gss"):
                     parameter[:, :, :2] *= 1e-3  # the gains of attention and feed-forward layer
                     parameter[:, :, 2:] *= 0.5
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(self.blocks)
 
     # -- condition and inputs ----------------------------------------------------------------------------------------
 
@@ -341,163 +341,37 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         table = rotary_table(side, self.config["dim"] // self.config["num_heads"], dtype=dtype)
         return table[torch.cat(places)].to(device)
 
-    def _check_map(self, map: Tensor, scale: int, batch_size: int) -> None:
-        wanted = (batch_size, self.code_dim, *shape_of(self.scales[scale]))
-        if map.shape != wanted:
-            raise ValueError(
-                f"an input map of shape {tuple(map.shape)} given for scale {scale}; this model takes {wanted}"
-            )
-
-    def _embed_map(self, map: Tensor, scale: int) -> Tensor:
-        """Return `[B, n * n, dim]` for an input map `[B, bits, n, n]`."""
-        words = self.word_embed(rearrange(map, "b c h w -> b (h w) c").to(self.word_embed.weight.dtype))
-        return words + self.lvl_embed.weight[scale]
-
-    def _embed(self, pooled: Tensor, maps: Sequence[Tensor]) -> Tensor:
-        """Return inputs `[R, places, dim]` of scale 0, the pooled caption, and of the scales of `maps`."""
-        for scale, map in enumerate(maps, 1):
-            self._check_map(map, scale, len(maps[0]))
-        first = pooled[:, None] + self.pos_start + self.lvl_embed.weight[0]
-        if not maps:
-            return first
-        words = torch.cat([self._embed_map(map, scale) for scale, map in enumerate(maps, 1)], 1)
-        return torch.cat([first, words.repeat(len(pooled) // len(words), 1, 1)], 1)
-
     # -- layers ------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, condition: TextCondition, *, guided: bool = False, dropped: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `ScaleTransformer.read`. Negative captions replace the null caption in the unconditional rows."""
+        pooled, words, mask = self.embed_condition(condition, guided=guided, dropped=dropped)
+        text = [block.ca.read(words) for block in self._layers]
+        return pooled, dict(
+            text_keys=torch.stack([keys for keys, _ in text]),
+            text_values=torch.stack([values for _, values in text]),
+            text_mask=mask[:, None, None],
+            rotations=self._rotations(pooled.device),
+        )
 
     @property
     def _layers(self) -> list[InfinityBlock]:
         return cast(list[InfinityBlock], list(self.blocks))
 
-    def _modulations(self, pooled: Tensor) -> Tensor:
-        """Return AdaLN's output for pooled captions `[R, dim]`: `[layers, R, 6, dim]`."""
-        shared = self.shared_ada_lin(pooled).unflatten(-1, (6, -1))
-        return torch.stack([block.ada_gss[0] + shared for block in self._layers])
+    def _places(self, scale: int) -> Tensor:
+        return self.lvl_embed.weight[scale]
 
     def _logits(self, hidden: Tensor, modulation: Tensor) -> Tensor:
         """Return logits `[R, places * bits, 2]`."""
-        logits = self.head(modulated(hidden, *modulation.unbind(1)))
-        logits = rearrange(logits, "r place (bit two) -> r (place bit) two", two=2)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
-
-    @loads_weights
-    @torch.no_grad()
-    def prefill(
-        self,
-        condition: TextCondition,
-        *,
-        batch_size: int,
-        guided: bool,
-        maps: Sequence[Tensor] = (),
-        stop: int | None = None,
-        cache: ScaleCache | None = None,
-        pruning: Pruning | None = None,
-    ) -> InfinityState:
-        """Read the captions, and run the known scales in one forward; see `ScaleModel.prefill`.
-
-        The head is applied to the last of these scales only.
-
-        Args:
-            condition: features and mask of `batch_size` captions. Negative captions replace the null caption in the
-                unconditional rows.
-            cache: an empty cache of another kind, made for these maps and `stop`; None: a static one that keeps
-                everything. `CompressedVAR` passes its own.
-            pruning: the parts of later maps that go through the layers; the scales of this forward are whole. Not with
-                a `cache`.
-
-        Raises:
-            TypeError, ValueError: as in `check_condition`; or the maps have other shapes, or `stop` is not after them.
-        """
-        self.check_condition(condition, batch_size)
-        stop = checked_stop(maps, stop, self.scales)
-        if maps:
-            self._check_map(maps[0], 1, batch_size)
-        pooled, words, mask = self.embed_condition(condition, guided=guided)
-        mask = mask[:, None, None]
-        text = [block.ca.read(words) for block in self._layers]
-        hidden = self._embed(pooled, maps)
-        # No scale reads the last one, so it is not cached; if this forward ends there, nothing is cached.
-        more = len(maps) < stop - 1
-        pruned = (
-            None if pruning is None else PrunedMaps(pruning.behind(len(maps)), self.scales, len(self.blocks))
-        )
-        if cache is None:
-            heads = self.config["num_heads"]
-            size = self.offsets[stop - 1] if more else 0
-            shape = (len(self.blocks), len(pooled), heads, size, self.config["dim"] // heads)
-            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets, pruned)
-        state = InfinityState(
-            logits=hidden,  # until there are
-            guided=guided,
-            cache=cache,
-            text_keys=torch.stack([keys for keys, _ in text]),
-            text_values=torch.stack([values for _, values in text]),
-            text_mask=mask,
-            modulations=self._modulations(pooled),
-            head_modulation=self.head_nm.modulation(pooled),
-            rotations=self._rotations(hidden.device),
-            fed=len(maps) + 1 if more else 0,
-            stop=stop,
-            pruned=pruned,
-        )
-        hidden = self._run(state, hidden, range(len(maps) + 1))
-        state.logits = self._logits(hidden[:, self.offsets[len(maps)] :], state.head_modulation)
-        return state
-
-    @loads_weights
-    @torch.no_grad()
-    def forward(self, state: InfinityState, map: Tensor, scale: int) -> Tensor:
-        """Feed the input map `[B, bits, n, n]` of a scale; logits `[R, n * n * bits, 2]`. See `ScaleModel.__call__`.
-
-        Raises:
-            ValueError: the map has another shape, or the scale is not the next one, or is not below `stop`.
-        """
-        rows = len(state.head_modulation)
-        again = " or one from 1 on again" if state.cache.repeatable else ""
-        if not (1 if again else state.fed) <= scale <= state.fed or not 1 <= scale < state.stop:
-            raise ValueError(
-                f"scale {scale} given after {state.fed} cached ones; this state takes scale {state.fed}{again}, below "
-                f"its stop={state.stop}"
-            )
-        self._check_map(map, scale, rows // 2 if state.guided else rows)
-        hidden = self._embed_map(map, scale)
-        if state.guided:
-            hidden = hidden.repeat(2, 1, 1)
-        hidden = self._run(state, hidden, range(scale, scale + 1))
-        state.fed = scale + 1
-        return self._logits(hidden, state.head_modulation)
+        logits = super()._logits(hidden, modulation)
+        return rearrange(logits, "r place (bit two) -> r (place bit) two", two=2)
 
     def _run(self, state: InfinityState, hidden: Tensor, scales: range) -> Tensor:
-        """Run all layers on the inputs `[R, places, dim]` of some scales."""
         turns = turns_of(state.rotations[None, self.offsets[scales.start] : self.offsets[scales.stop]])
         for index, block in enumerate(self._layers):
             text = (state.text_keys[index], state.text_values[index], state.text_mask)
             attend = partial(state.cache.attend, index, scales)
             hidden = block(hidden, state.modulations[index], turns, text, attend, state.apply(index, scales))
         return hidden
-
-    # -- training ----------------------------------------------------------------------------------------------------
-
-    def teacher_forced(
-        self, maps: Sequence[Tensor], condition: TextCondition, dropped: Tensor | None = None
-    ) -> Tensor:
-        """Return logits `[B, places * bits, 2]` for every slot of scales 0 to `len(maps)`, with gradients.
-
-        Args:
-            maps: the input maps `[B, bits, n, n]` of scales 1 on, from `ScaleTokenizer.next_map`.
-            condition: features and mask of B captions.
-            dropped: bool `[B]`, rows that lose their caption.
-        """
-        pooled, words, mask = self.embed_condition(condition, dropped=dropped)
-        hidden = self._embed(pooled, maps)
-        modulations = self._modulations(pooled)
-        turns = turns_of(self._rotations(hidden.device)[None, : hidden.shape[1]])
-        for block, modulation in zip(self._layers, modulations, strict=True):
-            text = (*block.ca.read(words), mask[:, None, None])
-            hidden = block(hidden, modulation, turns, text, self._block_causal)
-        return self._logits(hidden, self.head_nm.modulation(pooled))
-
-    def _block_causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_causal(q, k, v, self.offsets)

@@ -1,40 +1,35 @@
 """VAR: a transformer that predicts the token maps of a picture scale by scale (Tian et al. 2024, section 3.2).
 
 One class serves the embedded sizes and the official class-conditional checkpoints; parameter names are the official
-keys. All tokens of a scale are predicted at once from the maps before it. Decoding uses a static cache, allocated once
-and written by scale. The last scale is never cached, because nothing reads it.
+keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
-from einops import rearrange
 from torch import Tensor, nn
 
-from visual_spec.kernels.rotary_write import Turns, rotate
-from visual_spec.models.core.adapters import weight_of
-from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.conditions import check_labels
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, loaded
-from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import ScaleState, checked_stop
-from visual_spec.models.core.pruning import Pruning
-from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
 from visual_spec.models.next_scale.scale_budget import offsets_of
-from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
-from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, whole
+from visual_spec.models.next_scale.scale_pruning import Apply, whole
+from visual_spec.models.next_scale.scale_transformer import (
+    Attend,
+    CosineAttention,
+    HeadNorm,
+    ScaleTransformer,
+    TanhMlp,
+    VARState,
+    modulated,
+)
 
 # Tokens per side of each map, by picture size in pixels.
 SCALES: dict[int, tuple[int, ...]] = {
@@ -49,100 +44,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "d36": {"num_layers": 36, "num_heads": 36, "dim": 2304, "scales": SCALES[512], "shared_adaln": True},
 }
-
-_EPSILON = 1e-6  # of every LayerNorm
-_LARGEST_SCALE = math.log(100)  # of attention logits, in logarithms
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass
-class VARState(ScaleState):
-    """The state of one decode.
-
-    Attributes:
-        cache: keys and values.
-        modulations: `[layers, R, 6, dim]`, AdaLN's output for the condition. It is the same at every scale, and a third
-            of all weights compute it.
-        head_modulation: `[R, 2, dim]`, the same for the head.
-        fed: number of scales fed; 0 if the prefill was the only forward needed.
-        stop: the first scale that will not be predicted.
-        pruned: which places of later scales go through which layers; None: all.
-    """
-
-    cache: ScaleCache
-    modulations: Tensor
-    head_modulation: Tensor
-    fed: int
-    stop: int
-    pruned: PrunedMaps | None = None
-
-    @property
-    def cache_bytes(self) -> int:
-        """The most bytes of keys and values held from call to call."""
-        return self.cache.most_bytes
-
-    def drop_unconditional(self) -> None:
-        """See `ScaleState.drop_unconditional`."""
-        super().drop_unconditional()
-        count = len(self.head_modulation) // 2
-        self.cache.keep_rows(count)
-        if self.pruned is not None:
-            self.pruned.keep_rows(count)
-        self.modulations, self.head_modulation = self.modulations[:, :count], self.head_modulation[:count]
-
-    def apply(self, layer: int, scales: range) -> Apply:
-        """Return what runs the sub-layers of a layer on some scales."""
-        return whole if self.pruned is None else partial(self.pruned.apply, layer, scales)
-
-
-class CosineAttention(nn.Module):
-    """Cosine attention: unit queries and keys, and a learned scale per head, at most 100."""
-
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.mat_qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.q_bias = nn.Parameter(torch.zeros(dim))
-        self.v_bias = nn.Parameter(torch.zeros(dim))
-        self.scale_mul_1H11 = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4)))
-        self.proj = nn.Linear(dim, dim)
-
-    def project(self, x: Tensor, turns: Turns | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scaled queries, keys and values `[R, H, W, D]` of `x [R, W, dim]`.
-
-        `turns` (`turns_of` a table) rotate pairs of queries and keys (VAR: None).
-        """
-        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        q, k, v = (
-            F.linear(x, weight_of(self.mat_qkv), bias)
-            .unflatten(-1, (3, self.heads, -1))
-            .permute(2, 0, 3, 1, 4)
-        )
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scale = self.scale_mul_1H11.to(wide).clamp_max(_LARGEST_SCALE).exp()
-        q, k = F.normalize(q.to(wide), dim=-1) * scale, F.normalize(k.to(wide), dim=-1)
-        if turns is not None:
-            pairs = torch.stack([q, k], 1).permute(0, 3, 1, 2, 4)  # [R, W, 2, H, D]
-            q, k = rotate(pairs, turns).permute(2, 0, 3, 1, 4)
-        # Rounded back to the model's dtype: float32 keys would double the cache.
-        return q.to(x.dtype), k.to(x.dtype), v
-
-
-class TanhMlp(nn.Module):
-    """Two layers with the tanh approximation of GELU between them."""
-
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
-def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return LayerNorm of `x [R, W, dim]` with gain 1 + `scale [R, dim]` and bias `shift [R, dim]`."""
-    return F.layer_norm(x, x.shape[-1:], eps=_EPSILON) * (1 + scale[:, None]) + shift[:, None]
 
 
 class VARBlock(nn.Module):
@@ -185,18 +86,24 @@ class VARBlock(nn.Module):
         return x + apply(1, x, feed_forward)
 
 
-class HeadNorm(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+def check_sizes(scales: Sequence[int], dim: int, num_heads: int) -> None:
+    """Refuse sizes that make no VAR.
 
-    def modulation(self, condition: Tensor) -> Tensor:
-        """Return `[R, 2, dim]`, scale and shift, from the class embedding `[R, dim]`."""
-        return self.ada_lin(condition).unflatten(-1, (2, -1))
+    Raises:
+        ValueError: the scales are not ordered coarse to fine, or the width is not a multiple of the heads.
+    """
+    scales = tuple(scales)
+    if not scales or scales[0] < 1 or any(a > b for a, b in pairwise(scales)):
+        raise ValueError(
+            f"scales={scales} given; pass sides of at least 1, coarse to fine, such as {SCALES[256]}"
+        )
+    if dim % num_heads:
+        raise ValueError(f"dim={dim} and num_heads={num_heads} given; dim must be a multiple of num_heads")
 
 
-class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
-    """A `ScaleModel` over the residual token maps of a multi-scale tokenizer, conditioned on a class.
+class VARTransformer(ScaleTransformer):
+    """A `ScaleModel` over the residual token maps of a multi-scale tokenizer, conditioned on a class. Logits of a scale
+    are `[R, n * n, V]`.
 
     Args:
         vocab_size: number of codes.
@@ -215,7 +122,6 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
     _no_split_modules = ["VARBlock"]
 
     stored_as = (torch.float8_e4m3fn,)  # matrices of blocks and last norm (scripts/assemble.py)
-    prunes = True  # `prefill` takes `pruning`
 
     @register_to_config
     def __init__(
@@ -233,14 +139,7 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
         self.scales = tuple(scales)
         self.vocab_size = vocab_size
         self.code_dim = code_dim
-        if not self.scales or self.scales[0] < 1 or any(a > b for a, b in pairwise(self.scales)):
-            raise ValueError(
-                f"scales={self.scales} given; pass sides of at least 1, coarse to fine, such as {SCALES[256]}"
-            )
-        if dim % num_heads:
-            raise ValueError(
-                f"dim={dim} and num_heads={num_heads} given; dim must be a multiple of num_heads"
-            )
+        check_sizes(scales, dim, num_heads)
         # The first slot of each scale, then L.
         self.offsets = offsets_of(self.scales)
         self.word_embed = nn.Linear(code_dim, dim)
@@ -276,11 +175,6 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
                     six[:2] *= 1e-3  # the gains of attention and feed-forward layer
                     six[2:] *= 0.5
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(self.blocks)
-
     # -- condition and inputs ----------------------------------------------------------------------------------------
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
@@ -307,156 +201,21 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
             labels = torch.cat([labels, torch.full_like(labels, null)])
         return self.class_emb(labels)
 
-    def _check_map(self, map: Tensor, scale: int, batch_size: int) -> None:
-        side = self.scales[scale]
-        if map.shape != (batch_size, self.code_dim, side, side):
-            raise ValueError(
-                f"an input map of shape {tuple(map.shape)} given for scale {scale}; this model takes "
-                f"{(batch_size, self.code_dim, side, side)}"
-            )
-
-    def _embed_map(self, map: Tensor, scale: int) -> Tensor:
-        """Return `[B, n * n, dim]` for an input map `[B, D, n, n]`."""
-        words = self.word_embed(rearrange(map, "b c h w -> b (h w) c").to(self.word_embed.weight.dtype))
-        return words + self._places(scale)
-
     def _places(self, scale: int) -> Tensor:
         """Return the position embeddings of a scale: `[1, n * n, dim]`."""
         return self.pos_1LC[:, slice(*self.offsets[scale : scale + 2])] + self.lvl_embed.weight[scale]
 
-    def _embed(self, classes: Tensor, maps: Sequence[Tensor]) -> Tensor:
-        """Return inputs `[R, n, dim]` of scale 0, which gets the class, and of the scales of `maps`."""
-        for scale, map in enumerate(maps, 1):
-            self._check_map(map, scale, len(maps[0]))
-        first = classes[:, None] + self.pos_start + self._places(0)
-        if not maps:
-            return first
-        words = torch.cat([self._embed_map(map, scale) for scale, map in enumerate(maps, 1)], 1)
-        return torch.cat([first, words.repeat(len(classes) // len(words), 1, 1)], 1)
-
-    # -- layers ------------------------------------------------------------------------------------------------------
-
-    def _modulations(self, classes: Tensor) -> tuple[list[Tensor], Tensor]:
-        """AdaLN's output for class embeddings `[R, dim]`: `[R, 6, dim]` per layer, `[R, 2, dim]` for the head."""
-        shared = classes
-        if self.config["shared_adaln"]:
-            shared = self.shared_ada_lin(classes).unflatten(-1, (6, -1))
-        blocks = [block.modulation(shared) for block in self.blocks if isinstance(block, VARBlock)]
-        return blocks, self.head_nm.modulation(classes)
-
-    def _block_causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_causal(q, k, v, self.offsets)
-
-    def _logits(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        logits = self.head(modulated(hidden, *modulation.unbind(1)))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
-
-    @loads_weights
-    @torch.no_grad()
-    def prefill(
-        self,
-        condition: Tensor,
-        *,
-        batch_size: int,
-        guided: bool,
-        maps: Sequence[Tensor] = (),
-        stop: int | None = None,
-        cache: ScaleCache | None = None,
-        pruning: Pruning | None = None,
-    ) -> VARState:
-        """Run the class and the known scales in one forward; see `ScaleModel.prefill`. `condition`: labels `[B]`.
-
-        The vocabulary head is applied to the last of these scales only.
-
-        Args:
-            cache: an empty cache of another kind, made for these maps and `stop`; None: a static one that keeps
-                everything. `CompressedVAR` passes its own.
-            pruning: the parts of later maps that go through the layers; the scales of this forward are whole. Not with
-                a `cache`.
-
-        Raises:
-            TypeError, ValueError: as in `check_condition`; or the maps have other shapes, or `stop` is not after them.
-        """
-        self.check_condition(condition, batch_size)
-        stop = checked_stop(maps, stop, self.scales)
-        if maps:
-            self._check_map(maps[0], 1, batch_size)
-        classes = self.embed_condition(condition, guided=guided)
-        hidden = self._embed(classes, maps)
-        modulations, head_modulation = self._modulations(classes)
-        # No scale reads the last one, so it is not cached; if this forward ends there, nothing is cached.
-        more = len(maps) < stop - 1
-        pruned = (
-            None if pruning is None else PrunedMaps(pruning.behind(len(maps)), self.scales, len(self.blocks))
-        )
-        if cache is None:
-            heads = self.config["num_heads"]
-            size = self.offsets[stop - 1] if more else 0
-            shape = (len(self.blocks), len(classes), heads, size, self.config["dim"] // heads)
-            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets, pruned)
-        state = VARState(
-            logits=hidden,  # until there are
-            guided=guided,
-            cache=cache,
-            modulations=torch.stack(modulations),
-            head_modulation=head_modulation,
-            fed=len(maps) + 1 if more else 0,
-            stop=stop,
-            pruned=pruned,
-        )
-        hidden = self._run(state, hidden, range(len(maps) + 1))
-        state.logits = self._logits(hidden[:, self.offsets[len(maps)] :], head_modulation)
-        return state
-
-    @loads_weights
-    @torch.no_grad()
-    def forward(self, state: VARState, map: Tensor, scale: int) -> Tensor:
-        """Feed the input map `[B, D, n, n]` of a scale; logits `[R, n * n, V]`. See `ScaleModel.__call__`.
-
-        Raises:
-            ValueError: the map has another shape, or the scale is not the next one, or is not below `stop`.
-        """
-        rows = state.head_modulation.shape[0]
-        again = " or one from 1 on again" if state.cache.repeatable else ""
-        if not (1 if again else state.fed) <= scale <= state.fed or not 1 <= scale < state.stop:
-            raise ValueError(
-                f"scale {scale} given after {state.fed} cached ones; this state takes scale {state.fed}{again}, below "
-                f"its stop={state.stop}"
-            )
-        self._check_map(map, scale, rows // 2 if state.guided else rows)
-        hidden = self._embed_map(map, scale)
-        if state.guided:
-            hidden = hidden.repeat(2, 1, 1)
-        hidden = self._run(state, hidden, range(scale, scale + 1))
-        state.fed = scale + 1
-        return self._logits(hidden, state.head_modulation)
+    def read(
+        self, condition: Tensor, *, guided: bool = False, dropped: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `ScaleTransformer.read`. `condition`: labels `[B]`."""
+        return self.embed_condition(condition, guided=guided, dropped=dropped), {}
 
     def _run(self, state: VARState, hidden: Tensor, scales: range) -> Tensor:
-        """Run all layers on the inputs `[R, places, dim]` of some scales."""
         for index, block in enumerate(self.blocks):
             attend = partial(state.cache.attend, index, scales)
             hidden = block(hidden, state.modulations[index], attend, state.apply(index, scales))
         return hidden
-
-    # -- training ----------------------------------------------------------------------------------------------------
-
-    def teacher_forced(self, maps: Sequence[Tensor], labels: Tensor, dropped: Tensor | None = None) -> Tensor:
-        """Return logits `[B, L, V]` for every slot of scales 0 to `len(maps)`, with gradients.
-
-        Args:
-            maps: the input maps `[B, D, n, n]` of scales 1 on, from `ScaleTokenizer.next_map` on the true canvas: all
-                of them, or those of the scales that a drafter is trained for.
-            labels: long `[B]`.
-            dropped: bool `[B]`, rows whose class is replaced by the null class.
-        """
-        classes = self.embed_condition(labels, dropped=dropped)
-        hidden = self._embed(classes, maps)
-        modulations, head_modulation = self._modulations(classes)
-        for block, modulation in zip(self.blocks, modulations, strict=True):
-            hidden = block(hidden, modulation, self._block_causal)
-        return self._logits(hidden, head_modulation)
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------
@@ -527,7 +286,7 @@ def load_var_checkpoint(
 def _constants(model: VARTransformer) -> dict[str, Tensor]:
     """Return the buffers of the official files that our models do not have."""
     length, dim = model.pos_1LC.shape[1:]
-    sizes = torch.tensor([side * side for side in model.scales])
+    sizes = torch.tensor([side * side for side in model.config["scales"]])
     levels = torch.arange(len(sizes)).repeat_interleave(sizes)  # [L]
     mask = torch.zeros(length, length).masked_fill(levels[:, None] < levels, -torch.inf)
     biases = {f"blocks.{index}.attn.zero_k_bias": torch.zeros(dim) for index in range(len(model.blocks))}

@@ -9,7 +9,6 @@ of each layer between attention and feed-forward layer, and before the heads. Pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
 from visual_spec.models.next_scale.scale_budget import offsets_of
-from visual_spec.models.next_scale.var import PRESETS, SCALES, HeadNorm, VARBlock, modulated
+from visual_spec.models.next_scale.scale_transformer import HeadNorm, modulated
+from visual_spec.models.next_scale.var import PRESETS, SCALES, VARBlock, check_sizes
 
 # The released sizes. Both numbers are slots: the first scales of 1 to 5, or of 1 to 4, tokens a side.
 STUDENTS: dict[str, dict[str, Any]] = {
@@ -76,14 +76,7 @@ class VARStudent(SavedModel, ModelMixin, ConfigMixin):
     ):
         super().__init__()
         self.scales = tuple(scales)
-        if not self.scales or self.scales[0] < 1 or any(a > b for a, b in pairwise(self.scales)):
-            raise ValueError(
-                f"scales={self.scales} given; pass sides of at least 1, coarse to fine, such as {SCALES[256]}"
-            )
-        if dim % num_heads:
-            raise ValueError(
-                f"dim={dim} and num_heads={num_heads} given; dim must be a multiple of num_heads"
-            )
+        check_sizes(scales, dim, num_heads)
         self.offsets = offsets_of(self.scales)
         if first_continuous not in self.offsets or restart not in self.offsets[1:-1]:
             raise ValueError(
