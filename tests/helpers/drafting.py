@@ -74,17 +74,6 @@ def counting(source: TabularModel) -> Counting:
     return model
 
 
-class Untouched(TabularModel):
-    """Refuses to compute."""
-
-    def prefill(self, *args, **kwargs):
-        raise AssertionError("the model was run")
-
-
-def untouched() -> Untouched:
-    return Untouched(MODEL.grid, MODEL.vocab_size, order=1)
-
-
 def law_behind(
     model: Any, drafter: Any, condition: Any, law: TokenLaw, text: list[int], known: int, row: int, rows: int
 ) -> Tensor:

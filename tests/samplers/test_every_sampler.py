@@ -69,6 +69,14 @@ def test_settings_given_by_position_are_kept(entry):
 
 
 @EVERY
+def test_samplers_swap_through_their_configurations(entry):
+    """As users change a sampler: `pipe.sampler = Kind.from_config(pipe.sampler.config)`."""
+    config = sampler_class(entry)().config
+    for other in (other for other in SAMPLERS if other.calls == entry.calls):
+        assert type(sampler_class(other).from_config(config)) is sampler_class(other)
+
+
+@EVERY
 def test_defaults_are_those_of_the_signature(entry):
     assert settings_of(sampler_class(entry)()) == defaults_of(sampler_class(entry))
 

@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxation import Relaxation
 from visual_spec.samplers.core.relaxed import cluster_table, neighbour_table, smallest
@@ -108,27 +106,6 @@ def test_tables_are_built_once_for_the_same_codes(make):
 # ----------------------------------------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_sampler_says_that_it_is_lossy_and_by_how_much(name):
-    sampler = sampler_of(name)
-    assert not sampler.lossless and not sampler.identical and sampler.needs_codebook
-    trace = decode(sampler).trace
-    assert not trace.lossless and not trace.identical
-    assert trace.divergence is not None and 0.001 < trace.divergence < 0.6
-    assert (
-        trace.moved_mass is not None
-        and trace.moved_mass.shape == (4,)
-        and trace.moved_mass.device.type == "cpu"
-    )
-    bounded = SETTINGS[name]["relaxation"].get("bounded", False)
-    bound = "" if bounded else "at least "
-    assert trace.summary().endswith(f"lossy, measured divergence {bound}{trace.divergence:.4f}")
-    # Every slot behind the first is tested at most once.
-    assert trace.moved_mass.sum() <= trace.divergence * 4 * 63 + 1e-9
-    if bounded:
-        assert trace.divergence <= 0.1
-
-
 def test_lossless_acceptances_need_no_codebook_and_measure_nothing():
     for acceptance in ("exact", "identical"):
         sampler = SpeculativeJacobiSampler(8, acceptance=acceptance)
@@ -144,92 +121,7 @@ def test_groups_without_a_distance_need_no_codebook():
     assert torch.equal(result.tokens, decode(sampler).tokens)
 
 
-@pytest.mark.parametrize("coupling", COUPLINGS)
-@pytest.mark.parametrize("name", ["lantern", "lantern++", "bounded"])
-def test_relaxing_takes_fewer_calls(name, coupling):
-    exact = SpeculativeJacobiSampler(8, coupling, "exact")
-    calls = [
-        decode(sampler, batch_size=24).trace.target_calls.float().mean()
-        for sampler in (exact, sampler_of(name, coupling=coupling))
-    ]
-    assert calls[1] < 0.9 * calls[0]
-
-
-@pytest.mark.parametrize("coupling", COUPLINGS)
-@pytest.mark.parametrize("name", ["grouped", "lantern"])
-def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule(name, coupling):
-    nothing = dict(grouped=dict(group_size=1), lantern=dict(delta=0.0))[name]
-    numbers = {**SETTINGS[name]["relaxation"], **nothing}
-    sampler = SpeculativeJacobiSampler(8, coupling, **lossy(name, **numbers))
-    expected = decode(SpeculativeJacobiSampler(8, coupling, "exact"))
-    found = decode(sampler)
-    if coupling == "maximal":  # where a relaxed rule draws its redrafts with noise of their own
-        assert found.tokens.shape == expected.tokens.shape
-    else:
-        assert torch.equal(found.tokens, expected.tokens)
-    assert found.trace.divergence == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize("coupling", COUPLINGS)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_sample_does_not_depend_on_its_batch(name, coupling):
-    sampler = sampler_of(name, coupling=coupling)
-    together = decode(sampler, batch_size=5)
-    assert together.trace.target_calls.unique().numel() > 1  # the rows part company
-    assert together.trace.moved_mass is not None
-    for row in range(5):
-        alone = sampler(
-            MODEL,
-            torch.tensor([row % 3]),
-            law=LAW,
-            generator=seeded(row),
-            batch_size=1,
-            codebook=CODEBOOK,
-        )
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-        assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[row])
-        assert alone.trace.moved_mass is not None
-        torch.testing.assert_close(alone.trace.moved_mass[0], together.trace.moved_mass[row])
-
-
-def test_configuration_survives_a_round_trip(tmp_path):
-    sampler = SpeculativeJacobiSampler(**lossy("lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05))
-    sampler.save_pretrained(tmp_path)
-    loaded = SpeculativeJacobiSampler.from_pretrained(tmp_path)
-    assert isinstance(loaded, SpeculativeJacobiSampler)
-    assert loaded.relaxation == sampler.relaxation
-    assert sampler.relaxation == Relaxation("lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05)
-    assert not any(isinstance(value, Tensor) for value in vars(loaded).values())
-
-
 # ----------------------------------------------------------------------------------------------------- the loop
-
-
-@pytest.mark.parametrize("coupling", COUPLINGS)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_slots_past_the_grid_are_neither_kept_nor_counted(name, coupling):
-    class Nonsense(TabularModel):
-        def forward(self, state, tokens, slots):
-            logits = super().forward(state, tokens, slots)
-            past = (slots + 1 >= self.grid.num_tokens).repeat(logits.shape[0] // slots.shape[0], 1)
-            return torch.where(past[..., None], torch.full_like(logits, torch.nan), logits)
-
-    arguments: dict[str, Any] = dict(order=2, conditions=3, dependence=0.2)
-    expected = decode(sampler_of(name, coupling=coupling))
-    found = decode(sampler_of(name, coupling=coupling), Nonsense(TokenGrid(8, 8), 16, **arguments))
-    assert torch.equal(found.tokens, expected.tokens)
-    assert found.trace.divergence == expected.trace.divergence
-
-
-def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(SpeculativeJacobiSampler)
-    for coupling in COUPLINGS:
-        for name in SETTINGS:
-            decode(sampler_of(name, coupling=coupling), batch_size=1)
-    assert not operations.that_ask_the_host()
-    assert not [
-        name for name in operations.names if name.startswith("aten.sort") and name != "aten.sort.stable"
-    ]
 
 
 def test_groups_are_selected_and_never_sorted_whole(monkeypatch):

@@ -46,12 +46,6 @@ def test_trace_is_one_call_a_token():
     assert set(result.trace.phase_seconds) == {"prefill", "model", "verify"}
 
 
-def test_configuration_round_trip(tmp_path):
-    AutoregressiveSampler().save_pretrained(tmp_path)
-    assert (tmp_path / "sampler_config.json").exists()
-    assert isinstance(AutoregressiveSampler.from_pretrained(tmp_path), AutoregressiveSampler)
-
-
 def test_keeps_no_graph():
     assert not decode().tokens.requires_grad
     model = TabularModel(TokenGrid(2, 2), 3)

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.helpers.column_drafters import columns, condition, drafter_for
-from tests.helpers.columns import LAW, LAWS, PATTERNS, POOR, STEPS, decode, poor, tabular
+from tests.helpers.columns import LAW, LAWS, PATTERNS, POOR, decode, poor, tabular
 from tests.helpers.tabular import TabularColumnModel, TabularModel
 from tests.tiny import seeded
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.raster import drafted as drafted_chains
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
@@ -70,34 +68,7 @@ def test_a_musicgen_drafts_for_itself_without_a_refusal():
         assert found.trace.target_calls.tolist() == 2 * [1 + -(-(target.grid.width - 1) // 3)]
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "identical"])
-def test_a_sample_does_not_depend_on_its_batch(acceptance):
-    together = drafted(acceptance)
-    for row in range(4):
-        alone = drafted(acceptance, rows=[row])
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-        assert alone.trace.target_calls[0] == together.trace.target_calls[row]
-
-
-def test_greedy_decoding_is_the_same_everywhere():
-    law = TokenLaw(temperature=0.0)
-    plain = decode(ColumnAutoregressiveSampler(), law=law).tokens
-    for acceptance in ("exact", "identical"):
-        assert torch.equal(drafted(acceptance, law=law).tokens, plain)
-
-
 # -- what it gains -------------------------------------------------------------------------------------------------
-
-
-def test_trace_counts_the_calls_and_columns_of_every_sample():
-    trace = drafted().trace
-    assert trace.commit_call.shape == (4, STEPS)
-    for calls, commits in zip(trace.target_calls.tolist(), trace.commit_call.tolist(), strict=True):
-        assert commits == sorted(commits) and commits[0] == 0
-        assert calls == commits[-1] + 1
-        # At most four columns a call: three drafts, and one more.
-        assert all(commits.count(call) <= 4 for call in range(calls))
-    assert trace.tokens_per_call.mean() > 1.2
 
 
 def test_exact_drafting_from_text_beats_jacobi_where_columns_hang_on_each_other():
@@ -109,32 +80,6 @@ def test_exact_drafting_from_text_beats_jacobi_where_columns_hang_on_each_other(
     found = decode(DraftedColumnSampler(), model, rows=rows, drafter=drafter).trace.tokens_per_call.mean()
     jacobi = decode(ColumnJacobiSampler(4, "maximal", "exact"), model, rows=rows).trace.tokens_per_call.mean()
     assert found > 1.15 * jacobi
-
-
-def test_callback_sees_every_call():
-    lengths: list[list[int]] = []
-    result = drafted(callback=lambda call, committed: lengths.append([call, *committed.tolist()]))
-    assert [call for call, *_ in lengths] == list(range(len(lengths)))
-    assert lengths[0][1:] == 4 * [1] and lengths[-1][1:] == 4 * [STEPS]
-    assert len(lengths) == int(result.trace.target_calls.max())
-
-
-def test_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch):
-    operations = operations_of(DraftedColumnSampler)
-    monkeypatch.setattr(drafted_chains, "nobody", lambda going: False)  # asks on the CPU only
-    for acceptance in ("exact", "identical"):
-        drafted(acceptance)
-    assert not operations.that_ask_the_host()
-
-
-def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
-    sampler = DraftedColumnSampler(5, "identical")
-    sampler.save_pretrained(tmp_path)
-    loaded: Any = DraftedColumnSampler.from_pretrained(tmp_path)
-    assert (loaded.config["num_drafts"], loaded.config["acceptance"]) == (5, "identical") and loaded.identical
-    other: Any = DraftedColumnSampler.from_config(sampler.config, acceptance="exact")
-    assert not other.identical
-    assert not any(isinstance(value, Tensor) for value in vars(sampler).values())
 
 
 # -- a replacement that is not found --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from tests.helpers.drafting import (
-    CODEBOOK,
     CONDITION,
     GUIDED,
     MODEL,
@@ -23,10 +21,8 @@ from tests.helpers.drafting import (
     eagle_pair,
     law_behind,
     seeded,
-    untouched,
     watch_features,
 )
-from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.acceptance import AcceptanceRule
@@ -36,34 +32,6 @@ from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 
 LENGTH = 36
-RELAXED: dict[str, dict[str, Any]] = {
-    "grouped": lossy("grouped", group_size=6, code_distance=2.0, probability_gap=0.3),
-    "clustered": lossy("clustered", group_size=4),
-    "lantern": lossy("lantern", delta=0.2, neighbours=8),
-    "bounded": lossy("lantern", delta=0.1, factor=4.0, neighbours=8, bounded=True),
-}
-
-
-def test_trace_counts_the_calls_of_every_sample():
-    model, committed = counting(MODEL), []
-    result = decode(
-        DraftedSampler(4), model, callback=lambda call, lengths: committed.append((call, lengths.clone()))
-    )
-    trace = result.trace
-    assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
-    assert trace.target_calls.max() == len(model.calls) + 1  # the prefill is a call
-    assert trace.target_calls.unique().numel() > 1  # the rows part company
-    assert (trace.commit_call[:, 0] == 0).all() and (trace.commit_call.diff(dim=1) >= 0).all()
-    for row in range(4):
-        per_call = torch.bincount(trace.commit_call[row], minlength=int(trace.target_calls[row]))
-        assert per_call.min() >= 1 and per_call.max() <= 5
-    assert [call for call, _ in committed] == list(range(len(model.calls) + 1))
-    for call, lengths in committed:
-        assert lengths.tolist() == (trace.commit_call <= call).sum(1).tolist()
-    assert result.tokens.shape == (4, LENGTH) and result.tokens.dtype == torch.int64
-    assert result.tokens.untyped_storage().nbytes() == 4 * LENGTH * 8
-    assert set(trace.phase_seconds) == {"prefill", "draft", "model", "verify"}
-    assert trace.sampler == "DraftedSampler" and trace.lossless and trace.divergence is None
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
@@ -268,75 +236,7 @@ def test_a_draft_of_exactly_the_bounds_probability_does_not_stop():
     assert trace.target_calls.tolist() == 4 * [1 + 35 // 5]
 
 
-@pytest.mark.parametrize("name", RELAXED)
-def test_relaxed_sampler_says_that_it_is_lossy_and_by_how_much(name):
-    sampler = DraftedSampler(4, **RELAXED[name])
-    assert sampler.needs_codebook and not sampler.lossless and not sampler.identical
-    exact = decode(DraftedSampler(4))
-    trace = decode(sampler, codebook=CODEBOOK).trace
-    assert not trace.lossless and "lossy, measured divergence" in trace.summary()
-    assert trace.divergence is not None and 0.001 < trace.divergence < 0.6
-    assert trace.target_calls.sum() < exact.trace.target_calls.sum()
-    if RELAXED[name]["relaxation"].get("bounded"):
-        assert trace.divergence <= 0.1
-
-
-@pytest.mark.parametrize("name", RELAXED)
-def test_a_relaxed_batch_gives_each_sample_what_it_gets_alone(name):
-    sampler = DraftedSampler(4, 0.2, **RELAXED[name])
-    together = decode(sampler, law=GUIDED, codebook=CODEBOOK)
-    assert together.trace.moved_mass is not None and together.trace.target_calls.unique().numel() > 1
-    for row in range(4):
-        single = decode(
-            sampler, MODEL, NEAR, CONDITION[row : row + 1],
-            law=GUIDED, batch_size=1, generator=seeded([row]), codebook=CODEBOOK,
-        )  # fmt: skip
-        assert torch.equal(single.tokens[0], together.tokens[row])
-        assert single.trace.moved_mass is not None
-        torch.testing.assert_close(single.trace.moved_mass[0], together.trace.moved_mass[row])
-
-
-def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule():
-    want = decode(DraftedSampler(4)).tokens
-    nothing: list[dict[str, Any]] = [
-        lossy("lantern", delta=0.0, neighbours=3),
-        lossy("grouped", group_size=1, code_distance=None),
-    ]
-    for settings in nothing:
-        found = decode(DraftedSampler(4, **settings), codebook=CODEBOOK)
-        assert torch.equal(found.tokens, want)
-        assert found.trace.divergence == pytest.approx(0, abs=1e-12)
-
-
 # ------------------------------------------------------------------------------------------------ configuration
-
-
-def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
-    relaxed = DraftedSampler(3, **lossy("lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05))
-    relaxed.save_pretrained(tmp_path)
-    same: Any = DraftedSampler.from_pretrained(tmp_path)
-    assert same.relaxation == relaxed.relaxation
-    assert not any(isinstance(value, torch.Tensor) for value in vars(relaxed).values())
-    sampler = DraftedSampler(num_drafts=3, stop_below=0.2, acceptance="identical")
-    wanted = {"num_drafts": 3, "stop_below": 0.2, "acceptance": "identical"}
-    assert {name: sampler.config[name] for name in wanted} == wanted
-    changed: Any = DraftedSampler.from_config(sampler.config, num_drafts=7)
-    assert changed.config["num_drafts"] == 7 and changed.identical
-    sampler.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "sampler_config.json").read_text())["_class_name"] == "DraftedSampler"
-    loaded = DraftedSampler.from_pretrained(tmp_path)
-    assert torch.equal(decode(loaded).tokens, decode(sampler).tokens)
-    assert sampler.needs_drafter and sampler.lossless
-
-
-def test_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch):
-    operations = operations_of(DraftedSampler)
-    monkeypatch.setattr(drafted, "nobody", lambda going: False)  # asks on the CPU only
-    for acceptance in ("exact", "identical"):
-        decode(DraftedSampler(4, 0.2, acceptance), law=GUIDED)
-    for settings in RELAXED.values():
-        decode(DraftedSampler(4, 0.2, **settings), law=GUIDED, codebook=CODEBOOK)
-    assert not operations.that_ask_the_host()
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 2)])
@@ -348,26 +248,6 @@ def test_the_smallest_grids(size):
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("delta", [-0.1, 1.5, math.nan, True])
-def test_refuses_a_delta_that_is_no_probability(delta):
-    with pytest.raises(ValueError, match="delta=.*"):
-        DraftedSampler(**lossy("lantern", delta=delta))
-
-
-@pytest.mark.parametrize(
-    "settings, codebook, message",
-    [
-        ({}, None, r"no codebook was given; pass codebook=.*\[12, D\]"),
-        ({}, CODEBOOK[:11], r"codebook of shape \(11, 4\) for a vocabulary of 12 tokens.*\[12, D\]"),
-        (dict(neighbours=12), CODEBOOK, "neighbours=12, but a code has 11 others; pass at most that many"),
-    ],
-)
-def test_refuses_a_codebook_that_does_not_fit_before_any_compute(settings, codebook, message):
-    sampler = DraftedSampler(**lossy("lantern", **{"neighbours": 8, **settings}))
-    with pytest.raises(ValueError, match=message):
-        decode(sampler, untouched(), codebook=codebook)
 
 
 def test_refuses_to_decode_without_a_drafter():

@@ -1,9 +1,7 @@
 """The Jacobi sampler as an object: trace, raggedness, configuration, refusals, memory. Its law: tests/exactness."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
@@ -65,34 +63,6 @@ def test_a_narrow_call_keeps_the_drafts_of_a_wider_one(initial_draft):
         assert torch.equal(state.tokens[row, later], drawn[row, later])
         kept += max(0, later.stop - later.start)
     assert kept > 12
-
-
-@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
-@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
-def test_trace_counts_the_calls_of_every_sample(coupling, acceptance, initial_draft):
-    model = Counting(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
-    sampler = SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft)
-    committed = []
-    result = decode(sampler, model, callback=lambda call, lengths: committed.append((call, lengths.clone())))
-    trace, calls = result.trace, len(model.calls) + 1  # the prefill is a call
-
-    assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
-    assert trace.target_calls.max() == calls
-    assert trace.target_calls.unique().numel() > 1  # the rows part company
-    torch.testing.assert_close(trace.tokens_per_call, 64 / trace.target_calls.float())
-    assert trace.tokens_per_call.min() > 1.2
-
-    # Slot 0 is the prefill's; after it, in raster order, every call of an unfinished row commits 1 to W slots.
-    assert (trace.commit_call[:, 0] == 0).all() and (trace.commit_call[:, 1:] > 0).all()
-    assert (trace.commit_call.diff(dim=1) >= 0).all()
-    for row in range(4):
-        per_call = torch.bincount(trace.commit_call[row], minlength=int(trace.target_calls[row]))
-        assert per_call.min() >= 1 and per_call.max() <= 8
-        assert per_call[0] == 1
-
-    assert [call for call, _ in committed] == list(range(calls))
-    for call, lengths in committed:
-        assert lengths.tolist() == (trace.commit_call <= call).sum(1).tolist()
 
 
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
@@ -165,67 +135,7 @@ def test_coupled_drafts_are_accepted_more_often_than_independent_ones():
     assert min(rate.values()) > 1.5 * independent
 
 
-@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
-def test_tokens_have_the_promised_shape_and_dtype(coupling, acceptance):
-    result = decode(SpeculativeJacobiSampler(8, coupling, acceptance))
-    assert result.tokens.shape == (4, 64) and result.tokens.dtype == torch.int64
-    assert result.tokens.untyped_storage().nbytes() == 4 * 64 * 8  # not a view that keeps the scratch alive
-    assert result.trace.commit_call.shape == (4, 64)
-    assert 0 <= result.tokens.min() and result.tokens.max() < 16
-
-
-def test_trace_says_what_the_sampler_promises():
-    for coupling, acceptance in COMBINATIONS:
-        sampler = SpeculativeJacobiSampler(8, coupling, acceptance)
-        trace = decode(sampler).trace
-        assert trace.sampler == "SpeculativeJacobiSampler"
-        assert sampler.lossless and trace.lossless and trace.divergence is None
-        assert sampler.identical == trace.identical == (acceptance == "identical")
-        assert set(trace.phase_seconds) == {"prefill", "model", "verify"}
-        assert 0 < sum(trace.phase_seconds.values()) <= trace.seconds
-        assert trace.peak_memory is None
-
-
 # ------------------------------------------------------------------------------------------------ configuration
-
-
-def swapped(kind, sampler, **changes):
-    """The way users change a sampler: `pipe.sampler = Kind.from_config(pipe.sampler.config, ...)`."""
-    result = kind.from_config(sampler.config, **changes)
-    assert isinstance(result, kind)
-    return result
-
-
-def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
-    sampler = SpeculativeJacobiSampler(
-        window=16, coupling="maximal", acceptance="exact", initial_draft="left"
-    )
-    wanted = {"window": 16, "coupling": "maximal", "acceptance": "exact", "initial_draft": "left"}
-    assert {name: sampler.config[name] for name in wanted} == wanted
-    changed = swapped(SpeculativeJacobiSampler, sampler, window=32)
-    assert {name: changed.config[name] for name in wanted} == {**wanted, "window": 32}
-
-    sampler.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "sampler_config.json").read_text())
-    assert saved["_class_name"] == "SpeculativeJacobiSampler" and saved["window"] == 16
-    loaded = SpeculativeJacobiSampler.from_pretrained(tmp_path)
-    assert isinstance(loaded, SpeculativeJacobiSampler)
-    assert {name: loaded.config[name] for name in wanted} == wanted
-    assert torch.equal(decode(loaded).tokens, decode(sampler).tokens)
-
-
-def test_samplers_swap_through_their_configurations():
-    sampler = swapped(SpeculativeJacobiSampler, AutoregressiveSampler(), window=4)
-    assert sampler.config["window"] == 4 and sampler.identical
-    swapped(AutoregressiveSampler, sampler)
-
-
-def test_sampler_holds_no_tensors_and_no_state():
-    sampler = SpeculativeJacobiSampler(8)
-    before = dict(vars(sampler))
-    decode(sampler)
-    assert vars(sampler) == before
-    assert not any(isinstance(value, Tensor) for value in vars(sampler).values())
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
@@ -303,25 +213,6 @@ def test_names_the_unconditional_row():
         decode(SpeculativeJacobiSampler(8), poisoned(3, torch.nan, row=3), law=TokenLaw(guidance_scale=2.0))
 
 
-@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
-@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
-def test_ignores_logits_of_slots_past_the_grid(coupling, acceptance, initial_draft):
-    """Whatever the model says there, even nan: the tokens are the same."""
-
-    class Nonsense(TabularModel):
-        def forward(self, state, tokens, slots):
-            logits = super().forward(state, tokens, slots)
-            past = (slots + 1 >= self.grid.num_tokens).repeat(logits.shape[0] // slots.shape[0], 1)
-            return torch.where(past[..., None], torch.full_like(logits, torch.nan), logits)
-
-    sampler = SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft)
-    arguments: dict[str, Any] = dict(order=2, conditions=3, dependence=0.2)
-    expected = decode(sampler, TabularModel(TokenGrid(8, 8), 16, **arguments))
-    found = decode(sampler, Nonsense(TokenGrid(8, 8), 16, **arguments))
-    assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.trace.target_calls, expected.trace.target_calls)
-
-
 # ------------------------------------------------------------------------------------------------------- memory
 
 
@@ -378,11 +269,3 @@ def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling
     # Guidance doubles the rows of the logits.
     noise = batch_size * (window + 32) * vocab_size
     assert 0 < sizes.elements <= max(2 * max(laws, slots), noise) < batch_size * length * vocab_size / 4
-
-
-def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(SpeculativeJacobiSampler)
-    for coupling, acceptance in COMBINATIONS:
-        for initial_draft in INITIAL_DRAFTS:
-            decode(SpeculativeJacobiSampler(16, coupling, acceptance, initial_draft))
-    assert not operations.that_ask_the_host()

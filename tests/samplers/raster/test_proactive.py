@@ -1,6 +1,5 @@
 """The proactive Jacobi sampler as an object. Its law: tests/exactness/test_siblings_sequence_law.py."""
 
-import json
 from itertools import product
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.sampler_settings import settings_of
 from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tabular import TabularModel
 from tests.tiny import seeded, tiny_transformer
@@ -171,24 +169,6 @@ def test_identical_tokens_on_a_transformer_whose_cache_holds_the_kept_path():
     assert not torch.equal(wrong.tokens, wanted)
 
 
-@pytest.mark.parametrize("sibling_rule", ["recursive", "k-seq"])
-@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
-def test_a_sample_does_not_depend_on_its_batch(coupling, acceptance, sibling_rule):
-    """Four rows that part company, against each alone: same tokens, same calls."""
-    if acceptance == "identical":
-        sibling_rule = "recursive"
-    sampler = ProactiveJacobiSampler(8, 3, 2, coupling, acceptance, sibling_rule=sibling_rule)
-    together = decode(sampler, law=GUIDED, generator=seeded(0, 1, 2, 3))
-    assert together.trace.target_calls.unique().numel() > 1
-    for row in range(4):
-        alone = decode(
-            sampler, condition=CONDITION[row : row + 1], law=GUIDED, generator=seeded(row), batch_size=1
-        )
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-        assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[row])
-        assert alone.trace.target_calls[0] == together.trace.target_calls[row]
-
-
 def test_a_transformer_sample_does_not_depend_on_its_batch():
     model = tiny_transformer().double()
     law = TokenLaw(guidance_scale=2.5)
@@ -262,78 +242,13 @@ def test_statistics_catch_siblings_that_share_their_numbers(monkeypatch):
 # -------------------------------------------------------------------------------------------------------- trace
 
 
-@pytest.mark.parametrize("initial_draft", ["left", "up", "last_law", "uniform"])
-@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
-def test_trace_counts_the_calls_of_every_sample(coupling, acceptance, initial_draft):
-    model = Watching(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
-    sampler = ProactiveJacobiSampler(8, 3, 2, coupling, acceptance, initial_draft)
-    committed = []
-    result = decode(sampler, model, callback=lambda call, lengths: committed.append((call, lengths.clone())))
-    trace, calls = result.trace, len(model.calls) + 1  # the prefill is a call
-    assert result.tokens.shape == (4, 64) and result.tokens.dtype == torch.int64
-    assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
-    assert trace.target_calls.max() == calls
-    assert (trace.commit_call[:, 0] == 0).all() and (trace.commit_call[:, 1:] > 0).all()
-    assert (trace.commit_call.diff(dim=1) >= 0).all()
-    for row in range(4):
-        per_call = torch.bincount(trace.commit_call[row], minlength=int(trace.target_calls[row]))
-        assert per_call.min() >= 1 and per_call.max() <= 8
-    assert [call for call, _ in committed] == list(range(calls))
-    for call, lengths in committed:
-        assert lengths.tolist() == (trace.commit_call <= call).sum(1).tolist()
-    assert trace.sampler == "ProactiveJacobiSampler" and trace.lossless and trace.divergence is None
-    assert sampler.identical == trace.identical == (acceptance == "identical")
-    assert set(trace.phase_seconds) == {"prefill", "model", "verify"}
-
-
 def test_grid_of_one_token_needs_the_prefill_only():
     model = Watching(TokenGrid(1, 1), 5)
     result = decode(ProactiveJacobiSampler(4), model, None, batch_size=2)
     assert result.tokens.shape == (2, 1) and model.calls == []
 
 
-def test_ignores_logits_of_slots_past_the_grid():
-    class Nonsense(TabularModel):
-        def forward(self, state, tokens, slots, visible=None, **rest):
-            logits = super().forward(state, tokens, slots, visible, **rest)
-            past = slots + 1 >= self.grid.num_tokens
-            return torch.where(past[..., None], torch.full_like(logits, torch.nan), logits)
-
-    arguments: dict[str, Any] = dict(order=2, conditions=3, dependence=0.2)
-    expected = decode(ProactiveJacobiSampler(8, 3, 2), TabularModel(TokenGrid(8, 8), 16, **arguments))
-    found = decode(ProactiveJacobiSampler(8, 3, 2), Nonsense(TokenGrid(8, 8), 16, **arguments))
-    assert torch.equal(found.tokens, expected.tokens)
-
-
-def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(ProactiveJacobiSampler)
-    for coupling, acceptance in COUPLINGS:
-        decode(ProactiveJacobiSampler(16, 3, 2, coupling, acceptance))
-    decode(ProactiveJacobiSampler(16, 3, 2, sibling_rule="k-seq"))
-    assert not operations.that_ask_the_host()
-
-
 # -------------------------------------------------------------------------------- configuration and refusals
-
-
-def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
-    k_seq: Any = ProactiveJacobiSampler.from_config(
-        ProactiveJacobiSampler(sibling_rule="k-seq").config, window=8
-    )
-    assert (k_seq.config.sibling_rule, k_seq.config.window) == ("k-seq", 8)
-    sampler = ProactiveJacobiSampler(16, 3, 1, "gumbel", "identical", "up")
-    sampler.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "sampler_config.json").read_text())
-    assert saved["_class_name"] == "ProactiveJacobiSampler"
-    loaded = ProactiveJacobiSampler.from_pretrained(tmp_path)
-    assert isinstance(loaded, ProactiveJacobiSampler) and settings_of(loaded) == settings_of(sampler)
-    # As a pipeline's sampler is swapped, in both directions.
-    there = ProactiveJacobiSampler.from_config(
-        SpeculativeJacobiSampler(window=7, coupling="independent", acceptance="exact").config, siblings=2
-    )
-    assert isinstance(there, ProactiveJacobiSampler)
-    assert (there.config.window, there.config.siblings, there.config.coupling) == (7, 2, "independent")
-    SpeculativeJacobiSampler.from_config(there.config)
 
 
 @pytest.mark.parametrize("window, depth", [(1, 1), (4, 4), (2, 5)])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from tests.helpers.drafting import (
     eagle_pair,
     law_behind,
     seeded,
-    untouched,
     watch_features,
 )
 from tests.helpers.sampler_settings import lossy
@@ -31,7 +29,7 @@ from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.siblings import without
-from visual_spec.samplers.raster import drafted, tree
+from visual_spec.samplers.raster import tree
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.tree import TreeSampler, ancestry
@@ -298,55 +296,7 @@ def test_trace_counts_the_calls_of_every_sample():
     assert result.tokens.untyped_storage().nbytes() == 4 * LENGTH * 8
 
 
-def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(TreeSampler)
-    for way in WAYS + RELAXED:
-        decode(TreeSampler(3, 3, **way), law=GUIDED, codebook=CODEBOOK)
-    assert not operations.that_ask_the_host()
-
-
 # ---------------------------------------------------------------------------------------------- relaxed rules
-
-
-@pytest.mark.parametrize("way", RELAXED)
-def test_relaxed_trees_say_that_they_are_lossy_and_by_how_much(way):
-    sampler = TreeSampler(3, 3, **way)
-    assert sampler.needs_codebook and not sampler.lossless and not sampler.identical
-    options: dict[str, Any] = dict(batch_size=24, condition=torch.arange(24) % 3)
-    shape = {name: way.get(name) for name in ("siblings", "num_nodes")}
-    exact = decode(TreeSampler(3, 3, **cast(Any, shape)), **options)
-    trace = decode(sampler, codebook=CODEBOOK, **options).trace
-    assert not trace.lossless and "lossy, measured divergence 0." in trace.summary()
-    assert trace.divergence is not None and 0.001 < trace.divergence < 0.6
-    assert trace.target_calls.float().mean() < 0.97 * exact.trace.target_calls.float().mean()
-    assert trace.moved_mass is not None and trace.moved_mass.sum() <= trace.divergence * 24 * 35 + 1e-9
-    if way["relaxation"].get("bounded"):
-        assert trace.divergence <= 0.1
-
-
-@pytest.mark.parametrize("way", RELAXED)
-def test_a_relaxed_batch_gives_each_sample_what_it_gets_alone(way):
-    sampler = TreeSampler(3, 3, **way)
-    together = decode(sampler, law=GUIDED, codebook=CODEBOOK)
-    assert together.trace.moved_mass is not None and together.trace.target_calls.unique().numel() > 1
-    for row in range(4):
-        single = decode(
-            sampler, MODEL, NEAR, CONDITION[row : row + 1],
-            law=GUIDED, batch_size=1, generator=seeded([row]), codebook=CODEBOOK,
-        )  # fmt: skip
-        assert torch.equal(single.tokens[0], together.tokens[row])
-        assert single.trace.moved_mass is not None
-        torch.testing.assert_close(single.trace.moved_mass[0], together.trace.moved_mass[row])
-
-
-@pytest.mark.parametrize("siblings", ["top-k", "without-replacement"])
-def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule(siblings):
-    want = decode(TreeSampler(3, 3, siblings=siblings)).tokens
-    for numbers in (dict(delta=0.0), dict(factor=1.0)):
-        sampler = TreeSampler(3, 3, siblings=siblings, **lossy("lantern", neighbours=3, **numbers))
-        found = decode(sampler, codebook=CODEBOOK)
-        assert torch.equal(found.tokens, want)
-        assert found.trace.divergence == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("way", RELAXED)
@@ -360,22 +310,6 @@ def test_one_relaxed_sibling_is_the_relaxed_chain(way):
     assert torch.equal(found.trace.commit_call, chain.trace.commit_call)
     if way["relaxation"].get("bounded"):
         assert found.trace.divergence == pytest.approx(chain.trace.divergence, abs=1e-9)
-
-
-def test_slots_past_the_grid_are_neither_kept_nor_counted():
-    class Nonsense(TabularModel):
-        def forward(self, state, tokens, slots, visible=None, seen=None):
-            logits = super().forward(state, tokens, slots, visible, seen)
-            past = (slots + 1 >= self.grid.num_tokens).repeat(logits.shape[0] // slots.shape[0], 1)
-            return torch.where(past[..., None], torch.full_like(logits, torch.nan), logits)
-
-    arguments: dict[str, Any] = dict(order=2, conditions=3, dependence=0.3)
-    for way in RELAXED[:3]:
-        expected = decode(TreeSampler(3, 3, **way), codebook=CODEBOOK)
-        nonsense = Nonsense(TokenGrid(6, 6), 12, **arguments)
-        found = decode(TreeSampler(3, 3, **way), nonsense, codebook=CODEBOOK)
-        assert torch.equal(found.tokens, expected.tokens)
-        assert found.trace.divergence == expected.trace.divergence
 
 
 # ------------------------------------------------------------------------------------------------ small and odd
@@ -400,25 +334,6 @@ def test_laws_of_fewer_tokens_than_siblings_and_the_smallest_grids(way):
         assert found.trace.target_calls.tolist() == [width] * 2
 
 
-def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
-    relaxed = TreeSampler(2, 3, **lossy("lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05))
-    relaxed.save_pretrained(tmp_path)
-    assert cast(Any, TreeSampler.from_pretrained(tmp_path)).relaxation == relaxed.relaxation
-    wanted: dict[str, Any] = dict(
-        depth=2, width=3, num_nodes=4, siblings="top-k", acceptance="identical", expected_acceptance=0.5
-    )
-    sampler = TreeSampler(**wanted)
-    assert {name: sampler.config[name] for name in wanted} == wanted
-    sampler.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "sampler_config.json").read_text())["_class_name"] == "TreeSampler"
-    loaded = TreeSampler.from_pretrained(tmp_path)
-    assert torch.equal(decode(loaded).tokens, decode(sampler).tokens)
-    changed: Any = TreeSampler.from_config(sampler.config, num_nodes=None, acceptance="exact")
-    wanted |= dict(num_nodes=None, acceptance="exact")
-    assert {name: changed.config[name] for name in wanted} == wanted and not changed.identical
-    assert sampler.needs_drafter and sampler.lossless
-
-
 # ----------------------------------------------------------------------------------------------------- refusals
 
 
@@ -433,26 +348,6 @@ def test_refuses_to_choose_among_drawn_siblings_and_says_what_to_do():
         ValueError, match="not exact. Pass num_nodes=None and a smaller width, siblings='top-k'"
     ):
         TreeSampler(depth=3, width=4, num_nodes=6)
-
-
-@pytest.mark.parametrize("delta", [-0.1, 1.5, math.nan, True])
-def test_refuses_a_delta_that_is_no_probability(delta):
-    with pytest.raises(ValueError, match="delta=.*"):
-        TreeSampler(**lossy("lantern", delta=delta))
-
-
-@pytest.mark.parametrize(
-    "settings, codebook, message",
-    [
-        ({}, None, r"no codebook was given; pass codebook=.*\[12, D\]"),
-        ({}, CODEBOOK[:11], r"codebook of shape \(11, 4\) for a vocabulary of 12 tokens.*\[12, D\]"),
-        (dict(neighbours=12), CODEBOOK, "neighbours=12, but a code has 11 others; pass at most that many"),
-    ],
-)
-def test_refuses_a_codebook_that_does_not_fit_before_any_compute(settings, codebook, message):
-    sampler = TreeSampler(**lossy("lantern", **{"neighbours": 8, **settings}))
-    with pytest.raises(ValueError, match=message):
-        decode(sampler, untouched(), codebook=codebook)
 
 
 def test_refuses_to_decode_without_a_drafter_or_with_one_of_other_tokens():
@@ -488,7 +383,3 @@ def test_refuses_a_tree_larger_than_the_cache():
     with pytest.raises(ValueError, match="a tree of 11 nodes .* has room for 8; pass num_nodes, .* 7 nodes"):
         decode(TreeSampler(2, 5), model)
     assert decode(TreeSampler(1, 7), model).tokens.shape == (4, LENGTH)
-
-
-def test_shares_the_state_of_the_chain_sampler():
-    assert tree.DraftedState is drafted.DraftedState and tree.begin_drafted is drafted.begin_drafted

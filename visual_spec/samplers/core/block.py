@@ -38,6 +38,7 @@ def verify_block(
         weight[:, place] = follows.clamp(max=1)
     left = target.exp() * weight[..., None] - label.exp()  # [B, N, V]
     mass = left.clamp_(min=0).sum(-1)
+    mass = torch.where(mass.isnan(), weight, mass)  # past the grid, where a model may say anything
     whole = mass + 1 - weight  # 0 only where nothing is left to draw and all is kept
     keep = torch.where(whole > 0, mass / whole, 1.0)[:, 1:]  # [B, N - 1], to stop behind each draft
     keep = noise.bernoulli(keep.masked_fill(~there[:, :-1], 0), slots[:, :-1], ACCEPT, round)
