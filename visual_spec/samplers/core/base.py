@@ -42,7 +42,7 @@ from visual_spec.samplers.core.precision import (
 )
 from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
-from visual_spec.samplers.core.view import TOKENS
+from visual_spec.samplers.core.verification import TOKENS
 from visual_spec.samplers.core.window import AUTO, WindowPolicy, adaptive
 
 Callback = Callable[[int, Tensor], Any]

@@ -24,8 +24,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
 from visual_spec.samplers.core.precision import rounding_of
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
-from visual_spec.samplers.core.verification import Verdict, verify_laws
-from visual_spec.samplers.core.view import Law, TokenView
+from visual_spec.samplers.core.verification import Law, TokenView, Verdict, verify_laws
 from visual_spec.samplers.raster.column_residual import draw_product_residual, product_acceptance
 
 
