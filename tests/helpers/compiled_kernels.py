@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 triton = pytest.importorskip("triton")
 
@@ -24,14 +26,15 @@ class Recorder:
         return launch
 
 
-def compiled(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: Any) -> Any:
-    """A kernel as `call` launches it, compiled for an H100 or H200."""
+def compiled(module: Any, name: str, call: Any) -> Any:
+    """A kernel as `call` launches it, compiled for an H100 or H200; other kernels of its module are not launched."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel, recorder = getattr(module, name), Recorder()
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, recorder)
+    with pytest.MonkeyPatch.context() as patch:
+        for other in [other for other in vars(module) if other.endswith("_kernel")]:
+            patch.setattr(module, other, recorder if other == name else Recorder())
         call()
     warps = recorder.kwargs.pop("num_warps", 4)  # Triton's own
     names = {
@@ -55,6 +58,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: Any)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
+def check_compiles(folder: Any, module: Any, name: str, call: Any) -> Any:
+    """As `compiled`; its registers suffice."""
+    binary = compiled(module, name, call)
+    assert "cubin" in binary.asm and spilled(binary, folder) == 0
+    return binary
+
+
 def spilled(binary: Any, folder: Any) -> int:
     """Bytes that the assembler moves between registers that are too few and memory.
 
@@ -67,3 +77,27 @@ def spilled(binary: Any, folder: Any) -> int:
     found = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
     assert len(found) == 2, done.stderr
     return sum(map(int, found))
+
+
+def check_traced(op: Any, arguments: Any, expected: Any = None, *, strides: bool = False) -> None:
+    """Tracers of GPU code know an operator by shape and dtype, without a launch.
+
+    Args:
+        expected: tensors like those that it returns; None: what it returns on the CPU.
+        strides: whether strides are those of the CPU, too.
+    """
+
+    def there(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+    def looks(value: Tensor) -> tuple[Any, ...]:
+        return value.shape, value.dtype, value.stride() if strides else None
+
+    expected = op(*arguments) if expected is None else expected
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = op(*tree_map(there, tuple(arguments)))
+    found, expected = (one if isinstance(one, tuple) else (one,) for one in (found, expected))
+    for one, other in zip(found, expected, strict=True):
+        assert one.device.type == "cuda" and looks(one) == looks(other)

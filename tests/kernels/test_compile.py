@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.helpers.compiled_kernels import Recorder, compiled, spilled
+from tests.helpers.compiled_kernels import check_compiles, check_traced, compiled
 from tests.kernels.laws import window
 from tests.kernels.relaxing import codes, laws
 from tests.kernels.verification import case
@@ -29,7 +27,7 @@ LAW = TokenLaw(guidance_scale=2.0, top_k=20, top_p=0.9, guidance_until=9)
 
 
 @pytest.mark.parametrize("name", ["draw", "margins", "masked", "verify", "grouped", "clustered", "lantern"])
-def test_compiles_for_hopper(monkeypatch, tmp_path, name):
+def test_compiles_for_hopper(tmp_path, name):
     here = window(LAW, dtype=torch.bfloat16)
     drawing = (here.logits, here.keys, here.slots, torch.tensor(0), 0, here.numbers)
     relaxed = laws()
@@ -58,8 +56,7 @@ def test_compiles_for_hopper(monkeypatch, tmp_path, name):
             lambda: lantern_mass.lantern_mass_triton(*relaxed, torch.zeros(37, 5).int(), 0.1, True),
         ),
     }[name]
-    binary = compiled(monkeypatch, module, kernel, call)
-    assert "cubin" in binary.asm and spilled(binary, tmp_path) == 0
+    check_compiles(tmp_path, module, kernel, call)
 
 
 @pytest.mark.parametrize("kernel", ["_split_kernel", "_merge_kernel"])
@@ -68,24 +65,17 @@ def test_compiles_for_hopper(monkeypatch, tmp_path, name):
     [LAW, replace(LAW, top_k=2000, top_p=1.0), TokenLaw(top_p=0.9), TokenLaw(guidance_scale=2.0)],
     ids=["both", "top-k", "top-p", "none"],
 )
-def test_split_draws_compile_for_hopper(monkeypatch, tmp_path, kernel, law):
+def test_split_draws_compile_for_hopper(tmp_path, kernel, law):
     here = window(law, 1, 2, 65536, dtype=torch.bfloat16)
     drawing = (here.logits, here.keys, here.slots, None, 0, here.numbers)
-    (other,) = {"_split_kernel", "_merge_kernel"} - {kernel}
-    monkeypatch.setattr(split_draw, other, Recorder())
-    binary = compiled(
-        monkeypatch, split_draw, kernel, lambda: split_draw.split_draw_triton(*drawing, margins=True)
-    )
-    assert "cubin" in binary.asm and spilled(binary, tmp_path) == 0
+    check_compiles(tmp_path, split_draw, kernel, lambda: split_draw.split_draw_triton(*drawing, margins=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("fill", [philox.philox_uniform_triton, philox.philox_normal_triton])
-def test_noise_compiles_for_hopper(monkeypatch, fill, dtype):
+def test_noise_compiles_for_hopper(fill, dtype):
     out, slots = torch.zeros(2, 3, 7, dtype=dtype), torch.arange(6).view(2, 3)
-    binary = compiled(
-        monkeypatch, philox, "_philox_kernel", lambda: fill(out, torch.arange(2), slots, 7, 5, 2)
-    )
+    binary = compiled(philox, "_philox_kernel", lambda: fill(out, torch.arange(2), slots, 7, 5, 2))
     # Twice pi in float64, which no literal of Triton's is sure to be.
     assert ("401921FB54442D18" in binary.asm["ptx"]) == (fill is philox.philox_normal_triton)
 
@@ -112,15 +102,4 @@ def test_operators_are_known_to_tracers_of_gpu_code():
     }
     for op, arguments in calls.items():
         # The kernel of `verify` is the only one without a definition that runs here.
-        expected = here.expected if op is ops.verify else op(*arguments)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            there = [
-                torch.empty(value.shape, dtype=value.dtype, device="cuda")
-                if isinstance(value, Tensor)
-                else value
-                for value in arguments
-            ]
-            found = op(*there)
-        pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
-        for one, other in pairs:
-            assert one.device.type == "cuda" and one.shape == other.shape and one.dtype == other.dtype
+        check_traced(op, arguments, here.expected if op is ops.verify else None)

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.helpers.compiled_kernels import Recorder, compiled, spilled
+from tests.helpers.compiled_kernels import check_compiles, check_traced, compiled, spilled
 from tests.kernels.heads import case
 from tests.kernels.interpreter import run_interpreted
 from visual_spec.kernels import head_step as module
@@ -71,56 +69,29 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 def test_the_operator_is_known_to_tracers_of_gpu_code():
-    x, modulations, weights, scales, law, noise = case(4, 3, 24, 2).arguments
-    with FakeTensorMode(allow_non_fake_inputs=True):
-
-        def there(value: Tensor) -> Tensor:
-            return torch.empty(value.shape, dtype=value.dtype, device="cuda")
-
-        found = torch.ops.visual_spec.head_step(
-            there(x),
-            there(modulations),
-            [there(one) for one in weights],
-            there(scales),
-            there(law),
-            there(noise),
-        )
-    assert [(one.device.type, one.shape, one.dtype) for one in found] == [("cuda", x.shape, x.dtype)] * 3
+    check_traced(torch.ops.visual_spec.head_step, case(4, 3, 24, 2).arguments)
 
 
 @pytest.mark.parametrize("rows", [2, 128])
 @pytest.mark.parametrize("kernel", ["_up_kernel", "_down_kernel", "_final_kernel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiles_for_hopper(monkeypatch, tmp_path, kernel, dtype, rows):
+def test_compiles_for_hopper(tmp_path, kernel, dtype, rows):
     pytest.importorskip("triton")
     here = case(rows // 2, 16, 64, 2, dtype=dtype)
-    for name in ("_up_kernel", "_down_kernel", "_final_kernel"):
-        if name != kernel:
-            monkeypatch.setattr(module, name, Recorder())
-    binary = compiled(monkeypatch, module, kernel, lambda: module.head_step_triton(*here.arguments))
-    assert "cubin" in binary.asm and spilled(binary, tmp_path) == 0
+    check_compiles(tmp_path, module, kernel, lambda: module.head_step_triton(*here.arguments))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1024, 1280, 1536])
-def test_compiles_at_the_sizes_of_official_heads(monkeypatch, tmp_path, width):
+def test_compiles_at_the_sizes_of_official_heads(tmp_path, width):
     """The first block, whose kernels project the points as well: the last launch of a head of one block."""
     pytest.importorskip("triton")
+    x, _, _, scales, law, noise = case(64, 16, 64, 1, dtype=torch.bfloat16).arguments
+    shapes = [(width, 16), width, width, width, (width, width), width, (width, width), width, (32, width), 32]
+    weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    modulations = torch.zeros(128, 5 * width, dtype=torch.bfloat16)
     for kernel in ("_up_kernel", "_down_kernel"):
-        here = case(64, 16, 64, 1, dtype=torch.bfloat16)
-        x, _, _, scales, law, noise = here.arguments
-        weights = [torch.zeros(s, dtype=torch.bfloat16) for s in ((width, 16), width)]
-        weights += [torch.zeros(s, dtype=torch.bfloat16) for s in (width, width, (width, width), width) * 1]
-        weights += [torch.zeros(s, dtype=torch.bfloat16) for s in ((width, width), width, (32, width), 32)]
-        modulations = torch.zeros(128, 5 * width, dtype=torch.bfloat16)
-        with monkeypatch.context() as patch:
-            for name in ("_up_kernel", "_down_kernel", "_final_kernel"):
-                if name != kernel:
-                    patch.setattr(module, name, Recorder())
-            binary = compiled(
-                patch,
-                module,
-                kernel,
-                lambda: module.head_step_triton(x, modulations, weights, scales, law, noise),  # noqa: B023
-            )
+        binary = compiled(
+            module, kernel, lambda: module.head_step_triton(x, modulations, weights, scales, law, noise)
+        )
         assert spilled(binary, tmp_path) == 0

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.helpers.compiled_kernels import Recorder, compiled, spilled
+from tests.helpers.compiled_kernels import check_compiles, check_traced
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.layers import PLACES, opened, summed, window_case, write_case
 from visual_spec.kernels import add_norm as add_norm_module
@@ -98,23 +96,7 @@ def test_operators_are_known_to_tracers_of_gpu_code():
         (ops.gated, (x, x)),
     ]
     for op, arguments in calls:
-        expected = op(*arguments)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            there = [
-                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda")
-                if isinstance(one, Tensor)
-                else one
-                for one in arguments
-            ]
-            found = op(*there)
-        pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
-        for one, other in pairs:
-            assert (one.device.type, one.shape, one.dtype, one.stride()) == (
-                "cuda",
-                other.shape,
-                other.dtype,
-                other.stride(),
-            )
+        check_traced(op, arguments, strides=True)
 
 
 # Positions, heads, heads of keys, and numbers of a head: LlamaGen-XL one by one and by windows, its prompt, Emu3, 3B.
@@ -131,23 +113,19 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_attention_compiles_for_hopper(monkeypatch, tmp_path, sizes):
+def test_attention_compiles_for_hopper(tmp_path, sizes):
     pytest.importorskip("triton")
     dtype, kernel, window, heads, groups, dim = sizes
     keys = torch.zeros(2, groups, 728, dim, dtype=dtype)
     queries, places = torch.zeros(2, window, heads, dim, dtype=dtype), torch.zeros(2, window).long()
     mask = torch.ones(2, 120, dtype=torch.bool)
-    for name in ("_split_kernel", "_combine_kernel"):
-        if name != kernel:
-            monkeypatch.setattr(module, name, Recorder())
     call = module.window_attention_triton
-    binary = compiled(monkeypatch, module, kernel, lambda: call(queries, keys, keys, places, mask, 0.1))
-    assert "cubin" in binary.asm and spilled(binary, tmp_path) == 0
+    check_compiles(tmp_path, module, kernel, lambda: call(queries, keys, keys, places, mask, 0.1))
 
 
 @pytest.mark.parametrize("name", ["add_norm", "gated", "rotary_write"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiles_for_hopper(monkeypatch, tmp_path, name, dtype):
+def test_compiles_for_hopper(tmp_path, name, dtype):
     pytest.importorskip("triton")
     x, turn = torch.zeros(2, 4, 4096, dtype=dtype), torch.zeros(2, 4, 1, 1, 64, 2)
     held, places = torch.zeros(2, 8, 700, 128, dtype=dtype), torch.zeros(2, 4).long()
@@ -160,5 +138,4 @@ def test_compiles_for_hopper(monkeypatch, tmp_path, name, dtype):
             lambda: write_module.rotary_write_triton(projected, turn, turn, held, held, places),
         ),
     }[name]
-    binary = compiled(monkeypatch, where, f"_{name}_kernel", call)
-    assert "cubin" in binary.asm and spilled(binary, tmp_path) == 0
+    check_compiles(tmp_path, where, f"_{name}_kernel", call)
