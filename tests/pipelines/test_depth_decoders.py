@@ -11,6 +11,8 @@ from torch import Tensor
 
 import visual_spec
 from tests.helpers.tiny_depth import tiny_csm, tiny_moshi, tiny_talker
+from visual_spec.models.columns.depth import CsmDepth
+from visual_spec.samplers.raster.depth_window import DepthWindow
 
 IDS = torch.tensor([[1, 5, 9, 2], [2, 7, 6, 11], [2, 8, 8, 3]])
 MAKE = dict(csm=tiny_csm, moshi=tiny_moshi, talker=tiny_talker)
@@ -65,17 +67,22 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize("window", (None, "depth-window", "depth-window:window=2"))
 @pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("name", MAKE)
-def test_the_codes_are_those_of_the_models_own_generate(name: str, law: str, rows: int) -> None:
+def test_the_codes_are_those_of_the_models_own_generate(
+    name: str, law: str, rows: int, window: str | None
+) -> None:
     model = MAKE[name]()
     expected = drawn(model, name, law, rows)
-    assert visual_spec.accelerate(model) is model
+    assert visual_spec.accelerate(model, window) is model
     assert same(drawn(model, name, law, rows), expected)
     trace = model.last_trace
     assert trace.plain == 0
     assert trace.frames >= FRAMES - 1
+    assert trace.calls <= trace.frames * trace.codes
+    assert window is not None or trace.calls == trace.frames * trace.codes
     if law == "sampled" and name != "talker":
         assert not same(drawn(model, name, law, rows, seed=1), expected)
 
@@ -126,8 +133,68 @@ def test_restore_gives_back_what_was_there(name: str) -> None:
     assert "not accelerated" in visual_spec.summary(model)
 
 
+def frame_of(rows: int) -> tuple[Any, dict[str, Any]]:
+    """A decoder of 7 codes a frame, and what its frames read."""
+    generator = torch.Generator().manual_seed(1)
+    decoder = CsmDepth(tiny_csm(codebooks=8).depth_decoder)
+
+    def choose(ids: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
+        return (logits.softmax(-1) / noise).argmax(-1)
+
+    ids = torch.randint(1, 20, (rows, 1), generator=generator)
+    hidden = torch.randn(rows, 32, generator=generator, dtype=torch.float64)
+    noise = torch.empty(rows, 7, 20, dtype=torch.float64).exponential_(generator=generator)
+    return decoder, dict(ids=ids, hidden=hidden, choose=choose, noise=noise)
+
+
+def calls_by_recomputing(decoder: Any, request: dict[str, Any], drafts: Tensor) -> int:
+    """Calls of a window over all open slots, each of them over the whole frame without a cache."""
+    ids, hidden, calls, final = (
+        request["ids"],
+        request["hidden"],
+        0,
+        torch.zeros(len(drafts), dtype=torch.long),
+    )
+    drafts = drafts.clone()
+    while bool((final < 7).any()):
+        read = torch.cat([decoder.begin(ids, hidden), decoder.embed(0, drafts[:, :6], hidden)], 1)
+        made = request["choose"](ids, decoder.heads(0, decoder.run(read, 0)[:, 1:]), request["noise"])
+        for row in range(len(drafts)):
+            start = int(final[row])
+            kept = next((slot for slot in range(start, 7) if made[row, slot] != drafts[row, slot]), 7)
+            final[row] = min(kept + 1, 7)
+            drafts[row, start:] = made[row, start:]
+        calls += 1
+    return calls
+
+
+@pytest.mark.parametrize("wrong", ((), (6,), (5,), (0,), (2, 4)))
+def test_a_window_keeps_drafts_that_stand_and_calls_again_after_others(wrong: tuple[int, ...]) -> None:
+    """The last row has right drafts alone, and waits for the others."""
+    decoder, request = frame_of(3)
+    codes, states = decoder.frame(**request)
+    drafts = codes.clone()
+    for slot in wrong:
+        drafts[:2, slot] = (drafts[:2, slot] + 1) % 20
+    drawn, scored, calls = DepthWindow().frame(decoder, **request, drafts=drafts)
+    assert torch.equal(drawn, codes)
+    torch.testing.assert_close(scored, states, rtol=1e-12, atol=1e-12)
+    assert calls == calls_by_recomputing(decoder, request, drafts)
+    assert calls == 1 if wrong in ((), (6,)) else 1 < calls <= 7  # the last draft is read by no slot
+    assert DepthWindow(window=3).frame(decoder, **request, drafts=codes)[2] == 3
+
+
+def test_hidden_states_that_are_no_numbers_are_refused() -> None:
+    for window in (None, "depth-window"):
+        model = tiny_csm()
+        visual_spec.accelerate(model, window)
+        model.depth_decoder.model.embed_tokens.weight.data[20:40] = torch.nan  # of the second code
+        with pytest.raises(FloatingPointError, match="Csm.*row 0"):
+            drawn(model, "csm", "sampled")
+
+
 def test_a_sampler_is_refused_and_changes_nothing() -> None:
     model = tiny_csm()
-    with pytest.raises(TypeError, match="SpeculativeJacobiSampler"):
+    with pytest.raises(TypeError, match="speculative-jacobi"):
         visual_spec.accelerate(model, "speculative-jacobi")
     assert "not accelerated" in visual_spec.summary(model)

@@ -253,7 +253,7 @@ def test_non_finite_logits_name_the_slot(pipe):
 
 def test_accelerate_and_restore(pipe):
     plain = pipe.sampler
-    assert visual_spec.summary(pipe) == "AutoregressiveSampler: nothing decoded yet"
+    assert visual_spec.summary(pipe) == "AutoregressiveSampler, the same tokens; nothing decoded yet"
     visual_spec.accelerate(pipe)
     assert isinstance(pipe.sampler, SpeculativeJacobiSampler)
     visual_spec.accelerate(pipe, SpeculativeJacobiSampler(window=2))

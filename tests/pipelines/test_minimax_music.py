@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.modular_pipelines.minimax_music3 import encoders
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import Tensor
 
@@ -27,12 +28,31 @@ def hiddens(pipe: Any, seed: int, seconds: float = FRAMES / 25) -> tuple[Tensor,
     return state.get("frame_hiddens"), torch.rand(4, generator=generator)
 
 
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The codes of frames, [2, 8] each, as the loop of diffusers feeds them back."""
+    read: list[Tensor] = []
+
+    def embed(language_model: Any, decoder: Any, frame: Tensor) -> Tensor:
+        read.append(frame)
+        return plain(language_model, decoder, frame)
+
+    plain = encoders._embed_audio_frame
+    monkeypatch.setattr(encoders, "_embed_audio_frame", embed)
+    return read
+
+
+@pytest.mark.parametrize("window", (None, "depth-window", "depth-window:window=3"))
 @pytest.mark.parametrize("seed", range(3))
-def test_frames_and_the_draws_after_them_are_those_of_diffusers(seed: int) -> None:
+def test_codes_frames_and_the_draws_after_them_are_those_of_diffusers(
+    codes: list[Tensor], seed: int, window: str | None
+) -> None:
     pipe = pipeline()
     expected, after = hiddens(pipe, seed)
-    assert visual_spec.accelerate(pipe) is pipe
+    assert visual_spec.accelerate(pipe, window) is pipe
     drawn, then = hiddens(pipe, seed)
+    assert len(codes) == 2 * FRAMES
+    assert all(map(torch.equal, codes[:FRAMES], codes[FRAMES:]))
     assert expected.shape == (1, FRAMES, 8 * WIDTH)
     torch.testing.assert_close(drawn, expected, rtol=1e-9, atol=1e-9)
     assert torch.equal(then, after)
@@ -56,5 +76,5 @@ def test_modules_are_their_own_outside_of_the_block_and_after_restore() -> None:
 
 
 def test_a_sampler_is_refused() -> None:
-    with pytest.raises(TypeError, match="SpeculativeJacobiSampler"):
+    with pytest.raises(TypeError, match="speculative-jacobi"):
         visual_spec.accelerate(pipeline(), "speculative-jacobi")

@@ -191,7 +191,9 @@ def test_glm_image_is_accelerated_inside_its_pipeline():
     assert (trace.commit_call[:, 6:].min(1).values > trace.commit_call[:, :6].max(1).values).all()
     assert restore(pipe) is pipe and "generate" not in vars(model)
     assert summary(pipe) == "Pipe: not accelerated"
-    assert summary(accelerate(pipe, AutoregressiveSampler())) == "AutoregressiveSampler: nothing decoded yet"
+    assert summary(accelerate(pipe, AutoregressiveSampler())).endswith(
+        "Sampler, the same tokens; nothing decoded yet"
+    )
 
 
 def test_pixels():

@@ -1,9 +1,10 @@
 """Depth decoders: a small transformer that writes the codes of one audio frame one by one.
 
 A backbone makes one hidden state a frame; the depth decoder reads it and writes the frame's K codes, each after the
-codes before it. Every step here is a call of the decoder's own layers over one new position. Its number is known when
-the frame begins, so the cache is written and read by slices of fixed buffers: no mask, no length on the device, no
+codes before it. Every step of `frame` is a call of the decoder's own layers over one new position. Its number is known
+when the frame begins, so the cache is written and read by slices of fixed buffers: no mask, no length on the device, no
 wait for it. A whole frame is one function of tensors that a CUDA graph can record.
+`samplers/raster/depth_window.py` draws a frame in fewer and wider calls.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# (codes so far [B, n], logits [B, V]) -> the next code [B]
-Choice = Callable[[Tensor, Tensor], Tensor]
+# (codes before the last slot [B, m], logits [B, n, V] of the last n slots, noise) -> codes [B, n]. Sampled frames have
+# exponential noise [B, n, V], greedy ones None.
+Choice = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 class DepthCache:
@@ -49,74 +51,91 @@ class DepthCache:
 
 
 class DepthDecoder:
-    """The frames of a depth decoder of transformers.
+    """The frames of a depth decoder.
 
-    A subclass says what the decoder reads before its first code (`begin`), after a code (`embed`), and its head.
+    A subclass says what the decoder reads before its first code (`begin`), what it reads after codes (`embed`), and its
+    heads.
 
     Args:
         model: the decoder, whose modules and weights are used as they are.
+        steps: codes that a frame has to draw.
+        vocab_size: V, of each of them.
 
     Attributes:
-        steps: codes that a frame has to draw.
-        prefix: positions before the first of them.
+        prefix: positions before the first code.
     """
 
     prefix = 1
 
-    def __init__(self, model: Any, layers: Any, norm: Any, steps: int) -> None:
-        self.model, self.layers, self.norm, self.steps = model, layers, norm, steps
+    def __init__(self, model: Any, layers: Any, norm: Any, steps: int, vocab_size: int) -> None:
+        self.model, self.layers, self.norm, self.steps, self.vocab_size = (
+            model,
+            layers,
+            norm,
+            steps,
+            vocab_size,
+        )
         self.cache = DepthCache(self.prefix + steps - 1)
 
     def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """What the first call reads, [B, prefix, C], of the ids [B, n] and the hidden states before a frame."""
+        """What the first positions read, [B, prefix, C], by the ids [B, m] and the hidden states before a frame."""
         raise NotImplementedError
 
-    def embed(self, step: int, code: Tensor, hidden: Tensor) -> Tensor:
-        """What is read, [B, 1, C], after the code [B] that a step has drawn."""
+    def embed(self, first: int, codes: Tensor, hidden: Tensor) -> Tensor:
+        """What stands after codes [B, n] of the steps from `first`, [B, n, C]."""
         raise NotImplementedError
 
-    def head(self, step: int, hidden: Tensor) -> Tensor:
-        """The logits [B, V] of a step's code from the last hidden state [B, C]."""
+    def heads(self, first: int, hidden: Tensor) -> Tensor:
+        """The logits [B, n, V] of the steps from `first`, by last hidden states [B, n, C]."""
         raise NotImplementedError
 
-    def tables(self, embeds: Tensor) -> Callable[[int, int], dict[str, Any]]:
-        """What layers read beside hidden states, as a function of the first and last position of a call."""
-        return lambda start, end: {}
+    def tables(self, read: Tensor, start: int, end: int) -> dict[str, Any]:
+        """What layers read beside hidden states of the positions from `start` to `end`."""
+        return {}
 
-    def frame(self, ids: Tensor, hidden: Tensor, choose: Choice) -> Tensor:
-        """Draw the codes of one frame, [B, steps].
+    def run(self, read: Tensor, start: int) -> Tensor:
+        """Last hidden states [B, n, C] of what is read from position `start` on; keys and values are written there."""
+        end = start + read.shape[1]
+        self.cache.position = start
+        tables = dict(self.tables(read, start, end), attention_mask=self._mask(read, start))
+        for layer in self.layers:
+            read = layer(read, past_key_values=self.cache, **tables)
+        return read if self.norm is None else self.norm(read)
+
+    def frame(
+        self, ids: Tensor, hidden: Tensor, choose: Choice, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draw the codes of one frame one by one.
 
         Args:
-            ids: what `choose` reads before the drawn codes, long [B, n]; its end is what the decoder reads.
+            ids: what `choose` reads before the drawn codes, long [B, m]; its end is what the decoder reads.
             hidden: of the backbone.
-            choose: draws a code from the codes so far and the logits.
+            noise: of all steps, [B, steps, V].
+
+        Returns:
+            Codes [B, steps] and the last hidden states [B, steps, C] that they were drawn from.
         """
-        read = self.begin(ids, hidden)
-        given, position, tables = ids.shape[1], 0, self.tables(read)
+        read, start, states = self.begin(ids, hidden), 0, []
         for step in range(self.steps):
-            end = position + read.shape[1]
-            state, self.cache.position = read, position
-            extra = dict(tables(position, end), past_key_values=self.cache, attention_mask=self._mask(read))
-            for layer in self.layers:
-                state = layer(state, **extra)
-            state = state[:, -1]
-            logits = self.head(step, state if self.norm is None else self.norm(state))
-            code = choose(ids, logits)
-            ids = torch.cat([ids, code[:, None]], 1)
-            position = end
+            states.append(self.run(read, start)[:, -1:])
+            start += read.shape[1]
+            code = choose(
+                ids, self.heads(step, states[-1]), None if noise is None else noise[:, step : step + 1]
+            )
+            ids = torch.cat([ids, code], 1)
             if step + 1 < self.steps:
                 read = self.embed(step, code, hidden)
-        return ids[:, given:]
+        return ids[:, ids.shape[1] - self.steps :], torch.cat(states, 1)
 
-    def _mask(self, read: Tensor) -> Tensor | None:
-        """The mask of a call's positions; "sdpa" makes its own, and one position sees all before it."""
+    def _mask(self, read: Tensor, start: int) -> Tensor | None:
+        """The mask of a call; one position sees all before it, and "sdpa" alone knows the mask of the first call."""
         length = read.shape[1]
-        if length == 1 or self.model.config._attn_implementation != "eager":
+        if length == 1 or (start == 0 and self.model.config._attn_implementation != "eager"):
             return None
         hidden = torch.full(
-            (length, length), torch.finfo(read.dtype).min, dtype=read.dtype, device=read.device
+            (length, start + length), torch.finfo(read.dtype).min, dtype=read.dtype, device=read.device
         )
-        return hidden.triu(1)[None, None]
+        return hidden.triu(start + 1)[None, None]
 
 
 class _Rotary(DepthDecoder):
@@ -124,12 +143,9 @@ class _Rotary(DepthDecoder):
 
     rotary: Any
 
-    def tables(self, embeds: Tensor) -> Callable[[int, int], dict[str, Any]]:
-        places = torch.arange(self.cache.places, device=embeds.device)[None]
-        cos, sin = self.rotary(embeds, places)
-        return lambda start, end: dict(
-            position_embeddings=(cos[:, start:end], sin[:, start:end]), position_ids=places[:, start:end]
-        )
+    def tables(self, read: Tensor, start: int, end: int) -> dict[str, Any]:
+        places = torch.arange(start, end, device=read.device)[None]
+        return dict(position_embeddings=self.rotary(read, places), position_ids=places)
 
 
 class CsmDepth(_Rotary):
@@ -138,21 +154,23 @@ class CsmDepth(_Rotary):
     prefix = 2
 
     def __init__(self, model: Any) -> None:
-        inner = model.model
-        super().__init__(model, inner.layers, inner.norm, model.config.num_codebooks - 1)
+        inner, config = model.model, model.config
+        super().__init__(model, inner.layers, inner.norm, config.num_codebooks - 1, config.vocab_size)
         self.rotary = inner.rotary_emb
 
     def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
         first = self.model.model.embed_tokens(ids[:, -1])
         return self.model.model.inputs_embeds_projector(torch.stack([hidden.to(first.dtype), first], 1))
 
-    def embed(self, step: int, code: Tensor, hidden: Tensor) -> Tensor:
-        inner = self.model.model
-        offset = (step + 1) * self.model.config.vocab_size
-        return inner.inputs_embeds_projector(inner.embed_tokens(code[:, None] + offset))
+    def embed(self, first: int, codes: Tensor, hidden: Tensor) -> Tensor:
+        inner, steps = self.model.model, torch.arange(codes.shape[1], device=codes.device)
+        return inner.inputs_embeds_projector(
+            inner.embed_tokens(codes + (first + 1 + steps) * self.vocab_size)
+        )
 
-    def head(self, step: int, hidden: Tensor) -> Tensor:
-        return hidden @ self.model.codebooks_head.weight[step]
+    def heads(self, first: int, hidden: Tensor) -> Tensor:
+        weight = self.model.codebooks_head.weight[first : first + hidden.shape[1]]
+        return torch.einsum("bnc,ncv->bnv", hidden, weight)
 
 
 class MoshiDepth(DepthDecoder):
@@ -162,23 +180,31 @@ class MoshiDepth(DepthDecoder):
     """
 
     def __init__(self, model: Any) -> None:
-        super().__init__(model, model.layers, None, model.config.num_codebooks)
+        super().__init__(
+            model, model.layers, None, model.config.num_codebooks, model.lm_heads.weight.shape[1]
+        )
 
     def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        return self.model.text_embed_tokens(ids[:, -1:]) + self._projected(0, hidden)
+        return self.model.text_embed_tokens(ids[:, -1:]) + self._projected(0, 1, hidden)
 
-    def embed(self, step: int, code: Tensor, hidden: Tensor) -> Tensor:
-        return self.model.embed_tokens[step](code[:, None]) + self._projected(step + 1, hidden)
+    def embed(self, first: int, codes: Tensor, hidden: Tensor) -> Tensor:
+        steps = range(codes.shape[1])
+        embeds = torch.stack([self.model.embed_tokens[first + i](codes[:, i]) for i in steps], 1)
+        return embeds + self._projected(first + 1, len(steps), hidden)
 
-    def head(self, step: int, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.model.lm_heads.weight[step])
+    def heads(self, first: int, hidden: Tensor) -> Tensor:
+        weight = self.model.lm_heads.weight[first : first + hidden.shape[1]]
+        return torch.einsum("bnc,nvc->bnv", hidden, weight)
 
-    def tables(self, embeds: Tensor) -> Callable[[int, int], dict[str, Any]]:
-        places = torch.arange(self.cache.places, device=embeds.device)
-        return lambda start, end: dict(codebook_idx=places[start:end], position_ids=places[None, start:end])
+    def tables(self, read: Tensor, start: int, end: int) -> dict[str, Any]:
+        places = torch.arange(start, end, device=read.device)
+        return dict(codebook_idx=places, position_ids=places[None])
 
-    def _projected(self, place: int, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.model.input_projections.weight[place])
+    def _projected(self, first: int, count: int, hidden: Tensor) -> Tensor:
+        """The hidden state [B, 1, C] as `count` positions read it."""
+        return torch.einsum(
+            "bic,ndc->bnd", hidden, self.model.input_projections.weight[first : first + count]
+        )
 
 
 class QwenDepth(_Rotary):
@@ -187,15 +213,64 @@ class QwenDepth(_Rotary):
     prefix = 2
 
     def __init__(self, model: Any) -> None:
-        inner = model.model
-        super().__init__(model, inner.layers, inner.norm, model.config.num_code_groups - 1)
+        inner, config = model.model, model.config
+        super().__init__(model, inner.layers, inner.norm, config.num_code_groups - 1, config.vocab_size)
         self.rotary = inner.rotary_emb
 
     def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
         return hidden
 
-    def embed(self, step: int, code: Tensor, hidden: Tensor) -> Tensor:
-        return self.model.model.codec_embedding[step](code[:, None])
+    def embed(self, first: int, codes: Tensor, hidden: Tensor) -> Tensor:
+        tables = self.model.model.codec_embedding
+        return torch.stack([tables[first + i](codes[:, i]) for i in range(codes.shape[1])], 1)
 
-    def head(self, step: int, hidden: Tensor) -> Tensor:
-        return self.model.lm_head[step](hidden)
+    def heads(self, first: int, hidden: Tensor) -> Tensor:
+        steps = range(hidden.shape[1])
+        return torch.stack([self.model.lm_head[first + i](hidden[:, i]) for i in steps], 1)
+
+
+class MiniMaxDepth(DepthDecoder):
+    """MiniMax-Music 3's of diffusers: reads hidden states and first codes of two rows of guidance, draws K - 1 codes.
+
+    Its blocks take no cache, so they are written out here.
+
+    Args:
+        embed_first: embeds the first code, [B] to [B, C]: the language model's table.
+    """
+
+    prefix = 2
+
+    def __init__(self, model: Any, embed_first: Callable[[Tensor], Tensor]) -> None:
+        config = model.config
+        super().__init__(model, model.layers, model.norm, config.num_codebooks - 1, config.audio_vocab_size)
+        self.embed_first = embed_first
+
+    def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        return self.model.projection(torch.stack([hidden, self.embed_first(ids[:, -1])], 1))
+
+    def embed(self, first: int, codes: Tensor, hidden: Tensor) -> Tensor:
+        steps = torch.arange(codes.shape[1], device=codes.device)
+        return self.model.projection(self.model.audio_embeddings(codes + (first + steps) * self.vocab_size))
+
+    def heads(self, first: int, hidden: Tensor) -> Tensor:
+        steps = range(hidden.shape[1])
+        return torch.stack([self.model.audio_heads[first + i](hidden[:, i]) for i in steps], 1)
+
+    def run(self, read: Tensor, start: int) -> Tensor:
+        self.cache.position, end = start, start + read.shape[1]
+        hidden = read + self.model.pos_embedding(torch.arange(start, end, device=read.device))
+        places = torch.arange(end, device=read.device)
+        visible = places <= places[start:, None]
+        for index, layer in enumerate(self.layers):
+            attention, read = layer.attn, layer.input_layernorm(hidden)
+            query, keys, values = (
+                project(read).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
+                for project in (attention.to_q, attention.to_k, attention.to_v)
+            )
+            mixed = F.scaled_dot_product_attention(
+                query, *self.cache.update(keys, values, index), attn_mask=visible
+            )
+            hidden = hidden + attention.to_out(mixed.transpose(1, 2).flatten(2))
+            read = layer.post_attention_layernorm(hidden)
+            hidden = hidden + layer.down_proj(F.silu(layer.gate_proj(read)) * layer.up_proj(read))
+        return self.norm(hidden)

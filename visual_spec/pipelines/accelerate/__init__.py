@@ -5,16 +5,18 @@ Samplers are components, so all this does is to swap one and to remember the oth
 
 from __future__ import annotations
 
+import logging
 import warnings
 from importlib import import_module
 from typing import Any
 
 from visual_spec.models.core.calls import CHUNKS
-from visual_spec.pipelines.accelerate.adapter import Adapter
+from visual_spec.pipelines.accelerate.adapter import Adapter, promise
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler
 from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
 
+logger = logging.getLogger("visual_spec")
 _PLAIN = "_visual_spec_plain_sampler"
 
 
@@ -24,7 +26,8 @@ def accelerate(
     """Make a pipeline decode with another sampler; by default the fastest one that returns the same tokens.
 
     Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first. A sampler that is
-    refused changes nothing.
+    refused changes nothing. The logger "visual_spec" says at level INFO what was done and what to expect, in the line
+    that `summary` returns.
 
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, a
@@ -34,7 +37,7 @@ def accelerate(
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
             "speculative-jacobi". A pipeline that has a sampler of this class keeps it. So does one of music or of
             continuous tokens: there no sampler has been faster without changing what is drawn, as a warning says.
-            Speech takes none. A Wan takes a policy of its cache in its place
+            Speech takes none; a depth decoder takes "depth-window". A Wan takes a policy of its cache in its place
             (`visual_spec.models.video.frame_cache`), or its text; None: "full".
         drafter: of an image generator or a MusicGen of transformers, for samplers that draft with a second model. A
             pipeline of this package has its own, `pipe.drafter`.
@@ -79,10 +82,12 @@ def accelerate(
     if isinstance(sampler, str):
         sampler = read_sampler(sampler) if adapter is None else adapter.read_text(sampler)
     if adapter is not None:
-        return adapter.accelerate(pipe, sampler, **options)
-    before = _set_sampler(pipe, sampler)
-    if not hasattr(pipe, _PLAIN):
-        setattr(pipe, _PLAIN, before)
+        adapter.accelerate(pipe, sampler, **options)
+    else:
+        before = _set_sampler(pipe, sampler)
+        if not hasattr(pipe, _PLAIN):
+            setattr(pipe, _PLAIN, before)
+    logger.info(summary(pipe))
     return pipe
 
 
@@ -128,14 +133,17 @@ def restore(pipe: Any) -> Any:
 
 
 def summary(pipe: Any) -> str:
-    """One line on what the last pictures or clips of a pipeline cost: tokens, calls, tokens per call, seconds."""
+    """One line on what the last pictures or clips of a pipeline cost: tokens, calls, tokens per call, seconds.
+
+    Before the first ones: the sampler, and whether it keeps tokens.
+    """
     adapter = _adapter(pipe)
     if adapter is not None:
         return adapter.summary(pipe)
     if not isinstance(pipe, VisualPipeline):
         return f"{type(pipe).__name__}: not accelerated"
     trace = pipe.last_trace
-    return trace.summary() if trace is not None else f"{type(pipe.sampler).__name__}: nothing decoded yet"
+    return trace.summary() if trace is not None else f"{promise(pipe.sampler)}; nothing decoded yet"
 
 
 # What `accelerate` takes from other libraries, asked in turn: a module beside this one, and its class. Read when an

@@ -55,9 +55,21 @@ class Adapter(ABC):
         return "\n".join(lines) or f"{type(thing).__name__}: not accelerated"
 
     def line(self, model: Any) -> str:
-        """What the last call of an accelerated model cost."""
+        """What the last call of an accelerated model cost; before the first, what to expect."""
         trace = model.last_trace
-        return f"{type(model.sampler).__name__}: nothing decoded yet" if trace is None else trace.summary()
+        if trace is None:
+            return f"{type(model).__name__}: {self.expects(model)}; nothing decoded yet"
+        return trace.summary()
+
+    def expects(self, model: Any) -> str:
+        """What an accelerated model does, and whether its output stays."""
+        return promise(model.sampler)
+
+
+def promise(sampler: Any) -> str:
+    """A sampler by name, and what becomes of the tokens."""
+    kept = "the same tokens" if sampler.identical else "the same law" if sampler.lossless else "not lossless"
+    return f"{type(sampler).__name__}, {kept}"
 
 
 def hang(model: Any, **attributes: Any) -> None:

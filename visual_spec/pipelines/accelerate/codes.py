@@ -20,7 +20,7 @@ from visual_spec.models.core.calls import RASTER
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
-from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, promise, unwrapped
 from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
@@ -92,13 +92,8 @@ class CodeAdapter(Adapter):
         hang(model, sampler=sampler, codes=codes, end=end, last_trace=None, generate=generate)
         return thing
 
-    def line(self, model: Any) -> str:
-        if model.last_trace is not None:
-            return model.last_trace.summary()
-        promise = (
-            "same tokens" if model.sampler.identical else "same law" if model.sampler.lossless else "lossy"
-        )
-        return f"{type(model.sampler).__name__}: codes {model.codes}, {promise}, nothing decoded yet"
+    def expects(self, model: Any) -> str:
+        return f"{promise(model.sampler)}, codes {model.codes} alone"
 
 
 @loads_groups

@@ -7,14 +7,19 @@
 These models write the K codes of every frame by a `generate` of their depth decoder: K serial steps, with the set-up of
 `generate` and a cache and masks that it makes anew. Only that inner `generate` is replaced, by
 `visual_spec.models.columns.depth`; the model's own calls it with every setting it takes. Logits go through the
-processors that transformers itself makes of the settings, and codes are drawn in the same order from the same
-generator. So codes are those of the model's own `generate`, greedy or sampled, up to rounding of logits. On a GPU the
-frame is recorded as one CUDA graph.
+processors that transformers itself makes of the settings. A sampled code is the largest of probability / noise: so
+`torch.multinomial` draws one, and the noise comes in its order from PyTorch's own generator. So codes are those of the
+model's own `generate` for the same seed, greedy or sampled, up to rounding of logits. On a GPU the frame is recorded as
+one CUDA graph.
+
+`accelerate(model, "depth-window")` draws a frame in fewer, wider calls
+(`visual_spec.samplers.raster.depth_window`), the same codes. Its drafts are the codes of the frame before. What it
+gains is up to the model: `summary` says how many codes a call it made. Its calls are not recorded.
 
 What the frame does not know goes the model's own way: beams, an end inside a frame, scores or attentions as output,
 attention other than "sdpa" and "eager", weights that are moved between devices. `summary` counts such frames.
 
-No speculation is offered inside a frame: docs/LOG.md has the measurement. Checked with transformers 5.23.
+Checked with transformers 5.23.
 """
 
 from __future__ import annotations
@@ -27,10 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.columns.depth import CsmDepth, DepthDecoder, MoshiDepth, QwenDepth
-from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_accelerated, is_of, take_off, unwrapped
+from visual_spec.models.columns.depth import Choice, CsmDepth, DepthDecoder, MoshiDepth, QwenDepth
+from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_of, take_off, unwrapped
+from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import AUTO, RecordedFunction, wants_graph
 from visual_spec.samplers.core.trace import Stopwatch
+from visual_spec.samplers.raster.depth_window import DepthWindow
 
 # Class of transformers: (where its depth decoder is, how that is read, which argument holds the hidden state).
 MODELS: dict[str, tuple[str, Callable[[Any], DepthDecoder], str]] = {
@@ -40,6 +47,11 @@ MODELS: dict[str, tuple[str, Callable[[Any], DepthDecoder], str]] = {
     "Qwen3OmniMoeForConditionalGeneration": ("talker.code_predictor", QwenDepth, "inputs_embeds"),
 }
 _ATTENTION = ("sdpa", "eager")
+WINDOW = "depth-window"
+# Processors that read a slot's scores alone: several slots of a text go through them at once.
+_BY_SLOT = {
+    f"{name}LogitsWarper" for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
+}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions")
 
 
@@ -51,6 +63,7 @@ class DepthTrace:
         model: class name of the model.
         codes: that a frame draws.
         frames: drawn here, a batch of frames counting once.
+        calls: of the depth decoder for them.
         plain: drawn by the decoder's own `generate`.
         seconds: wall time of `frames`.
     """
@@ -58,14 +71,45 @@ class DepthTrace:
     model: str
     codes: int
     frames: int = 0
+    calls: int = 0
     plain: int = 0
     seconds: float = 0.0
 
     def summary(self) -> str:
         """Return one line: frames, codes, time, and what the codes are."""
+        if not self.frames + self.plain:
+            return f"{self.model}: {self.codes} codes a frame in a static cache, the same codes; nothing decoded yet"
+        rate = self.frames * self.codes / max(self.calls, 1)
         return (
-            f"{self.model}: {self.frames} frames of {self.codes} codes in {self.seconds:.2f} s and {self.plain} by its "
-            "own generate, the codes of its own generate"
+            f"{self.model}: {self.frames} frames of {self.codes} codes in {self.calls} calls ({rate:.2f} codes a call) "
+            f"and {self.seconds:.2f} s, {self.plain} by its own generate; the codes of its own generate"
+        )
+
+
+def read_window(text: str) -> DepthWindow:
+    """The window of a text, `depth-window` or `depth-window:window=N`.
+
+    Raises:
+        TypeError: another name or setting.
+        ValueError: a window that is no number of slots.
+    """
+    name, settings = parse_sampler(text)
+    if name != WINDOW or settings.keys() - {"window"}:
+        raise TypeError(
+            f"{text!r} given; a depth decoder takes {WINDOW!r} or '{WINDOW}:window=N', or no sampler."
+        )
+    return DepthWindow(**settings)
+
+
+def check_window(sampler: Any, model: str) -> None:
+    """Refuse what draws no frames.
+
+    Raises:
+        TypeError: it is neither None nor a `DepthWindow`.
+    """
+    if not isinstance(sampler, DepthWindow | None):
+        raise TypeError(
+            f"{type(sampler).__name__} given; a {model} takes no sampler but {WINDOW!r}, which draws a frame's codes."
         )
 
 
@@ -82,24 +126,23 @@ class DepthAdapter(Adapter):
         model = unwrapped(thing)
         return [model] if is_of(model, MODELS) and _decoder(model) is not None else []
 
-    def accelerate(self, thing: Any, sampler: Any = None) -> Any:
-        """Replace the `generate` of the depth decoder. Twice changes nothing.
+    def read_text(self, text: str) -> DepthWindow:
+        return read_window(text)
+
+    def accelerate(self, thing: Any, sampler: DepthWindow | None = None) -> Any:
+        """Replace the `generate` of the depth decoder. Calling it again swaps the window.
 
         Raises:
-            TypeError: a sampler (these models take none).
+            TypeError: a sampler that is no `DepthWindow`.
         """
         [model] = self.models(thing)
-        if sampler is not None:
-            raise TypeError(
-                f"{type(sampler).__name__} given; a {type(model).__name__} takes no sampler: its frames are drawn "
-                "code by code. Pass the model alone."
-            )
-        if not is_accelerated(model):
-            _, kind, argument = _entry(model)
-            decoder = _decoder(model)
-            frames = _Frames(decoder, kind(decoder), argument, type(model).__name__)
-            hang(decoder, generate=functools.update_wrapper(functools.partial(frames), decoder.generate))
-            hang(model, last_trace=frames.trace)
+        check_window(sampler, type(model).__name__)
+        self.restore(thing)
+        _, kind, argument = _entry(model)
+        decoder = _decoder(model)
+        frames = _Frames(decoder, kind(decoder), argument, type(model).__name__, sampler)
+        hang(decoder, generate=functools.update_wrapper(functools.partial(frames), decoder.generate))
+        hang(model, last_trace=frames.trace)
         return thing
 
     def restore(self, thing: Any) -> Any:
@@ -109,10 +152,7 @@ class DepthAdapter(Adapter):
         return thing
 
     def line(self, model: Any) -> str:
-        trace = model.last_trace
-        if not trace.frames + trace.plain:
-            return f"{type(model).__name__}: {trace.codes} codes a frame in a static cache, the same codes; nothing yet"
-        return trace.summary()
+        return model.last_trace.summary()
 
 
 def _entry(model: Any) -> tuple[str, Callable[[Any], DepthDecoder], str]:
@@ -129,12 +169,15 @@ def _decoder(model: Any) -> Any:
 class _Frames:
     """The `generate` of a depth decoder."""
 
-    def __init__(self, model: Any, decoder: DepthDecoder, argument: str, name: str) -> None:
-        self.model, self.decoder, self.argument = model, decoder, argument
+    def __init__(
+        self, model: Any, decoder: DepthDecoder, argument: str, name: str, window: DepthWindow | None
+    ) -> None:
+        self.model, self.decoder, self.argument, self.window = model, decoder, argument, window
         self.plain = model.generate
         self.trace = DepthTrace(name, decoder.steps)
         self._laws: dict[str, Any] = {}
         self._recorded: dict[str, RecordedFunction] = {}
+        self._last: Tensor | None = None  # codes of the frame before
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,9 +192,10 @@ class _Frames:
         if law is None:
             self.trace.plain += 1
             return self.plain(*args, **kwargs)
-        key, choose, as_output, with_states = law
+        key, choose, sampled, as_output, with_states = law
         watch = Stopwatch()
-        codes = self._codes(key, choose, ids, hidden)
+        noise = draw_noise(self.decoder, len(ids), ids.device) if sampled else None
+        codes = check_codes(self._codes(key, choose, ids, hidden, noise), self.trace.model)
         watch.lap("frame", codes.device)
         self.trace.frames += 1
         self.trace.seconds += watch.read()[0]
@@ -161,20 +205,30 @@ class _Frames:
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         # Of hidden states only the first of each step are known, what was read: those Qwen3-Omni sums.
-        read = [self.decoder.begin(ids, hidden)]
-        read += [self.decoder.embed(step, codes[:, step], hidden) for step in range(self.decoder.steps - 1)]
-        states: Any = tuple((state,) for state in read) if with_states else None
+        states: Any = None
+        if with_states:
+            read = self.decoder.embed(0, codes[:, :-1], hidden).split(1, 1)
+            states = tuple((state,) for state in (self.decoder.begin(ids, hidden), *read))
         return GenerateDecoderOnlyOutput(sequences=sequences, hidden_states=states)  # pyright: ignore[reportArgumentType]
 
-    def _codes(self, key: str | None, choose: Any, ids: Tensor, hidden: Tensor) -> Tensor:
-        def frame(ids: Tensor, hidden: Tensor) -> Tensor:
-            return self.decoder.frame(ids, hidden, choose)
+    def _codes(self, key: str, choose: Choice, ids: Tensor, hidden: Tensor, noise: Tensor | None) -> Tensor:
+        """The codes of a frame, [B, steps]; -1 where a hidden state is no number."""
+        if self.window is not None:
+            drafts = self._last if self._last is not None and len(self._last) == len(ids) else None
+            self._last, states, calls = self.window.frame(self.decoder, ids, hidden, choose, noise, drafts)
+            self.trace.calls += calls
+            return _marked(self._last, states)
 
-        if key is None or not wants_graph(AUTO, self.model):
-            return frame(ids, hidden)
+        def frame(*tensors: Tensor) -> Tensor:
+            return _marked(*self.decoder.frame(tensors[0], tensors[1], choose, *tensors[2:]))
+
+        self.trace.calls += self.decoder.steps
+        inputs = (ids, hidden) if noise is None else (ids, hidden, noise)
+        if not wants_graph(AUTO, self.model):
+            return frame(*inputs)
         if key not in self._recorded:
             self._recorded[key] = RecordedFunction(self.model, frame)
-        return self._recorded[key](ids, hidden)
+        return self._recorded[key](*inputs)
 
     def _law(self, settings: dict[str, Any], ids: Tensor) -> Any:
         """How a code is chosen with settings of `generate`, and these; None: the decoder's own `generate` knows."""
@@ -222,12 +276,44 @@ class _Frames:
             model_kwargs={},
         )
 
-        def choose(ids: Tensor, logits: Tensor) -> Tensor:
-            scores = processors(ids, logits.to(torch.float32, copy=True))
-            if sampled is GenerationMode.SAMPLE:
-                return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
-            return scores.argmax(-1)
+        by_slot = all(type(processor).__name__ in _BY_SLOT for processor in processors)
 
-        # A sampled frame draws from PyTorch's own generator; recording that has not been tried on a GPU.
-        recorded = None if sampled is GenerationMode.SAMPLE else key
-        return recorded, choose, config.return_dict_in_generate, states
+        def choose(ids: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
+            logits = logits.to(torch.float32, copy=True)
+            count = logits.shape[1]
+            if by_slot:
+                scores = processors(ids, logits.flatten(0, 1)).view_as(logits)  # pyright: ignore[reportArgumentType]
+            else:
+                texts = [ids[:, : ids.shape[1] - count + 1 + slot] for slot in range(count)]
+                rows = [processors(text, logits[:, slot]) for slot, text in enumerate(texts)]  # pyright: ignore[reportArgumentType]
+                scores = torch.stack(list(map(torch.as_tensor, rows)), 1)
+            return (scores if noise is None else scores.softmax(-1) / noise).argmax(-1)
+
+        return key, choose, sampled is GenerationMode.SAMPLE, config.return_dict_in_generate, states
+
+
+def draw_noise(
+    decoder: DepthDecoder, rows: int, device: Any, generator: torch.Generator | None = None
+) -> Tensor:
+    """The noise of a frame's steps as `torch.multinomial` draws it step by step, [rows, steps, V]."""
+    draws = [torch.empty(rows, decoder.vocab_size, device=device) for _ in range(decoder.steps)]
+    return torch.stack([draw.exponential_(generator=generator) for draw in draws], 1)
+
+
+def _marked(codes: Tensor, states: Tensor) -> Tensor:
+    return codes.where(states.isfinite().all(-1), -1)
+
+
+def check_codes(codes: Tensor, model: str) -> Tensor:
+    """Return the codes of a frame.
+
+    Raises:
+        FloatingPointError: a code is -1, since its hidden state is no number.
+    """
+    bad = (codes < 0).any(1)
+    if bool(bad.any()):
+        raise FloatingPointError(
+            f"{model}: hidden states of row {bad.nonzero()[0].item()} of a frame are not finite; check the weights, or "
+            "load them in float32."
+        )
+    return codes

@@ -3,11 +3,12 @@
     visual_spec.accelerate(pipe)
     waves = pipe(prompt=..., lyrics=..., output="audios")
 
-Only the block that writes codes is wrapped. While it runs, two modules compute less, and the loop, its draws and their
+Only the block that writes codes is wrapped. While it runs, two things compute less, and the loop, its draws and their
 generator stay those of diffusers. So codes and hidden states are those of diffusers, up to rounding:
 
 * The head of the language model is computed for 16,384 codes and the end, in place of the whole vocabulary.
-* The depth decoder keeps keys and values: 8 positions a frame in place of 2 + 3 + ... + 8 = 35.
+* The depth decoder keeps keys and values: 8 positions a frame in place of 2 + 3 + ... + 8 = 35. With
+  `accelerate(pipe, "depth-window")` it draws a frame in fewer calls (`visual_spec.samplers.raster.depth_window`).
 
 The block still waits once a frame for the drawn code, to see the end. Checked with diffusers 0.42.1.
 """
@@ -15,21 +16,38 @@ The block still waits once a frame for the drawn code, to see the end. Checked w
 from __future__ import annotations
 
 import functools
+import inspect
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.models.columns.depth import DepthCache
-from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_accelerated, is_of, take_off, unwrapped
-from visual_spec.pipelines.accelerate.depth import DepthTrace
+from visual_spec.models.columns.depth import MiniMaxDepth
+from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_of, take_off, unwrapped
+from visual_spec.pipelines.accelerate.depth import (
+    DepthTrace,
+    check_codes,
+    check_window,
+    draw_noise,
+    read_window,
+)
 from visual_spec.samplers.core.trace import Stopwatch
+from visual_spec.samplers.raster.depth_window import DepthWindow
 
 PIPELINE = "MiniMaxMusic3ModularPipeline"
 _STEP = "MiniMaxMusic3AutoregressiveStep"
-_CONSTANTS = ("_AUDIO_CODE_OFFSET", "_SEMANTIC_VOCAB_SIZE", "_AUDIO_END_TOKEN_ID")
+_FRAME = "_generate_depth_codes"  # what its loop calls for the codes of a frame
+# What is read from its module beside that.
+_NAMES = (
+    "_AUDIO_CODE_OFFSET",
+    "_SEMANTIC_VOCAB_SIZE",
+    "_AUDIO_END_TOKEN_ID",
+    "_AR_CFG_SCALE",
+    "_AR_SAMPLING_TOP_K",
+)
 
 
 class MiniMaxMusicAdapter(Adapter):
@@ -42,20 +60,18 @@ class MiniMaxMusicAdapter(Adapter):
         pipe = unwrapped(thing)
         return [pipe] if is_of(pipe, (PIPELINE,), "diffusers") else []
 
-    def accelerate(self, thing: Any, sampler: Any = None) -> Any:
-        """Wrap the block that writes codes. Twice changes nothing.
+    def read_text(self, text: str) -> DepthWindow:
+        return read_window(text)
+
+    def accelerate(self, thing: Any, sampler: DepthWindow | None = None) -> Any:
+        """Wrap the block that writes codes. Calling it again swaps the window.
 
         Raises:
-            TypeError: a sampler (this pipeline takes none), or a pipeline or release without that block.
+            TypeError: a sampler that is no `DepthWindow`, or a pipeline or release without that block.
         """
         [pipe] = self.models(thing)
-        if sampler is not None:
-            raise TypeError(
-                f"{type(sampler).__name__} given; a {PIPELINE} takes no sampler: its frames are drawn code by code. "
-                "Pass the pipeline alone."
-            )
-        if is_accelerated(pipe):
-            return thing
+        check_window(sampler, PIPELINE)
+        self.restore(thing)
         place = _place(pipe._blocks)
         if place is None:
             raise TypeError(
@@ -65,7 +81,7 @@ class MiniMaxMusicAdapter(Adapter):
         parent, name = place
         blocks = parent.sub_blocks.copy()
         trace = DepthTrace(PIPELINE, 7)
-        blocks[name] = _Step(blocks[name], trace)
+        blocks[name] = _Step(blocks[name], trace, sampler)
         hang(parent, sub_blocks=blocks)
         hang(pipe, last_trace=trace)
         return thing
@@ -88,8 +104,8 @@ def _place(blocks: Any) -> tuple[Any, str] | None:
         if isinstance(block, _Step):
             return blocks, name
         if type(block).__name__ == _STEP:
-            constants = vars(import_module(type(block).__module__))
-            return (blocks, name) if all(constant in constants for constant in _CONSTANTS) else None
+            known = vars(import_module(type(block).__module__))
+            return (blocks, name) if known.keys() >= {*_NAMES, _FRAME} else None
         inner = _place(block)
         if inner is not None:
             return inner
@@ -97,40 +113,49 @@ def _place(blocks: Any) -> tuple[Any, str] | None:
 
 
 class _Step:
-    """The block of diffusers; while it runs, two modules compute less."""
+    """The block of diffusers; while it runs, the head and the depth decoder compute less."""
 
-    def __init__(self, block: Any, trace: DepthTrace) -> None:
-        self.block, self.trace = block, trace
+    def __init__(self, block: Any, trace: DepthTrace, window: DepthWindow | None) -> None:
+        self.block, self.trace, self.window = block, trace, window
 
     def __getattr__(self, name: str) -> Any:
         if name == "block":  # of a copy that is not filled yet
             raise AttributeError(name)
         return getattr(self.block, name)
 
+    @torch.no_grad()
     def __call__(self, components: Any, state: Any) -> Any:
         head, decoder = components.language_model.lm_head, components.rvq_depth_decoder
-        offset, codes, end = (vars(import_module(type(self.block).__module__))[name] for name in _CONSTANTS)
+        known = vars(import_module(type(self.block).__module__))
+        offset, codes, end, scale, most = (known[name] for name in _NAMES)
         self.trace.codes = decoder.config.num_codebooks - 1
         moved = any(
             hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook")
             for model in (components.language_model, decoder)
             for part in model.modules()
         )
+        cached = not moved and all(
+            layer.attn.processor._attention_backend is None for layer in decoder.layers
+        )
+        run: Any = self.block
+        if cached:
+            # The loop of diffusers, where the name of its function for the codes of a frame means ours.
+            loop: Any = inspect.unwrap(type(run).__call__)
+            names = loop.__globals__ | {
+                _FRAME: _Frames(decoder, offset, scale, most, self.window, self.trace)
+            }
+            run = functools.partial(FunctionType(loop.__code__, names), run)
         watch = Stopwatch()
         try:
             if not moved and type(head) is nn.Linear and head.bias is None:
                 hang(head, forward=functools.partial(_some_rows, head, offset, codes, end))
-            if not moved and all(layer.attn.processor._attention_backend is None for layer in decoder.layers):
-                hang(decoder, forward=_Cached(decoder))
-            result = self.block(components, state)
+            result = run(components, state)
         finally:
-            cached = vars(decoder).get("forward")
             take_off(head)
-            take_off(decoder)
         watch.lap("codes", components._execution_device)
         self.trace.seconds += watch.read()[0]
         frames = state.get("frame_hiddens").shape[1]
-        if isinstance(cached, _Cached):
+        if cached:
             self.trace.frames += frames
         else:
             self.trace.plain += frames
@@ -145,30 +170,51 @@ def _some_rows(head: Any, offset: int, codes: int, end: int, hidden: Tensor) -> 
     return logits
 
 
-class _Cached:
-    """The depth decoder's `forward`, for inputs [B, n, C] that grow by a position from call to call."""
+class _Frames:
+    """Draws the codes of frames in place of the function of diffusers, by its law and its draws.
 
-    def __init__(self, decoder: Any) -> None:
-        self.decoder = decoder
-        self.cache = DepthCache(decoder.config.num_codebooks)
-        self.length = 0
+    Args:
+        offset: id of the first code in the language model's vocabulary.
+        scale, most: guidance and top-k of the law.
+    """
 
-    def __call__(self, inputs_embeds: Tensor) -> Tensor:
-        """The last hidden states, [B, 1 or n, C]: the loop reads the last one."""
-        length = inputs_embeds.shape[1]
-        start = self.length if length == self.length + 1 and length > 2 else 0
-        self.length, self.cache.position = length, start
-        places = torch.arange(start, length, device=inputs_embeds.device)
-        hidden = inputs_embeds[:, start:] + self.decoder.pos_embedding(places)
-        for index, layer in enumerate(self.decoder.layers):
-            attention, read = layer.attn, layer.input_layernorm(hidden)
-            query, keys, values = (
-                project(read).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
-                for project in (attention.to_q, attention.to_k, attention.to_v)
-            )
-            keys, values = self.cache.update(keys, values, index)
-            mixed = F.scaled_dot_product_attention(query, keys, values, is_causal=start == 0)
-            hidden = hidden + attention.to_out(mixed.transpose(1, 2).flatten(2))
-            read = layer.post_attention_layernorm(hidden)
-            hidden = hidden + layer.down_proj(F.silu(layer.gate_proj(read)) * layer.up_proj(read))
-        return self.decoder.norm(hidden)
+    def __init__(
+        self,
+        decoder: Any,
+        offset: int,
+        scale: float,
+        most: int,
+        window: DepthWindow | None,
+        trace: DepthTrace,
+    ) -> None:
+        self.decoder, self.offset, self.scale, self.most = decoder, offset, scale, most
+        self.window, self.trace = window, trace
+        self._last: Tensor | None = None  # codes of the frame before
+
+    def __call__(
+        self, language_model: Any, decoder: Any, hidden: Tensor, first: Tensor, generator: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Codes [2, K], with the first ones [2], and the hidden states [1, (K - 1) * C] of the others' draws."""
+        embed = language_model.model.embed_tokens
+        depth = MiniMaxDepth(decoder, lambda code: embed(code + self.offset))
+        noise = draw_noise(depth, 1, hidden.device if generator is None else generator.device, generator)
+        ids = first[:, None]
+        if self.window is None:
+            codes, states = depth.frame(ids, hidden, self._choose, noise)
+            self.trace.calls += depth.steps
+        else:
+            codes, states, calls = self.window.frame(depth, ids, hidden, self._choose, noise, self._last)
+            self.trace.calls += calls
+        self._last = check_codes(codes.where(states.isfinite().all(-1), -1), PIPELINE)
+        return torch.cat([ids, codes], 1), states[:1].flatten(1)
+
+    def _choose(self, ids: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
+        assert noise is not None
+        conditional, unconditional = logits.float().split(1)
+        values = torch.nan_to_num(
+            unconditional + (conditional - unconditional) * self.scale, nan=-1e9, posinf=1e9, neginf=-1e9
+        )
+        least = values.topk(min(self.most, values.shape[-1])).values[..., -1:]
+        shares = values.masked_fill(values < least, -torch.inf).softmax(-1)
+        shares = shares / shares.sum(-1, keepdim=True)
+        return (shares.to(noise.device) / noise).argmax(-1).to(ids.device).expand(2, -1)

@@ -121,8 +121,10 @@ class VideoAdapter(Adapter):
         return thing
 
     def line(self, model: Any) -> str:
-        trace = model.last_trace
-        return f"{model.causal.policy}: {'nothing drawn yet' if trace is None else trace.summary()}"
+        return f"{model.causal.policy}: {super().line(model)}"
+
+    def expects(self, model: Any) -> str:
+        return "generate_video draws clips of any length"
 
 
 def generate_latents(
