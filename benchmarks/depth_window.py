@@ -37,8 +37,8 @@ LAWS = {
 
 
 @torch.no_grad()
-def tune_codes(clips: int) -> Tensor:
-    """Codes of clips of music, [clips, frames, 8]."""
+def tune_codes(clips: int, number_of_books: int = BOOKS) -> Tensor:
+    """Codes of clips of music, [clips, frames, books]."""
     codec = EncodecModel.from_pretrained("weights/visual_spec_models/tunes/codec").float().eval()
     latents = [
         codec.encoder(part[:, None].float())
@@ -48,14 +48,14 @@ def tune_codes(clips: int) -> Tensor:
     latent = torch.cat(latents).transpose(1, 2)
     rest, codes = latent.flatten(0, 1), []
     books = [layer.codebook.embed for layer in codec.quantizer.layers]
-    for number in range(BOOKS):
+    for number in range(number_of_books):
         if number == len(books):
             shuffled = rest[torch.randperm(len(rest))]
             books.append(k_means(shuffled[:5000], shuffled[:CODES].clone(), 3)[0])
         nearest = torch.cat([torch.cdist(part, books[number]).argmin(1) for part in rest.split(4000)])
         codes.append(nearest)
         rest = rest - books[number][nearest]
-    return torch.stack(codes, 1).view(*latent.shape[:2], BOOKS)
+    return torch.stack(codes, 1).view(*latent.shape[:2], number_of_books)
 
 
 def small_csm() -> Any:
@@ -83,8 +83,8 @@ def small_csm() -> Any:
 
 def train(model: Any, codes: Tensor, seconds: float) -> int:
     optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.02)
-    start, step = time.time(), 0
-    while (spent := time.time() - start) < seconds:
+    start, step = time.process_time(), 0
+    while (spent := time.process_time() - start) < seconds:
         for group in optimiser.param_groups:
             group["lr"] = 2e-3 * min(1, step / 30) * (1 - 0.95 * spent / seconds)
         batch = codes[torch.randint(len(codes), (2,))]
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=15, help="of training")
+    parser.add_argument("--minutes", type=float, default=15, help="of a processor for training")
     parser.add_argument("--clips", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)

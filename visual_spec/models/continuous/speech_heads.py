@@ -1,8 +1,8 @@
-"""The heads of transformers' speech models, split: what a latent needs once, and what every step of it needs.
+"""The heads of models that others made, split: what a latent needs once, and what every step of it needs.
 
 A head turns a noisy latent, a condition and a time into an output. Condition and time modulate the norms, through
-products that hold a quarter of VibeVoice's head and three fifths of PocketTTS's. Neither changes with the latent, so
-these products run once for all steps of a latent, and the embedding of the times once for all latents.
+products that hold a quarter of VibeVoice's head, and three fifths of PocketTTS's and NextStep's. Neither changes with
+the latent, so these products run once for all steps of a latent, and the embedding of the times once for all latents.
 
 The modules are the model's own, and are called as modules: adapters, quantised layers and hooks stay in effect.
 """
@@ -100,6 +100,29 @@ class PocketTTSHead:
             hidden = hidden + gate * layer.fc2(layer.act_fn(inner))
         final, (shift, scale) = self.head.final_layer, (part[step] for part in modulations.final)
         return final.proj(final.norm(hidden) * scale + shift)
+
+
+class NextStepHead:
+    """`SimpleMLPAdaLN` of NextStep's public code; times are floats [T] in the dtype of the conditions."""
+
+    def __init__(self, head: Any) -> None:
+        self.head = head
+
+    def embed(self, times: Tensor) -> Tensor:
+        return self.head.time_embed(times)
+
+    def modulations(self, condition: Tensor, embedded: Tensor) -> Modulations:
+        mixed = self.head.cond_embed(condition) + embedded[:, None]  # [T, N, H]
+        layers = [_scaled(block.adaLN_modulation(mixed), 3) for block in self.head.res_blocks]
+        return Modulations(layers, _scaled(self.head.final_layer.adaLN_modulation(mixed), 2))
+
+    def output(self, latents: Tensor, modulations: Modulations, step: int) -> Tensor:
+        hidden = _in_groups(self.head.input_proj(latents), modulations)
+        for block, parts in zip(self.head.res_blocks, modulations.layers, strict=True):
+            shift, scale, gate = (part[step] for part in parts)
+            hidden = hidden + gate * block.mlp(block.in_ln(hidden) * scale + shift)
+        final, (shift, scale) = self.head.final_layer, (part[step] for part in modulations.final)
+        return final.linear(final.norm_final(hidden) * scale + shift)
 
 
 def guided(output: Tensor, scale: float) -> Tensor:

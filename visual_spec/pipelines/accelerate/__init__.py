@@ -32,8 +32,8 @@ def accelerate(
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, a
             MusicGen, VibeVoice, PocketTTS, CSM, Moshi or Qwen3-Omni of transformers, a causal language model of
-            transformers that writes codes, or a Wan or a MiniMax-Music 3 of diffusers: see the modules `images`,
-            `music`, `speech`, `depth`, `minimax_music`, `codes` and `video` beside this one for what those get.
+            transformers that writes codes, a NextStep, or a Wan or a MiniMax-Music 3 of diffusers: the modules beside
+            this one say what each gets.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
             "speculative-jacobi". A pipeline that has a sampler of this class keeps it. So does one of music or of
             continuous tokens: there no sampler has been faster without changing what is drawn, as a warning says.
@@ -153,6 +153,7 @@ ADAPTERS = (
     ("speech", "SpeechAdapter"),
     ("depth", "DepthAdapter"),
     ("minimax_music", "MiniMaxMusicAdapter"),
+    ("nextstep", "NextStepAdapter"),
     ("music", "MusicAdapter"),
     ("images", "ImageAdapter"),
     ("codes", "CodeAdapter"),
