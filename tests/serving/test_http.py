@@ -79,6 +79,7 @@ def test_a_stream_shows_the_picture_on_the_way(client, pipe):
     assert not numpy.array_equal(early, whole) and early.shape == whole.shape
     away = numpy.abs(early.astype(int) - whole).mean((1, 2))
     assert away[:32].mean() < away[-32:].mean() / 2  # its first rows are done
+    assert (numpy.abs(early[-48:].astype(int) - 127.5) < 1).all()  # its last rows are open
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from vllm import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from visual_spec.pipelines.streaming import shown, with_grey
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.painter import Drawn, Order, png_of
 from visual_spec.serving.vllm.engine import check_whole, engine_arguments, requests_of
@@ -103,9 +104,12 @@ class VllmPainter:
 
     @torch.no_grad()  # in a thread of its own, where gradients are on
     def _png(self, tokens: list[int]) -> bytes:
-        """The picture of the tokens that there are; the newest one stands for the others."""
-        padded = tokens + [tokens[-1]] * (self.length - len(tokens))
-        return png_of(self.pipe.decode_tokens(torch.tensor([padded]))[0])
+        """The picture of the tokens that there are, grey where there are none yet."""
+        padded = torch.tensor([tokens + [tokens[-1]] * (self.length - len(tokens))])
+        pixels = self.pipe.decode_tokens(padded, "pt")
+        is_open = torch.arange(self.length)[None] >= len(tokens)
+        patch = pixels.shape[-1] // self.pipe.transformer.grid.width
+        return png_of(shown(with_grey(pixels, is_open, patch), self.pipe.image_processor, "pil")[0])
 
     # -- the thread of the engine ------------------------------------------------------------------------------------
 
