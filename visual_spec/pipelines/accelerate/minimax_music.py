@@ -142,7 +142,7 @@ class _Step:
             # The loop of diffusers, where the name of its function for the codes of a frame means ours.
             loop: Any = inspect.unwrap(type(run).__call__)
             names = loop.__globals__ | {
-                _FRAME: _Frames(decoder, offset, scale, most, self.window, self.trace)
+                _FRAME: _FrameCodes(decoder, offset, scale, most, self.window, self.trace)
             }
             run = functools.partial(FunctionType(loop.__code__, names), run)
         watch = Stopwatch()
@@ -170,7 +170,7 @@ def _some_rows(head: Any, offset: int, codes: int, end: int, hidden: Tensor) -> 
     return logits
 
 
-class _Frames:
+class _FrameCodes:
     """Draws the codes of frames in place of the function of diffusers, by its law and its draws.
 
     Args:

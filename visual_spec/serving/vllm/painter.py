@@ -20,7 +20,8 @@ from vllm import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from visual_spec.pipelines.streaming import shown, with_grey
+from visual_spec.pipelines.output import shown
+from visual_spec.pipelines.streaming import with_grey
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.painter import Drawn, Order, png_of
 from visual_spec.serving.vllm.engine import check_whole, engine_arguments, requests_of
@@ -109,7 +110,7 @@ class VllmPainter:
         pixels = self.pipe.decode_tokens(padded, "pt")
         is_open = torch.arange(self.length)[None] >= len(tokens)
         patch = pixels.shape[-1] // self.pipe.transformer.grid.width
-        return png_of(shown(with_grey(pixels, is_open, patch), self.pipe.image_processor, "pil")[0])
+        return png_of(shown(2 * with_grey(pixels, is_open, patch) - 1, self.pipe.image_processor, "pil")[0])
 
     # -- the thread of the engine ------------------------------------------------------------------------------------
 
