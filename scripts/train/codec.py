@@ -29,9 +29,10 @@ from transformers.audio_utils import hertz_to_mel, mel_filter_bank, mel_to_hertz
 
 from scripts.train.codebook import CodeAverages
 from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE
-from visual_spec.data.tunes_parser import prompt_accuracy
+from visual_spec.data.tunes_parser import score
 from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.data.waves import si_sdr, spectral_distance
+from visual_spec.eval.quality.accuracy import summarise
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.core.kmeans import k_means
 from visual_spec.training.loop import Descent, RunOptions, Trainer, read_options
@@ -406,14 +407,15 @@ def judge(model: EncodecModel, count: int) -> dict:
         distances.append(spectral_distance(output, target, sample_rate=SAMPLE_RATE))
         coded.append(output.clamp(-1, 1).cpu())
         used.append(rearrange(codes, "b k t -> k (b t)").cpu())
-    shares = prompt_accuracy(torch.cat(coded).numpy(), tunes)
+    heard = summarise([score(tune, wave) for tune, wave in zip(tunes, torch.cat(coded).numpy(), strict=True)])
+    shares = {**heard["attributes"], "all_correct": heard["all_correct"]}
     counts = [torch.bincount(ids, minlength=model.config.codebook_size) for ids in torch.cat(used, 1)]
     laws = [number / number.sum() for number in counts]
     entropies = [-(law * law.clamp_min(1e-12).log()).sum().item() for law in laws]
     return {
         "si_sdr_db": round(torch.cat(ratios).mean().item(), 2),
         "spectral_distance_db": round(torch.cat(distances).mean().item(), 2),
-        "heard": {name: round(share, 3) for name, share in shares.items()},
+        "heard": {name: round(share["value"], 3) for name, share in shares.items()},
         "codes_used": [int((number > 0).sum()) for number in counts],
         "perplexity": [round(math.exp(entropy), 1) for entropy in entropies],
     }

@@ -7,7 +7,7 @@ each attribute in the prompt. `visual_spec.data.tunes_finder` finds the attribut
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,10 +20,8 @@ __all__ = [
     "TuneFacts",
     "FoundNote",
     "WantedTune",
-    "all_correct",
     "parse_caption",
     "parse_clip",
-    "prompt_accuracy",
     "score",
     "score_facts",
 ]
@@ -112,30 +110,3 @@ def score_facts(wanted: WantedTune | Tune, found: TuneFacts) -> dict[str, bool]:
     """Score a caption and a clip that are already parsed; see `score`."""
     asked = [name for name in ATTRIBUTES if getattr(wanted, name) is not None]
     return {name: getattr(found, name) == getattr(wanted, name) for name in asked}
-
-
-def prompt_accuracy(
-    waves: Sequence[np.ndarray] | np.ndarray, prompts: Sequence[str | Tune]
-) -> dict[str, float]:
-    """Return the share of clips with each attribute, over prompts that ask for it, and `all_correct`: with all of them.
-
-    `visual_spec.eval.quality.accuracy.summarise` computes the same from a list of `score`, with intervals.
-
-    Raises:
-        ValueError: there are no clips, or not as many as prompts; also as in `score`.
-    """
-    if len(waves) != len(prompts) or not len(prompts):
-        raise ValueError(
-            f"{len(waves)} clips and {len(prompts)} prompts given; pass as many of each, at least one"
-        )
-    hits = [score(prompt, wave) for prompt, wave in zip(prompts, waves, strict=True)]
-    shares = {name: [found[name] for found in hits if name in found] for name in ATTRIBUTES}
-    return {
-        **{name: sum(values) / len(values) for name, values in shares.items() if values},
-        "all_correct": sum(map(all_correct, hits)) / len(hits),
-    }
-
-
-def all_correct(hits: dict[str, bool]) -> bool:
-    """Return whether every attribute from `score` holds."""
-    return all(hits.values())
