@@ -28,10 +28,10 @@ from transformers import EncodecConfig, EncodecModel
 from transformers.audio_utils import hertz_to_mel, mel_filter_bank, mel_to_hertz
 
 from scripts.train.codebook import CodeAverages
+from scripts.train.waves import si_sdr, spectral_distance
 from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE
 from visual_spec.data.tunes_parser import score
 from visual_spec.data.tunes_synth import sample_dataset
-from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.eval.quality.accuracy import summarise
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.core.kmeans import k_means

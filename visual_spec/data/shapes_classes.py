@@ -6,17 +6,14 @@ place, the background and its texture are free, so every class has variety.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from PIL import Image
 
 from visual_spec.data.shapes import (
-    IMAGE_SIZE,
     OBJECT_COLOURS,
     SHAPES,
-    SIZES,
     Scene,
     caption,
     is_held_out,
@@ -29,47 +26,8 @@ CLASSES: tuple[tuple[str, str], ...] = tuple((colour, shape) for colour in OBJEC
 CLASS_NAMES: tuple[str, ...] = tuple(f"{colour} {shape}" for colour, shape in CLASSES)
 
 
-def class_of(scene: Scene) -> int:
-    """Return the class of a scene of one object: its index in `CLASSES`.
-
-    Raises:
-        ValueError: the scene has several objects.
-    """
-    if len(scene.objects) != 1:
-        raise ValueError(f"a scene of {len(scene.objects)} objects has no class; pass scenes of one object.")
-    return CLASSES.index((scene.objects[0].colour, scene.objects[0].shape))
-
-
-def sample_one_object_scenes(count: int, seed: int, *, held_out: bool = False) -> list[Scene]:
-    """Return scenes of one large object; their captions are all inside or all outside the held-out tenth."""
-    rng = np.random.default_rng(seed)
-    scenes: list[Scene] = []
-    while len(scenes) < count:
-        scene = sample_scene(rng)
-        if _has_a_class(scene) and is_held_out(caption(scene)) == held_out:
-            scenes.append(scene)
-    return scenes
-
-
-def object_slots(scenes: Sequence[Scene], scales: Sequence[int]) -> np.ndarray:
-    """Return which slots of token maps with these sides show part of an object, bool `[N, L]`, map after map.
-
-    These are the slots that the square around an object touches.
-    """
-    places = np.array([[(item.x, item.y) for item in scene.objects] for scene in scenes])  # [N, objects, 2]
-    radii = np.array([[SIZES[item.size] for item in scene.objects] for scene in scenes])[..., None]
-    maps = []
-    for side in scales:
-        edges = np.arange(side + 1) * (IMAGE_SIZE / side)
-        touched = (edges[1:] > places[..., None] - radii[..., None]) & (
-            edges[:-1] < places[..., None] + radii[..., None]
-        )
-        across, down = touched[:, :, 0], touched[:, :, 1]  # [N, objects, side]
-        maps.append((down[..., :, None] & across[..., None, :]).any(1).reshape(len(scenes), -1))
-    return np.concatenate(maps, 1)
-
-
-def _has_a_class(scene: Scene) -> bool:
+def has_a_class(scene: Scene) -> bool:
+    """Return whether a scene shows one large object, as all pictures of classes do."""
     return len(scene.objects) == 1 and scene.objects[0].size == "large"
 
 
@@ -82,7 +40,7 @@ def sample_scenes_by_class(count: int, seed: int) -> list[Scene]:
     scenes: list[Scene] = []
     while len(scenes) < count:
         scene = sample_scene(rng)
-        if not _has_a_class(scene):
+        if not has_a_class(scene):
             continue
         # Colour and shape are independent of the rest of a scene of one object, so they may be set afterwards.
         colour, shape = CLASSES[len(scenes) % len(CLASSES)]
@@ -111,15 +69,3 @@ def score_class(name: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
         "colour": alone and found[0].colour == colour,
         "shape": alone and found[0].shape == shape,
     }
-
-
-def class_accuracy(pictures: np.ndarray, labels: Sequence[int]) -> dict[str, float]:
-    """Return how often pictures, uint8 `[N, H, W, 3]`, show their classes.
-
-    Returns:
-        Shares of pictures: one_object, colour and shape, see `score_class`; class: all of them hold.
-    """
-    hits = [score_class(CLASS_NAMES[label], picture) for picture, label in zip(pictures, labels, strict=True)]
-    shares = {name: [found[name] for found in hits] for name in ("one_object", "colour", "shape")}
-    shares["class"] = [all(found.values()) for found in hits]
-    return {name: round(float(np.mean(values)), 4) for name, values in shares.items()}
