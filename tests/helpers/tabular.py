@@ -5,7 +5,6 @@ The exactness proofs run on it, and it is the cheapest model to try a sampler wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from visual_spec.models.core.cache import seen_in_order
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
-
-_LARGEST_TABLE = 2**26
 
 
 @dataclass
@@ -35,7 +32,43 @@ class TabularState(DecodeState):
         self.tree = None if self.tree is None else self.tree[samples]
 
 
-class TabularModel(nn.Module):
+class Table(nn.Module):
+    """A model whose logits are a seeded random table; its first axis is the condition, the last one unconditional."""
+
+    grid: TokenGrid
+    vocab_size: int
+    logits: Tensor
+
+    def fill(
+        self,
+        shape: Sequence[int],
+        seed: int,
+        scale: float,
+        dtype: torch.dtype,
+        dependence: float = 1.0,
+        contexts: int = 2,
+    ) -> None:
+        """Make the table `logits`. Along the axis `contexts` varies a share `dependence` of the variance."""
+        generator = torch.Generator().manual_seed(seed)
+        table = dependence**0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        if dependence < 1:
+            shared = [1 if axis == contexts else size for axis, size in enumerate(shape)]
+            table = table + (1 - dependence) ** 0.5 * torch.randn(
+                shared, generator=generator, dtype=torch.float64
+            )
+        self.register_buffer("logits", (scale * table).to(dtype))
+
+    @property
+    def conditions(self) -> int:
+        """Number of conditional tables."""
+        return len(self.logits) - 1
+
+    def tables(self, condition: Tensor | None, batch_size: int, guided: bool) -> Tensor:
+        """Return the table number of each row: long [R]. `condition`: None (table 0), or long [B] of table numbers."""
+        return tables_of(condition, batch_size, self.conditions, guided).to(self.logits.device)
+
+
+class TabularModel(Table):
     """Seeded random logits for every slot and every context of the last `order` tokens.
 
     Args:
@@ -47,13 +80,7 @@ class TabularModel(nn.Module):
         scale: standard deviation of the logits; larger is more peaked.
         dependence: share, 0 to 1, of their variance that depends on the context; the rest depends on the slot.
         dtype: dtype of the logits.
-
-    Raises:
-        ValueError: a size is out of range, or the table has more than 2**26 logits.
     """
-
-    grid: TokenGrid
-    logits: Tensor
 
     def __init__(
         self,
@@ -69,48 +96,16 @@ class TabularModel(nn.Module):
     ) -> None:
         super().__init__()
         order = grid.num_tokens - 1 if order is None else order
-        if vocab_size < 1 or conditions < 1 or order < 0:
-            raise ValueError(
-                f"vocab_size={vocab_size}, conditions={conditions}, order={order}; "
-                "pass vocab_size >= 1, conditions >= 1 and order >= 0."
-            )
-        if not 0 <= dependence <= 1:
-            raise ValueError(f"dependence={dependence}; pass a share between 0 and 1.")
+        self.grid, self.vocab_size, self.order = grid, vocab_size, order
         shape = (conditions + 1, grid.num_tokens, vocab_size**order, vocab_size)
-        checked_size(shape, "order, vocabulary or grid")
-        self.grid = grid
-        self.vocab_size = vocab_size
-        self.order = order
-        generator = torch.Generator().manual_seed(seed)
-        by_context = torch.randn(shape, generator=generator, dtype=torch.float64)
-        by_slot = torch.randn(
-            (conditions + 1, grid.num_tokens, 1, vocab_size), generator=generator, dtype=torch.float64
-        )
-        table = scale * (dependence**0.5 * by_context + (1 - dependence) ** 0.5 * by_slot)
-        self.register_buffer("logits", table.to(dtype))  # [tables, L, V ** order, V]
-
-    @property
-    def conditions(self) -> int:
-        """Number of conditional tables."""
-        return self.logits.shape[0] - 1
+        self.fill(shape, seed, scale, dtype, dependence)  # [tables, L, V ** order, V]
 
     def prefill(
         self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
     ) -> TabularState:
-        """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
-
-        Raises:
-            ValueError: the condition has another shape, dtype or range.
-        """
-        device = self.logits.device
-        tables = tables_of(condition, batch_size, self.conditions, guided).to(device)
-        return TabularState(
-            logits=self.logits[tables, 0, 0],
-            guided=guided,
-            window=window,
-            tokens=torch.zeros(batch_size, self.grid.num_tokens + window, dtype=torch.long, device=device),
-            tables=tables,
-        )
+        tables = self.tables(condition, batch_size, guided)
+        tokens = tables.new_zeros(batch_size, self.grid.num_tokens + window)
+        return TabularState(self.logits[tables, 0, 0], guided, window, tokens, tables)
 
     def forward(
         self,
@@ -181,7 +176,7 @@ class TabularModel(nn.Module):
         return probability
 
 
-class TabularOrderModel(nn.Module):
+class TabularOrderModel(Table):
     """A `TrainedOrderModel` as a table: logits for every head, slot, and set of tokens that are seen.
 
     The logits also depend on the place of the position that answers, so asking the wrong one makes a difference.
@@ -194,12 +189,8 @@ class TabularOrderModel(nn.Module):
         learned: K, learned tokens.
         first: the slots that the prefill predicts.
         conditions, seed, scale: as in `TabularModel`.
-
-    Raises:
-        ValueError: a size is out of range, or the table has more than 2**26 logits.
     """
 
-    logits: Tensor
     places: Tensor
 
     def __init__(
@@ -216,14 +207,8 @@ class TabularOrderModel(nn.Module):
         scale: float = 1.2,
     ) -> None:
         super().__init__()
-        if vocab_size < 1 or conditions < 1 or heads < 1 or learned < 0:
-            raise ValueError(
-                f"vocab_size={vocab_size}, conditions={conditions}, heads={heads}, learned={learned}; pass at least 1, "
-                "1, 1 and 0."
-            )
         length = grid.num_tokens
         shape = (conditions + 1, heads, (vocab_size + 1) ** length, length, vocab_size)
-        checked_size(shape)
         self.grid, self.vocab_size = grid, vocab_size
         self.trained_order, self.learned, self.first = trained_order, learned, first
         generator = torch.Generator().manual_seed(seed)
@@ -237,24 +222,12 @@ class TabularOrderModel(nn.Module):
     def prefill(
         self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
     ) -> TabularState:
-        """Choose the table of every row, and predict the first slots by the mean of all heads.
-
-        `condition`: as `TabularModel`.
-
-        Raises:
-            ValueError: the condition has another shape, dtype or range.
-        """
-        device = self.logits.device
-        tables = tables_of(condition, batch_size, len(self.logits) - 1, guided).to(device)
-        size = self.grid.num_tokens + self.learned + window
-        return TabularState(
-            # Nothing is seen: the last context.
-            logits=self.logits[tables, :, -1][:, :, self.first].mean(1).squeeze(1),  # [R, V] or [R, P, V]
-            guided=guided,
-            window=window,
-            tokens=torch.zeros(batch_size, size, dtype=torch.long, device=device),
-            tables=tables,
-        )
+        """Choose the table of every row, and predict the first slots by the mean of all heads."""
+        tables = self.tables(condition, batch_size, guided)
+        tokens = tables.new_zeros(batch_size, self.grid.num_tokens + self.learned + window)
+        # Nothing is seen: the last context. [R, V] or [R, P, V]
+        logits = self.logits[tables, :, -1][:, :, self.first].mean(1).squeeze(1)
+        return TabularState(logits, guided, window, tokens, tables)
 
     def forward(
         self,
@@ -287,20 +260,11 @@ class TabularOrderModel(nn.Module):
         return total / (answers >= 0).sum(1)[:, None]
 
 
-@dataclass
-class TabularColumnState(DecodeState):
+class TabularColumnState(TabularState):
     """Columns fed so far, by step: [B, S + window, K]; each row's table number: [R]."""
 
-    tokens: Tensor
-    tables: Tensor
 
-    def select(self, samples: Tensor) -> None:
-        rows = self.rows(samples)
-        self.logits, self.tables = self.logits[rows], self.tables[rows]
-        self.tokens = self.tokens[samples]
-
-
-class TabularColumnModel(nn.Module):
+class TabularColumnModel(Table):
     """As `TabularModel`, for columns of K tokens: logits for every step, codebook, and context of the last columns.
 
     The special token is a digit of its own in a context, so feeding it makes a difference.
@@ -311,13 +275,9 @@ class TabularColumnModel(nn.Module):
         order: number of previous columns that the law depends on; None is all. A step has (V + 1) ** (K * order)
             contexts.
         conditions, seed, scale, dependence, dtype: as in `TabularModel`.
-
-    Raises:
-        ValueError: a size is out of range, or the table has more than 2**26 logits.
     """
 
     valid: Tensor
-    logits: Tensor
 
     def __init__(
         self,
@@ -332,53 +292,21 @@ class TabularColumnModel(nn.Module):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
-        if valid.dim() != 2 or valid.dtype != torch.bool:
-            raise ValueError(
-                f"valid is {valid.dtype} of shape {tuple(valid.shape)}; pass bool [steps, codebooks]."
-            )
         steps, codebooks = valid.shape
         self.grid = TokenGrid(1, steps, codebooks=codebooks)
-        order = steps - 1 if order is None else order
-        # The checks, and the draw of the tables, are those of a flat model with (V + 1) ** K tokens a slot.
-        contexts = (vocab_size + 1) ** (codebooks * order)
-        shape = (conditions + 1, steps, contexts, codebooks, vocab_size)
-        if vocab_size < 1 or conditions < 1 or order < 0 or not 0 <= dependence <= 1:
-            raise ValueError(
-                f"vocab_size={vocab_size}, conditions={conditions}, order={order}, dependence={dependence}; pass "
-                "vocab_size >= 1, conditions >= 1, order >= 0 and a dependence between 0 and 1."
-            )
-        checked_size(shape, "order or vocabulary, or fewer steps or codebooks")
         self.vocab_size = self.special_id = vocab_size
-        self.order = order
-        generator = torch.Generator().manual_seed(seed)
-        by_context = torch.randn(shape, generator=generator, dtype=torch.float64)
-        by_step = torch.randn((*shape[:2], 1, *shape[3:]), generator=generator, dtype=torch.float64)
-        table = scale * (dependence**0.5 * by_context + (1 - dependence) ** 0.5 * by_step)
+        self.order = steps - 1 if order is None else order
+        contexts = (vocab_size + 1) ** (codebooks * self.order)
         self.register_buffer("valid", valid.clone())
-        self.register_buffer("logits", table.to(dtype))  # [tables, S, contexts, K, V]
-
-    @property
-    def conditions(self) -> int:
-        """Number of conditional tables."""
-        return self.logits.shape[0] - 1
+        shape = (conditions + 1, steps, contexts, codebooks, vocab_size)
+        self.fill(shape, seed, scale, dtype, dependence)  # [tables, S, contexts, K, V]
 
     def prefill(
         self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
     ) -> TabularColumnState:
-        """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
-
-        Raises:
-            ValueError: the condition has another shape, dtype or range.
-        """
-        tables = tables_of(condition, batch_size, self.conditions, guided).to(self.logits.device)
-        size = (batch_size, self.grid.width + window, self.grid.codebooks)
-        return TabularColumnState(
-            logits=self.logits[tables, 0, 0],
-            guided=guided,
-            window=window,
-            tokens=torch.zeros(size, dtype=torch.long, device=self.logits.device),
-            tables=tables,
-        )
+        tables = self.tables(condition, batch_size, guided)
+        tokens = tables.new_zeros(batch_size, self.grid.width + window, self.grid.codebooks)
+        return TabularColumnState(self.logits[tables, 0, 0], guided, window, tokens, tables)
 
     def forward(self, state: TabularColumnState, tokens: Tensor, steps: Tensor) -> Tensor:
         """Return logits [R, W, K, V] of the steps after `steps`; see `ColumnModel.__call__`."""
@@ -443,19 +371,14 @@ class TabularMaskedState(MaskedState):
         self.tables = self.tables[self.rows(samples, len(self.tables))]
 
 
-class TabularMaskedModel(nn.Module):
+class TabularMaskedModel(Table):
     """A `MaskedModel` as a table: logits for every codebook, slot, and state of all entries, hidden or not.
 
     Args:
         grid: geometry of the tokens, including codebooks.
         vocab_size: V; the mask is V. There are (V + 1) ** (L * K) contexts.
         conditions, seed, scale, dtype: as in `TabularModel`.
-
-    Raises:
-        ValueError: a size is out of range, or the table has more than 2**26 logits.
     """
-
-    logits: Tensor
 
     def __init__(
         self,
@@ -468,32 +391,14 @@ class TabularMaskedModel(nn.Module):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
-        if vocab_size < 1 or conditions < 1:
-            raise ValueError(
-                f"vocab_size={vocab_size}, conditions={conditions}; pass vocab_size >= 1 and conditions >= 1."
-            )
         entries = grid.num_tokens * grid.codebooks
         shape = (conditions + 1, grid.codebooks, (vocab_size + 1) ** entries, grid.num_tokens, vocab_size)
-        checked_size(shape)
         self.grid = grid
         self.vocab_size = self.mask_id = vocab_size
-        table = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        self.register_buffer("logits", table.to(dtype))  # [tables, K, contexts, L, V]
-
-    @property
-    def conditions(self) -> int:
-        """Number of conditional tables."""
-        return self.logits.shape[0] - 1
+        self.fill(shape, seed, scale, dtype)  # [tables, K, contexts, L, V]
 
     def prepare(self, condition: Tensor | None, *, batch_size: int, guided: bool) -> TabularMaskedState:
-        """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
-
-        Raises:
-            ValueError: the condition has another shape, dtype or range.
-        """
-        device = self.logits.device
-        tables = tables_of(condition, batch_size, self.conditions, guided).to(device)
-        return TabularMaskedState(guided, device, tables)
+        return TabularMaskedState(guided, self.logits.device, self.tables(condition, batch_size, guided))
 
     def forward(self, state: TabularMaskedState, tokens: Tensor, stage: int) -> Tensor:
         """Return logits [R, L, V] of codebook `stage`, given tokens [B, L, K]; see `MaskedModel.__call__`."""
@@ -503,22 +408,6 @@ class TabularMaskedModel(nn.Module):
             context = context * (self.vocab_size + 1) + entry
         repeats = len(state.tables) // len(tokens)
         return self.logits[state.tables, stage, context.repeat(repeats)]
-
-
-def checked_size(shape: Sequence[int], smaller: str = "vocabulary or grid") -> None:
-    """Refuse a table that no test should make.
-
-    Args:
-        smaller: what to pass less of.
-
-    Raises:
-        ValueError: the table has more than 2**26 logits.
-    """
-    if math.prod(shape) > _LARGEST_TABLE:
-        raise ValueError(
-            f"a table of shape {tuple(shape)} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
-            f"pass a smaller {smaller}."
-        )
 
 
 def tables_of(condition: Tensor | None, batch_size: int, conditions: int, guided: bool) -> Tensor:

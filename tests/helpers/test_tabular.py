@@ -76,21 +76,6 @@ def test_dtype():
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(vocab_size=0), "vocab_size=0"),
-        (dict(conditions=0), "conditions=0"),
-        (dict(order=-1), "order=-1"),
-        (dict(dependence=1.5), "dependence=1.5; pass a share"),
-        (dict(vocab_size=100), "more than 67108864; pass a smaller order"),
-    ],
-)
-def test_refuses_sizes_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        TabularModel(TokenGrid(4, 4), **{"vocab_size": 3, "order": 5, **arguments})
-
-
-@pytest.mark.parametrize(
     "condition", [torch.tensor([0, 1, 0]), torch.tensor([0.0, 1.0]), torch.tensor([0, 2])]
 )
 def test_refuses_a_condition_it_has_no_table_for(condition):

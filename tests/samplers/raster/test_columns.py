@@ -346,19 +346,3 @@ def test_law_of_sequences_is_the_product_of_the_laws(guided, order):
     log_probs = law(logits.flatten(1, 2), guided).view(81, 3, 2, 3)
     chosen = log_probs.gather(-1, columns.clamp(max=2)[..., None])[..., 0]
     torch.testing.assert_close(found, chosen[:, valid].sum(1).exp(), rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(valid=torch.ones(3, 2)), "valid is torch.float32 of shape"),
-        (dict(vocab_size=0), "vocab_size=0"),
-        (dict(dependence=2.0), "dependence=2.0"),
-        (dict(order=9), "more than 67108864; pass a smaller order"),
-    ],
-)
-def test_tabular_columns_refuse_sizes_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        TabularColumnModel(
-            **{"valid": torch.ones(12, 2, dtype=torch.bool), "vocab_size": 3, "order": 1, **arguments}
-        )
