@@ -41,12 +41,12 @@ class MaskedState:
         raise NotImplementedError(f"{type(self).__name__} cannot select samples.")
 
 
-class MaskedModel(Protocol):
-    """A model that predicts hidden tokens at their own slots."""
+class HidingModel(Protocol):
+    """A model that is fed hidden tokens."""
 
     @property
     def grid(self) -> TokenGrid:
-        """The grid: L = num_tokens slots of K codebooks."""
+        """L = num_tokens slots of K codebooks; for a `FrameModel` frames of N = height * width slots, one codebook."""
         ...
 
     @property
@@ -67,9 +67,13 @@ class MaskedModel(Protocol):
             guided: whether to hold unconditional rows as well.
 
         Returns:
-            A `MaskedState` (of the model's own subclass).
+            A `MaskedState` (of the model's own subclass). No frame is written yet.
         """
         ...
+
+
+class MaskedModel(HidingModel, Protocol):
+    """A model that predicts hidden tokens at their own slots."""
 
     def __call__(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
         """Score codebook `stage` at every slot. No host synchronisation. Keeps nothing, so tokens may be hidden again.
@@ -84,27 +88,8 @@ class MaskedModel(Protocol):
         ...
 
 
-class FrameModel(Protocol):
+class FrameModel(HidingModel, Protocol):
     """A model that predicts the hidden tokens of one frame after the other, given the frames before."""
-
-    @property
-    def grid(self) -> TokenGrid:
-        """The grid: several frames of N = height * width slots, one codebook."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """V, without the mask."""
-        ...
-
-    @property
-    def mask_id(self) -> int:
-        """The id fed for a hidden token. No token has this id."""
-        ...
-
-    def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
-        """As `MaskedModel.prepare`; no frame is written yet."""
-        ...
 
     def __call__(self, state: Any, tokens: Tensor) -> Tensor:
         """Score every slot of the next frame. No host synchronisation. Keeps nothing.

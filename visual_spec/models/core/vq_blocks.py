@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin
+from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
+
+from visual_spec.models.core.saved import SavedModel
 
 
 @dataclass(frozen=True)
@@ -253,3 +257,37 @@ class Decoder(nn.Module):
         for level in reversed(levels) if self._reversed else levels:
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class PictureTokenizer(SavedModel, ModelMixin, ConfigMixin):
+    """A tokenizer of square pictures with the settings `channel_multipliers`, `image_size` and `codebook_size`."""
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels per token side."""
+        return 2 ** (len(self.config["channel_multipliers"]) - 1)
+
+    @property
+    def tokens_per_side(self) -> int:
+        """Tokens per picture side."""
+        return self.config["image_size"] // self.patch_size
+
+    def ids_in_grid(self, tokens: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        """Return token ids long `[B, h * w]` as `[B, h, w]`.
+
+        Args:
+            size: h and w; None: those of `image_size`.
+
+        Raises:
+            ValueError: the number of tokens is not that of the grid, or an id is outside the codebook.
+        """
+        height, width = size or (self.tokens_per_side, self.tokens_per_side)
+        count = self.config["codebook_size"]
+        if tokens.ndim != 2 or tokens.shape[1] != height * width:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} given; this tokenizer decodes [B, {height * width}]"
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= count:
+            raise ValueError(f"token ids from {low} to {high} given; allowed are 0 to {count - 1}")
+        return tokens.unflatten(1, (height, width))

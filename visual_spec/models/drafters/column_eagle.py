@@ -32,7 +32,7 @@ from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
-from visual_spec.models.drafters.eagle import attend_unrolled, shift
+from visual_spec.models.drafters.eagle import attend_unrolled, check_sizes, shift
 
 
 class ColumnBlock(nn.Module):
@@ -159,14 +159,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
                 f"this drafter reads the features of a MusicGen, and got a {type(target).__name__}; use a smaller "
                 "model of the same columns instead."
             )
-        sizes = _sizes(target)
-        if any(self.config[name] != size for name, size in sizes.items()):
-            given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            made = ", ".join(f"{name}={self.config[name]}" for name in sizes)
-            raise ValueError(
-                f"this drafter was made for a target of {made}, and got one of {given}; pass the drafter that was "
-                "trained for this target (python -m visual_spec.training.column_drafter)."
-            )
+        check_sizes(self, _sizes(target), "column_drafter")
 
     # -- decoding: the FeatureDrafter contract of the samplers -------------------------------------------------------
 

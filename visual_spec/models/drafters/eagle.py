@@ -8,6 +8,7 @@ logits. Where the target has not run yet, the drafter's own features are used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,26 @@ class EagleState(DecodeState):
         self.logits, self.features, self.tree = self.logits[rows], self.features[rows], self.tree[rows]
 
 
+def check_sizes(drafter: Any, sizes: Mapping[str, Any], trainer: str) -> None:
+    """Refuse a target of other sizes than those that a drafter was made for.
+
+    Args:
+        sizes: the target's, by the names of the drafter's settings.
+        trainer: the module of `visual_spec.training` that makes such drafters.
+
+    Raises:
+        ValueError: sizes differ; the message names them.
+    """
+    differing = {name: size for name, size in sizes.items() if drafter.config[name] != size}
+    if differing:
+        given = ", ".join(f"{name}={size}" for name, size in differing.items())
+        made = ", ".join(f"{name}={drafter.config[name]}" for name in differing)
+        raise ValueError(
+            f"this drafter was made for a target of {made}, and got one of {given}; pass the drafter that was trained "
+            f"for this target (python -m visual_spec.training.{trainer})."
+        )
+
+
 class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """Drafts for a `LlamaGenTransformer`, on all rows of a batch: with guidance both branches are drafted.
 
@@ -106,14 +127,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
                 f"this drafter reads the features of a LlamaGenTransformer, and got a {type(target).__name__}; "
                 "use a draft model over the same tokens instead."
             )
-        differing = [name for name in _SHARED if self.config[name] != target.config[name]]
-        if differing:
-            given = ", ".join(f"{name}={target.config[name]}" for name in differing)
-            made = ", ".join(f"{name}={self.config[name]}" for name in differing)
-            raise ValueError(
-                f"this drafter was made for a target of {made}, and got one of {given}; pass the drafter that was "
-                "trained for this target (python -m visual_spec.training.drafter)."
-            )
+        check_sizes(self, {name: target.config[name] for name in _SHARED}, "drafter")
 
     # -- decoding: the FeatureDrafter contract of the samplers -------------------------------------------------------
 

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.layouts import Given, KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
+from visual_spec.models.core.vq_blocks import PictureTokenizer
 
 PREFIX = "vqgan."  # of the tokenizer's keys in a file of MAGE
 
@@ -133,7 +131,7 @@ class MageQuantizer(nn.Module):
         return (self.codes.square().sum(-1) - 2 * flat @ self.codes.T).argmin(-1)
 
 
-class MageVQModel(SavedModel, ModelMixin, ConfigMixin):
+class MageVQModel(PictureTokenizer):
     """Maps pictures to tokens and back; the contract of `visual_spec.models.next_token.llamagen_vq.VQModel`.
 
     Args:
@@ -160,16 +158,6 @@ class MageVQModel(SavedModel, ModelMixin, ConfigMixin):
         self.encoder, self.decoder = MageEncoder(*shape), MageDecoder(*shape)
         self.quantize = MageQuantizer(codebook_size, codebook_dim)
 
-    @property
-    def patch_size(self) -> int:
-        """Pixels per token side."""
-        return 2 ** (len(self.config["channel_multipliers"]) - 1)
-
-    @property
-    def tokens_per_side(self) -> int:
-        """Tokens per picture side."""
-        return self.config["image_size"] // self.patch_size
-
     @loads_weights
     def encode_tokens(self, images: Tensor) -> Tensor:
         """Token ids `[B, h * w]`, raster order, of pictures `[B, 3, H, W]` in [-1, 1]."""
@@ -180,17 +168,9 @@ class MageVQModel(SavedModel, ModelMixin, ConfigMixin):
         """Pictures `[B, 3, H, W]` clamped to [-1, 1] of token ids `[B, h * w]`.
 
         Raises:
-            ValueError: the number of tokens is not that of the grid, or an id is outside the codebook.
+            ValueError: as in `ids_in_grid`.
         """
-        side, count = self.tokens_per_side, self.config["codebook_size"]
-        if tokens.ndim != 2 or tokens.shape[1] != side * side:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; this tokenizer decodes [B, {side * side}]"
-            )
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= count:
-            raise ValueError(f"token ids from {low} to {high} given; allowed are 0 to {count - 1}")
-        codes = self.quantize.codes[tokens].mT.unflatten(2, (side, side))
+        codes = self.quantize.codes[self.ids_in_grid(tokens)].movedim(3, 1)
         return (2 * self.decoder(codes) - 1).clamp(-1, 1)
 
 

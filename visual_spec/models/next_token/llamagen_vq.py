@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count
-from visual_spec.models.core.vq_blocks import LLAMAGEN, AttentionBlock, Decoder, Design, Encoder
+from visual_spec.models.core.vq_blocks import (
+    LLAMAGEN,
+    AttentionBlock,
+    Decoder,
+    Design,
+    Encoder,
+    PictureTokenizer,
+)
 
 PRESETS: dict[str, dict] = {
     "vq-16": {"channel_multipliers": (1, 1, 2, 2, 4)},
@@ -47,7 +51,7 @@ class VectorQuantizer(nn.Module):
         return rearrange(F.normalize(self.embedding(ids), dim=-1), "b h w d -> b d h w").contiguous()
 
 
-class VQModel(SavedModel, ModelMixin, ConfigMixin):
+class VQModel(PictureTokenizer):
     """Maps pictures to tokens and back.
 
     Args:
@@ -90,16 +94,6 @@ class VQModel(SavedModel, ModelMixin, ConfigMixin):
         self.quant_conv = nn.Conv2d(latent_channels, codebook_dim, 1)
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)
 
-    @property
-    def patch_size(self) -> int:
-        """Pixels per token side."""
-        return 2 ** (len(self.config["channel_multipliers"]) - 1)
-
-    @property
-    def tokens_per_side(self) -> int:
-        """Tokens per picture side."""
-        return self.config["image_size"] // self.patch_size
-
     @loads_weights
     def encode_latents(self, images: Tensor) -> Tensor:
         """Return latents before quantisation `[B, D, h, w]` of pictures `[B, 3, H, W]` in [-1, 1]."""
@@ -123,20 +117,9 @@ class VQModel(SavedModel, ModelMixin, ConfigMixin):
             size: h and w; None: those of `image_size`.
 
         Raises:
-            ValueError: the number of tokens is not that of the grid, or an id is outside the codebook.
+            ValueError: as in `ids_in_grid`.
         """
-        height, width = size or (self.tokens_per_side, self.tokens_per_side)
-        if tokens.ndim != 2 or tokens.shape[1] != height * width:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; this tokenizer decodes [B, {height * width}]"
-            )
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.config["codebook_size"]:
-            raise ValueError(
-                f"token ids from {low} to {high} given; allowed are 0 to {self.config['codebook_size'] - 1}"
-            )
-        ids = rearrange(tokens, "b (h w) -> b h w", h=height)
-        return self.decode_latents(self.quantize.lookup(ids)).clamp(-1, 1)
+        return self.decode_latents(self.quantize.lookup(self.ids_in_grid(tokens, size))).clamp(-1, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""

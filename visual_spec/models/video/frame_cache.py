@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.settings import Within, whole
+from visual_spec.models.core.settings import Count, Within, read_fields, whole
+
+FrameCount = Annotated[int, Within(0)]
 
 # Scores long [B, last - first] of the cached tokens `first` to `last`, from the queries of so many recent frames.
 Scores = Callable[[int, int, int], Tensor]
@@ -132,16 +134,14 @@ class SinkWindow:
             before the frames that follow it in the cache.
     """
 
-    sink: int = 3
+    sink: FrameCount = 3
     window: int = 21
-    sink_gap: int | None = None
+    sink_gap: FrameCount | None = None
     reach = 0
 
     def check(self, chunk: int) -> None:
-        whole("sink", self.sink, Within(0))
+        read_fields(self)
         whole("window", self.window, Within(self.sink + chunk), f", sink + chunk = {self.sink + chunk}")
-        if self.sink_gap is not None:
-            whole("sink_gap", self.sink_gap, Within(0))
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
         if cache.frames + chunk > self.window:
@@ -186,16 +186,16 @@ class DeepForcing:
             it; that program does not do it at these sizes.
     """
 
-    sink: int = 10
+    sink: FrameCount = 10
     recent: int = 4
     budget: int = 16
     window: int = 21
-    sink_gap: int = 3
+    sink_gap: FrameCount = 3
     realign_selected: bool = False
     reach = 0
 
     def check(self, chunk: int) -> None:
-        whole("sink", self.sink, Within(0))
+        read_fields(self)
         whole("recent", self.recent, Within(chunk), f", the chunk of {chunk} frames")
         if self.recent > 2 * chunk:
             raise ValueError(
@@ -205,7 +205,6 @@ class DeepForcing:
         least = self.sink + self.recent
         whole("budget", self.budget, Within(least), f", sink + recent = {least}")
         whole("window", self.window, Within(self.budget), f", budget = {self.budget}")
-        whole("sink_gap", self.sink_gap, Within(0))
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
         if cache.frames + chunk <= self.window:
@@ -235,8 +234,8 @@ class FutureAnchor:
         window: frames that attention reads, anchors and the chunk at hand included.
     """
 
-    anchors: int = 1
-    ahead: int = 3
+    anchors: Count = 1
+    ahead: Count = 3
     window: int = 21
 
     @property
@@ -244,8 +243,7 @@ class FutureAnchor:
         return self.ahead + self.anchors
 
     def check(self, chunk: int) -> None:
-        whole("anchors", self.anchors)
-        whole("ahead", self.ahead)
+        read_fields(self)
         whole(
             "window", self.window, Within(self.anchors + chunk), f", anchors + chunk = {self.anchors + chunk}"
         )

@@ -328,6 +328,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
         return rule_of(self.relaxation, parts.get("codebook"), device)
 
+    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> Any:
+        """Return the model that the method calls: `model` itself, or one around it, such as along an order."""
+        return model
+
     def view(self, model: Any, device: torch.device) -> Any:
         """Return how tokens are read and written, see `TokenView`."""
         return TOKENS
@@ -399,6 +403,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
             from visual_spec.samplers.core.prefix import reading_text
 
             model, law = reading_text(model, law)
+        model = self.serve(model, law, keys)
         if cache is None:
             with watched(model, wanted="acceptance" in self.config):
                 cache = self.prefill(model, condition, law, len(keys), parts)

@@ -34,7 +34,7 @@ from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.trace import SampleResult, Stopwatch
+from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.masked.checks import check_in_order, check_masked_model
 from visual_spec.samplers.orders.along_order import placed_in_grid, slots_in_order
@@ -159,17 +159,8 @@ class SpeculativeMaskedSampler(ChainSampler):
     def window_of(self, model: Any) -> int:
         return self.config.num_drafts + 1
 
-    def begin(
-        self,
-        model: Any,
-        condition: Any,
-        law: TokenLaw,
-        keys: Tensor,
-        watch: Stopwatch | None = None,
-        **parts: Any,
-    ) -> Run:
-        order = slots_in_order(self.config.order, model.grid, keys)
-        return super().begin(MaskedOrderModel(model, order), condition, law, keys, watch, **parts)
+    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> MaskedOrderModel:
+        return MaskedOrderModel(model, slots_in_order(self.config.order, model.grid, keys))
 
     def prepare(self, run: Run) -> SpeculativeMaskedState:
         row = torch.zeros(run.batch_size, dtype=torch.long, device=run.device)

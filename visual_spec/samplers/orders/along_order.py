@@ -17,7 +17,7 @@ from visual_spec.samplers.core.checks import check_guided, check_request, check_
 from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 
 SlotOrder = Annotated[str | Sequence[int], OneOf(FIXED_ORDERS), Within(0)]
 GuidanceStart = Annotated[float | None, Within(0, LARGEST, none="the law's guidance at every place")]
@@ -138,20 +138,11 @@ class AlongOrderSampler(Sampler):
                 f"an order of {len(order)} slots for a grid of {count}; pass every slot of it once."
             )
 
-    def begin(
-        self,
-        model: Any,
-        condition: Any,
-        law: TokenLaw,
-        keys: Tensor,
-        watch: Stopwatch | None = None,
-        **parts: Any,
-    ) -> Run:
+    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> AlongOrder:
         order = slots_in_order(self.config.order, model.grid, keys)
         start = self.config.guidance_start
         ramp = (start, law.guidance_scale) if start is not None and law.guided else None
-        along = AlongOrder(model, order, self.first_places(order.shape[1]), ramp)
-        return super().begin(along, condition, law, keys, watch, **parts)
+        return AlongOrder(model, order, self.first_places(order.shape[1]), ramp)
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         return placed_in_grid(run.model.order, tokens, trace)

@@ -22,7 +22,7 @@ from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
-from visual_spec.samplers.core.trace import MEASURE, SampleResult, Stopwatch
+from visual_spec.samplers.core.trace import MEASURE, SampleResult
 from visual_spec.samplers.scales.reference import Reference, law_at_scale
 from visual_spec.samplers.scales.schedule import SCHEDULES, ScaleSchedule
 from visual_spec.samplers.scales.stages import (
@@ -272,17 +272,8 @@ class ScaleWiseSampler(Sampler):
         check_stages(model, parts["tokenizer"], law, batch_size)
         drawn_stages(self, model)
 
-    def begin(
-        self,
-        model: Sequence[Stage],
-        condition: Any,
-        law: TokenLaw,
-        keys: Tensor,
-        watch: Stopwatch | None = None,
-        **parts: Any,
-    ) -> Run:
-        """As `Sampler.begin`, for the stages of the scales that the schedule draws."""
-        return super().begin(drawn_stages(self, model), condition, law, keys, watch, **parts)
+    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> Any:
+        return drawn_stages(self, model)  # of the scales that the schedule draws
 
     def num_slots(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
         return first_slots(parts["tokenizer"])[model[-1].scales.stop]
