@@ -17,7 +17,7 @@ import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.eval.quality.accuracy import summarise
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.core.kmeans import k_means
+from visual_spec.models.core.settings import Count, Share, Within, read_fields
 from visual_spec.training.loop import Descent, RunOptions, Trainer, read_options
 
 _WINDOWS = (128, 256, 512, 1024, 2048)  # samples, 8 to 128 ms
@@ -51,10 +52,10 @@ class CodecTraining:
     K of them. `bfloat16` computes the two networks in bfloat16, but never the codes or the losses.
     """
 
-    steps: int = 12000
-    batch_size: int = 16
-    crop: int = 50
-    whole_clips: float = 0.1
+    steps: Count = 12000
+    batch_size: Count = 16
+    crop: Annotated[int, Within(1, NUM_FRAMES)] = 50
+    whole_clips: Share = 0.1
     continuous_steps: int = 1000
     learning_rate: float = 1e-3
     wave_weight: float = 3.0
@@ -62,22 +63,15 @@ class CodecTraining:
     commitment: float = 0.25
     average_decay: float = 0.99
     idle_steps: int = 150
-    revive_until: float = 0.7
-    quantiser_dropout: float = 0.0
-    clips: int = 3000
-    held_out_clips: int = 100
+    revive_until: Share = 0.7
+    quantiser_dropout: Share = 0.0
+    clips: Count = 3000
+    held_out_clips: Count = 100
     bfloat16: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "clips", "held_out_clips"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
-        if not 1 <= self.crop <= NUM_FRAMES:
-            raise ValueError(f"crop={self.crop}; pass 1 to {NUM_FRAMES} frames.")
-        for name in ("whole_clips", "quantiser_dropout", "revive_until"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}; pass a share of 0 to 1.")
+        read_fields(self)
 
 
 def codec_config(

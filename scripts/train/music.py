@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from visual_spec.data.tunes import (
     caption,
 )
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.core.settings import Count, OneOf, Share, read_fields
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.training.loop import Descent, RunOptions, Trainer, muon_and_adamw, option, read_options
@@ -56,17 +57,17 @@ class MusicTraining:
     own masks. `bfloat16` computes the matrix products in bfloat16.
     """
 
-    kind: str = "autoregressive"
-    steps: int = 4000
-    batch_size: int = 32
-    clips: int = 24000
-    held_out_clips: int = 200
+    kind: Annotated[str, OneOf(KINDS)] = "autoregressive"
+    steps: Count = 4000
+    batch_size: Count = 32
+    clips: Count = 24000
+    held_out_clips: Count = 200
     learning_rate: float = 1.2e-3
     weight_decay: float = 0.02
-    caption_dropout: float = 0.1
-    hidden_clips: float = 0.3
-    wholly_hidden: float = 0.6
-    hidden_until: float = 0.6
+    caption_dropout: Share = 0.1
+    hidden_clips: Share = 0.3
+    wholly_hidden: Share = 0.6
+    hidden_until: Share = 0.6
     reach: int = 5
     train_text_encoder: bool = True
     bfloat16: bool = False
@@ -74,14 +75,7 @@ class MusicTraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r}; pass one of {', '.join(KINDS)}.")
-        for name in ("steps", "batch_size", "clips", "held_out_clips"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
-        for name in ("caption_dropout", "hidden_clips", "wholly_hidden", "hidden_until"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}; pass a share of 0 to 1.")
+        read_fields(self)
 
 
 def music_config(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES
 from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.settings import Count, Share, Within, read_fields
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.samplers.core.law import TokenLaw
@@ -61,25 +62,23 @@ class VarTraining:
         bfloat16: compute the matrix products in bfloat16: faster on a GPU, and on CPUs with support.
     """
 
-    steps: int = 6000
-    batch_size: int = 32
-    scenes: int = 24000
+    steps: Count = 6000
+    batch_size: Count = 32
+    scenes: Count = 24000
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
-    label_dropout: float = 0.1
-    object_weight: float = 3.0
+    label_dropout: Share = 0.1
+    object_weight: Annotated[float, Within(0)] = 3.0
     scales_from: int = 0
     scales_until: int | None = None
-    earlier_weight: float = 0.0
+    earlier_weight: Annotated[float, Within(0)] = 0.0
     teacher_guidance: float = 1.0
     bfloat16: bool = False
     compile: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "scenes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
+        read_fields(self)
         if self.scales_from < 0 or (self.scales_until is not None and self.scales_until <= self.scales_from):
             raise ValueError(
                 f"scales_from={self.scales_from} and scales_until={self.scales_until} leave no scale to train; pass "
@@ -90,11 +89,6 @@ class VarTraining:
                 f"teacher_guidance={self.teacher_guidance} with label_dropout={self.label_dropout}, "
                 f"earlier_weight={self.earlier_weight}, scales_until={self.scales_until}; a refiner that learns guided "
                 "laws draws with a class and without guidance: pass 0, 0 and None."
-            )
-        if not 0 <= self.label_dropout <= 1 or min(self.earlier_weight, self.object_weight) < 0:
-            raise ValueError(
-                f"label_dropout={self.label_dropout}, earlier_weight={self.earlier_weight}, "
-                f"object_weight={self.object_weight}; pass a share of 0 to 1, and weights of at least 0."
             )
 
     def trained_scales(self, count: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, held_out_prom
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.models.core.settings import Count, OneOf, Within, read_fields
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
@@ -60,30 +61,26 @@ class ColumnDrafterTraining:
     """
 
     drawn: bool = True
-    objective: str = option("what is minimised", "cross-entropy", choices=OBJECTIVES)
-    clips: int = 6000
-    held_out_clips: int = 100
-    steps: int = 4000
-    batch_size: int = 16
-    unroll: int = 2
+    objective: Annotated[str, OneOf(OBJECTIVES)] = option(
+        "what is minimised", "cross-entropy", choices=OBJECTIVES
+    )
+    clips: Count = 6000
+    held_out_clips: Count = 100
+    steps: Count = 4000
+    batch_size: Count = 16
+    unroll: Count = 2
     unroll_decay: float = 0.8
     guidance_scales: list[float] = field(default_factory=lambda: [1.5])
-    temperature: float = 0.8
+    temperature: Annotated[float, Within(above=0)] = 0.8
     learning_rate: float = 2e-3
     weight_decay: float = 0.02
     bfloat16: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("clips", "held_out_clips", "steps", "batch_size", "unroll"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"objective={self.objective!r}; pass one of {', '.join(OBJECTIVES)}.")
+        read_fields(self)
         if not self.guidance_scales:
             raise ValueError("guidance_scales is empty; pass at least one scale.")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature}; pass a number above 0.")
 
 
 @dataclass

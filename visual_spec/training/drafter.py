@@ -19,6 +19,7 @@ from torch import Tensor
 
 from visual_spec.data.shapes import held_out_prompts, training_prompts
 from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.settings import Count, read_fields
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.pipelines.image import ImagePipeline
@@ -38,13 +39,13 @@ _HELD_OUT_SEED = 777
 class DrafterTraining:
     """Settings of a run. Shard k of the training pictures is drawn with guidance `guidance_scales[k]`, cyclically."""
 
-    pictures: int = 768
-    held_out_pictures: int = 64
-    shard_size: int = 64
+    pictures: Count = 768
+    held_out_pictures: Count = 64
+    shard_size: Count = 64
     guidance_scales: list[float] = field(default_factory=lambda: [3.0, 1.0, 3.0, 5.0])
-    steps: int = 1200
-    batch_size: int = 4
-    unroll: int = 3
+    steps: Count = 1200
+    batch_size: Count = 4
+    unroll: Count = 3
     unroll_decay: float = 0.8
     feature_weight: float = 0.5
     learning_rate: float = 2e-3
@@ -52,9 +53,7 @@ class DrafterTraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("pictures", "held_out_pictures", "shard_size", "steps", "batch_size", "unroll"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
+        read_fields(self)
         if not self.guidance_scales:
             raise ValueError("guidance_scales is empty; pass at least one scale.")
 

@@ -81,6 +81,7 @@ CALLS = Within(1, MOST_CALLS)
 SHARE = Within(0, 1)
 SEED = Within(0, 2**64 - 1)
 Count = Annotated[int, COUNT]
+Share = Annotated[float, SHARE]
 Graph = Annotated[bool | str, OneOf(("auto",))]
 
 
