@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers import vqgan
 from tests.helpers.tiny_infinity import SIDES, tiny_bits
+from tests.helpers.vqgan import conv, mean_matrix, swish
 from visual_spec.models.core.protocol import Side, area_of, shape_of
 from visual_spec.models.next_scale.infinity_scales import (
     SIZES,
@@ -32,28 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 # -- an independent computation ---------------------------------------------------------------------------------------
 
-
-def norm(x: Tensor, weights: dict[str, Tensor], name: str, groups: int = 2) -> Tensor:
-    b, c, h, w = x.shape
-    parts = x.reshape(b, groups, -1)
-    mean, variance = parts.mean(-1, keepdim=True), parts.var(-1, keepdim=True, unbiased=False)
-    x = ((parts - mean) / (variance + 1e-6).sqrt()).reshape(b, c, h, w)
-    return x * weights[f"{name}.weight"][:, None, None] + weights[f"{name}.bias"][:, None, None]
-
-
-def conv(x: Tensor, weights: dict[str, Tensor], name: str, stride: int = 1, padding: int = 1) -> Tensor:
-    return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], stride, padding)
-
-
-def swish(x: Tensor) -> Tensor:
-    return x / (1 + (-x).exp())
-
-
-def res_block(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
-    h = conv(swish(norm(x, weights, f"{name}.norm1")), weights, f"{name}.conv1")
-    h = conv(swish(norm(h, weights, f"{name}.norm2")), weights, f"{name}.conv2")
-    shortcut = f"{name}.nin_shortcut"
-    return h + (conv(x, weights, shortcut, padding=0) if f"{shortcut}.weight" in weights else x)
+norm, res_block = partial(vqgan.norm, groups=2), partial(vqgan.res_block, groups=2)
 
 
 def latents_of(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
@@ -85,15 +67,6 @@ def linear_matrix(size: int, target: int) -> Tensor:
         low = math.floor(centre)
         matrix[i, min(low, size - 1)] += 1 - (centre - low)
         matrix[i, min(low + 1, size - 1)] += centre - low
-    return matrix
-
-
-def mean_matrix(size: int, target: int) -> Tensor:
-    """Means over bins, which overlap where the sizes do not divide: `[target, size]`."""
-    matrix = torch.zeros(target, size, dtype=torch.float64)
-    for i in range(target):
-        first, end = i * size // target, -(-(i + 1) * size // target)
-        matrix[i, first:end] = 1 / (end - first)
     return matrix
 
 

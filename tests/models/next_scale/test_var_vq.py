@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers import vqgan
+from tests.helpers.vqgan import conv, mean_matrix, swish
 from visual_spec.models.core.vq_blocks import PositionNorm
 from visual_spec.models.next_scale.var import SCALES as OFFICIAL_SCALES
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint, smoother_of_scale
@@ -44,28 +47,7 @@ def random_tokens(batch_size: int, seed: int = 1) -> Tensor:
 
 # -- an independent computation ---------------------------------------------------------------------------------------
 
-
-def norm(x: Tensor, weights: dict[str, Tensor], name: str, groups: int = 4) -> Tensor:
-    b, c, h, w = x.shape
-    parts = x.reshape(b, groups, -1)
-    mean, variance = parts.mean(-1, keepdim=True), parts.var(-1, keepdim=True, unbiased=False)
-    x = ((parts - mean) / (variance + 1e-6).sqrt()).reshape(b, c, h, w)
-    return x * weights[f"{name}.weight"][:, None, None] + weights[f"{name}.bias"][:, None, None]
-
-
-def conv(x: Tensor, weights: dict[str, Tensor], name: str, stride: int = 1, padding: int = 1) -> Tensor:
-    return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], stride, padding)
-
-
-def swish(x: Tensor) -> Tensor:
-    return x / (1 + (-x).exp())
-
-
-def res_block(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
-    h = conv(swish(norm(x, weights, f"{name}.norm1")), weights, f"{name}.conv1")
-    h = conv(swish(norm(h, weights, f"{name}.norm2")), weights, f"{name}.conv2")
-    shortcut = f"{name}.nin_shortcut"
-    return h + (conv(x, weights, shortcut, padding=0) if f"{shortcut}.weight" in weights else x)
+norm, res_block = partial(vqgan.norm, groups=4), partial(vqgan.res_block, groups=4)
 
 
 def attention(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
@@ -125,15 +107,6 @@ def enlarge_matrix(size: int, target: int) -> Tensor:
     return matrix
 
 
-def shrink_matrix(size: int, target: int) -> Tensor:
-    """Means over bins, which overlap where the sizes do not divide: `[target, size]`."""
-    matrix = torch.zeros(target, size, dtype=torch.float64)
-    for i in range(target):
-        first, end = i * size // target, -(-(i + 1) * size // target)
-        matrix[i, first:end] = 1 / (end - first)
-    return matrix
-
-
 def drawn(
     canvas: Tensor, scale: int, tokens: Tensor, weights: dict[str, Tensor], scales: tuple[int, ...]
 ) -> Tensor:
@@ -156,7 +129,7 @@ def pyramid(
     canvas, tokens, canvases = torch.zeros_like(latents), [], []
     codebook = weights["quantize.embedding.weight"]
     for scale, side in enumerate(scales):
-        shrink = shrink_matrix(scales[-1], side)
+        shrink = mean_matrix(scales[-1], side)
         wanted = shrink @ (latents - canvas) @ shrink.T
         found = []
         for row, column in itertools.product(range(side), range(side)):
@@ -217,7 +190,7 @@ def test_maps_and_pictures_of_tokens_are_those_of_the_canvas_drawn_scale_by_scal
         first += side * side
         if scale + 1 < len(SCALES):
             maps.append(model.next_map(canvas, scale + 1))
-            shrink = shrink_matrix(8, SCALES[scale + 1])
+            shrink = mean_matrix(8, SCALES[scale + 1])
             assert (maps[-1] - shrink @ canvas @ shrink.T).abs().max() < 1e-12
     assert torch.equal(model.decode_canvas(canvas), model.decode_tokens(tokens))
     whole = model.maps_of(tokens)
