@@ -221,14 +221,14 @@ def test_the_diagonal_of_a_raster_model_has_the_law_of_zipar():
 # -- planted bugs ----------------------------------------------------------------------------------------------------
 
 
-def swapped(order: orders.Order) -> orders.Order:
+def swapped(order: orders.TokenOrder) -> orders.TokenOrder:
     """Each head answers where the other should."""
     for step in order.steps[1:]:
         object.__setattr__(step, "answers", step.answers.flip(1).where(step.answers.min() >= 0, step.answers))
     return order
 
 
-def causal(order: orders.Order) -> orders.Order:
+def causal(order: orders.TokenOrder) -> orders.TokenOrder:
     """Within a step, a position does not see those behind it."""
     for step in order.steps[1:]:
         behind = step.slots > step.slots[:, None]  # [W, W]
@@ -236,7 +236,7 @@ def causal(order: orders.Order) -> orders.Order:
     return order
 
 
-def unmoved(order: orders.Order) -> orders.Order:
+def unmoved(order: orders.TokenOrder) -> orders.TokenOrder:
     """Learned tokens are asked in another order."""
     for step in order.steps[1:]:
         object.__setattr__(step, "answers", step.answers.flip(0))

@@ -11,7 +11,7 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.orders import tables as orders
 from visual_spec.samplers.orders.tables import (
     ORDERS,
-    Order,
+    TokenOrder,
     blocks,
     diagonal,
     near_to_far,
@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-def check_availability(order: Order, grid: TokenGrid) -> None:
+def check_availability(order: TokenOrder, grid: TokenGrid) -> None:
     """Walk through the steps, and know at each what was drawn, and whose token every place of the cache holds."""
     length = grid.num_tokens
     drawn: list[int] = []

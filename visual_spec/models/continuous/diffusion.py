@@ -3,7 +3,7 @@
 A chain has `num_steps` levels. It starts at level `num_steps - 1` from standard normal noise; level i takes a point to
 the next, and what level 0 returns is the token. Each level is one normal law, which `kernel` gives as mean and standard
 deviation, so that a chain can be logged, coupled and replayed. Both classes follow
-`visual_spec.models.core.latents.Schedule`.
+`visual_spec.models.core.latents.LevelSchedule`.
 
     x = noise                                             # [N, d]
     for index in reversed(range(schedule.num_steps)):
@@ -119,13 +119,13 @@ class DiffusionSchedule:
         return self
 
     def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Schedule`. `output [..., 2 d]`: the noise or the velocity, then v."""
+        """See `LevelSchedule`. `output [..., 2 d]`: the noise or the velocity, then v."""
         found, fraction = output.chunk(2, -1)
         of_x, of_output = self._table[index][..., :2].unsqueeze(-1).unbind(-2)  # each [1], or [..., 1]
         return of_x * x - of_output * found, fraction
 
     def toward(self, x: Tensor, index: int | Tensor, token: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Schedule`. `rest`: v."""
+        """See `LevelSchedule`. `rest`: v."""
         if self.eta is not None:
             of_start, of_point, sigma = self._fixed[index].unsqueeze(-1).unbind(-2)
             return of_start * token + of_point * x, sigma.expand_as(x)
@@ -134,7 +134,7 @@ class DiffusionSchedule:
         return of_start * token + of_point * x, (0.5 * (share * high + (1.0 - share) * low)).exp()
 
     def kernel(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Schedule`."""
+        """See `LevelSchedule`."""
         return self.toward(x, index, *self.predict(x, index, output))
 
     # -- training: on a schedule of all levels ---------------------------------------------------------------------
@@ -207,16 +207,16 @@ class FlowSchedule:
         return self
 
     def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Schedule`. `output [..., d]`: the velocity. Nothing is behind the prediction: rest is [..., 0]."""
+        """See `LevelSchedule`. `output [..., d]`: the velocity. Nothing is behind the prediction: rest is [..., 0]."""
         return x - self._shares[index].unsqueeze(-1) * output, output[..., :0]
 
     def toward(self, x: Tensor, index: int | Tensor, token: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Schedule`."""
+        """See `LevelSchedule`."""
         of_start, of_point, sigma = self._fixed[index].unsqueeze(-1).unbind(-2)
         return of_start * token + of_point * x, sigma.expand_as(x)
 
     def kernel(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Schedule`."""
+        """See `LevelSchedule`."""
         if self.deterministic:  # the same in one product; every step is equally long, whatever the level
             return x - output / self.num_steps, torch.zeros_like(x)
         return self.toward(x, index, *self.predict(x, index, output))

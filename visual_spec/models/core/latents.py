@@ -1,8 +1,9 @@
 """The interface between samplers and models of continuous tokens: their calls, their heads, and the chains of a token.
 
 A token is a vector of d numbers. A trunk gives each slot a condition z; a head draws the slot's token from z by a chain
-of normal laws (`Schedule`), one head call a level. Two kinds of trunks exist. A causal one (`CausalLatentModel`) feeds
-tokens in its own order into a cache. A masked one (`MaskedLatentModel`) sees any set of known tokens, and has no cache.
+of normal laws (`LevelSchedule`), one head call a level. Two kinds of trunks exist. A causal one (`CausalLatentModel`)
+feeds tokens in its own order into a cache. A masked one (`MaskedLatentModel`) sees any set of known tokens, and has no
+cache.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ChainSettings:
         read_fields(self)
 
 
-class Schedule(Protocol):
+class LevelSchedule(Protocol):
     """A chain of normal laws, steered by what a head returns.
 
     Level i takes a point to the next; a chain starts at level `num_steps - 1` and ends behind level 0. All points may
@@ -111,7 +112,7 @@ class LatentModel(Protocol):
     @property
     def head(self) -> LatentHead: ...
 
-    def schedule(self, num_steps: int, eta: float | None = None) -> Schedule:
+    def schedule(self, num_steps: int, eta: float | None = None) -> LevelSchedule:
         """The chain that the head steers, of so many levels, where the model is; see `ChainSettings`."""
         ...
 

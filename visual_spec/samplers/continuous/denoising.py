@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.head_step import head_step, takes
-from visual_spec.models.core.latents import ChainSettings, LatentModel, Schedule, guided
+from visual_spec.models.core.latents import ChainSettings, LatentModel, LevelSchedule, guided
 from visual_spec.samplers.continuous.coupling import log_density, rounds_of
 from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
@@ -34,7 +34,7 @@ class ChainLaw:
     """
 
     settings: ChainSettings
-    schedule: Schedule
+    schedule: LevelSchedule
     temperature: float
     guided: bool
     scales: Tensor
@@ -49,7 +49,7 @@ class ChainLaw:
         """Nothing here depends on the samples."""
 
     def chains(
-        self, model: LatentModel, z: Tensor, slots: Tensor, schedule: Schedule | None = None
+        self, model: LatentModel, z: Tensor, slots: Tensor, schedule: LevelSchedule | None = None
     ) -> Chains:
         """The chains of slots [B, N] with conditions `z [R, N, dim]`, as `model`'s head steers them."""
         return Chains(self, model, schedule or self.schedule, z, self.scales[slots].to(z.dtype))
@@ -68,7 +68,7 @@ class Chains:
 
     law: ChainLaw
     model: LatentModel
-    schedule: Schedule
+    schedule: LevelSchedule
     z: Tensor
     scales: Tensor
     calls: list[int] = field(default_factory=lambda: [0])

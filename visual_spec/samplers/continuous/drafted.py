@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.latents import Schedule
+from visual_spec.models.core.latents import LevelSchedule
 from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, with_groups
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.as_released import CspdReleaseRule, CspdRule, block_conditions
@@ -58,7 +58,7 @@ class DraftedContinuousState(ContinuousState):
 class DraftChain:
     """The drafter's schedule, which has the levels of the target's. Nothing in it depends on the samples."""
 
-    schedule: Schedule
+    schedule: LevelSchedule
 
     def select(self, samples: Tensor) -> None:
         """Nothing here depends on the samples."""

@@ -18,7 +18,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.orders.rows import check_order_model
-from visual_spec.samplers.orders.tables import ORDERS, Order, Step, order_of, steps_on
+from visual_spec.samplers.orders.tables import ORDERS, Step, TokenOrder, order_of, steps_on
 
 TRAINED, APPROXIMATE = "trained", "approximate"
 
@@ -63,7 +63,7 @@ class OrderedSampler(Sampler):
         """Return the name of the order in which this model is decoded."""
         return self.config.order or trained_order(model)
 
-    def order_for(self, model: Any) -> Order:
+    def order_for(self, model: Any) -> TokenOrder:
         """Return the order in which this model is decoded."""
         return order_of(self.name_for(model), model.grid)
 
@@ -184,5 +184,5 @@ _RASTER_ADVICE = (
 )
 
 
-def _listed(order: Order) -> str:
+def _listed(order: TokenOrder) -> str:
     return ", ".join(order.heads) + (f" and {order.learned} learned tokens" if order.learned else "")

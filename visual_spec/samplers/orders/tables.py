@@ -55,7 +55,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Order:
+class TokenOrder:
     """A decoding order over one grid.
 
     Attributes:
@@ -105,7 +105,7 @@ def _order(
     calls: Sequence[Call],
     learned: int = 0,
     emitted: Sequence[int] = (0,),
-) -> Order:
+) -> TokenOrder:
     """Return an order whose positions see all that is fed up to their own call, both ways within a call."""
     seen = torch.zeros(grid.num_tokens + learned, dtype=torch.bool)
     steps = [_prefill(grid, heads, learned, emitted)]
@@ -115,7 +115,7 @@ def _order(
         steps.append(
             Step(torch.tensor(emitted), slots, slots, seen.expand(len(fed), -1), torch.tensor(answers))
         )
-    return Order(heads, tuple(steps), learned)
+    return TokenOrder(heads, tuple(steps), learned)
 
 
 def _prefill(
@@ -127,12 +127,12 @@ def _prefill(
     return Step(torch.tensor(emitted), none, none, seen, answers)
 
 
-def raster(grid: TokenGrid) -> Order:
+def raster(grid: TokenGrid) -> TokenOrder:
     """Return raster order. Steps: L."""
     return _order(grid, ("next",), [([slot + 1], [slot], [[0]]) for slot in range(grid.num_tokens - 1)])
 
 
-def near_to_far(grid: TokenGrid) -> Order:
+def near_to_far(grid: TokenGrid) -> TokenOrder:
     """Return NAR's order: the slots with t + h + w = d in step d. Steps: T + H + W - 2.
 
     A slot is predicted by its neighbours to the left, above and one frame before, each with the head of that
@@ -151,7 +151,7 @@ def near_to_far(grid: TokenGrid) -> Order:
     return _order(grid, heads, calls)
 
 
-def regions(grid: TokenGrid, count: int) -> Order:
+def regions(grid: TokenGrid, count: int) -> TokenOrder:
     """Return PAR's order: `count` regions, their first tokens one by one, then one token of each region a step.
 
     Steps: count + (L - count) / count. In the first parallel step the last of the first tokens and count - 1 learned
@@ -179,7 +179,7 @@ def regions(grid: TokenGrid, count: int) -> Order:
     return _order(grid, ("same place",), calls, count - 1)
 
 
-def blocks(grid: TokenGrid, side: int) -> Order:
+def blocks(grid: TokenGrid, side: int) -> TokenOrder:
     """Return Token-Shuffle's order: all tokens of a block of `side` x `side` in one step, blocks in raster order.
 
     Steps: L / side^2. The prefill emits the first block. A call feeds the tokens of a block, which the model may merge
@@ -202,7 +202,7 @@ def blocks(grid: TokenGrid, side: int) -> Order:
     return _order(grid, ("same place",), calls, emitted=first)
 
 
-def diagonal(grid: TokenGrid, window: int = 1) -> Order:
+def diagonal(grid: TokenGrid, window: int = 1) -> TokenOrder:
     """Return ZipAR's order for a raster model: `RowOrder`, every open row advancing in every call.
 
     Steps: W + (rows - 1) * min(window, W) for rows of W tokens; window 1 is Diagonal Decoding.
@@ -217,14 +217,14 @@ def diagonal(grid: TokenGrid, window: int = 1) -> Order:
         emitted = plan.predicted[0, fed & asked]
         steps.append(Step(emitted, plan.sources[0, fed], plan.slots[0, fed], plan.seen[0, fed], answers))
         lengths, row = order.advance(lengths, row, plan, plan.scored)
-    return Order(("next",), tuple(steps))
+    return TokenOrder(("next",), tuple(steps))
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How an order is made over a grid, and its number of steps there, prefill included."""
 
-    build: Callable[[TokenGrid], Order]
+    build: Callable[[TokenGrid], TokenOrder]
     num_steps: Callable[[TokenGrid], int]
 
 
@@ -253,7 +253,7 @@ ORDERS: dict[str, Recipe] = {
 
 
 @cache
-def order_of(name: str, grid: TokenGrid) -> Order:
+def order_of(name: str, grid: TokenGrid) -> TokenOrder:
     """Return an order of `ORDERS` over a grid.
 
     Raises:
