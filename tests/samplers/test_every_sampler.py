@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.helpers.sampler_kinds import CHANGED, KINDS, LAW, REFUSED, REFUSED_BY, decode
 from tests.helpers.sampler_settings import settings_of
 from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, FRAMES, MASKED, SCALES
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, sampler_class
 
 EVERY = pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
@@ -157,6 +158,21 @@ def test_unknown_parts_are_refused_by_name_before_any_compute(entry, monkeypatch
         TypeError, match=f"{entry.class_name} was given drafters, colour; beside .* it takes {takes}"
     ):
         decode(entry, sampler, drafters=1, colour=2)
+
+
+@EVERY
+def test_requests_that_no_model_serves_are_refused_before_any_compute(entry, monkeypatch):
+    kind, sampler = KINDS[entry.calls], sampler_class(entry)()
+    monkeypatch.setattr(type(kind.model), "prefill", None, raising=False)
+    monkeypatch.setattr(type(kind.model), "prepare", None, raising=False)
+    for batch_size in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"batch_size={batch_size}; pass an integer"):
+            decode(entry, sampler, batch_size=batch_size)
+    with pytest.raises(ValueError, match="1 generators for a batch of 5"):
+        decode(entry, sampler, generator=[torch.Generator()])
+    if entry.calls not in (CONTINUOUS, DISTILLED):  # which have no ids to allow
+        with pytest.raises(ValueError, match=r"allowed=\(0, 99\)"):
+            decode(entry, sampler, law=TokenLaw(allowed=(0, 99)))
 
 
 @EVERY

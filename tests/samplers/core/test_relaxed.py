@@ -215,39 +215,3 @@ def test_settings_by_name():
 def test_refuses_settings_by_name(acceptance, settings, message):
     with pytest.raises(ValueError, match=message):
         Relaxation.of(acceptance, settings)
-
-
-class Untouched(TabularModel):
-    """Refuses to compute."""
-
-    def prefill(self, *args, **kwargs):
-        raise AssertionError("the model was run")
-
-
-@pytest.mark.parametrize(
-    "settings, codebook, message",
-    [
-        (
-            lossy("lantern", neighbours=8),
-            None,
-            r"acceptance='lantern' compares codes, but no codebook was given; pass codebook=.* \[16, D\]",
-        ),
-        (lossy("clustered"), None, "acceptance='clustered' compares codes"),
-        (lossy("grouped"), None, r"no codebook was given.* or code_distance=None"),
-        (
-            lossy("lantern", neighbours=8),
-            CODEBOOK[:15],
-            r"codebook of shape \(15, 4\) for a vocabulary of 16 tokens.*\[16, D\]",
-        ),
-        (lossy("lantern", neighbours=8), CODEBOOK[0], r"codebook of shape \(4,\) for a vocabulary"),
-        (
-            lossy("lantern", neighbours=16),
-            CODEBOOK,
-            "neighbours=16, but a code has 15 others; pass at most that many",
-        ),
-    ],
-)
-def test_refuses_a_codebook_that_does_not_fit_before_any_compute(settings, codebook, message):
-    sampler = SpeculativeJacobiSampler(4, **settings)
-    with pytest.raises(ValueError, match=message):
-        decode(sampler, Untouched(TokenGrid(8, 8), 16, order=2), codebook=codebook)

@@ -133,8 +133,6 @@ def test_refuses_what_is_not_allowed():
         decode(OrderedSampler("raster"), TabularOrderModel(TokenGrid(2, 2), 2, "spiral"))
     with pytest.raises(ValueError, match="4 regions of a grid of 1 x 3 x 2"):
         decode(OrderedSampler(), TabularOrderModel(TokenGrid(3, 2), 2, "par4", learned=3))
-    with pytest.raises(ValueError, match="batch_size=0"):
-        decode(OrderedSampler(), batch_size=0)
 
 
 class Raster(TabularModel):

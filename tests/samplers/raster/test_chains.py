@@ -30,6 +30,7 @@ from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
 
 WINDOW = 6
+RELAXED_RULES = ("grouped", "clustered", "lantern")
 RULES = [("gumbel", "identical"), *((coupling, "exact") for coupling in COUPLINGS)]
 UNITED = [(*RULES[0], "column"), *((*rule, unit) for rule in RULES[1:] for unit in UNITS)]
 GUIDED = TokenLaw(guidance_scale=1.8, top_k=5)
@@ -307,8 +308,11 @@ def test_a_codebook_that_does_not_fit_is_refused_before_any_compute(monkeypatch,
     tables = tables_of(sampler)
     codes, size = tables.codebook, tables.model.vocab_size
     monkeypatch.setattr(type(tables.model), "prefill", None)
+    for rule in RELAXED_RULES:
+        with pytest.raises(ValueError, match="no codebook was given"):
+            decode(MAKERS[name](**lossy(rule)), codebook=None)
     for codebook, message in (
-        (None, "no codebook was given"),
+        (codes[1:], r"codebook of shape"),
         (codes[..., :-1, :], rf"codebook of shape \({size - 1}, .*{size}"),
         (codes[0], r"codebook of shape"),
     ):

@@ -258,38 +258,13 @@ class Untouched(TabularColumnModel):
 
 
 @pytest.mark.parametrize("sampler", [ColumnJacobiSampler(4), ColumnAutoregressiveSampler()])
-def test_refuses_requests_before_any_compute(sampler):
+def test_refuses_other_patterns_before_any_compute(sampler):
     model = Untouched(MODEL.valid, 7, order=0)
-    for batch_size in (0, True):
-        with pytest.raises(ValueError, match="batch_size=.*integer of at least 1"):
-            sampler(model, None, law=LAW, batch_size=batch_size)
-    with pytest.raises(ValueError, match=r"allowed=\(3, 8\) reaches beyond the vocabulary of 7"):
-        sampler(model, None, law=TokenLaw(allowed=(3, 8)))
-    with pytest.raises(ValueError, match="1 generators for a batch of 4"):
-        sampler(model, None, law=LAW, generator=[torch.Generator()], batch_size=4)
     with pytest.raises(ValueError, match="TabularModel has no codebook pattern.*Use AutoregressiveSampler"):
         sampler(TabularModel(TokenGrid(2, 2), 3), None, law=LAW)
     model.valid = MODEL.valid[:-1]
     with pytest.raises(ValueError, match=r"shape \(16, 4\); its grid asks for bool \(17, 4\)"):
         sampler(model, None, law=LAW)
-
-
-@pytest.mark.parametrize(
-    "codebook, message",
-    [
-        (None, r"acceptance='lantern' compares codes, but no codebook was given"),
-        (
-            CODES[0],
-            r"codebook of shape \(7, 3\) for a model of 4 codebooks; pass the codes of each, \[4, 7, D\]",
-        ),
-        (CODES[:3], r"codebook of shape \(3, 7, 3\) for a model of 4"),
-        (CODES[:, :6], r"codebook of shape \(6, 3\) for a vocabulary of 7"),
-    ],
-)
-def test_refuses_codebooks_that_do_not_fit(codebook, message):
-    sampler = ColumnJacobiSampler(4, unit="codebook", **lossy("lantern", neighbours=4))
-    with pytest.raises(ValueError, match=message):
-        decode(sampler, Untouched(MODEL.valid, 7, order=0), codebook=codebook)
 
 
 # ----------------------------------------------------------------------------------------------------- bad logits

@@ -165,23 +165,10 @@ def test_refuses_identical_acceptance_without_gumbel_coupling(coupling):
 
 @pytest.mark.parametrize("sampler", [SpeculativeJacobiSampler(4), AutoregressiveSampler()])
 class TestRefusesBeforeAnyCompute:
-    def test_batch_size(self, sampler):
-        for batch_size in (0, -1, 1.5, True):
-            with pytest.raises(ValueError, match="batch_size=.*integer of at least 1"):
-                decode(sampler, MODEL, None, batch_size=batch_size)
-
     def test_codebooks(self, sampler):
         model = TabularModel(TokenGrid(2, 2, codebooks=4), 3)
         with pytest.raises(ValueError, match="4 codebooks a slot; this sampler decodes one"):
             decode(sampler, model, None)
-
-    def test_allowed_range(self, sampler):
-        with pytest.raises(ValueError, match=r"allowed=\(3, 17\) reaches beyond the vocabulary of 16"):
-            decode(sampler, law=TokenLaw(allowed=(3, 17)))
-
-    def test_generators(self, sampler):
-        with pytest.raises(ValueError, match="1 generators for a batch of 4"):
-            sampler(MODEL, CONDITION, law=LAW, generator=[torch.Generator()], batch_size=4)
 
     def test_condition(self, sampler):
         with pytest.raises(ValueError, match=r"condition is torch.int64 of shape \(4,\).*\(3,\)"):
