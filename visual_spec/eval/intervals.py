@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 Figure = dict[str, float]
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 Z_95 = 1.959963984540054  # the 97.5 % point of the normal law
@@ -114,11 +116,4 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     """
     if not values:
         raise ValueError("no values; a quantile needs at least one")
-    ordered = sorted(values)
-    result = {}
-    for name, share in QUANTILES.items():
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        result[name] = ordered[low] + (place - low) * (ordered[high] - ordered[low])
-    return result
+    return dict(zip(QUANTILES, np.quantile(values, [*QUANTILES.values()]).tolist(), strict=True))
