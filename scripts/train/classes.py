@@ -7,18 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from visual_spec.data.shapes import IMAGE_SIZE, SIZES, Scene, caption, is_held_out, sample_scene
-from visual_spec.data.shapes_classes import CLASS_NAMES, CLASSES, has_a_class, score_class
-
-
-def class_of(scene: Scene) -> int:
-    """Return the class of a scene of one object: its index in `CLASSES`.
-
-    Raises:
-        ValueError: the scene has several objects.
-    """
-    if len(scene.objects) != 1:
-        raise ValueError(f"a scene of {len(scene.objects)} objects has no class; pass scenes of one object.")
-    return CLASSES.index((scene.objects[0].colour, scene.objects[0].shape))
+from visual_spec.data.shapes_classes import CLASS_NAMES, has_a_class, score_class
 
 
 def sample_one_object_scenes(count: int, seed: int, *, held_out: bool = False) -> list[Scene]:

@@ -20,9 +20,10 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
-from scripts.train.classes import class_accuracy, class_of, sample_one_object_scenes
+from scripts.train.classes import class_accuracy, sample_one_object_scenes
 from scripts.train.tokenizer import reconstruction_loss, to_pixels
 from visual_spec.data.shapes import render
+from visual_spec.data.shapes_classes import class_of
 from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options
 from visual_spec.training.tokens import to_signed
 

@@ -19,11 +19,11 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
-from scripts.train.classes import class_accuracy, class_of, object_slots, sample_one_object_scenes
+from scripts.train.classes import class_accuracy, object_slots, sample_one_object_scenes
 from scripts.train.kl_tokenizer import moments_of
 from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import render
-from visual_spec.data.shapes_classes import CLASSES
+from visual_spec.data.shapes_classes import CLASSES, class_of
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import HEADS, MARTransformer
 from visual_spec.models.core.checkpoints import read_content, write_content

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.train.classes import class_accuracy, class_of, object_slots, sample_one_object_scenes
+from scripts.train.classes import class_accuracy, object_slots, sample_one_object_scenes
 from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import render
-from visual_spec.data.shapes_classes import CLASSES
+from visual_spec.data.shapes_classes import CLASSES, class_of
 from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.settings import Count, Share, Within, read_fields
 from visual_spec.models.next_scale.var import VARTransformer

@@ -6,9 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scripts.train.classes import class_accuracy, class_of, object_slots, sample_one_object_scenes
+from scripts.train.classes import class_accuracy, object_slots, sample_one_object_scenes
 from visual_spec.data.shapes import SHAPES, Scene, ShapeObject, caption, is_held_out, render
-from visual_spec.data.shapes_classes import CLASS_NAMES, CLASSES, sample_scenes_by_class, score_class
+from visual_spec.data.shapes_classes import (
+    CLASS_NAMES,
+    CLASSES,
+    class_of,
+    sample_scenes_by_class,
+    score_class,
+)
 
 
 def scene_of(colour: str, shape: str, *more: ShapeObject) -> Scene:

@@ -14,7 +14,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from scripts.train import kl_tokenizer, mar
-from scripts.train.classes import class_of, object_slots, sample_one_object_scenes
+from scripts.train.classes import object_slots, sample_one_object_scenes
 from scripts.train.kl_tokenizer import (
     KLTokenizerTraining,
     class_pictures,
@@ -36,7 +36,7 @@ from scripts.train.mar import (
 )
 from tests.helpers.training import check_training, equal
 from tests.models.continuous import straight
-from visual_spec.data.shapes_classes import CLASSES
+from visual_spec.data.shapes_classes import CLASSES, class_of
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scripts.train import var, var_tokenizer
-from scripts.train.classes import class_of, object_slots, sample_one_object_scenes
+from scripts.train.classes import object_slots, sample_one_object_scenes
 from scripts.train.codebook import CodeAverages
 from scripts.train.tokenizer import reconstruction_loss
 from scripts.train.var import (
@@ -31,6 +31,7 @@ from scripts.train.var import (
 from scripts.train.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
 from tests.helpers.training import check_training
 from visual_spec.data.shapes import render, sample_dataset
+from visual_spec.data.shapes_classes import class_of
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.training.tokens import to_signed

@@ -26,6 +26,17 @@ CLASSES: tuple[tuple[str, str], ...] = tuple((colour, shape) for colour in OBJEC
 CLASS_NAMES: tuple[str, ...] = tuple(f"{colour} {shape}" for colour, shape in CLASSES)
 
 
+def class_of(scene: Scene) -> int:
+    """Return the class of a scene of one object: its index in `CLASSES`.
+
+    Raises:
+        ValueError: the scene has several objects.
+    """
+    if len(scene.objects) != 1:
+        raise ValueError(f"a scene of {len(scene.objects)} objects has no class; pass scenes of one object.")
+    return CLASSES.index((scene.objects[0].colour, scene.objects[0].shape))
+
+
 def has_a_class(scene: Scene) -> bool:
     """Return whether a scene shows one large object, as all pictures of classes do."""
     return len(scene.objects) == 1 and scene.objects[0].size == "large"

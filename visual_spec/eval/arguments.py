@@ -167,7 +167,7 @@ def command(
     text: str | None,
     add_arguments: Callable[[argparse.ArgumentParser], None],
     run: Callable[[argparse.Namespace], int],
-) -> Callable[[Sequence[str] | None], int]:
+) -> Callable[..., int]:
     """The `main` of `visual-spec NAME`: parses arguments, runs, and returns the exit status."""
 
     def main(argv: Sequence[str] | None = None) -> int:
