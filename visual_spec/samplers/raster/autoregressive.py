@@ -40,8 +40,9 @@ class AutoregressiveSampler(Sampler):
 
     def step(self, run: Run, state: State) -> None:
         slots = state.next_slots(1)  # [B, 1]
-        newest = run.view.fed(run.view.read(state.tokens, slots - 1), slots - 1)
-        logits = run.score(state.cache, newest, slots - 1)  # [R, 1, V]
+        before = slots - 1
+        newest = run.view.fed(run.view.read(state.tokens, before), before)
+        logits = run.score(state.cache, newest, before)  # [R, 1, V]
         run.lap("model")
         state.round += 1
         drawn = run.view.draw(run.law, run.noise, logits, slots, run.guided)
