@@ -13,7 +13,6 @@ from visual_spec import cli
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
 from visual_spec.pipelines.distilled_image import DistilledTextImagePipeline
-from visual_spec.pipelines.embedded import describe, embedded_folder, shared_parts
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
 
@@ -43,25 +42,6 @@ def test_one_call_and_two_show_more_of_their_own_prompts_than_of_others():
         assert attributes(prompts, found.images) > attributes(others, found.images) + 0.15
     alone = pipe(prompts[3], generator=seeded(3))
     assert torch.allclose(alone.tokens[0], found.tokens[3])
-
-
-def test_it_shares_parts_with_shapes_and_is_small():
-    assert shared_parts(embedded_folder(NAME)) == {
-        "vq_model": "shapes",
-        "text_encoder": "shapes",
-        "teacher": "shapes/transformer",
-    }
-    pipe, other = load(), load("shapes")
-    for part, owned in (
-        ("vq_model", "vq_model"),
-        ("text_encoder", "text_encoder"),
-        ("teacher", "transformer"),
-    ):
-        one, two = getattr(pipe, part).state_dict(), getattr(other, owned).state_dict()
-        assert all(torch.equal(one[key], two[key]) for key in one | two)
-    weights = embedded_folder(NAME) / "transformer" / "diffusion_pytorch_model.safetensors"
-    assert weights.stat().st_size < 3.4e6
-    assert describe(embedded_folder(NAME))["image_size"] == 128
 
 
 def test_the_command_line_draws_with_it_and_with_its_teacher(tmp_path, capsys):

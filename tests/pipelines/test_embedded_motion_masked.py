@@ -3,18 +3,13 @@
 import json
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.tiny import seeded
 from visual_spec import cli
 from visual_spec.data.motion import held_out_prompts
-from visual_spec.data.motion_parser import score
-from visual_spec.pipelines.embedded import describe, embedded_folder, shared_parts
+from visual_spec.pipelines.embedded import describe, embedded_folder
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers.masked.frames import FrameMaskedSampler
 
 NAME = "motion_masked"
@@ -27,27 +22,11 @@ def pipe() -> Any:
     return pipe
 
 
-def test_it_is_small_and_stored_in_eight_bits(pipe):
+def test_its_sampler_hides_as_much_as_in_its_training(pipe):
     folder = embedded_folder(NAME)
-    assert pipe.dtype == torch.float32 and pipe.facts.calls == ("frames",)
-    assert describe(folder)["image_size"] == 64 and shared_parts(folder) == {"vq_model": "shapes"}
-    assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < 1.4e6
-    stored = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    assert {value.dtype for value in stored.values() if value.ndim == 2} == {torch.float8_e4m3fn}
+    assert describe(folder)["image_size"] == 64
     record = json.loads((folder / "transformer" / "training.json").read_text())
     assert pipe.sampler.config.history_hidden == record["settings"]["least_hidden"]
-
-
-def test_it_draws_its_prompts_in_79_calls(pipe):
-    """As recorded in docs/RESULTS.md, with room for few clips and another processor's rounding."""
-    prompts = held_out_prompts(8, seed=2)
-    drawn = pipe(prompts, generator=seeded(*range(8)))
-    assert (drawn.trace.target_calls == 16 * 4 + 15).all()
-    assert drawn.trace.frame_calls.tolist() == [5] * 15 + [4]
-    hits = [score(text, pixels_of(clip)) for text, clip in zip(prompts, drawn.frames, strict=True)]
-    others = [score(text, pixels_of(clip)) for text, clip in zip(prompts, drawn.frames[1:], strict=False)]
-    own, other = (float(np.mean([np.mean(list(hit.values())) for hit in found])) for found in (hits, others))
-    assert own > 0.55 and own > other + 0.1
 
 
 def test_its_first_frames_are_drawn_alone(pipe):
