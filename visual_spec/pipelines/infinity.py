@@ -213,33 +213,15 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
-        """Draw.
+        """Draw. Prompts, features, generators and errors are as for `ImagePipeline.__call__`, output and callbacks as
+        for `ScaleImagePipeline.__call__`, with bits for tokens.
 
         Args:
-            prompt: one, or a list.
-            negative_prompt: what guidance leads away from, one for all prompts or a list of one each; None: from no
-                caption.
             guidance_scale, temperature: a number, or one for each scale (`cfg` and `tau` of the official code).
             top_p: see `TokenLaw`. Of two values, the rarer is left out where its share is at most 1 - top_p.
-            num_images_per_prompt: pictures of each prompt; those of one prompt follow each other.
-            generator: one for all pictures, or a list of one per picture; a picture depends on its own noise only.
-            prompt_embeds, prompt_attention_mask: T5 features [prompts, words, channels], and which words are there, in
-                place of `prompt`.
-            negative_prompt_embeds, negative_prompt_attention_mask: the same in place of `negative_prompt`.
-            output_type: "pil", "np" [B, H, W, 3] or "pt" [B, 3, H, W] in [0, 1], or "latent": the canvas [B, D, h, w].
-            return_dict: False gives (images, tokens, trace).
-            callback_on_step_end: called after each scale as (pipeline, scale, bits committed a picture, tensors), where
-                `pipeline.decode_canvas(tensors["canvas"])` is the picture so far. If it returns a dictionary with a
-                canvas, the later scales go on from that one. After `pipe._interrupt = True` the call ends, and returns
-                the pictures and the tokens of the scales so far.
-            callback_on_step_end_tensor_inputs: tensors it is given: "canvas" (default), or none.
 
         Returns:
             Pictures; tokens [B, L * T], the T bits of all places that are drawn, coarse to fine; and the trace, a
             `ScaleTrace`, whose tokens are bits.
-
-        Raises:
-            ValueError, TypeError: a request that cannot be served; refused before any computation.
-            FloatingPointError: logits that are not finite; names the slot.
         """
         return self._run(locals())

@@ -359,21 +359,14 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
-        """Draw.
+        """Draw. All but these is as for `ClassImagePipeline.__call__`.
 
         Args:
-            labels, class_labels: a class number, its name where the pipeline has `id2label`, or a list of them. Two
-                names of one argument.
-            height, width: that of the model; another one is refused.
             guidance_scale, temperature, top_k, top_p: see `TokenLaw`. With the sampler's ramp, guidance grows from
                 none at the first scale to this scale at the last.
             num_draft_scales: how many scales the transformer draws before the refiner takes over (CoDe); None: the
                 pipeline's own; all: the transformer alone.
-            num_images_per_label, num_images_per_prompt: pictures of each class; those of one class follow each other.
-                Two names of one argument; default 1.
-            generator: one for all pictures, or a list of one per picture; a picture depends on its own noise only.
-            output_type: "pil", "np" [B, H, W, 3] or "pt" [B, 3, H, W] in [0, 1], or "latent": the canvas [B, D, h, w].
-            return_dict: False gives (images, tokens, trace).
+            output_type: as usual, or "latent": the canvas [B, D, h, w].
             callback_on_step_end: called after each scale as (pipeline, scale, tokens committed a picture, tensors).
                 `pipeline.decode_canvas(tensors["canvas"])` is the picture so far. If it returns a dictionary with a
                 canvas, the later scales go on from that one. After `pipe._interrupt = True` the call ends, and returns
@@ -383,9 +376,5 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         Returns:
             Pictures; tokens [B, L], all maps that are drawn, coarse to fine, each in raster order; and the trace, a
             `ScaleTrace`.
-
-        Raises:
-            ValueError, TypeError: a request that cannot be served; refused before any computation.
-            FloatingPointError: logits that are not finite; names the slot.
         """
         return self._run(locals())

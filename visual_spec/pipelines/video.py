@@ -119,27 +119,12 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> VideoPipelineOutput:
-        """Draw.
+        """Draw. All but these is as for `ImagePipeline.__call__`.
 
         Args:
-            prompt: one prompt or a list.
             num_frames: frames of the clips, at most those of the model. None: all of them. Fewer are the first ones.
-            negative_prompt: what guidance leads away from, in place of no caption; one for all prompts, or one for
-                each.
-            height, width: pixels; the model draws one size only, and others are refused.
-            guidance_scale, temperature, top_k, top_p, guidance_until: as for `ImagePipeline`. None: what the model was
-                saved with.
             num_videos_per_prompt: clips of each prompt; those of one prompt follow each other.
-            generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
-                clip depends on its own generator only, not on the batch it is drawn in.
-            prompt_embeds, prompt_attention_mask, negative_prompt_embeds, negative_prompt_attention_mask: features in
-                place of the prompts, as for `ImagePipeline`.
             output_type: "pil", "np", "pt", or "latent" for the tokens by place [B, T, h, w].
             return_dict: False returns the tuple (frames, tokens, trace, frame rate).
-            callback_on_step_end, callback_on_step_end_tensor_inputs: as for `ImagePipeline`.
-
-        Raises:
-            ValueError, TypeError: bad input, before any computation.
-            FloatingPointError: the model gave non-finite logits; names the slot.
         """
         return self._run(locals())

@@ -143,17 +143,9 @@ def check_folder(folder: Path, model: type[ModelMixin], variant: str | None = No
     stored_as: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)  # diffusers' classes cannot say so
     if issubclass(model, SavedModel):
         stored_as = model.stored_as
-    try:
-        with torch.device("meta"):
-            expected: dict[str, Tensor] = model.from_config(config).state_dict()  # pyright: ignore
-    except Exception as error:  # constructors raise anything for values of a wrong kind
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{folder}/config.json makes no {model.__name__}: {reason}") from error
-    shapes = {key: tuple(value.shape) for key, value in expected.items()}
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(
-            f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
-        )
+    built = _built(folder, model.__name__, lambda: model.from_config(config))  # pyright: ignore
+    expected: dict[str, Tensor] = built.state_dict()
+    _refuse_difference(folder, model.__name__, weights, expected)
     _check_dtypes(folder, weights, expected, (*FLOATING, *stored_as))
 
 
@@ -178,28 +170,44 @@ def check_transformers_folder(folder: Path, model: Any, variant: str | None = No
     weights = {_new_name(key): value for key, value in headers.items()}
     _check_counts(folder, {name: value for name, value in config.items() if _counts_parts(name)}, weights)
     _check_counts(folder, {f"len({n})": len(v) for n, v in config.items() if isinstance(v, list)}, weights)
-    try:
+
+    def build() -> torch.nn.Module:
         settings = model.config_class.from_dict(config)
         # Encodec derives its number of codebooks from a bandwidth.
         _check_counts(folder, {"num_quantizers": getattr(settings, "num_quantizers", 0)}, weights)
-        with torch.device("meta"):
-            built = model(settings)
-    except Exception as error:  # constructors raise anything for values of a wrong kind
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{folder}/config.json makes no {model.__name__}: {reason}") from error
+        return model(settings)
+
+    built = _built(folder, model.__name__, build)
     held = sum(value.numel() for value in weights.values())
     made = sum(value.numel() for value in built.buffers())
     if made > 64 * max(held, 2**20):  # tables that are computed, such as those of positions
         raise ValueError(
             f"{folder}/config.json makes tables of {made} numbers for weights of {held}; copy or download it again."
         )
-    expected = built.state_dict()
-    shapes = {key: tuple(value.shape) for key, value in expected.items()}
     # Tied weights are stored once.
     tied = {key for key in getattr(built, "all_tied_weights_keys", None) or {} if key not in weights}
-    if difference := Difference.between(weights, {k: v for k, v in shapes.items() if k not in tied}):
+    held_once = {key: value for key, value in built.state_dict().items() if key not in tied}
+    _refuse_difference(folder, model.__name__, weights, held_once)
+
+
+def _built(folder: Path, name: str, build: Callable[[], Any]) -> Any:
+    """The model that the configuration of a folder describes, without memory for its weights."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception as error:  # constructors raise anything for values of a wrong kind
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{folder}/config.json makes no {name}: {reason}") from error
+
+
+def _refuse_difference(
+    folder: Path, name: str, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    """Refuse weights of other keys or shapes than a model of this class has."""
+    shapes = {key: tuple(value.shape) for key, value in expected.items()}
+    if difference := Difference.between(weights, shapes):
         raise ValueError(
-            f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
+            f"{folder} does not hold the {name} of its config.json: {difference}; copy or download it again."
         )
 
 
@@ -229,12 +237,8 @@ def check_transformers_model(folder: Path, model: Any, variant: str | None = Non
     expected = model.state_dict()
     held = {expected[key].data_ptr() for key in weights if key in expected}
     tied = {key for key, value in expected.items() if key not in weights and value.data_ptr() in held}
-    shapes = {key: tuple(value.shape) for key, value in expected.items() if key not in tied}
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(
-            f"{folder} does not hold the {type(model).__name__} of its config.json: {difference}; copy or download it "
-            "again."
-        )
+    held_once = {key: value for key, value in expected.items() if key not in tied}
+    _refuse_difference(folder, type(model).__name__, weights, held_once)
     stored_as = getattr(model.config, "stored_as", None)
     named = stored_as if isinstance(stored_as, list) else [stored_as]
     castable = [*FLOATING, *(dtype for name, dtype in _EIGHT_BITS.items() if name in named)]
