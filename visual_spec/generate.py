@@ -48,8 +48,9 @@ class MediumFiles:
         reports: endings of the files that a comparison writes.
         identical: what is said where all samples are those of plain decoding.
         promised: what a sampler promises that calls itself identical.
-        file: (output of the pipeline, index of a sample, options) -> its file.
-        fast_file: (row of a comparison, options) -> the file of its accelerated sample.
+        field: of a pipeline's output, where its samples are.
+        rate: of the output, too: samples or frames per second; "": it has none.
+        encode: (sample, rate, format) -> its file.
     """
 
     words: MediumWords
@@ -58,8 +59,9 @@ class MediumFiles:
     reports: tuple[str, ...]
     identical: str
     promised: str
-    file: Callable[[Any, int, argparse.Namespace], bytes]
-    fast_file: Callable[[Any, argparse.Namespace], bytes]
+    field: str
+    rate: str
+    encode: Callable[[Any, Any, str], bytes]
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -137,7 +139,8 @@ class _Generation:
         from visual_spec.samplers.core.trace import with_near_ties
 
         self.pipe.sampler = sampler
-        unit, size, rows = self.medium.unit, self.args.batch_size, []
+        medium, size, rows = self.medium, self.args.batch_size, []
+        unit = medium.unit
         with plan.on(self.pipe):
             for start in range(0, len(self.jobs), size):
                 batch = self.jobs[start : start + size]
@@ -146,7 +149,8 @@ class _Generation:
                 logger.debug("%s", output.trace.summary())
                 for index, (prompt, seed) in enumerate(batch):
                     path = self.files[start + index]
-                    content = self.medium.file(output, index, self.args)
+                    rate = getattr(output, medium.rate) if medium.rate else None
+                    content = medium.encode(getattr(output, medium.field)[index], rate, self.args.format)
                     write_atomically(path, content, overwrite=self.args.overwrite)
                     rows.append(
                         {
@@ -160,7 +164,7 @@ class _Generation:
                             **_near_ties(output.trace, index),
                         }
                     )
-        self.document[self.medium.words.key] = rows
+        self.document[medium.words.key] = rows
         lines = [
             [
                 row["file"],
@@ -185,7 +189,8 @@ class _Generation:
         overwrite, medium = self.args.overwrite, self.medium
 
         def write(index: int, row: Any) -> None:
-            write_atomically(self.files[index], medium.fast_file(row, self.args), overwrite=overwrite)
+            content = medium.encode(row.fast, row.rate, self.args.format)
+            write_atomically(self.files[index], content, overwrite=overwrite)
 
         rows = compare(self.pipe, sampler, self.jobs, self.given, plan=plan, done=write)
         *sheets, page, _ = reports
@@ -480,22 +485,25 @@ def _slug(prompt: str, otherwise: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].strip("-") or otherwise
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# -- files of each medium ----------------------------------------------------------------------------------------------
 
 
-def _picture(output: Any, index: int, args: argparse.Namespace) -> bytes:
+def _picture(picture: Any, rate: Any, kind: str) -> bytes:
     from visual_spec.eval.report.drawing import png_bytes
 
-    return png_bytes(output.images[index])
+    return png_bytes(picture)
 
 
-def _fast_picture(row: Any, args: argparse.Namespace) -> bytes:
-    from visual_spec.eval.report.drawing import png_bytes
+def _sound(waves: Any, rate: Any, kind: str) -> bytes:
+    from visual_spec.pipelines.audio_files import audio_bytes
 
-    return png_bytes(row.fast)
+    return audio_bytes(waves, int(rate), kind)
 
 
-# -- music -------------------------------------------------------------------------------------------------------------
+def _clip(frames: Any, rate: Any, kind: str) -> bytes:
+    from visual_spec.pipelines.video_files import pixels_of, video_bytes
+
+    return video_bytes(pixels_of(frames), rate, kind)
 
 
 def _sound_suffix(args: argparse.Namespace) -> str:
@@ -509,21 +517,6 @@ def _sound_suffix(args: argparse.Namespace) -> str:
     return args.format
 
 
-def _clip(output: Any, index: int, args: argparse.Namespace) -> bytes:
-    from visual_spec.pipelines.audio_files import audio_bytes
-
-    return audio_bytes(output.audios[index], output.sampling_rate, args.format)
-
-
-def _fast_clip(row: Any, args: argparse.Namespace) -> bytes:
-    from visual_spec.pipelines.audio_files import audio_bytes
-
-    return audio_bytes(row.fast, int(row.rate), args.format)
-
-
-# -- clips -------------------------------------------------------------------------------------------------------------
-
-
 def _clip_suffix(args: argparse.Namespace) -> str:
     """The format that was asked for, or mp4; refuses one whose writer is missing."""
     from visual_spec.pipelines.video_files import check_format
@@ -531,18 +524,6 @@ def _clip_suffix(args: argparse.Namespace) -> str:
     args.format = args.format or "mp4"
     check_format(args.format)
     return args.format
-
-
-def _frames(output: Any, index: int, args: argparse.Namespace) -> bytes:
-    from visual_spec.pipelines.video_files import pixels_of, video_bytes
-
-    return video_bytes(pixels_of(output.frames[index]), output.frame_rate, args.format)
-
-
-def _fast_frames(row: Any, args: argparse.Namespace) -> bytes:
-    from visual_spec.pipelines.video_files import video_bytes
-
-    return video_bytes(row.fast, row.rate, args.format)
 
 
 MEDIA = {
@@ -553,8 +534,9 @@ MEDIA = {
         reports=("html", "json"),
         identical="Every clip is the same, pixel for pixel in all frames.",
         promised="tokens",
-        file=_frames,
-        fast_file=_fast_frames,
+        field="frames",
+        rate="frame_rate",
+        encode=_clip,
     ),
     "image": MediumFiles(
         words=families.MEDIA["image"],
@@ -563,8 +545,9 @@ MEDIA = {
         reports=("png", "html", "json"),
         identical="Every picture is the same, pixel for pixel.",
         promised="tokens",
-        file=_picture,
-        fast_file=_fast_picture,
+        field="images",
+        rate="",
+        encode=_picture,
     ),
     "audio": MediumFiles(
         words=families.MEDIA["audio"],
@@ -573,7 +556,8 @@ MEDIA = {
         reports=("html", "json"),
         identical="Every clip is the same, code for code and sample for sample.",
         promised="codes",
-        file=_clip,
-        fast_file=_fast_clip,
+        field="audios",
+        rate="sampling_rate",
+        encode=_sound,
     ),
 }
