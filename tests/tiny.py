@@ -116,6 +116,12 @@ def tiny_masked_pipeline(sampler=None) -> Any:
     return pipe
 
 
+def quiet(pipe: Any) -> Any:
+    """A pipeline without its progress bar."""
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def seeded(*seeds: int) -> list[torch.Generator]:
     """One generator per seed."""
     return [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.helpers.pipelines import KINDS, Kind
 from tests.helpers.tiny_audio import tiny_audio_pipeline
 from tests.helpers.tiny_latents import tiny_latent_pipeline
-from tests.tiny import tiny_pipeline
+from tests.tiny import quiet, tiny_pipeline
 from visual_spec.models.core.adapters import adapter_state, weight_of
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -114,8 +114,7 @@ def test_weight_of_a_convolution_of_two_adapters() -> None:
 
 
 def test_identical_tokens_with_an_adapter() -> None:
-    pipe = wide(tiny_pipeline())
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(wide(tiny_pipeline()))
     pipe.load_lora_weights(random_lora(pipe.transformer, size=0.3))
     wide(pipe)
     tokens = []

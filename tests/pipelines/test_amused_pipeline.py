@@ -18,7 +18,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 from tests.helpers.amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
 from tests.odd_addresses import misplaced, put_at_odd_addresses
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel
 from visual_spec.pipelines.amused_image import AmusedImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
@@ -84,9 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    pipe = load_pipeline(folder, **options)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(load_pipeline(folder, **options))
 
 
 def test_two_loads_of_a_folder_of_diffusers_compute_the_same(folder, tmp_path):

@@ -15,7 +15,7 @@ from scripts.assemble import RECIPES, assemble
 from scripts.train.causal_layer import new_layer
 from scripts.train.masked_image import new_model
 from scripts.train.shortcut import new_shortcut
-from tests.tiny import seeded, tiny_masked_pipeline, tiny_pipeline, tiny_readers
+from tests.tiny import quiet, seeded, tiny_masked_pipeline, tiny_pipeline, tiny_readers
 from visual_spec import cli
 from visual_spec.eval.defaults import settings_beside, settings_of_model
 from visual_spec.eval.pair import MaskedPair
@@ -51,9 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path) -> Any:
-    pipe = load_pipeline(folder)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(load_pipeline(folder))
 
 
 def test_what_it_shares_stays_where_it_is(folder):

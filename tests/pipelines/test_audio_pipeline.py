@@ -28,7 +28,7 @@ from tests.helpers.tiny_audio import (
     tiny_words,
 )
 from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.patterns import CodebookPattern
@@ -167,8 +167,7 @@ def test_half_precision_on_disk_is_computed_in_float32(tmp_path):
 
 def test_a_whole_musicgen_brings_its_own_parts(tmp_path):
     model = tiny_musicgen(dtype=torch.float32)
-    pipe = AudioPipeline.from_musicgen(model, tiny_tokenizer(), max_audio_length_in_s=0.1)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(AudioPipeline.from_musicgen(model, tiny_tokenizer(), max_audio_length_in_s=0.1))
     assert pipe.make_law().guidance_scale == 3.0 and pipe.make_law().top_k == 250
     prompts = ["a red circle on a square .", "blue"]
     output = pipe(prompts, generator=seeded(1, 2))
@@ -176,8 +175,7 @@ def test_a_whole_musicgen_brings_its_own_parts(tmp_path):
     alone = pipe(prompts[1], generator=seeded(2))  # without the padding of its neighbour
     assert alone.codes[0].equal(output.codes[1])
     pipe.save_pretrained(tmp_path)
-    loaded = AudioPipeline.from_pretrained(tmp_path)
-    loaded.set_progress_bar_config(disable=True)
+    loaded = quiet(AudioPipeline.from_pretrained(tmp_path))
     assert isinstance(loaded.transformer, MusicgenForConditionalGeneration)
     assert loaded(prompts, generator=seeded(1, 2)).codes.equal(output.codes)
     assert embedded.describe(tmp_path)["sampling_rate"] == 400

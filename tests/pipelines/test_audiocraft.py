@@ -11,7 +11,7 @@ import torch
 from tests.audiocraft_files import MUSICGEN_SETTINGS, SETTINGS, TEXT, changed, write_language_model
 from tests.helpers.musicgen import write_musicgen
 from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_checkpoint import load_musicgen
@@ -30,8 +30,7 @@ PROMPTS = ["a red circle", "blue"]
 def test_a_clip_is_drawn_with_the_published_law_and_the_padding_of_audiocraft(tmp_path, channels):
     write_musicgen(tmp_path, channels)
     encoder, tokenizer = tiny_t5(d_model=TEXT), tiny_tokenizer()
-    pipe = AudioPipeline.from_audiocraft(tmp_path, encoder, tokenizer)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(AudioPipeline.from_audiocraft(tmp_path, encoder, tokenizer))
     assert isinstance(pipe.sampler, ColumnAutoregressiveSampler)
     assert pipe.config["max_audio_length_in_s"] == 2.0 and pipe.channels == channels
     pipe.sampler = ColumnJacobiSampler()

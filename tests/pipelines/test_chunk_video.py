@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import visual_spec
 from scripts.train.causal_video import new_model
+from tests.tiny import quiet
 from visual_spec import cli
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full, Sliding
@@ -25,9 +26,7 @@ def pipe():
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter += 0.2 * torch.randn(parameter.shape)
-    made = ChunkVideoPipeline(transformer.eval(), encoder.eval())
-    made.set_progress_bar_config(disable=True)
-    return made
+    return quiet(ChunkVideoPipeline(transformer.eval(), encoder.eval()))
 
 
 def seeds(*numbers):

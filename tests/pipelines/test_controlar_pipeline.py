@@ -24,7 +24,7 @@ from tests.helpers.tiny_controlar import (
     write_controlar,
 )
 from tests.official import add_tiny_presets, random_weights, tokenizer_shapes, write_class_model
-from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder
+from tests.tiny import quiet, seeded, tiny_pipeline, tiny_text_encoder
 from visual_spec import cli
 from visual_spec.models.next_token import llamagen_vq
 from visual_spec.models.next_token.controlar import ControlARTransformer, ControlledCondition
@@ -50,9 +50,7 @@ def files(tmp_path, monkeypatch) -> dict[str, Path]:
 
 
 def official(files: dict[str, Path]) -> Any:
-    pipe = ImagePipeline.from_official(files["model"], files["vq"], image_size=PIXELS)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(ImagePipeline.from_official(files["model"], files["vq"], image_size=PIXELS))
 
 
 def texts(rows: int) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from tests.helpers.distilled_pipelines import class_student_pipeline
 from tests.helpers.tiny_students import SIDE, SIZE, write_student
 from tests.official import VQ_SHAPES, add_tiny_presets, write_class_model, write_text_model, write_tokenizer
-from tests.tiny import seeded, tiny_transformer, tiny_vq_model
+from tests.tiny import quiet, seeded, tiny_transformer, tiny_vq_model
 from visual_spec import cli
 from visual_spec.models.next_token import llamagen_student
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
@@ -84,8 +84,7 @@ def test_official_files_become_a_pipeline_in_any_order(files, tmp_path, capsys):
         and facts["files"][str(files["student"])] == "LlamaGen's student"
     )
     assert set(facts["parameters"]) == {"transformer", "vq_model", "teacher"}
-    loaded = load_pipeline(out)
-    loaded.set_progress_bar_config(disable=True)
+    loaded = quiet(load_pipeline(out))
     direct: Any = DistilledImagePipeline.from_official(
         files["student"], files["vq"], teacher=files["teacher"]
     )

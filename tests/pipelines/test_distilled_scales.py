@@ -15,7 +15,7 @@ from tests.helpers.distilled_pipelines import scale_student_pipeline
 from tests.helpers.tiny_scales import SIDES, TINY_VQ, tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import VAR_SIZE, write_var_student
 from tests.official import write_tokenizer
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.models.next_scale import var_student
 from visual_spec.models.next_scale.var_student import VARStudent
@@ -115,8 +115,7 @@ def test_official_files_become_a_pipeline_in_any_order(files, tmp_path, capsys):
         str(files["student"]): "VAR's student", str(files["teacher"]): "VAR-d2", str(files["vae"]): "VAR's tokenizer",
     }  # fmt: skip
     assert set(facts["parameters"]) == {"transformer", "vq_model", "teacher"}
-    loaded = load_pipeline(out)
-    loaded.set_progress_bar_config(disable=True)
+    loaded = quiet(load_pipeline(out))
     direct: Any = DistilledScalePipeline.from_official(
         files["student"], files["vae"], teacher=files["teacher"]
     )

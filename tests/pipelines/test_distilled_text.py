@@ -11,7 +11,7 @@ import torch
 from scripts.assemble import RECIPES, assemble
 from tests.helpers.distilled_pipelines import text_student_pipeline
 from tests.helpers.tiny_students import SIDE, SIZE, tiny_student
-from tests.tiny import seeded, tiny_transformer
+from tests.tiny import quiet, seeded, tiny_transformer
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline, DistilledTextImagePipeline
@@ -98,8 +98,7 @@ def test_it_is_saved_with_parts_of_another_pipeline_and_measured(tmp_path, monke
     }
     assert part_folder(folder, "teacher") == home / "shapes" / "transformer"
     assert describe(folder)["pipeline"] == "DistilledTextImagePipeline"
-    loaded = load_pipeline(folder)
-    loaded.set_progress_bar_config(disable=True)
+    loaded = quiet(load_pipeline(folder))
     assert type(loaded) is DistilledTextImagePipeline and isinstance(loaded.transformer, LlamaGenStudent)
     for settings in ({"steps": 2}, {"steps": 2, "teacher_from": 2}):
         loaded.sampler = pipe.sampler = make_sampler("distilled", **settings)

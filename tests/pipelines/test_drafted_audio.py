@@ -10,7 +10,7 @@ import torch
 import visual_spec
 from tests.helpers.musicgen import IDS, MASK
 from tests.helpers.tiny_audio import PROMPT, tiny_audio_pipeline, tiny_decoder, tiny_musicgen
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.settings import parse_setting
@@ -74,8 +74,7 @@ def test_a_drafter_is_saved_with_its_pipeline(tmp_path):
     pipe = pipe_with_drafter("exact")
     before = pipe(PROMPT, generator=seeded(4)).codes
     pipe.save_pretrained(tmp_path / "whole")
-    loaded = AudioPipeline.from_pretrained(tmp_path / "whole")
-    loaded.set_progress_bar_config(disable=True)
+    loaded = quiet(AudioPipeline.from_pretrained(tmp_path / "whole"))
     assert isinstance(loaded.drafter, ColumnEagleDrafter) and isinstance(loaded.sampler, DraftedColumnSampler)
     assert loaded(PROMPT, generator=seeded(4)).codes.equal(before)
     assert isinstance(load_drafter(tmp_path / "whole" / "drafter"), ColumnEagleDrafter)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiny import quiet, seeded
 from visual_spec.data.shapes import held_out_prompts, sample_dataset
 from visual_spec.data.shapes_parser import prompt_accuracy, score
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
@@ -16,13 +17,7 @@ from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 @pytest.fixture(scope="module")
 def pipe() -> ImagePipeline:
-    pipe = ImagePipeline.from_pretrained("shapes")
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def seeded(*seeds: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
+    return quiet(ImagePipeline.from_pretrained("shapes"))
 
 
 def test_embedded_model_computes_in_float32_and_fits_the_package(pipe):
@@ -44,8 +39,9 @@ def test_tokenizer_reconstructs_held_out_pictures_as_recorded(pipe):
 
 def test_identical_mode_draws_the_autoregressive_pictures_of_the_trained_model(pipe):
     prompts = held_out_prompts(2, seed=11)
-    double = ImagePipeline.from_pretrained("shapes").to(torch.float64)  # no near-ties to make allowances for
-    double.set_progress_bar_config(disable=True)
+    double = quiet(
+        ImagePipeline.from_pretrained("shapes").to(torch.float64)
+    )  # no near-ties to make allowances for
     double.sampler = AutoregressiveSampler()
     plain = double(prompts, generator=seeded(1, 2), output_type="pt")
     double.sampler = SpeculativeJacobiSampler(window=32)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
@@ -20,9 +20,7 @@ NAME, PROMPT = "shapes_distilled", "a large red circle on a plain sky background
 
 
 def load(name: str = NAME) -> Any:
-    pipe = load_pipeline(name)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(load_pipeline(name))
 
 
 def attributes(prompts: list[str], images: Any) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
 from visual_spec.pipelines.embedded import embedded_folder
@@ -19,9 +19,7 @@ NAME = "shapes_masked"
 
 
 def load() -> Any:
-    pipe = MaskedImagePipeline.from_pretrained(NAME)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(MaskedImagePipeline.from_pretrained(NAME))
 
 
 def weights_of(part: str) -> Path:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.data import motion, motion_parser, shapes, shapes_parser, tunes, tunes_parser
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, shared_parts
 from visual_spec.pipelines.loading import load_pipeline
@@ -38,9 +38,7 @@ DRAWN: dict[str, tuple[list[str], Any, int, float]] = {
 
 
 def load(name: str) -> Any:
-    pipe = load_pipeline(name)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(load_pipeline(name))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.motion_long import consistency
+from tests.tiny import quiet
 from visual_spec.data.motion import held_out_prompts
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder
@@ -16,9 +17,7 @@ from visual_spec.pipelines.video_files import pixels_of
 
 @pytest.fixture(scope="module")
 def pipe() -> ChunkVideoPipeline:
-    pipe = load_pipeline("motion_causal")
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(load_pipeline("motion_causal"))
 
 
 def test_it_was_trained_on_clips_of_its_usual_length(pipe):

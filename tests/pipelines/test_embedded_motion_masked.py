@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.data.motion import held_out_prompts
 from visual_spec.pipelines.embedded import describe, embedded_folder
@@ -17,9 +17,7 @@ NAME = "motion_masked"
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    pipe = load_pipeline(NAME)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(load_pipeline(NAME))
 
 
 def test_its_sampler_hides_as_much_as_in_its_training(pipe):

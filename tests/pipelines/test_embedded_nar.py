@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.pipelines.loading import load_drafter, load_pipeline
@@ -19,9 +19,7 @@ NAME, PROMPT = "shapes_nar", "a large red circle on a plain sky background"
 
 
 def load(name: str = NAME) -> Any:
-    pipe = load_pipeline(name)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(load_pipeline(name))
 
 
 def test_its_pictures_draft_for_shapes_which_keeps_its_tokens():

@@ -11,6 +11,7 @@ from transformers import EncodecModel
 import visual_spec
 from scripts.assemble import round_weights, share_equal_parts
 from scripts.train.codec import codec_config
+from tests.tiny import quiet, seeded
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE, held_out_prompts
 from visual_spec.data.tunes_parser import score
 from visual_spec.models.core.saved import check_transformers_model
@@ -22,13 +23,7 @@ from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 
 def load() -> AudioPipeline:
-    pipe = AudioPipeline.from_pretrained("tunes")
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def seeded(*seeds: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
+    return quiet(AudioPipeline.from_pretrained("tunes"))
 
 
 def test_music_decodes_plainly_by_default():

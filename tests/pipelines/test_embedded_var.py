@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from scripts import assemble
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.data.shapes_classes import CLASS_NAMES, score_class
 from visual_spec.pipelines.embedded import describe, embedded_folder
 from visual_spec.pipelines.loading import load_refiner
@@ -90,8 +90,7 @@ def test_a_model_without_a_refiner(tmp_path, monkeypatch):
 
 
 def test_the_embedded_model_draws_the_classes_it_is_asked_for():
-    pipe: Any = ScaleImagePipeline.from_pretrained("shapes_var")
-    pipe.set_progress_bar_config(disable=True)
+    pipe: Any = quiet(ScaleImagePipeline.from_pretrained("shapes_var"))
     assert pipe.config["id2label"] == list(CLASS_NAMES) and pipe.image_size == (128, 128)
     assert describe(embedded_folder("shapes_var"))["image_size"] == 128
     names = list(CLASS_NAMES[::2])

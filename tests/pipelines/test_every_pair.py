@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny import quiet
 from visual_spec.models.core.calls import CHUNKS
 from visual_spec.pipelines.accelerate import accelerate, refusals, restore
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
@@ -30,9 +31,7 @@ MISFITS = {
 
 @functools.cache
 def pipeline(name: str) -> Any:
-    pipe = load_pipeline(name)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(load_pipeline(name))
 
 
 def two_calls(pipe: Any, **settings: Any) -> Any:

@@ -12,7 +12,7 @@ from tests.helpers.infinity import PROMPTS, TIGHT, tiny_pipeline
 from tests.helpers.tiny_infinity import SIDES, tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for, size_by_name
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
@@ -90,8 +90,7 @@ def test_compression_is_kept_and_measured(tmp_path: Path):
     tight = pipe(PROMPTS, generator=seeded(1, 2), output_type="latent")
     assert not tight.trace.lossless and (tight.trace.divergence or 0) > 1e-6
     pipe.save_pretrained(tmp_path)
-    again = InfinityPipeline.from_pretrained(tmp_path)
-    again.set_progress_bar_config(disable=True)
+    again = quiet(InfinityPipeline.from_pretrained(tmp_path))
     assert again.budget == TIGHT and again.text_encoder.config["clean"] is False
     assert torch.equal(again(PROMPTS, generator=seeded(1, 2), output_type="latent").tokens, tight.tokens)
     assert torch.equal(
@@ -123,8 +122,7 @@ def test_official_files(tmp_path: Path, files: tuple[Path, Path]):
     text = tmp_path / "t5"
     tiny_t5().save_pretrained(text)
     tiny_tokenizer().save_pretrained(text)
-    pipe = InfinityPipeline.from_official(*files, text, size=256, ratio=1.5, dtype=torch.bfloat16)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(InfinityPipeline.from_official(*files, text, size=256, ratio=1.5, dtype=torch.bfloat16))
     assert pipe.transformer.dtype == pipe.vq_model.dtype == pipe.text_encoder.dtype == torch.bfloat16
     assert pipe.transformer.scales == scales_for(256, 1.5) and pipe.image_size == (42, 28)
     assert pipe.text_encoder.max_words == 7

@@ -8,6 +8,7 @@ import torch
 
 import visual_spec
 from tests.helpers.latent_image import generators, tiny_model, tiny_vae
+from tests.tiny import quiet
 from visual_spec.eval.settings import sampler_settings
 from visual_spec.pipelines.latent_image import LatentImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
@@ -56,8 +57,7 @@ def test_pictures_are_the_decoded_tokens_of_the_sampler(kind):
 def test_saved_and_loaded_it_draws_the_same(kind, tmp_path):
     pipe = tiny_pipeline(kind, drafter=True, sampler="speculative-continuous", rule="chain", final_noise=0.1)
     pipe.save_pretrained(tmp_path / "saved")
-    loaded = load_pipeline(tmp_path / "saved")
-    loaded.set_progress_bar_config(disable=True)
+    loaded = quiet(load_pipeline(tmp_path / "saved"))
     assert type(loaded) is LatentImagePipeline
     assert sampler_settings(loaded.sampler) == sampler_settings(pipe.sampler)
     one: Any = pipe("red circle", generator=generators(1), output_type="latent")

@@ -12,7 +12,7 @@ from diffusers.hooks.layerwise_casting import apply_layerwise_casting
 from PIL import Image
 
 from tests.helpers.pipelines import ALL, KINDS
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
@@ -171,8 +171,7 @@ def test_a_saved_pipeline_is_the_same_by_any_door(any_kind, tmp_path):
     want = made_of(any_kind.ask(pipe, seed=3))
     assert read_facts(tmp_path) == pipe.facts
     for load in (type(pipe).from_pretrained, load_pipeline):
-        loaded = load(tmp_path)
-        loaded.set_progress_bar_config(disable=True)
+        loaded = quiet(load(tmp_path))
         assert type(loaded) is type(pipe) and settings_of(loaded) == settings_of(pipe)
         assert all(
             torch.equal(*pair) for pair in zip(made_of(any_kind.ask(loaded, seed=3)), want, strict=True)
@@ -229,8 +228,7 @@ def test_variants_are_saved_and_loaded(any_kind, tmp_path):
     pipe.save_pretrained(tmp_path, variant="fp16")
     weights = list(tmp_path.rglob("*.safetensors"))
     assert weights and all(".fp16." in path.name for path in weights)
-    loaded = type(pipe).from_pretrained(tmp_path, variant="fp16")
-    loaded.set_progress_bar_config(disable=True)
+    loaded = quiet(type(pipe).from_pretrained(tmp_path, variant="fp16"))
     assert torch.equal(made_of(any_kind.ask(loaded, seed=3))[1], want)
     pipe.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="variant=fp16"):

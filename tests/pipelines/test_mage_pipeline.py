@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.mage import CODES, official_weights, tiny_mage
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.loading import load_pipeline
@@ -173,8 +173,7 @@ def official_file(folder: Path) -> Path:
 
 
 def test_mage_draws_pictures_and_into_pictures(tmp_path):
-    pipe = MageImagePipeline.from_official(official_file(tmp_path), norm_groups=GROUPS, **MAGE)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(MageImagePipeline.from_official(official_file(tmp_path), norm_groups=GROUPS, **MAGE))
     assert pipe.sampler.config.steps == 20 and pipe.image_size == (8, 8)
     pipe.sampler = MaskedSampler(steps=4, choice_temperature=6.0)
     found = pipe(num_images=2, generator=seeded(0, 1), output_type="np")
@@ -190,8 +189,7 @@ def test_mage_draws_pictures_and_into_pictures(tmp_path):
     known = pipe.vq_model.encode_tokens(signed)[0]
     assert all(torch.equal(row[8:], known[8:]) for row in painted.tokens)
     pipe.save_pretrained(tmp_path / "saved")
-    again = load_pipeline(tmp_path / "saved", dtype=torch.float64)
-    again.set_progress_bar_config(disable=True)
+    again = quiet(load_pipeline(tmp_path / "saved", dtype=torch.float64))
     assert type(again) is MageImagePipeline
     assert torch.equal(again(num_images=2, generator=seeded(0, 1)).tokens, found.tokens)
     with pytest.raises(ValueError, match="num_images=0"):
@@ -214,8 +212,7 @@ def test_files_of_masked_models_are_converted(tmp_path, monkeypatch):
     found = convert(files, tmp_path / "halton")
     assert found["class"] == "MaskedClassImagePipeline"
     assert set(found["files"].values()) == {"Halton-MaskGIT", "LlamaGen's tokenizer vq-16"}
-    pipe = load_pipeline(tmp_path / "halton")
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(load_pipeline(tmp_path / "halton"))
     assert pipe(2, generator=seeded(0), output_type="np").images.shape[0] == 1
     assert convert(files[:1], tmp_path / "alone")["class"] == "MaskedImageTransformer"
     with pytest.raises(ValueError, match="text_encoder=t5 given"):

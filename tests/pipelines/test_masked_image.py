@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.official import TINY_VQ
 from tests.tiny import (
+    quiet,
     seeded,
     tiny_masked_pipeline,
     tiny_masked_transformer,
@@ -153,8 +154,7 @@ def test_a_saved_pipeline_is_loaded_by_any_door(tmp_path):
     wanted = pipe(PROMPT, generator=seeded(5)).tokens
     pipe.save_pretrained(tmp_path)
     for load in (MaskedImagePipeline.from_pretrained, load_pipeline):
-        again: Any = load(tmp_path)
-        again.set_progress_bar_config(disable=True)
+        again: Any = quiet(load(tmp_path))
         assert type(again) is MaskedImagePipeline and again.sampler.config.score == "halton"
         assert torch.equal(again(PROMPT, generator=seeded(5)).tokens, wanted)
     with pytest.raises(ValueError, match="holds a MaskedImagePipeline"):
@@ -175,13 +175,11 @@ def test_official_files_of_classes(tmp_path, monkeypatch):
     torch.save({"model_state_dict": weights, "iter": 1}, tmp_path / "ImageNet_256_tiny.pth")
     torch.save({"model": vq_model.state_dict()}, tmp_path / "vq.pt")
     files = tmp_path / "ImageNet_256_tiny.pth", tmp_path / "vq.pt"
-    pipe = MaskedClassImagePipeline.from_official(*files, num_heads=2)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(MaskedClassImagePipeline.from_official(*files, num_heads=2))
     assert pipe.image_size == (8, 8) and pipe.default_settings()["guidance_scale"] == 1.7
     assert (pipe.sampler.config.score, pipe.sampler.config.steps) == ("halton", 32)
     pipe.sampler = MaskedSampler(steps=3, score="halton")
-    made = MaskedClassImagePipeline(transformer, vq_model.eval(), pipe.sampler)
-    made.set_progress_bar_config(disable=True)
+    made = quiet(MaskedClassImagePipeline(transformer, vq_model.eval(), pipe.sampler))
     settings: dict[str, Any] = dict(generator=seeded(0, 1), guidance_scale=1.7, output_type="pt")
     found = pipe([1, 4], **settings)
     assert torch.equal(found.images, made([1, 4], **{**settings, "generator": seeded(0, 1)}).images)

@@ -15,7 +15,7 @@ from transformers import SeamlessM4TFeatureExtractor, Wav2Vec2BertConfig, Wav2Ve
 from tests.helpers.maskgct import random_codes, write_codecs
 from tests.models.masked import maskgct_straight as straight
 from tests.models.masked.maskgct_straight import BOOKS, CODES, HEADS, PHONES
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.models.masked.maskgct import (
     AcousticCondition,
     AcousticDecoder,
@@ -188,8 +188,7 @@ def test_it_is_saved_and_loaded(pipe, tmp_path):
     expected = pipe(PHONE_IDS, BEFORE, generator=seeded(1, 2), **request).codes
     pipe.save_pretrained(tmp_path)
     assert read_facts(tmp_path) == pipe.facts and pipe.facts.calls == ("masked",)
-    loaded = load_pipeline(tmp_path)
-    loaded.set_progress_bar_config(disable=True)
+    loaded = quiet(load_pipeline(tmp_path))
     assert type(loaded) is MaskgctPipeline and loaded.semantic_codec.config["feature_layer"] == 1
     assert torch.equal(loaded(PHONE_IDS, BEFORE, generator=seeded(1, 2), **request).codes, expected)
 

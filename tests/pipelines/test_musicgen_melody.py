@@ -21,7 +21,7 @@ from tests.helpers.musicgen import CODES, FRAMES, IDS, MASK, musicgen, native_co
 from tests.helpers.tiny_audio import fill_codebooks
 from tests.helpers.tiny_t5 import tiny_tokenizer
 from tests.models.next_token.tiny_transformers import _ready
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
@@ -174,8 +174,7 @@ def test_whole_clips_are_scored_as_they_are_decoded():
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_the_pipeline_follows_a_tune(scale, tmp_path):
     model = melody(dtype=torch.float32)
-    pipe = AudioPipeline.from_musicgen(model, tiny_tokenizer(), max_audio_length_in_s=0.2)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(AudioPipeline.from_musicgen(model, tiny_tokenizer(), max_audio_length_in_s=0.2))
     prompts, features = ["a red circle", "blue"], tune(4)[:2].float()
     settings: Any = dict(guidance_scale=scale, audio_length_in_s=FRAMES / 100, generator=seeded(1, 2))
     output = pipe(prompts, melody_features=features, **settings)
@@ -199,8 +198,7 @@ def test_the_pipeline_follows_a_tune(scale, tmp_path):
     plain_windows = pipe(prompts, **long | dict(generator=seeded(1, 2))).codes
     assert windows.shape[-1] == 30 and not windows[..., 20:].equal(plain_windows[..., 20:])
     pipe.save_pretrained(tmp_path)
-    saved = load_pipeline(tmp_path)
-    saved.set_progress_bar_config(disable=True)
+    saved = quiet(load_pipeline(tmp_path))
     again = saved(prompts, melody_features=features, **settings | dict(generator=seeded(1, 2)))
     assert again.codes.equal(codes)
 

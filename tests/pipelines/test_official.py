@@ -17,7 +17,7 @@ from tests.official import (
     write_text_model,
     write_tokenizer,
 )
-from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
+from tests.tiny import quiet, seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from visual_spec.cli import main
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -56,11 +56,6 @@ def t5_folder(tmp_path: Path) -> Path:
     tiny_t5().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-def quiet(pipe: Any) -> Any:
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def class_pipeline(files, **settings) -> Any:

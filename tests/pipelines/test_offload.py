@@ -10,7 +10,7 @@ from diffusers.hooks.layerwise_casting import apply_layerwise_casting
 
 from tests.helpers.pipelines import KINDS
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.models.core.offload import at_hand
 
 CPU = torch.device("cpu")
@@ -141,8 +141,7 @@ def test_weights_go_back_when_a_model_fails(tmp_path):
 
 
 def test_components_of_one_class_are_offloaded_to_folders_of_their_own(tmp_path):
-    pipe = tiny_scale_pipeline()
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(tiny_scale_pipeline())
     want = pipe(3, generator=seeded(0), num_draft_scales=1).tokens
     pipe.enable_group_offload(CPU, offload_type="leaf_level", offload_to_disk_path=str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["refiner", "transformer", "vq_model"]

@@ -8,6 +8,7 @@ from diffusers.quantizers import PipelineQuantizationConfig
 from diffusers.quantizers.quantization_config import TorchAoConfig
 from torch import Tensor
 
+from tests.tiny import quiet
 from visual_spec.models.core.checkpoints import check_finite, stored_parts
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.image import ImagePipeline
@@ -70,8 +71,9 @@ def by_torchao() -> PipelineQuantizationConfig:
 
 
 def test_a_pipeline_is_quantised_by_torchao_as_it_is_loaded_and_saved(tmp_path):
-    pipe = ImagePipeline.from_pretrained("shapes", quantization_config=by_torchao(), dtype=torch.bfloat16)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(
+        ImagePipeline.from_pretrained("shapes", quantization_config=by_torchao(), dtype=torch.bfloat16)
+    )
     weight = pipe.transformer.layers[0].attention.wqkv.weight
     assert hasattr(weight, "__tensor_flatten__")
 
@@ -80,8 +82,7 @@ def test_a_pipeline_is_quantised_by_torchao_as_it_is_loaded_and_saved(tmp_path):
 
     drawn = ids(pipe)
     pipe.save_pretrained(tmp_path)
-    again = ImagePipeline.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    again.set_progress_bar_config(disable=True)
+    again = quiet(ImagePipeline.from_pretrained(tmp_path, dtype=torch.bfloat16))
     assert torch.equal(ids(again), drawn)
 
 

@@ -17,7 +17,7 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 
 import visual_spec
 from tests.helpers.tiny_scales import tiny_var
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
@@ -188,8 +188,7 @@ def test_a_refiner_may_draw_without_the_guidance_of_the_others(tmp_path):
         (first, second), (other, double) = want.trace.cache_bytes, guided.trace.cache_bytes
         assert first == other and 2 * second == double
     pair.save_pretrained(tmp_path / "saved")
-    saved = ScaleImagePipeline.from_pretrained(tmp_path / "saved", torch_dtype=torch.float32)
-    saved.set_progress_bar_config(disable=True)
+    saved = quiet(ScaleImagePipeline.from_pretrained(tmp_path / "saved", torch_dtype=torch.float32))
     assert saved(3, generator=seeded(1)).tokens.equal(pair(3, generator=seeded(1)).tokens)
     with pytest.raises(ValueError, match="guidance_scale=nan"):
         make_pair(refiner_guidance_scale=float("nan"))

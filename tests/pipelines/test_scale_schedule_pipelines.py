@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.infinity import PROMPTS, TIGHT, tiny_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.tiny import seeded
+from tests.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
@@ -85,8 +85,7 @@ def test_infinity_prunes_its_large_maps(tmp_path: Path):
     assert trace_of(found).layer_places == (2 * (2 * (1 + 4 + 5) + 5),)
     assert 0.01 < (found.trace.divergence or 0) < 1
     pipe.save_pretrained(tmp_path)
-    again = InfinityPipeline.from_pretrained(tmp_path)
-    again.set_progress_bar_config(disable=True)
+    again = quiet(InfinityPipeline.from_pretrained(tmp_path))
     assert torch.equal(again(PROMPTS, generator=seeded(1, 2), output_type="latent").tokens, found.tokens)
 
 

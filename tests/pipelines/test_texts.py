@@ -10,7 +10,7 @@ from tests.helpers.musicgen import musicgen
 from tests.helpers.pipelines import KINDS
 from tests.helpers.tiny_audio import tiny_decoder, tiny_musicgen
 from tests.helpers.tiny_t5 import tiny_tokenizer
-from tests.tiny import seeded, tiny_transformer
+from tests.tiny import quiet, seeded, tiny_transformer
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
@@ -191,8 +191,7 @@ def test_prompts_are_encoded_without_the_other_components(name):
     with pytest.raises(ValueError, match="loaded without its transformer and .*; set pipe.transformer"):
         kind.ask(alone)
     settings = {key: whole.config[key] for key in type(whole)._get_signature_keys(type(whole))[1]}
-    without = type(whole)(**{**settings, **whole.components, "text_encoder": None})
-    without.set_progress_bar_config(disable=True)
+    without = quiet(type(whole)(**{**settings, **whole.components, "text_encoder": None}))
     told = dict(prompt_embeds=got.features[:1], prompt_attention_mask=got.mask[:1], output_type="latent")
     drawn = tokens_of(without(**told, generator=seeded(1)))
     assert torch.equal(drawn, tokens_of(whole(kind.asked, generator=seeded(1), output_type="latent")))

@@ -9,7 +9,15 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.tiny import tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_video_pipeline, tiny_vq_model
+from tests.tiny import (
+    quiet,
+    seeded,
+    tiny_pipeline,
+    tiny_text_encoder,
+    tiny_transformer,
+    tiny_video_pipeline,
+    tiny_vq_model,
+)
 from visual_spec import (
     ImagePipeline,
     ParallelJacobiSampler,
@@ -20,10 +28,6 @@ from visual_spec import (
 from visual_spec.pipelines.video_files import video_bytes
 
 PROMPT = "a red circle"
-
-
-def seeded(*seeds: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 def test_every_output_type_shows_the_same_clip():
@@ -74,8 +78,7 @@ def test_the_default_temperature_is_that_of_calls_without_one(tmp_path):
     pipe.register_to_config(default_temperature=0.1)
     assert torch.equal(draw(pipe), cool) and torch.equal(draw(pipe, temperature=1.0), warm)
     pipe.save_pretrained(tmp_path)
-    loaded: Any = VideoPipeline.from_pretrained(tmp_path)
-    loaded.set_progress_bar_config(disable=True)
+    loaded: Any = quiet(VideoPipeline.from_pretrained(tmp_path))
     assert torch.equal(draw(loaded), cool) and loaded.default_settings()["temperature"] == 0.1
 
 
