@@ -257,10 +257,10 @@ class AudioPipeline(AudioParts):
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> MusicCondition:
         return self._with_melody(self._features(asked.source, asked.each), args["melody_features"])
 
-    def _with_melody(self, told: TextCondition, melody: Tensor | None) -> MusicCondition:
+    def _with_melody(self, text: TextCondition, melody: Tensor | None) -> MusicCondition:
         if melody is not None:
-            melody = melody.to(told.mask.device).repeat_interleave(len(told.mask) // len(melody), 0)
-        return MusicCondition(told.features, told.mask, melody=melody, negative=told.negative)
+            melody = melody.to(text.mask.device).repeat_interleave(len(text.mask) // len(melody), 0)
+        return MusicCondition(text.features, text.mask, melody=melody, negative=text.negative)
 
     def _features(self, texts: Texts, each: int) -> TextCondition:
         return texts.condition(self._encode, each, self._execution_device)

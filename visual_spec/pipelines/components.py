@@ -25,13 +25,13 @@ _BASES = {
 
 
 def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
-    """What model_index.json says, with our classes found by name, whatever module they lived in when it was saved.
+    """What model_index.json says, with our classes named by name, whatever module they lived in when it was saved.
 
     The class of the pipeline is its name alone; diffusers reads the pair ["pipeline", name].
     """
-    found = {name: [__name__, value[1]] if _is_ours(value) else value for name, value in index.items()}
+    named = {name: [__name__, value[1]] if _is_ours(value) else value for name, value in index.items()}
     kind = index.get("_class_name")
-    return found | {"_class_name": kind[-1]} if isinstance(kind, list | tuple) and kind else found
+    return named | {"_class_name": kind[-1]} if isinstance(kind, list | tuple) and kind else named
 
 
 def _is_ours(value: Any) -> bool:
@@ -82,11 +82,11 @@ def annotated_types(kind: Any) -> dict[str, tuple[Any, ...]]:
         component = parameter.default is inspect.Parameter.empty or name in kind._optional_components
         written = parameter.annotation if component and isinstance(parameter.annotation, str) else ""
         parts = [part.strip() for part in written.split("|")]
-        found = [
+        kinds = [
             getattr(sys.modules.get(homes[part]), part, None) if part in homes else names.get(part)
             for part in parts
         ]
-        classes = tuple(kin for one in found if isinstance(one, type) for kin in _with_subclasses(one))
+        classes = tuple(kin for one in kinds if isinstance(one, type) for kin in _with_subclasses(one))
         types[name] = (*classes, type(None)) if classes else (inspect.Signature.empty,)
     return types
 

@@ -44,29 +44,29 @@ def assemble(
         raise ValueError(
             "MaskGCT reads phones, and draws nothing; leave the text encoder and image_size out."
         )
-    found: dict[str, Checkpoint] = {}
+    by_kind: dict[str, Checkpoint] = {}
     for one in checkpoints:
         kind = kind_of(one)
         if kind is None:
             raise ValueError(f"{one.path} is not of MaskGCT, and other files are; pass files of one family.")
         if kind == "acoustic network" and len(one.weights["layer_emb.weight"]) == 1:
             kind = "first acoustic network"
-        if kind in found:
+        if kind in by_kind:
             raise ValueError(
-                f"{found[kind].path} and {one.path} are both MaskGCT's {kind}; pass one of them."
+                f"{by_kind[kind].path} and {one.path} are both MaskGCT's {kind}; pass one of them."
             )
-        found[kind] = one
-    names = {str(one.path): f"MaskGCT's {kind}" for kind, one in found.items()}
-    kinds = set(found)
+        by_kind[kind] = one
+    names = {str(one.path): f"MaskGCT's {kind}" for kind, one in by_kind.items()}
+    kinds = set(by_kind)
     loaded: dict[str, Any] = {}
     if "semantic network" in kinds:
-        loaded["semantic"] = load_semantic_network(found["semantic network"], dtype=dtype)
+        loaded["semantic"] = load_semantic_network(by_kind["semantic network"], dtype=dtype)
     for name, kind in {
         "acoustic_first": "first acoustic network",
         "acoustic_rest": "acoustic network",
     }.items():
         if kind in kinds:
-            loaded[name] = load_acoustic_network(found[kind], dtype=dtype)
+            loaded[name] = load_acoustic_network(by_kind[kind], dtype=dtype)
     pairs = {
         "codec": (("acoustic encoder", "acoustic decoder"), load_acoustic_codec),
         "semantic_codec": (("semantic codec", "statistics"), load_semantic_codec),
@@ -77,7 +77,7 @@ def assemble(
                 raise ValueError(
                     f"one of MaskGCT's {both[0]} and {both[1]} given; pass both, which make one model."
                 )
-            loaded[name] = load(found[both[0]], found[both[1]], dtype=dtype)
+            loaded[name] = load(by_kind[both[0]], by_kind[both[1]], dtype=dtype)
     if set(_NEEDED) <= kinds:
         return MaskgctPipeline(**loaded, **published_samplers()), names
     if len(loaded) == 1:

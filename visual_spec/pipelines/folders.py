@@ -78,12 +78,12 @@ def write_folder(save: Callable[[Path], Any], out: Path) -> None:
 
 def _sizes(folder: Path) -> dict[str, int]:
     """Bytes of all files in a folder by their path in it; -1 for what is no regular file."""
-    found = {}
+    sizes = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_dir():
             regular = path.is_file() and not path.is_symlink()
-            found[path.relative_to(folder).as_posix()] = path.stat().st_size if regular else -1
-    return found
+            sizes[path.relative_to(folder).as_posix()] = path.stat().st_size if regular else -1
+    return sizes
 
 
 def _read_manifest(folder: Path) -> dict[str, int] | None:

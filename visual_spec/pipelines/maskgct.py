@@ -132,14 +132,14 @@ class MaskgctPipeline(VisualPipeline):
         default_acoustic_top_k: int = 21,
     ):
         check_networks(acoustic_first, acoustic_rest)
-        for name, found, wanted in [
+        for name, own, wanted in [
             ("semantic codes", semantic.config["vocab_size"], acoustic_rest.config["semantic_codes"]),
             ("codebooks", codec.config["codebooks"], acoustic_rest.config["codebooks"]),
             ("acoustic codes", codec.config["vocab_size"], acoustic_rest.config["vocab_size"]),
         ]:
-            if found != wanted:
+            if own != wanted:
                 raise ValueError(
-                    f"a component has {found} {name}, and acoustic_rest is made for {wanted}; load all of one model."
+                    f"a component has {own} {name}, and acoustic_rest is made for {wanted}; load all of one model."
                 )
         if (
             semantic_codec is not None
@@ -227,7 +227,7 @@ class MaskgctPipeline(VisualPipeline):
                 "was trained with (Amphion's g2p), and call the pipeline from Python."
             )
         most = self.semantic.config["phones"] - 1
-        found = []
+        phone_ids = []
         for row in rows:
             ids = torch.as_tensor(row)
             bad = ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool
@@ -235,10 +235,10 @@ class MaskgctPipeline(VisualPipeline):
                 raise ValueError(
                     f"phones {row!r} given; pass a list of ids from 0 to {most - 1} for each sample."
                 )
-            found.append(ids.long())
-        if not found:
+            phone_ids.append(ids.long())
+        if not phone_ids:
             raise ValueError("no phones given; pass a list of ids for each sample.")
-        return found
+        return phone_ids
 
     @torch.no_grad()
     def encode_clip(self, audio: Any, sampling_rate: int | None) -> tuple[Tensor, Tensor]:
@@ -262,50 +262,56 @@ class MaskgctPipeline(VisualPipeline):
             raise ValueError(f"{len(heard)} clips given as one prompt; pass a list of clips.")
         # The settings of w2v-BERT 2.0; the padding value reaches the last frame of a clip of odd length.
         extract = SeamlessM4TFeatureExtractor(padding_value=1.0)
-        found = extract(heard[0, 0].numpy(), sampling_rate=_LISTENER_RATE, return_tensors="pt")
+        inputs = extract(heard[0, 0].numpy(), sampling_rate=_LISTENER_RATE, return_tensors="pt")
         device = self._execution_device
         with at_hand(self.speech_encoder):
             features = self.speech_encoder(
-                input_features=found["input_features"].to(device, self.speech_encoder.dtype),
-                attention_mask=found["attention_mask"].to(device),
+                input_features=inputs["input_features"].to(device, self.speech_encoder.dtype),
+                attention_mask=inputs["attention_mask"].to(device),
                 output_hidden_states=True,
             ).hidden_states[self.semantic_codec.config["feature_layer"]]
         semantic = self.semantic_codec.encode(features)[0]
         return semantic, self.codec.encode(waves.to(device))[0].transpose(0, 1)
 
     def _prompts(
-        self, count: int, audio: Any, sampling_rate: int | None, semantic: Any, acoustic: Any
+        self, count: int, audio: Any, sampling_rate: int | None, prompt_semantic: Any, prompt_acoustic: Any
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Codes of the prompts, one a sample."""
-        if (audio is None) == (semantic is None) or (semantic is None) != (acoustic is None):
+        if (audio is None) == (prompt_semantic is None) or (prompt_semantic is None) != (
+            prompt_acoustic is None
+        ):
             raise ValueError(
                 "pass the prompt as prompt_audio, or as both prompt_semantic and prompt_acoustic."
             )
         if audio is not None:
             clips = list(audio) if isinstance(audio, list | tuple) else [audio]
             pairs = [self.encode_clip(clip, sampling_rate) for clip in clips]
-            told, heard = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            semantic, acoustic = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         else:
-            told, heard = (
-                list(one) if isinstance(one, list | tuple) else [one] for one in (semantic, acoustic)
+            semantic, acoustic = (
+                list(one) if isinstance(one, list | tuple) else [one]
+                for one in (prompt_semantic, prompt_acoustic)
             )
-        if not (len(told) == len(heard) and len(told) in (1, count)):
+        if not (len(semantic) == len(acoustic) and len(semantic) in (1, count)):
             raise ValueError(
-                f"{len(told)} prompts for {count} samples; pass one for all, or one for each sample."
+                f"{len(semantic)} prompts for {count} samples; pass one for all, or one for each sample."
             )
-        told, heard = told * (count // len(told)), heard * (count // len(heard))
+        semantic, acoustic = semantic * (count // len(semantic)), acoustic * (count // len(acoustic))
         books = self.acoustic_rest.config["codebooks"]
-        if any(codes.ndim != 1 for codes in told) or any(codes.shape[1:] != (books,) for codes in heard):
+        if any(codes.ndim != 1 for codes in semantic) or any(
+            codes.shape[1:] != (books,) for codes in acoustic
+        ):
             shapes = [
-                (tuple(codes.shape), tuple(other.shape)) for codes, other in zip(told, heard, strict=True)
+                (tuple(codes.shape), tuple(other.shape))
+                for codes, other in zip(semantic, acoustic, strict=True)
             ]
             raise ValueError(
                 f"prompts of shapes {shapes} given; pass semantic codes [Q], and acoustic ones [P, {books}]."
             )
-        check_codes("prompt_semantic", told, self.semantic.config["vocab_size"])
-        check_codes("prompt_acoustic", heard, self.acoustic_rest.config["vocab_size"])
+        check_codes("prompt_semantic", semantic, self.semantic.config["vocab_size"])
+        check_codes("prompt_acoustic", acoustic, self.acoustic_rest.config["vocab_size"])
         device = self._execution_device
-        return [codes.to(device) for codes in told], [codes.to(device) for codes in heard]
+        return [codes.to(device) for codes in semantic], [codes.to(device) for codes in acoustic]
 
     def _lengths(
         self,
@@ -340,12 +346,12 @@ class MaskgctPipeline(VisualPipeline):
 
     def _prompt_phones(self, phones: Any, count: int) -> list[Tensor]:
         """Phone ids of the prompts, one a sample."""
-        found = self.check_inputs(phones)
-        if len(found) not in (1, count):
+        prompts = self.check_inputs(phones)
+        if len(prompts) not in (1, count):
             raise ValueError(
-                f"{len(found)} prompt_phones for {count} samples; pass one list for all, or one for each."
+                f"{len(prompts)} prompt_phones for {count} samples; pass one list for all, or one for each."
             )
-        return found * (count // len(found))
+        return prompts * (count // len(prompts))
 
     def _asked(self, args: Mapping[str, Any]) -> Asked:
         phones = self.check_inputs(args["phones"])

@@ -59,12 +59,12 @@ def check_repainting(
     for name, value in (("image", image), ("mask", mask)):
         if value is None:
             continue
-        found = listed(value)
-        if len(found) not in (1, count):
+        pictures = listed(value)
+        if len(pictures) not in (1, count):
             raise ValueError(
-                f"{len(found)} pictures as {name} for {count} prompts or classes; pass 1 or {count}."
+                f"{len(pictures)} pictures as {name} for {count} prompts or classes; pass 1 or {count}."
             )
-        for picture in found:
+        for picture in pictures:
             own = unit_pixels(picture, name, mask=name == "mask").shape[-2:]
             if tuple(own) != size:
                 raise ValueError(

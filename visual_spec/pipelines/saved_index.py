@@ -186,19 +186,19 @@ def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
         home = __import__(library)
     elif home is None:
         home = sys.modules.get(library)  # the caller's own
-    found = getattr(home, class_name, None) if class_name.isidentifier() else None
-    if not isinstance(found, type):
+    component = getattr(home, class_name, None) if class_name.isidentifier() else None
+    if not isinstance(component, type):
         raise ValueError(
             f"{path} says {name}={shortened(value)}, which is no class of visual_spec, diffusers or transformers; pass "
             f"{name}=... if it is your own."
         )
-    fits = {parent.__name__ for parent in found.__mro__}
+    fits = {parent.__name__ for parent in component.__mro__}
     if _TOKENIZER in kinds:
         fits |= {_TOKENIZER} if "Tokenizer" in class_name else set()
     if not fits & set(kinds):
         wanted = ", ".join(kind for kind in kinds if kind != "None")
         raise ValueError(f"{path} says that {name} is a {class_name}; it should be one of {wanted}.")
-    return found
+    return component
 
 
 def _check_sampler(folder: Path, kind: Any) -> dict[str, Any]:

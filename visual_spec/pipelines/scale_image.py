@@ -215,7 +215,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         check_generator(generator, len(condition))
         laws = {self.transformer: law, self.refiner: self.refiner_law(law)}
         with at_hand(self.transformer, self.refiner, self.vq_model):
-            found = [
+            budgets = [
                 calibrate(
                     model,
                     self.vq_model,
@@ -232,7 +232,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
                 if model is not None
             ]
         self.maybe_free_model_hooks()
-        return found[0], found[1] if len(found) > 1 else None
+        return budgets[0], budgets[1] if len(budgets) > 1 else None
 
     def refiner_law(self, law: TokenLaw) -> TokenLaw:
         """The law of the refiner where that of the call is `law`.

@@ -162,12 +162,12 @@ def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calib
     from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
     law = pipe.make_law() if model is pipe.transformer else pipe.refiner_law(pipe.make_law())
-    found = _BUDGETS.setdefault(model, {})
+    budgets = _BUDGETS.setdefault(model, {})
     key = share, num_drafters, law, pipe.config["warm_temperature"], pipe.config["num_warm_scales"]
-    if key not in found:
+    if key not in budgets:
         classes = min(_CALIBRATION_CLASSES, pipe.num_classes)
         labels = [index * pipe.num_classes // classes for index in range(classes)]
-        found[key] = calibrate(
+        budgets[key] = calibrate(
             model,
             pipe.vq_model,
             pipe.make_condition(labels),
@@ -178,7 +178,7 @@ def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calib
             generator=[torch.Generator().manual_seed(index) for index in range(classes)],
             num_drafters=num_drafters,
         )
-    return found[key]
+    return budgets[key]
 
 
 @lru_cache(maxsize=8)

@@ -104,7 +104,7 @@ class Texts:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> TextCondition:
-        """What the transformer is told: features on the device, each row `times` times.
+        """What the transformer reads: features on the device, each row `times` times.
 
         Args:
             encode: the text encoder. All texts are encoded together, and so padded to one length.
@@ -128,13 +128,13 @@ class Texts:
             )
 
         own, others = len(self.prompts), self.num_negatives
-        told = part(0, own, self.prompt_embeds, self.prompt_attention_mask, times)
+        whole = part(0, own, self.prompt_embeds, self.prompt_attention_mask, times)
         if others:
             repeats = times * self.count // others
-            told.negative = part(
+            whole.negative = part(
                 own, own + others, self.negative_prompt_embeds, self.negative_prompt_attention_mask, repeats
             )
-        return told
+        return whole
 
 
 class ReadsText(VisualPipeline):
