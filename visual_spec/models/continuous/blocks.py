@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -75,23 +75,27 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def check_labels(condition: Any, batch_size: int, classes: int) -> None:
-    """Refuse what is no label for each sample, or None: no class.
+@dataclass
+class ConditionedState:
+    """What one batch is conditioned on.
 
-    Raises:
-        TypeError: no whole numbers.
-        ValueError: another number of labels than `batch_size`, or one that is none of the classes.
+    Attributes:
+        conditions: [R, dim], of the classes. R = B, or 2B when guided: the conditional rows, then the unconditional
+            ones.
+        guided: whether the unconditional rows are there.
     """
-    if condition is None:
-        return
-    if not isinstance(condition, Tensor) or condition.is_floating_point() or condition.is_complex():
-        raise TypeError(
-            f"{type(condition).__name__} given; this model takes class labels, long [B], or None."
-        )
-    if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
-        raise ValueError(
-            f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}."
-        )
+
+    conditions: Tensor
+    guided: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens and conditions are."""
+        return self.conditions.device
+
+    def rows(self, samples: Tensor) -> Tensor:
+        """Return the rows of some samples, long [N]; when guided, followed by their unconditional rows."""
+        return torch.cat([samples, samples + len(self.conditions) // 2]) if self.guided else samples
 
 
 def embed_labels(

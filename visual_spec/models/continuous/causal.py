@@ -17,11 +17,12 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.continuous.blocks import Block, check_labels, embed_labels
+from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_labels
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar import HEADS, check_sizes
 from visual_spec.models.core.cache import Places
+from visual_spec.models.core.conditions import check_labels
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.latents import ChainSettings
 from visual_spec.models.core.offload import check_cache_fits
@@ -31,31 +32,17 @@ from visual_spec.models.core.settings import Count
 
 
 @dataclass
-class CausalLatentState:
-    """Static cache of one decoding run.
+class CausalLatentState(ConditionedState):
+    """Static cache of one decoding run; `conditions` are those of slot 0.
 
     Attributes:
-        conditions: [R, dim], the condition of slot 0. R = B, or 2B when guided: the conditional rows, then the
-            unconditional ones.
-        guided: whether the unconditional rows are there.
         window: the largest number of slots that one call will score.
         keys, values: [layers, R, H, S, D] with S = prefix + tokens + window.
     """
 
-    conditions: Tensor
-    guided: bool
     window: int
     keys: Tensor
     values: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        """Where tokens and conditions are."""
-        return self.conditions.device
-
-    def rows(self, samples: Tensor) -> Tensor:
-        """The rows of some samples, long [N]; when guided, their unconditional ones come behind."""
-        return torch.cat([samples, samples + len(self.conditions) // 2]) if self.guided else samples
 
     def select(self, samples: Tensor) -> None:
         """Keep only some samples, long [N], in this order: those that are complete need no more room."""
@@ -163,7 +150,8 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         Raises:
             TypeError, ValueError: as `check_labels`; a batch whose cache has no room on the GPU.
         """
-        check_labels(condition, batch_size, self.config["num_classes"])
+        if condition is not None:
+            check_labels(condition, batch_size, self.config["num_classes"])
         hidden = self._prefix(
             embed_labels(self.class_emb, self.fake_latent, condition, batch_size, guided=guided)
         )  # [R, P, dim]

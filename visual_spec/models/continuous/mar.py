@@ -19,10 +19,11 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.continuous.blocks import Block, check_labels, embed_labels
+from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_labels
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar_reuse import Held, HeldLayers, at_places, put_at
+from visual_spec.models.core.conditions import check_labels
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.latents import ChainSettings
 from visual_spec.models.core.protocol import TokenGrid
@@ -44,37 +45,24 @@ HEADS: dict[str, tuple[int, Any]] = {
 
 
 @dataclass
-class MARState:
+class MARState(ConditionedState):
     """What one batch is conditioned on.
 
     Attributes:
-        classes: [R, dim]; R = B, or 2B when guided: the conditional rows, then the unconditional ones.
-        guided: whether the unconditional rows are there.
         held: what the last full call left for local ones, if it was asked to.
     """
 
-    classes: Tensor
-    guided: bool
     held: Held | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where tokens and conditions are."""
-        return self.classes.device
-
-    def rows(self, samples: Tensor) -> Tensor:
-        """The rows of some samples, long [N]; when guided, their unconditional ones come behind."""
-        return torch.cat([samples, samples + len(self.classes) // 2]) if self.guided else samples
 
     def select(self, samples: Tensor) -> None:
         """Keep only some samples, long [N], in this order. One that is named twice is held twice."""
         rows = self.rows(samples)
-        self.classes = self.classes[rows]
+        self.conditions = self.conditions[rows]
         self.held = None if self.held is None else self.held.select(rows)
 
     def buffers(self) -> list[Tensor]:
         """What calls read in place."""
-        return [self.classes]
+        return [self.conditions]
 
 
 class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
@@ -161,7 +149,8 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
         Raises:
             TypeError, ValueError: as `check_labels`.
         """
-        check_labels(condition, batch_size, self.config["num_classes"])
+        if condition is not None:
+            check_labels(condition, batch_size, self.config["num_classes"])
         return MARState(
             embed_labels(self.class_emb, self.fake_latent, condition, batch_size, guided=guided), guided
         )
@@ -180,7 +169,7 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
         """
         if state.guided:
             tokens, known = tokens.repeat(2, 1, 1), known.repeat(2, 1)
-        z, state.held = self._conditions(state.classes, tokens, known, room, keep)
+        z, state.held = self._conditions(state.conditions, tokens, known, room, keep)
         return z
 
     @torch.no_grad()

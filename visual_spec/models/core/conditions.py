@@ -14,7 +14,7 @@ def check_labels(condition: object, batch_size: int, classes: int) -> None:
         TypeError: it is something else.
         ValueError: it has another shape, or a label is out of range.
     """
-    if not isinstance(condition, Tensor) or condition.is_floating_point():
+    if not isinstance(condition, Tensor) or condition.is_floating_point() or condition.is_complex():
         raise TypeError(f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]")
     if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
         raise ValueError(
