@@ -256,6 +256,21 @@ class OrderModel(NextTokenModel, Protocol):
         ...
 
 
+def check_labels(condition: object, batch_size: int, classes: int) -> None:
+    """Refuse what is no LongTensor [B] of labels below `classes`.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it has another shape, or a label is out of range.
+    """
+    if not isinstance(condition, Tensor) or condition.is_floating_point() or condition.is_complex():
+        raise TypeError(f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]")
+    if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
+        raise ValueError(
+            f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
+        )
+
+
 def check_raster(slots: Tensor, predicted: Tensor | None, num_tokens: int) -> None:
     """Refuse to predict slots other than those after `slots`, for a model that was trained in raster order.
 

@@ -15,8 +15,7 @@ from visual_spec.kernels.launch import fused
 from visual_spec.kernels.rotary_write import Turns, rotary_write, rotate
 from visual_spec.kernels.window_attention import window_attention
 from visual_spec.models.core.cache import Places, StaticCache
-from visual_spec.models.core.conditions import check_labels
-from visual_spec.models.core.protocol import DecodeState
+from visual_spec.models.core.protocol import DecodeState, check_labels
 
 
 def feed_forward_width(dim: int) -> int:
