@@ -91,7 +91,7 @@ def main() -> None:
         equal = dict.fromkeys(WAYS, 0)
         for number in range(args.rounds + 1):  # the first round warms up
             prompt = stream[-20 + number % 20][None, :PROMPT]
-            request = dict(
+            request: dict[str, Any] = dict(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
                 do_sample=True,

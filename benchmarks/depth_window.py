@@ -39,7 +39,7 @@ LAWS = {
 @torch.no_grad()
 def tune_codes(clips: int, number_of_books: int = BOOKS) -> Tensor:
     """Codes of clips of music, [clips, frames, books]."""
-    codec = EncodecModel.from_pretrained("weights/visual_spec_models/tunes/codec").float().eval()
+    codec: Any = EncodecModel.from_pretrained("weights/visual_spec_models/tunes/codec").float().eval()
     latents = [
         codec.encoder(part[:, None].float())
         for start in range(0, clips, 100)
@@ -47,7 +47,7 @@ def tune_codes(clips: int, number_of_books: int = BOOKS) -> Tensor:
     ]
     latent = torch.cat(latents).transpose(1, 2)
     rest, codes = latent.flatten(0, 1), []
-    books = [layer.codebook.embed for layer in codec.quantizer.layers]
+    books: list[Tensor] = [layer.codebook.embed for layer in codec.quantizer.layers]
     for number in range(number_of_books):
         if number == len(books):
             shuffled = rest[torch.randperm(len(rest))]

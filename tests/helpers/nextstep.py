@@ -38,7 +38,8 @@ class _Times(nn.Module):
     def forward(self, times: Tensor) -> Tensor:
         rates = 10000.0 ** (-torch.arange(128, dtype=torch.float32) / 128)
         angles = times[:, None].float() * rates
-        return self.mlp(torch.cat([angles.cos(), angles.sin()], -1).to(self.mlp[0].weight.dtype))
+        dtype = next(self.parameters()).dtype
+        return self.mlp(torch.cat([angles.cos(), angles.sin()], -1).to(dtype))
 
 
 class SimpleMLPAdaLN(nn.Module):

@@ -172,6 +172,15 @@ def bound_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return bound | named
 
 
+def returned(sequences: Tensor, config: Any, kind: str = "GenerateDecoderOnlyOutput") -> Any:
+    """What `generate` returns: the sequences, or an output of transformers with them if the config asks for one."""
+    if not config.return_dict_in_generate:
+        return sequences
+    from transformers.generation import utils
+
+    return getattr(utils, kind)(sequences=sequences)
+
+
 class LiveStream:
     """Hand tokens to a streamer while they are drawn, as `generate` does: the prompt, then one token of every row.
 

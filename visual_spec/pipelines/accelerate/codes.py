@@ -21,7 +21,7 @@ from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, promise, unwrapped
-from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request
+from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request, returned
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.samplers.core.history import (
@@ -196,11 +196,7 @@ def generate_codes(
     texts = stage.texts(result.tokens, pad).to(given.device)
     live.end(texts)
     ids = torch.cat([given, texts], 1)
-    if config.return_dict_in_generate:
-        from transformers.generation.utils import GenerateDecoderOnlyOutput
-
-        return GenerateDecoderOnlyOutput(sequences=ids)  # pyright: ignore[reportArgumentType]
-    return ids
+    return returned(ids, config)
 
 
 def check_places(model: Any, length: int) -> None:

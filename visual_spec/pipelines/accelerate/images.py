@@ -29,7 +29,7 @@ from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.models.next_token.emu3_constraint import NoLayoutError
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, plain, unwrapped
-from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request
+from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request, returned
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
@@ -197,11 +197,7 @@ def generate_images(
     ):  # `generate` returns the placeholders of pictures, not their tokens
         ids[:, : input_ids.shape[1]] = input_ids.to(ids.device).repeat_interleave(count, 0)
     live.end(ids[:, start:])
-    if config.return_dict_in_generate:
-        from transformers.generation.utils import GenerateDecoderOnlyOutput
-
-        return GenerateDecoderOnlyOutput(sequences=ids)  # pyright: ignore[reportArgumentType]
-    return ids
+    return returned(ids, config)
 
 
 def _known(stage: CachedDecoder, condition: ImagePrompt, start: int, tokens: Tensor, ready: int) -> Tensor:

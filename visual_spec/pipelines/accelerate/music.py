@@ -26,7 +26,7 @@ from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, is_of, unwrapped
-from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request
+from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request, returned
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
 
@@ -186,11 +186,7 @@ def generate_audio(
     model.last_codes = columns.codes(result.tokens, condition)
     waves = decode_codes(model.audio_encoder, model.last_codes, columns.num_channels)
     live.end(steps_of(result.tokens, columns.grid.width))
-    if config.return_dict_in_generate:
-        from transformers.generation.utils import GenerateEncoderDecoderOutput
-
-        return GenerateEncoderDecoderOutput(sequences=waves)  # pyright: ignore[reportArgumentType]
-    return waves
+    return returned(waves, config, "GenerateEncoderDecoderOutput")
 
 
 def _given_codes(
