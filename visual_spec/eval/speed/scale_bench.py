@@ -8,7 +8,7 @@ pictures do not. With `--count-only` nothing is run: arithmetic and bytes are co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def count_settings(
     return [row for found in rows for row in found]
 
 
-class ScaleDecoder(BenchDecoder):
+class ScaleBenchDecoder(BenchDecoder):
     """Decodes pictures of the classes in turn, from the first scale to the finished canvas.
 
     Args:
@@ -187,19 +187,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
             measure.refuse_what_does_not_fit(needed_bytes(counted, max(args.batch_sizes), guided), device)
             pipe = random_pipeline(sizes, dtype=dtype, device=device, seed=args.seed)
         assert pipe is not None  # of one kind or the other
-        times = [
-            row
-            for settings in groups
-            for batch_size in args.batch_sizes
-            for row in time_rows(
-                ScaleDecoder(pipe, batch_size, calibrated=sizes is None),
-                settings,
-                runs=args.runs,
-                warmup=args.warmup,
-                report=report,
-            )
-        ]
-        for row, timed in zip(rows, times, strict=True):
+        for row, timed in zip(rows, _timed(args, pipe, groups, sizes is None, report), strict=True):
             row.update(timed)
         # Last, because the buffers of this measurement would count as memory of the rows.
         facts["copy_bandwidth"] = measure.copy_bandwidth(device)
@@ -212,6 +200,20 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         row["cache_share"] = row["cache_held_per_image"] / (first["cache_held_per_image"] or 1)
     shown = table(rows, COUNTED_SCALES if args.count_only else TIMED_SCALES)
     return {"kind": kind, "environment": facts, "rows": rows}, shown
+
+
+def _timed(
+    args: argparse.Namespace,
+    pipe: ScaleImagePipeline,
+    groups: Sequence[Sequence[Setting]],
+    calibrated: bool,
+    report: Report,
+) -> Iterator[dict[str, Any]]:
+    """What every setting costs at every batch size, by the clock, in the order of `count_settings`."""
+    for settings in groups:
+        for batch_size in args.batch_sizes:
+            decoder = ScaleBenchDecoder(pipe, batch_size, calibrated=calibrated)
+            yield from time_rows(decoder, settings, runs=args.runs, warmup=args.warmup, report=report)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, SpeechHead
 from visual_spec.models.core.offload import at_hand
-from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, Run, SpeechModel
+from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, SpeechModel, SpeechRun
 
 _FLOW = "sample_latent"
 
@@ -21,7 +21,7 @@ class PocketTTS(SpeechModel):
     def begin(self) -> None:
         self.embedded: dict[Any, Tensor] = {}
 
-    def count_latents(self, run: Run, result: Any) -> Tensor:
+    def count_latents(self, run: SpeechRun, result: Any) -> Tensor:
         mask = getattr(result, "audio_latents_mask", None)
         return torch.tensor([len(one) for one in result]) if mask is None else mask.sum(-1).cpu()
 

@@ -47,7 +47,7 @@ class SpeechTrace:
 
 
 @dataclass
-class Run:
+class SpeechRun:
     """What one `generate` has done so far."""
 
     graphs: bool
@@ -65,7 +65,7 @@ class SpeechModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.plain = {name: getattr(model, name) for name in self.replaces}
-        self.run: Run | None = None
+        self.run: SpeechRun | None = None
         self.loops: dict[Any, RecordedFunction] = {}
 
     def hang(self) -> None:
@@ -79,7 +79,7 @@ class SpeechModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         if self.run is not None:  # one that `generate` calls itself
             return self.plain[GENERATE](*args, **kwargs)
-        self.run = run = Run(wants_graph(AUTO, self.model))
+        self.run = run = SpeechRun(wants_graph(AUTO, self.model))
         self.begin()
         result = None
         try:
@@ -119,7 +119,7 @@ class SpeechModel:
     def end(self, result: Any) -> None:
         """It ended with a result, or failed with None."""
 
-    def count_latents(self, run: Run, result: Any) -> Tensor:
+    def count_latents(self, run: SpeechRun, result: Any) -> Tensor:
         """Latents of each sample, long [B] on the CPU."""
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ from visual_spec.models.continuous.dpm_solver import LinearSolver, read_solver
 from visual_spec.models.continuous.joined_cache import JoinedCache, joined_mask
 from visual_spec.models.continuous.speech_heads import SpeechHead, VibeVoiceHead, guided
 from visual_spec.models.core.offload import at_hand
-from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, Run, SpeechModel
+from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, SpeechModel, SpeechRun
 
 _PREPARE, _RESTART = "_prepare_negative_generation", "_reset_negative_cache_for_audio_start"
 _STEP, _LATENT = "_step_negative_branch", "_sample_audio_latent"
@@ -89,7 +89,7 @@ class VibeVoice(SpeechModel):
             self.joined.release()
         self.begin()
 
-    def count_latents(self, run: Run, result: Any) -> Tensor:
+    def count_latents(self, run: SpeechRun, result: Any) -> Tensor:
         samples = len(getattr(result, "audio", result))
         return torch.zeros(samples, dtype=torch.long) if run.latents is None else run.latents.cpu()
 
