@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from depth_window import tune_codes
+from depth_window import train, tune_codes
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,22 +47,10 @@ def small_llama() -> Any:
     return LlamaForCausalLM(config)
 
 
-def train(model: Any, stream: Tensor, seconds: float) -> int:
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.02)
-    start, step = time.process_time(), 0
-    while (spent := time.process_time() - start) < seconds:
-        for group in optimiser.param_groups:
-            group["lr"] = 1e-3 * min(1, step / 50) * (1 - 0.95 * spent / seconds)
-        ids = stream[torch.randint(len(stream), (4,))]
-        loss = model(input_ids=ids, labels=ids).loss
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        step += 1
-        if step % 100 == 0:
-            print(step, round(spent), round(float(loss.detach()), 3), flush=True)
-    return step
+def stream_loss(model: Any, stream: Tensor) -> Tensor:
+    """The loss of a batch of clips [N, T * K]."""
+    ids = stream[torch.randint(len(stream), (4,))]
+    return model(input_ids=ids, labels=ids).loss
 
 
 def main() -> None:
@@ -77,7 +65,7 @@ def main() -> None:
     torch.manual_seed(0)
     stream = (tune_codes(args.clips, BOOKS) + CODES * torch.arange(BOOKS)).flatten(1)
     model = small_llama()
-    steps = train(model.train(), stream[:-20], 60 * args.minutes)
+    steps = train(model.train(), lambda: stream_loss(model, stream[:-20]), 60 * args.minutes, 1e-3)
     model.eval()
     with torch.no_grad():
         held = statistics.mean(

@@ -9,6 +9,7 @@ a frame, the codec's 4 and 4 more of its residual by k-means. Then each way cont
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,25 +82,30 @@ def small_csm() -> Any:
     )
 
 
-def train(model: Any, codes: Tensor, seconds: float) -> int:
-    optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.02)
+def train(model: Any, loss_of: Callable[[], Tensor], seconds: float, rate: float) -> int:
+    """Train for so many seconds of a processor; returns the steps."""
+    optimiser = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.02)
     start, step = time.process_time(), 0
     while (spent := time.process_time() - start) < seconds:
         for group in optimiser.param_groups:
-            group["lr"] = 2e-3 * min(1, step / 30) * (1 - 0.95 * spent / seconds)
-        batch = codes[torch.randint(len(codes), (2,))]
-        labels = batch.clone()
-        dropped = torch.rand(labels.shape[:2]) > 0.4  # frames whose depth is not trained in this step
-        labels[..., 1:][dropped] = -100
-        loss = model(input_ids=batch, labels=labels).loss
+            group["lr"] = rate * min(1, step / 30) * (1 - 0.95 * spent / seconds)
+        loss = loss_of()
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         step += 1
         if step % 200 == 0:
-            print(step, round(spent), round(float(loss), 3), flush=True)
+            print(step, round(spent), round(float(loss.detach()), 3), flush=True)
     return step
+
+
+def frame_loss(model: Any, codes: Tensor) -> Tensor:
+    """The loss of a batch of clips [N, T, K]; the depth decoder learns some of their frames."""
+    batch = codes[torch.randint(len(codes), (2,))]
+    labels = batch.clone()
+    labels[..., 1:][torch.rand(labels.shape[:2]) > 0.4] = -100
+    return model(input_ids=batch, labels=labels).loss
 
 
 def continued(model: Any, prompts: Tensor, law: dict[str, Any], seed: int) -> tuple[Tensor, float]:
@@ -122,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     codes, model = tune_codes(args.clips), small_csm()
-    steps = train(model.train(), codes[:-20], 60 * args.minutes)
+    steps = train(model.train(), lambda: frame_loss(model, codes[:-20]), 60 * args.minutes, 2e-3)
     model.eval()
     with torch.no_grad():
         held = [

@@ -193,6 +193,26 @@ def test_hidden_states_that_are_no_numbers_are_refused() -> None:
             drawn(model, "csm", "sampled")
 
 
+def test_what_was_done_is_logged_also_for_a_model_that_has_decoded(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_csm()
+    with caplog.at_level("INFO", logger="visual_spec"):
+        visual_spec.accelerate(model)
+        drawn(model, "csm", "greedy")
+        visual_spec.accelerate(model, "depth-window:window=2")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "3 codes a frame" in first and "one by one" in first
+    assert "DepthWindow(window=2)" in second and second == visual_spec.summary(model)
+
+
+def test_drafts_of_another_batch_are_not_used() -> None:
+    decoder, request = frame_of(3)
+    codes, _ = decoder.frame(**request)
+    plain = DepthWindow().frame(decoder, **request)
+    drawn, _, calls = DepthWindow().frame(decoder, **request, drafts=codes[:2])
+    assert torch.equal(drawn, codes)
+    assert calls == plain[2] > 1
+
+
 def test_a_sampler_is_refused_and_changes_nothing() -> None:
     model = tiny_csm()
     with pytest.raises(TypeError, match="speculative-jacobi"):

@@ -68,13 +68,8 @@ class DepthDecoder:
     prefix = 1
 
     def __init__(self, model: Any, layers: Any, norm: Any, steps: int, vocab_size: int) -> None:
-        self.model, self.layers, self.norm, self.steps, self.vocab_size = (
-            model,
-            layers,
-            norm,
-            steps,
-            vocab_size,
-        )
+        self.model, self.layers, self.norm = model, layers, norm
+        self.steps, self.vocab_size = steps, vocab_size
         self.cache = DepthCache(self.prefix + steps - 1)
 
     def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
@@ -139,24 +134,35 @@ class DepthDecoder:
 
 
 class _Rotary(DepthDecoder):
-    """Decoders whose layers read rotary tables by position."""
+    """Decoders of K codes a frame that read a hidden state and the first code, and rotary tables by position.
 
-    rotary: Any
+    Args:
+        codes: K.
+    """
+
+    prefix = 2
+
+    def __init__(self, model: Any, codes: int) -> None:
+        inner = model.model
+        super().__init__(model, inner.layers, inner.norm, codes - 1, model.config.vocab_size)
+        self.rotary = inner.rotary_emb
+        # Cosines, sines and positions of a frame, by type and device: the same for all frames.
+        self._tables: dict[Any, tuple[Tensor, ...]] = {}
 
     def tables(self, read: Tensor, start: int, end: int) -> dict[str, Any]:
-        places = torch.arange(start, end, device=read.device)[None]
-        return dict(position_embeddings=self.rotary(read, places), position_ids=places)
+        key = read.dtype, read.device
+        if key not in self._tables:
+            places = torch.arange(self.cache.places, device=read.device)[None]
+            self._tables[key] = (*self.rotary(read, places), places)
+        cosines, sines, places = (table[:, start:end] for table in self._tables[key])
+        return dict(position_embeddings=(cosines, sines), position_ids=places)
 
 
 class CsmDepth(_Rotary):
     """CSM's: reads the backbone's hidden state and the frame's first code, and draws the other K - 1."""
 
-    prefix = 2
-
     def __init__(self, model: Any) -> None:
-        inner, config = model.model, model.config
-        super().__init__(model, inner.layers, inner.norm, config.num_codebooks - 1, config.vocab_size)
-        self.rotary = inner.rotary_emb
+        super().__init__(model, model.config.num_codebooks)
 
     def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
         first = self.model.model.embed_tokens(ids[:, -1])
@@ -210,12 +216,8 @@ class MoshiDepth(DepthDecoder):
 class QwenDepth(_Rotary):
     """The code predictor of Qwen3-Omni's talker: reads hidden state and first code as embeddings, draws K - 1 codes."""
 
-    prefix = 2
-
     def __init__(self, model: Any) -> None:
-        inner, config = model.model, model.config
-        super().__init__(model, inner.layers, inner.norm, config.num_code_groups - 1, config.vocab_size)
-        self.rotary = inner.rotary_emb
+        super().__init__(model, model.config.num_code_groups)
 
     def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
         return hidden

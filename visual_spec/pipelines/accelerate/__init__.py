@@ -27,7 +27,7 @@ def accelerate(
 
     Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first. A sampler that is
     refused changes nothing. The logger "visual_spec" says at level INFO what was done and what to expect, in the line
-    that `summary` returns.
+    that `summary` returns before the first call.
 
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, a
@@ -83,11 +83,13 @@ def accelerate(
         sampler = read_sampler(sampler) if adapter is None else adapter.read_text(sampler)
     if adapter is not None:
         adapter.accelerate(pipe, sampler, **options)
+        for model in adapter.models(pipe):
+            logger.info(adapter.promised(model))
     else:
         before = _set_sampler(pipe, sampler)
         if not hasattr(pipe, _PLAIN):
             setattr(pipe, _PLAIN, before)
-    logger.info(summary(pipe))
+        logger.info(_promised(pipe))
     return pipe
 
 
@@ -143,7 +145,11 @@ def summary(pipe: Any) -> str:
     if not isinstance(pipe, VisualPipeline):
         return f"{type(pipe).__name__}: not accelerated"
     trace = pipe.last_trace
-    return trace.summary() if trace is not None else f"{promise(pipe.sampler)}; nothing decoded yet"
+    return trace.summary() if trace is not None else _promised(pipe)
+
+
+def _promised(pipe: VisualPipeline) -> str:
+    return f"{promise(pipe.sampler)}; nothing decoded yet"
 
 
 # What `accelerate` takes from other libraries, asked in turn: a module beside this one, and its class. Read when an

@@ -57,9 +57,11 @@ class Adapter(ABC):
     def line(self, model: Any) -> str:
         """What the last call of an accelerated model cost; before the first, what to expect."""
         trace = model.last_trace
-        if trace is None:
-            return f"{type(model).__name__}: {self.expects(model)}; nothing decoded yet"
-        return trace.summary()
+        return self.promised(model) if trace is None else trace.summary()
+
+    def promised(self, model: Any) -> str:
+        """One line on an accelerated model whatever it has decoded: what was done, and whether its output stays."""
+        return f"{type(model).__name__}: {self.expects(model)}; nothing decoded yet"
 
     def expects(self, model: Any) -> str:
         """What an accelerated model does, and whether its output stays."""

@@ -62,6 +62,7 @@ class DepthTrace:
     Attributes:
         model: class name of the model.
         codes: that a frame draws.
+        window: that draws them; None: one by one.
         frames: drawn here, a batch of frames counting once.
         calls: of the depth decoder for them.
         plain: drawn by the decoder's own `generate`.
@@ -70,6 +71,7 @@ class DepthTrace:
 
     model: str
     codes: int
+    window: DepthWindow | None = None
     frames: int = 0
     calls: int = 0
     plain: int = 0
@@ -77,8 +79,6 @@ class DepthTrace:
 
     def summary(self) -> str:
         """Return one line: frames, codes, time, and what the codes are."""
-        if not self.frames + self.plain:
-            return f"{self.model}: {self.codes} codes a frame in a static cache, the same codes; nothing decoded yet"
         rate = self.frames * self.codes / max(self.calls, 1)
         return (
             f"{self.model}: {self.frames} frames of {self.codes} codes in {self.calls} calls ({rate:.2f} codes a call) "
@@ -152,7 +152,13 @@ class DepthAdapter(Adapter):
         return thing
 
     def line(self, model: Any) -> str:
-        return model.last_trace.summary()
+        trace = model.last_trace
+        return trace.summary() if trace.frames + trace.plain else self.promised(model)
+
+    def expects(self, model: Any) -> str:
+        trace = model.last_trace
+        drawn = "one by one" if trace.window is None else f"by {trace.window}"
+        return f"{trace.codes} codes a frame in a static cache, {drawn}, the same codes"
 
 
 def _entry(model: Any) -> tuple[str, Callable[[Any], DepthDecoder], str]:
@@ -174,7 +180,7 @@ class _Frames:
     ) -> None:
         self.model, self.decoder, self.argument, self.window = model, decoder, argument, window
         self.plain = model.generate
-        self.trace = DepthTrace(name, decoder.steps)
+        self.trace = DepthTrace(name, decoder.steps, window)
         self._laws: dict[str, Any] = {}
         self._recorded: dict[str, RecordedFunction] = {}
         self._last: Tensor | None = None  # codes of the frame before
@@ -214,8 +220,8 @@ class _Frames:
     def _codes(self, key: str, choose: Choice, ids: Tensor, hidden: Tensor, noise: Tensor | None) -> Tensor:
         """The codes of a frame, [B, steps]; -1 where a hidden state is no number."""
         if self.window is not None:
-            drafts = self._last if self._last is not None and len(self._last) == len(ids) else None
-            self._last, states, calls = self.window.frame(self.decoder, ids, hidden, choose, noise, drafts)
+            drawn = self.window.frame(self.decoder, ids, hidden, choose, noise, self._last)
+            self._last, states, calls = drawn
             self.trace.calls += calls
             return _marked(self._last, states)
 

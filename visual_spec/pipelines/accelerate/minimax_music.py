@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.columns.depth import MiniMaxDepth
-from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_of, take_off, unwrapped
+from visual_spec.pipelines.accelerate.adapter import hang, is_of, take_off, unwrapped
 from visual_spec.pipelines.accelerate.depth import (
+    DepthAdapter,
     DepthTrace,
     check_codes,
     check_window,
     draw_noise,
-    read_window,
 )
 from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.raster.depth_window import DepthWindow
@@ -50,18 +50,14 @@ _NAMES = (
 )
 
 
-class MiniMaxMusicAdapter(Adapter):
+class MiniMaxMusicAdapter(DepthAdapter):
     """MiniMax-Music 3 of diffusers: a cache for its depth decoder and fewer rows of the head, the same codes."""
 
     takes = (PIPELINE,)
-    fast_sampler = None  # all that is done is exact
 
     def models(self, thing: Any) -> list[Any]:
         pipe = unwrapped(thing)
         return [pipe] if is_of(pipe, (PIPELINE,), "diffusers") else []
-
-    def read_text(self, text: str) -> DepthWindow:
-        return read_window(text)
 
     def accelerate(self, thing: Any, sampler: DepthWindow | None = None) -> Any:
         """Wrap the block that writes codes. Calling it again swaps the window.
@@ -80,7 +76,7 @@ class MiniMaxMusicAdapter(Adapter):
             )
         parent, name = place
         blocks = parent.sub_blocks.copy()
-        trace = DepthTrace(PIPELINE, 7)
+        trace = DepthTrace(PIPELINE, 7, sampler)
         blocks[name] = _Step(blocks[name], trace, sampler)
         hang(parent, sub_blocks=blocks)
         hang(pipe, last_trace=trace)
@@ -93,9 +89,6 @@ class MiniMaxMusicAdapter(Adapter):
                 take_off(place[0])
             take_off(pipe)
         return thing
-
-    def line(self, model: Any) -> str:
-        return model.last_trace.summary()
 
 
 def _place(blocks: Any) -> tuple[Any, str] | None:

@@ -50,8 +50,6 @@ class HeadTrace:
 
     def summary(self) -> str:
         """Return one line: tokens, evaluations, time, and what the tokens are."""
-        if not self.tokens:
-            return f"{self.model}: the head's modulations once a token, the same tokens; nothing decoded yet"
         return (
             f"{self.model}: {self.tokens} tokens in {self.head_calls} evaluations of the head, {self.seconds:.2f} s, "
             "the tokens of its own code up to rounding"
@@ -96,7 +94,10 @@ class NextStepAdapter(Adapter):
         return thing
 
     def line(self, model: Any) -> str:
-        return model.last_trace.summary()
+        return model.last_trace.summary() if model.last_trace.tokens else self.promised(model)
+
+    def expects(self, model: Any) -> str:
+        return "the head's modulations once a token, the same tokens up to rounding"
 
 
 class _Sample:

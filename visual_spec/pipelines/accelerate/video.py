@@ -124,7 +124,7 @@ class VideoAdapter(Adapter):
         return f"{model.causal.policy}: {super().line(model)}"
 
     def expects(self, model: Any) -> str:
-        return "generate_video draws clips of any length"
+        return f"generate_video draws clips of any length, cache policy {model.causal.policy}"
 
 
 def generate_latents(

@@ -48,13 +48,16 @@ class DepthWindow:
 
         Args:
             decoder: a `visual_spec.models.columns.depth.DepthDecoder`; the other arguments are those of its `frame`.
-            drafts: long [B, steps], such as the codes of the frame before; None: zeros.
+            drafts: long [B, steps], such as the codes of the frame before, on any device; None, or of another number of
+                rows: zeros.
 
         Returns:
             Codes [B, steps], the last hidden states [B, steps, C] that they were drawn from, and calls of the decoder.
         """
         steps, batch = decoder.steps, len(ids)
-        codes = ids.new_zeros(batch, steps) if drafts is None else drafts.clone()
+        codes = ids.new_zeros(batch, steps)
+        if drafts is not None and len(drafts) == batch:
+            codes.copy_(drafts)
         final = torch.zeros(batch, dtype=torch.long, device=ids.device)  # slots of a row whose codes stand
         states = torch.empty(0)
         first = calls = 0  # the first open slot of the slowest row
