@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from visual_spec.models.core.calls import CHUNKS
-from visual_spec.pipelines.accelerate.adapter import Adapter, promise
+from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, promise
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler
 from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
@@ -83,7 +83,7 @@ def accelerate(
         sampler = read_sampler(sampler) if adapter is None else adapter.read_text(sampler)
     if adapter is not None:
         adapter.accelerate(pipe, sampler, **options)
-        for model in adapter.models(pipe):
+        for model in filter(is_accelerated, adapter.models(pipe)):  # one that cannot gain is left as it is
             logger.info(adapter.promised(model))
     else:
         before = _set_sampler(pipe, sampler)
