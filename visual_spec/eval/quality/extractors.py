@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from visual_spec.data import motion_parser, shapes_classes, shapes_parser, tunes, tunes_parser
 from visual_spec.eval.quality.accuracy import ATTRIBUTES
@@ -29,7 +30,9 @@ from visual_spec.eval.quality.features import (
     load_inception,
     load_shapes_features,
 )
+from visual_spec.eval.quality.human_preference import load_preference, pixels
 from visual_spec.eval.quality.programs import VideoProgram, checksum
+from visual_spec.eval.quality.vggish import EMBEDDING_SIZE, SAMPLE_RATE, load_vggish, spectrograms
 from visual_spec.models.core.checkpoints import read_checkpoint
 
 Extract = Callable[[SampleFiles, int, int], dict[str, Tensor]]
@@ -91,12 +94,50 @@ def _resize_variant(size: int | None) -> str:
     return "" if size is None else f"size{size}"
 
 
-@torch.no_grad()
 def inception_features(setup: Setup) -> Extractor:
     """The network of torch-fidelity with its resampling: features [N, 2048], and logits [N, 1008] without bias.
 
-    Args:
-        weights: the file that torch-fidelity releases; None: where PyTorch's cache keeps it.
+    Raises:
+        FileNotFoundError, ValueError, ImportError: as `_inception`.
+    """
+    network = _inception(setup, ["2048", "logits_unbiased"])
+
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        pictures = torch.from_numpy(samples.pictures(first, end, setup.size)).permute(0, 3, 1, 2)
+        features, logits = network(pictures.to(setup.device))
+        return {"features": features.float().cpu(), "logits": logits.float().cpu()}
+
+    return _in_parts(setup.batch_size, part), [network], _resize_variant(setup.size)
+
+
+def inception_maps(setup: Setup) -> Extractor:
+    """Maps within the same network, which sFID is of (Nash et al. 2021), [N, 2023].
+
+    As ADM's evaluator takes them: 7 channels of 17 x 17 of `mixed_6/conv`, which is `Mixed_6d.branch1x1` here.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: as `_inception`.
+    """
+    network = _inception(setup, ["768"])
+    maps: list[Tensor] = []
+    network.Mixed_6d.branch1x1.register_forward_hook(
+        lambda module, inputs, output: maps.append(output[:, :7])
+    )
+
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        pictures = torch.from_numpy(samples.pictures(first, end, setup.size)).permute(0, 3, 1, 2)
+        network(pictures.to(setup.device))
+        # Channels last, in which order ADM's files state their moments.
+        return {"features": maps.pop().permute(0, 2, 3, 1).float().flatten(1).cpu()}
+
+    return _in_parts(setup.batch_size, part), [network], _resize_variant(setup.size)
+
+
+@torch.no_grad()
+def _inception(setup: Setup, outputs: list[str]) -> Any:
+    """The network of torch-fidelity that returns some of its features, named as torch-fidelity names them.
+
+    Its weights are the file that is passed, or else the one in PyTorch's cache.
 
     Raises:
         FileNotFoundError: no such file.
@@ -114,21 +155,13 @@ def inception_features(setup: Setup) -> Extractor:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as error:
         raise ImportError("Inception features need torch-fidelity: install visual-spec[eval]") from error
-    names = ["2048", "logits_unbiased"]
     network = load_inception(
         lambda: FeatureExtractorInceptionV3(
-            "inception-v3-compat", names, feature_extractor_weights_path=str(path)
+            "inception-v3-compat", outputs, feature_extractor_weights_path=str(path)
         ),
         path,
     )
-    network = network.eval().to(setup.device)
-
-    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        pictures = torch.from_numpy(samples.pictures(first, end, setup.size)).permute(0, 3, 1, 2)
-        features, logits = network(pictures.to(setup.device))
-        return {"features": features.float().cpu(), "logits": logits.float().cpu()}
-
-    return _in_parts(setup.batch_size, part), [network], _resize_variant(setup.size)
+    return network.eval().to(setup.device)
 
 
 def parsed_attributes(setup: Setup) -> Extractor:
@@ -212,6 +245,61 @@ def clip_features(setup: Setup) -> Extractor:
 def _pooled(output: Any) -> Tensor:
     """Embeddings, which older versions of transformers return bare."""
     return output if isinstance(output, Tensor) else output.pooler_output
+
+
+def preference_features(setup: Setup) -> Extractor:
+    """Features of the Human Preference Score v2, and scores: 100 cos with the prompt. In single precision.
+
+    Prompts are cut at what the model reads.
+
+    Raises:
+        FileNotFoundError, ValueError: as `human_preference.load_preference`.
+    """
+    network, tokenizer = load_preference(setup.networks["hps"])
+    network = network.to(setup.device)
+    side, longest = (
+        network.config.vision_config.image_size,
+        network.config.text_config.max_position_embeddings,
+    )
+
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        assert samples.prompts is not None
+        pictures = _channels_first(samples.pictures(first, end, setup.size), setup.device)
+        image = F.normalize(_pooled(network.get_image_features(pixel_values=pixels(pictures, side))), dim=-1)
+        texts = samples.prompts[first:end]
+        tokens = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=longest)
+        text = F.normalize(_pooled(network.get_text_features(**tokens.to(setup.device))), dim=-1)
+        return {"features": image.cpu(), "scores": 100 * (image * text).sum(-1).cpu()}
+
+    return _in_parts(setup.batch_size, part), [network], _resize_variant(setup.size)
+
+
+def vggish_features(setup: Setup) -> Extractor:
+    """VGGish embeddings of the seconds of clips, [N, W * 128], and how many each clip has, `rows` [N].
+
+    Shorter clips are filled up with zeros.
+
+    Raises:
+        FileNotFoundError, ValueError: as `vggish.load_vggish`; a clip of less than a second.
+        ImportError: as `resampled`.
+    """
+    network = load_vggish(setup.networks["vggish"]).to(setup.device)
+
+    @torch.no_grad()
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        clips = []
+        for place, (clip, rate) in enumerate(samples.clips(first, end), first):
+            seconds = spectrograms(torch.from_numpy(resampled(clip, rate, SAMPLE_RATE)))
+            if not len(seconds):
+                raise ValueError(
+                    f"{samples.path / samples.files[place]} has {len(clip) / rate:.2f} s; fad needs 1 s or more"
+                )
+            embeddings = [network(part.to(setup.device)).cpu() for part in seconds.split(setup.batch_size)]
+            clips.append(torch.cat(embeddings).flatten())
+        counts = torch.tensor([len(clip) / EMBEDDING_SIZE for clip in clips])
+        return {"features": pad_sequence(clips, batch_first=True), "rows": counts}
+
+    return extract, [network], ""
 
 
 def clap_features(setup: Setup) -> Extractor:

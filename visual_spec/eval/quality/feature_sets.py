@@ -1,8 +1,8 @@
 """Sets of samples that somebody drew, as a scorer reads them, and their features, kept so that nothing is done twice.
 
 A set is a folder of pictures, of clips of sound or of videos, or an `.npz` file as ADM's evaluator takes it: `arr_0`,
-uint8 [N, H, W, 3], and of a reference also `mu` and `sigma`, the moments of its Inception features. Videos have a
-dimension more: `arr_0` is [N, T, H, W, 3].
+uint8 [N, H, W, 3], and of a reference also `mu` and `sigma`, the moments of its Inception features, and `mu_s` and
+`sigma_s`, of its maps within Inception. Videos have a dimension more: `arr_0` is [N, T, H, W, 3].
 """
 
 from __future__ import annotations
@@ -88,27 +88,37 @@ class SampleFiles:
         """What each sample was asked for, as the manifest says."""
         return [line["prompt"] for line in self.lines] if self.lines else None
 
-    @cached_property
-    def _moments(self) -> Gaussian | None:
-        found = read_npz(self.path, ("mu", "sigma"))
-        if len(found) < 2:
+    def moments(self, names: tuple[str, ...]) -> Gaussian | None:
+        """What an `.npz` file states under the names of a mean and of a covariance, where it does.
+
+        Raises:
+            ValueError: they are not finite, or do not fit.
+        """
+        if self.files or not names:
             return None
-        for name, array in found.items():
+        if names not in self._stated:
+            self._stated[names] = self._read_moments(names)
+        return self._stated[names]
+
+    @cached_property
+    def _stated(self) -> dict[tuple[str, ...], Gaussian | None]:
+        return {}
+
+    def _read_moments(self, names: tuple[str, ...]) -> Gaussian | None:
+        stored = read_npz(self.path, names)
+        if len(stored) < 2:
+            return None
+        for name, array in stored.items():
             if array.dtype.kind != "f" or not np.isfinite(array).all():
                 raise ValueError(
                     f"{self.path}: {name} is of {array.dtype}, or not finite; it has to be finite floats"
                 )
-        mean, covariance = (torch.from_numpy(found[name].astype(np.float64)) for name in ("mu", "sigma"))
+        mean, covariance = (torch.from_numpy(stored[name].astype(np.float64)) for name in names)
         if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
             raise ValueError(
-                f"{self.path}: mu {list(mean.shape)} and sigma {list(covariance.shape)} do not fit"
+                f"{self.path}: {names[0]} {list(mean.shape)} and {names[1]} {list(covariance.shape)} do not fit"
             )
         return Gaussian.of_moments(mean, covariance)
-
-    @property
-    def moments(self) -> Gaussian | None:
-        """`mu` and `sigma` of an `.npz` file, where it has them."""
-        return None if self.files else self._moments
 
     @cached_property
     def _array(self) -> np.ndarray | None:
@@ -192,6 +202,14 @@ class SampleFiles:
                         file.write(pictures.tobytes())
 
 
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """Arrays [N] or [N, D] in one, D being the largest."""
+    if parts[0].ndim == 2:
+        widest = max(part.shape[1] for part in parts)
+        parts = [np.pad(part, ((0, 0), (0, widest - part.shape[1]))) for part in parts]
+    return np.concatenate(parts)
+
+
 def _medium(ending: str) -> str:
     return next(medium for medium, endings in MEDIA.items() if ending.lower() in endings)
 
@@ -246,14 +264,12 @@ class FeatureFolder:
                 report(f"{samples.path}: features of {end} samples; chunk {number} of {len(mine)}")
 
     def read(self, samples: SampleFiles) -> dict[str, Tensor] | None:
-        """All features [N, D] by name; None as long as a chunk is missing."""
+        """All features [N, D] by name; None as long as a chunk is missing. Shorter rows are filled up with zeros."""
         parts = [self._read(samples, *bounds) for bounds in self.chunks(samples)]
         if not parts or any(part is None for part in parts):
             return None
         names = parts[0] or {}
-        return {
-            name: torch.from_numpy(np.concatenate([part[name] for part in parts if part])) for name in names
-        }
+        return {name: torch.from_numpy(_joined([part[name] for part in parts if part])) for name in names}
 
     def _read(self, samples: SampleFiles, first: int, end: int) -> dict[str, np.ndarray] | None:
         """A chunk; None where there is none, or a damaged one."""

@@ -28,7 +28,7 @@ class Metric:
         interval: what the interval is.
         reference, prompts, beside: whether it needs true samples, prompts, and another set for the same seeds.
         distance: whether it is a Frechet distance, whose difference to another set is told and which pages draw.
-        moments: whether a reference that states moments alone will do.
+        moments: names of the mean and the covariance that ADM's reference files state of these features; (): none.
     """
 
     medium: str
@@ -42,7 +42,7 @@ class Metric:
     prompts: bool = False
     beside: bool = False
     distance: bool = False
-    moments: bool = False
+    moments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _distance(
     label: str,
     features: str,
     statistic: str = "frechet",
-    moments: bool = False,
+    moments: tuple[str, ...] = (),
 ) -> Metric:
     return Metric(medium, figure, label, features, statistic, _JACKKNIFE, distance=True, moments=moments)
 
@@ -83,7 +83,19 @@ def _to_beside(figure: str, label: str, features: str) -> Metric:
 
 METRICS: dict[str, Metric] = {
     "fid": _distance(
-        "image", "fid", "Frechet Inception distance", "inception", "frechet_inception", moments=True
+        "image",
+        "fid",
+        "Frechet Inception distance",
+        "inception",
+        "frechet_inception",
+        moments=("mu", "sigma"),
+    ),
+    "sfid": _distance(
+        "image",
+        "sfid",
+        "sFID: Frechet distance of maps within Inception, as ADM's evaluator has it",
+        "inception-maps",
+        moments=("mu_s", "sigma_s"),
     ),
     "kid": Metric(
         "image",
@@ -142,6 +154,17 @@ METRICS: dict[str, Metric] = {
         reference=False,
         prompts=True,
     ),
+    "hps": Metric(
+        "image",
+        "hps_v2",
+        "Human Preference Score v2: 100 cos of picture and prompt",
+        "hps",
+        "scores",
+        _NORMAL,
+        each=True,
+        reference=False,
+        prompts=True,
+    ),
     "shapes": _distance(
         "image",
         "frechet_shapes",
@@ -149,10 +172,17 @@ METRICS: dict[str, Metric] = {
         "shapes",
         "frechet_shapes",
     ),
+    "fad": _distance(
+        "audio",
+        "fad",
+        "Frechet audio distance: of VGGish embeddings of seconds, as MusicGen and MAGNeT print it",
+        "vggish",
+        "frechet_audio",
+    ),
     "fad-clap": _distance(
         "audio",
         "fad_clap",
-        "Frechet audio distance of CLAP embeddings (Gui et al. 2024); papers' FAD is of VGGish, which is not here",
+        "Frechet distance of CLAP embeddings (Gui et al. 2024); does not compare with FAD",
         "clap",
     ),
     "kad": Metric("audio", "kad", "kernel audio distance", "clap", "kernel_audio", "delete-one jackknife"),
@@ -206,8 +236,21 @@ EXTRACTORS: dict[str, Source] = {
         folder=False,
         optional=True,
     ),
+    "inception-maps": Source(
+        "inception_maps",
+        "feature_weights",
+        "Inception weights of torch-fidelity",
+        folder=False,
+        optional=True,
+    ),
     "shapes": Source("shapes_features"),
     "clip": Source("clip_features", "clip", "a CLIP model of transformers"),
+    "hps": Source(
+        "preference_features",
+        "hps",
+        "CLIP ViT-H/14's config and tokenizer (laion/CLIP-ViT-H-14-laion2B-s32B-b79K) with HPS_v2*.pt",
+    ),
+    "vggish": Source("vggish_features", "vggish", "vggish-10086976.pth of torchvggish", folder=False),
     "clap": Source("clap_features", "clap", "a CLAP model of transformers"),
     "dino": Source("dino_features", "dino", "a DINOv2 model of transformers"),
     "pixels": Source("pixel_features"),

@@ -19,6 +19,7 @@ from visual_spec.eval.quality.beside import compared
 from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import FeatureFolder, SampleFiles
 from visual_spec.eval.quality.metric_table import EXTRACTORS, METRICS, Metric, names_of
+from visual_spec.eval.quality.published import Gaussian
 from visual_spec.eval.quality.set_files import RUN, read_run
 from visual_spec.eval.quality.statistics import Report, Sets
 from visual_spec.families import MEDIA
@@ -69,11 +70,11 @@ class Scoring:
             if other is not None and other.files and other.medium != self.drawn.medium:
                 raise ValueError(f"{self.drawn.path} holds {self.drawn.medium}, {other.path} {other.medium}")
         if self.reference is not None and not len(self.reference):
-            lacking = [name for name in self._asked("reference") if not METRICS[name].moments]
-            if lacking or self.reference.moments is None:
+            lacking = [name for name in self._asked("reference") if self._stated(METRICS[name]) is None]
+            if lacking:
                 raise ValueError(
-                    f"{self.reference.path} holds no arr_0, only what FID needs; "
-                    f"{', '.join(sorted(lacking)) or 'FID'} need the samples"
+                    f"{self.reference.path} holds no arr_0, and no moments that {' '.join(lacking)} could do with; "
+                    "pass the samples"
                 )
         if self.beside is not None and (
             not self.drawn.lines
@@ -139,7 +140,7 @@ class Scoring:
         for metric in (METRICS[name] for name in self.metrics):
             sets = [self.drawn]
             if metric.reference and self.reference is not None and len(self.reference):
-                if not (metric.moments and self.reference.moments is not None):
+                if self._stated(metric) is None:
                     sets.append(self.reference)
             if metric.distance and self.beside is not None:
                 sets.append(self.beside)
@@ -185,17 +186,20 @@ class Scoring:
         return found
 
     def _sets(self, metric: Metric, report: Report) -> Sets:
-        stated = self.reference.moments if metric.moments and self.reference is not None else None
         return Sets(
             metric.figure,
             self.drawn,
             self.reference,
             self.beside,
             lambda samples, kind: self.features(metric.features, samples, kind),
-            stated,
+            self._stated(metric),
             self.setup.device,
             report,
         )
+
+    def _stated(self, metric: Metric) -> Gaussian | None:
+        """The moments of a metric's features that the reference states."""
+        return None if self.reference is None else self.reference.moments(metric.moments)
 
 
 def score(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from visual_spec.eval.quality import neighbours, published
@@ -57,8 +58,31 @@ class Sets:
 
 def frechet(sets: Sets) -> Figures:
     """The distance, its limit for many samples, and its difference to the distance of the other set."""
-    drawn, reference, strata = sets.features(), sets.gaussian(), sets.drawn.prompts
-    figure, limit = published.frechet_with_limit(drawn, reference, strata)
+    return _frechet(sets, sets.gaussian(), lambda samples: (sets.read(samples, "features"), None))
+
+
+def frechet_audio(sets: Sets) -> Figures:
+    """`frechet` over the embeddings of all seconds of clips, where seconds of one clip are left out together."""
+
+    def seconds(samples: SampleFiles) -> tuple[Tensor, Tensor]:
+        counts = sets.read(samples, "rows").long()
+        rows = sets.read(samples, "features").unflatten(1, (int(counts.max()), -1))  # [N, W, D]
+        present = torch.arange(rows.shape[1]) < counts[:, None]
+        return rows[present], torch.arange(len(rows)).repeat_interleave(counts)
+
+    assert sets.reference is not None
+    return _frechet(sets, Gaussian.of(seconds(sets.reference)[0]), seconds)
+
+
+def _frechet(
+    sets: Sets, reference: Gaussian, rows: Callable[[SampleFiles], tuple[Tensor, Tensor | None]]
+) -> Figures:
+    """
+    Args:
+        rows: (set) -> features [M, D], and the sample of each row [M]; None: one a sample.
+    """
+    (drawn, owners), strata = rows(sets.drawn), sets.drawn.prompts
+    figure, limit = published.frechet_with_limit(drawn, reference, strata, owners)
     needed = published.limit_size(drawn.shape[1])
     note = "grows as samples get fewer, so only sets of one size compare"
     if limit is None:
@@ -69,8 +93,10 @@ def frechet(sets: Sets) -> Figures:
             "note": "extrapolated to many samples from halves of the set (Chong and Forsyth 2020)"
         }
     if sets.beside is not None:
-        other = sets.read(sets.beside, "features")
-        figures[f"{sets.figure}_difference"] = published.frechet_difference(drawn, other, reference, strata)
+        other, others = rows(sets.beside)
+        figures[f"{sets.figure}_difference"] = published.frechet_difference(
+            drawn, other, reference, strata, (owners, others)
+        )
     return figures
 
 
