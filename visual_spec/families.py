@@ -313,7 +313,7 @@ FAMILIES = (
     ),
     Family(
         "NAR, FlashAR, PAR", (OWN_ORDER,), (*_PICTURES, "VideoPipeline"),
-        ("next_token.llamagen_two_heads:LlamaGenTwoHeads", "next_token.llamagen_regions:LlamaGenRegions"),
+        ("next_token.llamagen_near_to_far:LlamaGenNearToFar", "next_token.llamagen_regions:LlamaGenRegions"),
         samplers=("OrderedSampler",), plain="ordered",
     ),
     Family(

@@ -10,6 +10,9 @@ there, and later frames mostly repeat them. As in `scripts.train.ar`, some of th
 Places in and around an object of the frame before weigh more than the still background, and so does the first frame.
 The weight of a place depends on what the model has seen there, never on the token to predict, so the law that it learns
 is not biased. A tenth of the captions is dropped for guidance.
+
+With `--near-to-far`, the embedded `motion_nar`: NAR's order over clips (arXiv 2503.10696), from the first blocks of a
+trained `motion`, whose caption encoder it keeps.
 """
 
 from __future__ import annotations
@@ -39,11 +42,14 @@ from visual_spec.data.motion import (
 )
 from visual_spec.data.motion_parser import score
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
+from visual_spec.models.core.orders import RASTER_ORDER
 from visual_spec.models.next_token.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.training.flashar import Pass
 from visual_spec.training.loop import (
     Descent,
     RunOptions,
@@ -142,18 +148,28 @@ def train_motion(
     An interrupted run resumes from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
-    device = model.device
+    device, raster = model.device, model.trained_order == RASTER_ORDER
     draws = ClipDraws(encode_parts(vq_model), encoder, settings)
     modules = torch.nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
+    encoder.requires_grad_(raster)
+    passes = {} if raster else {n: Pass(model.first_frames(n)) for n in (settings.short_frames, NUM_FRAMES)}
     optimisers = muon_and_adamw(
-        model.layers, modules.parameters(), settings.learning_rate, settings.weight_decay
+        model.layers,
+        [parameter for parameter in modules.parameters() if parameter.requires_grad],
+        settings.learning_rate,
+        settings.weight_decay,
     )
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
 
     def loss_of(words: Tensor, tokens: Tensor, dropped: Tensor, hidden: Tensor, weights: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
             condition: TextCondition = encoder(words)
-            logits = model.teacher_forced(tokens, condition, dropped, hidden)
+            if raster:
+                logits = model.teacher_forced(tokens, condition, dropped, hidden)
+            else:
+                forced = passes[tokens.shape[1] // SIDE**2]
+                logits = forced(model, tokens, condition, dropped)[0]
+                tokens, weights = tokens[:, forced.targets], weights[:, forced.targets]
         losses = F.cross_entropy(logits.mT, tokens, reduction="none")
         return (losses * weights).sum() / weights.sum()
 
@@ -169,19 +185,24 @@ def train_motion(
 
 
 def store(model: Any, encoder: CaptionEncoder, out: Path) -> None:
-    """Write `out/transformer` and `out/text_encoder`, with matrices in 8 bits."""
+    """Write `out/transformer`, and `out/text_encoder` if it learned, with matrices in 8 bits."""
     round_matrices(model, out / "transformer")
-    round_matrices(encoder, out / "text_encoder")
+    if model.trained_order == RASTER_ORDER:
+        round_matrices(encoder, out / "text_encoder")
 
 
 @torch.no_grad()
 def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, draws: ClipDraws) -> float:
     """Return the cross entropy in nats a token on 80 held-out clips, every place counted once."""
     words, frames = draws.frames(80, 777, NUM_FRAMES, held_out=True)
+    forced = None if model.trained_order == RASTER_ORDER else Pass(model)
     losses = []
     for word_ids, tokens in zip(words.split(8), frames.flatten(1).split(8), strict=True):
-        tokens = tokens.to(model.device)
-        logits = model.teacher_forced(tokens, encoder(word_ids.to(model.device)))
+        tokens, condition = tokens.to(model.device), encoder(word_ids.to(model.device))
+        if forced is None:
+            logits = model.teacher_forced(tokens, condition)
+        else:
+            logits, tokens = forced(model, tokens, condition)[0], tokens[:, forced.targets]
         losses.append(F.cross_entropy(logits.mT, tokens).item())
     return float(np.mean(losses))
 
@@ -201,9 +222,10 @@ def judge(
 ) -> dict[str, Any]:
     """Return the shares of attributes that clips drawn for held-out prompts have, by the parser.
 
-    `sampler` draws with `model`; None: `AutoregressiveSampler`.
+    `sampler` draws with `model`; None: the plain sampler of its order.
     """
-    sampler = AutoregressiveSampler() if sampler is None else sampler
+    if sampler is None:
+        sampler = AutoregressiveSampler() if model.trained_order == RASTER_ORDER else OrderedSampler()
     prompts = held_out_prompts(count, seed)
     results: list[dict[str, bool]] = []
     for start in range(0, count, batch_size):
@@ -280,6 +302,36 @@ def start_from_shapes(model: LlamaGenTransformer, encoder: CaptionEncoder, folde
     encoder.norm.load_state_dict(words.norm.state_dict())
 
 
+@torch.no_grad()
+def start_from_motion(folder: Path, num_layers: int) -> tuple[LlamaGenTransformer, CaptionEncoder]:
+    """Return a near-to-far model with the weights of a trained `motion`, and its caption encoder.
+
+    Its blocks are the first ones of `motion`, of which the last two lead to the lower and the later head. All heads
+    start as that of `motion`.
+
+    Args:
+        folder: holds `transformer/` and `text_encoder/`.
+        num_layers: blocks in front of the right head.
+
+    Raises:
+        ValueError: `motion` has fewer blocks than this model.
+    """
+    raster = LlamaGenTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32)
+    encoder = CaptionEncoder.from_pretrained(folder / "text_encoder", torch_dtype=torch.float32)
+    if not 1 <= num_layers <= raster.config["num_layers"] - 2:
+        raise ValueError(
+            f"num_layers={num_layers} of a model that starts from {raster.config['num_layers']} blocks; pass 1 to "
+            f"{raster.config['num_layers'] - 2}, as two more lead to the other heads."
+        )
+    config = {key: value for key, value in raster.config.items() if not key.startswith("_")}
+    model = LlamaGenTransformer(**config | {"order": "nar", "num_layers": num_layers})
+    known = raster.state_dict()
+    for head in ("medusa_", "later_"):
+        known |= {f"{head}{part}": known[part] for part in ("norm.weight", "output.weight")}
+    model.load_state_dict({key: known[key] for key in model.state_dict()})
+    return model, encoder
+
+
 # -- the command line --------------------------------------------------------------------------------------------------
 
 HELP = """Train the embedded video model and its caption encoder.
@@ -288,6 +340,9 @@ HELP = """Train the embedded video model and its caption encoder.
 
 Afterwards `--out` holds `transformer/` and `text_encoder/`, with matrices in 8 bits, and `training.json` with the loss
 curve and what the parser reads in clips drawn with them. An interrupted run resumes.
+
+With `--near-to-far` the model draws all tokens at one distance from the corner in a call. Then `--start-from` names a
+trained motion, whose text_encoder it shares, and `--num-layers` the blocks in front of its right head.
 """
 
 
@@ -333,6 +388,7 @@ class Options(ClipOptions):
     start_from: Path | None = option(
         "folder with transformer/ and text_encoder/ of shapes to start from", None
     )
+    near_to_far: bool = option("train motion_nar; --start-from is then of motion", False)
     num_layers: int = 6
 
 
@@ -340,9 +396,14 @@ def main() -> None:
     options, settings = read_options(HELP, Options, MotionTraining)
     torch.manual_seed(settings.seed)
     vq_model = VQModel.from_pretrained(options.tokenizer, torch_dtype=torch.float32).eval()
-    model, encoder = new_model(vq_model, options.dim, options.num_layers, options.num_heads)
-    if options.start_from is not None:
-        start_from_shapes(model, encoder, options.start_from)
+    if options.near_to_far:
+        if options.start_from is None:
+            raise ValueError("--near-to-far without --start-from; name the folder of a trained motion.")
+        model, encoder = start_from_motion(options.start_from, options.num_layers)
+    else:
+        model, encoder = new_model(vq_model, options.dim, options.num_layers, options.num_heads)
+        if options.start_from is not None:
+            start_from_shapes(model, encoder, options.start_from)
     for part in (model, encoder, vq_model):
         part.to(options.device)
     record = train_motion(model, encoder, vq_model, settings, options.out)

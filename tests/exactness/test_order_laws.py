@@ -184,7 +184,7 @@ class GatedModel(torch.nn.Module):
             seen=whole.seen[:, whole.slots],
             answers=places,
         )
-        return self.inner.merge(*heads, places)
+        return self.inner.merge(heads, places)
 
 
 def gated_law(model: GatedModel) -> Tensor:

@@ -84,27 +84,32 @@ def start_from_raster(raster: LlamaGenTransformer, branch_layers: int = 1) -> Ll
 
 
 class Pass:
-    """All steps of the order as one pass over whole pictures.
+    """All steps of a near-to-far order as one pass over whole pictures or clips.
+
+    Args:
+        model: of order "nar" or "flashar"; of its grid are the pictures, so `model.first_frames` means shorter clips.
 
     Attributes:
         targets: long [P], the slot of each prediction; every slot once.
     """
 
     def __init__(self, model: LlamaGenTransformer) -> None:
-        whole, device = order_of(ORDER, model.grid).joined().to(model.device), model.device
+        whole, device = order_of(model.trained_order, model.grid).joined().to(model.device), model.device
         first = torch.zeros(1, dtype=torch.long, device=device)
         self.sources, self.seen = whole.sources, whole.seen[:, whole.sources]
         self.targets = torch.cat([first, whole.emitted])
-        # Position 0 is the prefix, where both heads predict slot 0.
-        self.answers = torch.cat(
-            [first.expand(1, 2), whole.answers.where(whole.answers < 0, whole.answers + 1)]
-        )
+        # Position 0 is the prefix, where all heads predict slot 0.
+        rest = whole.answers.where(whole.answers < 0, whole.answers + 1)
+        rest = F.pad(
+            rest, (0, model.num_answers - rest.shape[1]), value=-1
+        )  # one frame of a clip: none is later
+        self.answers = torch.cat([first.expand(1, model.num_answers), rest])
 
     def __call__(
         self, model: LlamaGenTransformer, tokens: Tensor, condition: Any, dropped: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the merged logits [B, P, V] of tokens long [B, L], and the lower head's where it answers."""
-        right, below = model.teacher_forced_heads(
+        heads = model.teacher_forced_heads(
             tokens[:, self.sources],
             condition,
             slots=self.sources,
@@ -112,7 +117,7 @@ class Pass:
             answers=self.answers,
             dropped=dropped,
         )
-        return model.merge(right, below, self.answers), below[:, self.answers[:, 1] >= 0]
+        return model.merge(heads, self.answers), heads[1][:, self.answers[:, 1] >= 0]
 
     def losses(
         self, model: LlamaGenTransformer, tokens: Tensor, condition: Any, dropped: Tensor | None = None

@@ -26,7 +26,7 @@ from tests.helpers.nar import (
 from tests.official import add_tiny_presets, random_weights
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, official_defaults, recognise
-from visual_spec.models.next_token.llamagen_two_heads import HeadGate
+from visual_spec.models.next_token.llamagen_near_to_far import HeadGate
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.orders.tables import order_of
@@ -102,14 +102,14 @@ def test_the_branch_starts_where_it_was_trained_to(tmp_path, training, branch_la
         found = scores(model, LABELS, TOKENS, steps)
         assert float((found - want).abs().max()) < 1e-12 * float(want.abs().max())
     whole = order.joined()
-    right, below = model.teacher_forced_heads(
+    heads = model.teacher_forced_heads(
         TOKENS[:, whole.sources],
         LABELS,
         slots=whole.sources,
         seen=whole.seen[:, whole.sources],
         answers=whole.answers.where(whole.answers < 0, whole.answers + 1),
     )
-    merged = model.merge(right, below, whole.answers).detach()
+    merged = model.merge(heads, whole.answers).detach()
     assert float((merged - want[:3, whole.emitted]).abs().max()) < 1e-12 * float(want.abs().max())
     again: Any = LlamaGenTransformer.from_config(model.config)
     assert again.config["branch_start"] == model.config["branch_start"]
@@ -160,7 +160,7 @@ def test_both_heads_in_one_pass_with_gradients(tmp_path):
     whole = order_of("flashar", model.grid).joined()
     first = torch.zeros(1, 2, dtype=torch.long)
     answers = torch.cat([first, whole.answers.where(whole.answers < 0, whole.answers + 1)])
-    right, below = model.teacher_forced_heads(
+    heads = model.teacher_forced_heads(
         TOKENS[:, whole.sources],
         condition,
         slots=whole.sources,
@@ -168,7 +168,7 @@ def test_both_heads_in_one_pass_with_gradients(tmp_path):
         answers=answers,
     )
     want = expected(weights, condition, TOKENS, gated)[:3]
-    merged = model.merge(right, below, answers)
+    merged = model.merge(heads, answers)
     order = torch.cat([torch.zeros(1, dtype=torch.long), whole.emitted])
     assert float((merged.detach() - want[:, order]).abs().max()) < 1e-12 * float(want.abs().max())
     merged.sum().backward()
@@ -183,7 +183,7 @@ def test_both_heads_in_one_pass_with_gradients(tmp_path):
         answers=answers,
         dropped=torch.tensor([False, True, False]),
     )
-    merged = model.merge(*dropped, answers)
+    merged = model.merge(dropped, answers)
     want[1] = expected(weights, condition, TOKENS, gated)[4]
     assert float((merged.detach() - want[:, order]).abs().max()) < 1e-12 * float(want.abs().max())
 

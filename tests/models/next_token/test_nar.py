@@ -125,7 +125,7 @@ def test_refuses_calls_in_raster_order(tmp_path):
         model(state, TOKENS[:, :1], torch.zeros(3, 1, dtype=torch.long))
     with pytest.raises(ValueError, match="teacher_forced scores raster order"):
         model.teacher_forced(TOKENS, LABELS)
-    for order, frames in (("spiral", 1), ("nar", 2)):
+    for order, frames in (("spiral", 1), ("flashar", 2), ("par4", 2)):
         with pytest.raises(
             ValueError,
             match=f"order='{order}' of {frames} frames of a LlamaGen",

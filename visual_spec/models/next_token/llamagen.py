@@ -13,7 +13,7 @@ import importlib
 import math
 from copy import copy
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -61,12 +61,13 @@ PRESETS: dict[str, dict[str, int]] = {
 # Classes of the orders that a model can be trained for, by module.
 ORDERS = {
     RASTER_ORDER: "llamagen:LlamaGenTransformer",
-    "nar": "llamagen_two_heads:LlamaGenTwoHeads",
-    "flashar": "llamagen_two_heads:LlamaGenTwoHeads",
+    "nar": "llamagen_near_to_far:LlamaGenNearToFar",
+    "flashar": "llamagen_near_to_far:LlamaGenNearToFar",
     "par4": "llamagen_regions:LlamaGenRegions",
     "par16": "llamagen_regions:LlamaGenRegions",
     ANY_ORDER: "llamagen_any_order:LlamaGenAnyOrder",
 }
+_OF_CLIPS = (RASTER_ORDER, "nar")  # orders of several frames
 
 
 class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
@@ -85,7 +86,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             attend to single words; a small model then learns captions far sooner.
         order: the order the model was trained for, one of `ORDERS`, which names its class: an object of another order
             than "raster" is of that class.
-        branch_layers, branch_start: of `LlamaGenTwoHeads`.
+        branch_layers, branch_start: of `LlamaGenNearToFar`.
         num_frames: frames of the grid. With several, the rotary table has a part for them (`rotary_table`), and
             learned embeddings of the frame, row and column of a token are added to it.
         rotary_size: side of the grid that the rotary table was made for, where it is another than `grid_size`: slot i
@@ -101,7 +102,6 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     _no_split_modules = ["TransformerBlock"]
 
     stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train motion`
-    branched: ClassVar[bool] = False  # whether `branch_layers` blocks follow those of the trunk
 
     def __new__(cls, *args: Any, order: str = RASTER_ORDER, **settings: Any) -> Self:
         """Make an object of the class of its order: folders of every order may name this one."""
@@ -132,10 +132,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         super().__init__()
         classes = {place.partition(":")[2] for place in ORDERS.values()}
         own = next(base.__name__ for base in type(self).__mro__ if base.__name__ in classes)
-        if ORDERS.get(order, ":").partition(":")[2] != own or (order != RASTER_ORDER and num_frames > 1):
+        if ORDERS.get(order, ":").partition(":")[2] != own or (order not in _OF_CLIPS and num_frames > 1):
             raise ValueError(
-                f"order={order!r} of {num_frames} frames of a {type(self).__name__}; pass raster, or "
-                f"{', '.join(list(ORDERS)[1:])} of one frame, to LlamaGenTransformer"
+                f"order={order!r} of {num_frames} frames of a {type(self).__name__}; pass {' or '.join(_OF_CLIPS)}, or "
+                f"{', '.join(name for name in ORDERS if name not in _OF_CLIPS)} of one frame, to LlamaGenTransformer"
             )
         if (num_classes is None) == (caption_dim is None):
             raise ValueError(
@@ -146,7 +146,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
                 f"rotary_size={rotary_size} of {grid_size} x {grid_size} tokens and {num_frames} frames; pass at least "
                 "grid_size, of one frame"
             )
-        if branch_start is not None and not (self.branched and 0 <= branch_start <= num_layers):
+        if branch_start is not None and not (self.num_answers > 1 and 0 <= branch_start <= num_layers):
             raise ValueError(
                 f"branch_start={branch_start} of order {order!r} with {num_layers} blocks; pass 0 to {num_layers} to a "
                 "model with a lower head, else None"
@@ -164,7 +164,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         hidden = feed_forward_width(dim)
         self.layers = nn.ModuleList(
             TransformerBlock(dim, num_heads, hidden, norm_eps)
-            for _ in range(num_layers + branch_layers * self.branched)
+            for _ in range(num_layers + branch_layers * (self.num_answers - 1))
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
@@ -190,6 +190,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     def trained_order(self) -> str:
         """The order that the model was trained for, see `TrainedOrderModel`."""
         return self.config["order"]
+
+    @property
+    def num_answers(self) -> int:
+        """H, the heads that may predict a slot."""
+        return 1
 
     @property
     def learned_tokens(self) -> int:
@@ -354,7 +359,9 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             mask = mask[:, None]
         features, hidden = self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask), side)
         features = features[:, -1:]
-        first = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)  # the last position answers
+        first = torch.zeros(
+            1, self.num_answers, dtype=torch.long, device=hidden.device
+        )  # the last position answers
         logits = self.logits(features, hidden[:, -1:], first)[:, 0]
         return LlamaGenState(logits, guided, window, cache, table, prefix_mask, features, side)
 
@@ -502,7 +509,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
         Args:
             features: [R, W, dim], what the head reads.
-            hidden: [R, W, dim], output of the last block.
+            hidden: what `run` returns second.
             answers: long [P, H], the position that answers with each head, or -1; None: all, with the first head.
         """
         return self._head(features if answers is None else features[:, answers[:, 0]])
