@@ -17,7 +17,7 @@ trained `motion`, whose caption encoder it keeps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,14 @@ def train_motion(
     draws = ClipDraws(encode_parts(vq_model), encoder, settings)
     modules = torch.nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
     encoder.requires_grad_(raster)
-    passes = {} if raster else {n: Pass(model.first_frames(n)) for n in (settings.short_frames, NUM_FRAMES)}
+    passes = (
+        {}
+        if raster
+        else {
+            frames: Pass(model, replace(model.grid, frames=frames))
+            for frames in (settings.short_frames, NUM_FRAMES)
+        }
+    )
     optimisers = muon_and_adamw(
         model.layers,
         [parameter for parameter in modules.parameters() if parameter.requires_grad],

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -87,14 +88,19 @@ class Pass:
     """All steps of a near-to-far order as one pass over whole pictures or clips.
 
     Args:
-        model: of order "nar" or "flashar"; of its grid are the pictures, so `model.first_frames` means shorter clips.
+        model: of order "nar" or "flashar".
+        grid: of the pictures or clips; None: the model's own. Shorter clips are drawn in another order than the first
+            frames of longer ones, so they only serve as a start.
 
     Attributes:
         targets: long [P], the slot of each prediction; every slot once.
     """
 
-    def __init__(self, model: LlamaGenTransformer) -> None:
-        whole, device = order_of(model.trained_order, model.grid).joined().to(model.device), model.device
+    def __init__(self, model: LlamaGenTransformer, grid: TokenGrid | None = None) -> None:
+        whole, device = (
+            order_of(model.trained_order, grid or model.grid).joined().to(model.device),
+            model.device,
+        )
         first = torch.zeros(1, dtype=torch.long, device=device)
         self.sources, self.seen = whole.sources, whole.seen[:, whole.sources]
         self.targets = torch.cat([first, whole.emitted])

@@ -218,10 +218,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Return this model over the first `count` frames only, with the same weights.
 
         Raises:
-            ValueError: the model has not so many frames.
+            ValueError: the model has not so many frames; or fewer of a model of another order than raster order, in
+                which tokens of early frames see some of later ones.
         """
         frames = self.config["num_frames"]
-        whole("num_frames", count, Within(1, frames))
+        whole("num_frames", count, Within(1 if self.trained_order == RASTER_ORDER else frames, frames))
         if count == self.grid.frames:
             return self
         shorter = copy(self)

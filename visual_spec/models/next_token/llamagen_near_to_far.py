@@ -108,9 +108,7 @@ class LlamaGenNearToFar(LlamaGenTransformer):
         """Return logits [R, P, V] of each head, arbitrary where it has no answer; arguments as of `logits`."""
         right, *others = answers.clamp(min=0).unbind(1)
         logits = [self._head(features[:, right])]
-        for name, tap, place in zip(
-            _ADDED, hidden.unbind(2), others, strict=False
-        ):  # one frame: no later head
+        for name, tap, place in zip(_ADDED[: len(others)], hidden.unbind(2), others, strict=True):
             norm, output = self.get_submodule(f"{name}_norm"), self.get_submodule(f"{name}_output")
             predicted = output(norm(tap)[:, place])
             logits.append(predicted.to(torch.promote_types(predicted.dtype, torch.float32)))
