@@ -23,6 +23,7 @@ from visual_spec.models.next_token.llamagen_blocks import (
     LlamaGenState,
     Shared,
     TextCondition,
+    TransformerBlock,
     Turns,
     rotate,
     turns_of,
@@ -134,6 +135,37 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         features = self._read(cache, hidden, seen, turns, state.prefix_mask)
         state.features = features[:, : slots.shape[1]]
         return self._head(state.features)
+
+    def teacher_forced_along(
+        self,
+        tokens: Tensor,
+        orders: Tensor,
+        condition: TextCondition | Tensor,
+        dropped: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits `[B, L, V]` along `orders`, long `[B, L]`, of whole pictures `tokens [B, L]`, in one pass.
+
+        Gradients flow. Place p predicts slot `orders[b, p]` from the tokens of the slots before it, as one token a call
+        does. `dropped` as in `teacher_forced`.
+        """
+        prefix, prefix_mask = self.embed_condition(condition, dropped=dropped)
+        length, table = prefix.shape[1], self.rotary_table().to(tokens.device)
+        turned = table[orders]  # [B, L, D / 2, 2]
+        embedded = self.tok_embeddings(tokens.gather(1, orders))
+        pairs = torch.stack([self.instructions(turned), embedded], 2).flatten(1, 2)[
+            :, :-1
+        ]  # [B, 2 L - 1, dim]
+        hidden = torch.cat([prefix, pairs], 1)
+        unturned = self.unturned(table).expand(len(tokens), length, -1, -1)
+        turns = turns_of(torch.cat([unturned, turned.repeat_interleave(2, 1)[:, :-1]], 1))
+        total = hidden.shape[1]
+        causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
+        words = F.pad(prefix_mask, (0, total - length), value=True)
+        mask = (causal & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
+        for block in self.layers:
+            assert isinstance(block, TransformerBlock)
+            hidden = block.whole(hidden, turns, mask[:, None])
+        return self._head(self.norm(hidden[:, length::2]))
 
     def instructions(self, table: Tensor) -> Tensor:
         """Return position-instruction tokens [R, P, dim]: the learned one turned by `table [R, P, D / 2, 2]`."""
