@@ -12,7 +12,9 @@ from scripts.train.motion import (
     judge,
     motion_vocabulary,
     place_weights,
+    start_from_motion,
     start_from_shapes,
+    store,
     train_motion,
 )
 from scripts.train.motion_tokens import MotionTokens
@@ -23,6 +25,7 @@ from visual_spec.data.motion_parser import parse_caption
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.samplers.orders.tables import order_of
 
 
 @pytest.fixture
@@ -146,6 +149,62 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
         assert value.ndim != 2 or torch.equal(value.float(), value.to(torch.float8_e4m3fn).float())
     drawn = judge(model, encoder, vq_model, 2, guidance_scale=1.0, batch_size=2)
     assert drawn["clips"] == 2 and 0 <= drawn["mean_attribute"] <= 1 and "camera" in drawn["attributes"]
+
+
+def test_a_near_to_far_model_starts_as_motion_learns_resumes_and_draws(
+    tmp_path, monkeypatch, parts, vq_model
+):
+    monkeypatch.setattr(motion, "encode_parts", lambda model: parts)
+    held_out_loss = motion._held_out_loss
+    monkeypatch.setattr(motion, "_held_out_loss", lambda *arguments: 0.0)
+    torch.manual_seed(3)
+    raster, words = motion.new_model(vq_model, 16, 4, 2)
+    store(raster, words, tmp_path / "motion")
+    model, encoder = start_from_motion(tmp_path / "motion", 2)
+    known, own = raster.state_dict(), model.state_dict()
+    assert model.trained_order == "nar" and model.num_answers == 3 and len(model.layers) == 4
+    for key, value in own.items():
+        assert torch.equal(value, known[key.removeprefix("medusa_").removeprefix("later_")]), key
+    settings = MotionTraining(
+        steps=12, batch_size=1, short_share=0.5, short_frames=2, hidden_clips=0, compile=False
+    )
+
+    def train(out, every):
+        model, encoder = start_from_motion(tmp_path / "motion", 2)
+        return train_motion(model, encoder, vq_model, settings, out, every=every), model
+
+    check_training(tmp_path, train, 8, every=4, saved={"transformer": LlamaGenTransformer})
+    assert not (tmp_path / "whole" / "text_encoder").exists()  # that of motion did not learn
+    trained: Any = LlamaGenTransformer.from_pretrained(tmp_path / "whole" / "transformer")
+    draws = motion.ClipDraws(parts, encoder, settings)
+    few = draws.frames(2, 777, 16, held_out=True)
+    monkeypatch.setattr(draws, "frames", lambda *arguments, **more: few)
+    with torch.no_grad():
+        logits, tokens = decoded(trained, few[1].flatten(1), encoder(few[0])), few[1].flatten(1)
+    want = float(torch.nn.functional.cross_entropy(logits.mT, tokens))
+    assert held_out_loss(trained, encoder, draws) == pytest.approx(want, abs=1e-6)
+    result = judge(trained, encoder, vq_model, 1, guidance_scale=1.0)
+    assert result["clips"] == 1
+    with pytest.raises(ValueError, match="num_layers=3 of a model that starts from 4 blocks"):
+        start_from_motion(tmp_path / "motion", 3)
+
+
+def decoded(model: Any, tokens: torch.Tensor, condition: Any) -> torch.Tensor:
+    """Logits [B, L, V] of known tokens, from the calls of decoding."""
+    order, count = order_of("nar", model.grid), len(tokens)
+    state = model.prefill(condition, batch_size=count, guided=False, window=order.width)
+    logits = state.logits.new_full((*tokens.shape, model.vocab_size), torch.nan)
+    logits[:, 0] = state.logits
+    for step in order.steps[1:]:
+        logits[:, step.emitted] = model(
+            state,
+            tokens[:, step.sources],
+            step.slots.expand(count, -1),
+            seen=step.seen.expand(count, -1, -1),
+            predicted=step.emitted.expand(count, -1),
+            answers=step.answers,
+        )
+    return logits
 
 
 def test_the_start_knows_the_words_and_layers_of_shapes(tmp_path, vq_model):

@@ -123,6 +123,18 @@ def test_calls_along_an_order_compute_what_the_sequence_says(loaded, width):
     close(torch.cat(found, 1), want)
 
 
+def test_one_pass_along_orders_computes_the_same_with_gradients(loaded):
+    weights, model = loaded
+    tokens = drawn()
+    want = expected(weights, tokens)
+    logits = model.teacher_forced_along(tokens, ORDERS, LABELS)
+    close(logits.detach(), want[:2])
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    dropped = model.teacher_forced_along(tokens, ORDERS, LABELS, torch.tensor([False, True])).detach()
+    close(dropped, torch.stack([want[0], want[3]]))
+
+
 def test_places_asked_in_parallel_are_asked_as_if_each_came_next(loaded):
     """Every place behind the known ones, put right behind them in the sequence; and the first ones of the prefill."""
     weights, model = loaded

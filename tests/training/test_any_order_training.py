@@ -1,0 +1,80 @@
+"""Training of `shapes_any`: its start from a raster model, and a run that is killed."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.train import any_order
+from scripts.train.any_order import AnyOrderTraining, start_from_raster, train_any_order
+from tests.helpers.training import check_training
+from tests.tiny import tiny_readers
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.orders.any_order import AnyOrderSampler
+from visual_spec.training import tokens
+
+SHORT = AnyOrderTraining(
+    steps=40, batch_size=8, scenes=16, learning_rate=1e-2, caption_dropout=0.2, compile=False
+)
+
+
+@pytest.fixture(scope="module")
+def readers() -> tuple[CaptionEncoder, Any]:
+    torch.manual_seed(1)
+    return tiny_readers()
+
+
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch):
+    """16 tokens a picture, and few held-out ones."""
+    monkeypatch.setattr(
+        any_order,
+        "tokenize_dataset",
+        lambda *args, **more: tokens.tokenize_dataset(*args, **{"side": 4, **more}),
+    )
+    monkeypatch.setattr(any_order, "held_out_loss", partial(any_order.held_out_loss, count=8))
+
+
+def raster() -> LlamaGenTransformer:
+    torch.manual_seed(2)
+    return LlamaGenTransformer(
+        vocab_size=16,
+        dim=16,
+        num_layers=2,
+        num_heads=2,
+        grid_size=4,
+        prefix_length=20,
+        num_classes=None,
+        caption_dim=8,
+        zero_prefix_keys=False,
+    ).eval()
+
+
+def test_it_starts_with_all_weights_of_the_raster_model():
+    one, model = raster(), start_from_raster(raster())
+    assert model.trained_order == "any"
+    weights = model.state_dict()
+    assert weights.keys() - one.state_dict().keys() == {"pos_instruct_embeddings"}
+    assert all(torch.equal(weights[key], value) for key, value in one.state_dict().items())
+
+
+def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(readers, tmp_path: Path):
+    encoder, vq_model = readers
+
+    def train(out: Path, every: int) -> tuple[dict[str, Any], Any]:
+        torch.manual_seed(4)
+        model = start_from_raster(raster())
+        return train_any_order(model, encoder, vq_model, SHORT, out, every=every), model
+
+    record = check_training(tmp_path, train, 6, every=4, saved={"": LlamaGenTransformer})
+    assert record["loss"][-1][1] < record["loss"][0][1] - 0.2
+    trained: Any = LlamaGenTransformer.from_pretrained(tmp_path / "whole", torch_dtype=torch.float32)
+    assert record["held_out_loss"] == pytest.approx(
+        any_order.held_out_loss(trained, encoder, vq_model), abs=1e-3
+    )
+    drawn = AnyOrderSampler()(trained, encoder(["red circle"]), law=TokenLaw(), batch_size=1)
+    assert drawn.tokens.shape == (1, 16)
