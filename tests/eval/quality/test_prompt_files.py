@@ -29,6 +29,7 @@ def test_every_form_of_one_list_gives_the_same_prompts(tmp_path):
         write(tmp_path / "a.csv", "id,Prompt\n" + "".join(f"1,{text}\n" for text in escaped)),
         write(tmp_path / "a.tsv", "Prompt\tCategory\n" + "".join(f"{text}\tfood\n" for text in escaped)),
         write(tmp_path / "a.json", json.dumps(coco)),
+        write(tmp_path / "list.json", json.dumps(texts)),
     ]
     for form in forms:
         found = read_prompts(form)
@@ -50,6 +51,22 @@ def test_geneval_and_dpg_ask_for_four_pictures_of_each_prompt(tmp_path):
         write(tmp_path / "dpg" / f"{name}.txt", f"prompt\n{name}\n")
     found = read_prompts(str(tmp_path / "dpg"))
     assert (found.layout, found.texts, found.names) == ("dpg", ("prompt a", "prompt b"), ("a", "b"))
+
+
+def test_vbench_asks_for_five_videos_and_twenty_five_where_it_drops_some(tmp_path):
+    entries = [
+        ("a cat", "color"),
+        ("a still cat", "temporal_flickering"),
+        ("a dog", "scene"),
+        ("a cat", "scene"),
+    ]
+    info = [{"prompt_en": prompt, "dimension": [name]} for prompt, name in entries]
+    found = read_prompts(write(tmp_path / "VBench_full_info.json", json.dumps(info)))
+    assert found.texts == ("a cat", *["a still cat"] * 5, "a dog") and (found.layout, len(found)) == (
+        "vbench",
+        35,
+    )
+    assert found.names == ("0", "0", "5", "10", "15", "20", "0")
 
 
 def test_classes_are_asked_for_by_number(tmp_path):

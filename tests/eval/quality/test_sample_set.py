@@ -18,6 +18,7 @@ from tests.helpers.sample_sets import TEXTS, content, work_in
 from tests.tiny import tiny_pipeline, tiny_video_pipeline
 from visual_spec.eval.quality import sample_set
 from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.media_files import read_video
 from visual_spec.eval.quality.prompt_files import PromptSet
 from visual_spec.eval.quality.sample_set import SampleSet
 from visual_spec.pipelines.video_files import pixels_of
@@ -194,6 +195,26 @@ def test_geneval_and_dpg_get_their_layouts(tmp_path):
     grid = np.asarray(Image.open(dpg / "grids" / "y.png"))
     parts = [np.asarray(Image.open(dpg / f"{index:06d}.png")) for index in range(4, 8)]
     assert np.array_equal(grid, np.vstack([np.hstack(parts[:2]), np.hstack(parts[2:])]))
+
+
+def test_vbench_gets_its_videos_by_prompt_and_number(tmp_path):
+    pytest.importorskip("av")
+    texts, numbers = ("a cat", "a still cat", "a still cat"), ("0", "0", "5")
+    prompts = PromptSet(texts, "vbench", names=numbers)
+    sample(work_in(tmp_path, num=15, batch_size=5, pipe=tiny_video_pipeline(), prompts=prompts))
+    expected = [f"a cat-{k}.mp4" for k in range(5)] + [f"a still cat-{k}.mp4" for k in range(10)]
+    assert {path.name for path in (tmp_path / "vbench").iterdir()} == set(expected)
+    drawn = SampleFiles.open(tmp_path)
+    for index, name in enumerate(expected):
+        video = read_video(tmp_path / "vbench" / name)
+        (frames,) = drawn.videos(index, index + 1)
+        factor = video.shape[1] // frames.shape[1]
+        assert len(video) == len(frames) and factor > 1  # small videos are enlarged
+        small = video.reshape(len(frames), frames.shape[1], factor, frames.shape[2], factor, 3).mean((2, 4))
+        others = [np.abs(small - other).mean() for other in drawn.videos(0, 15)]
+        assert int(np.argmin(others)) == index
+    with pytest.raises(ValueError, match="vbench"):
+        sample(work_in(tmp_path / "b", prompts=prompts))
 
 
 def _draw(folder):

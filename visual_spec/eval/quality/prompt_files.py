@@ -5,12 +5,13 @@
 | `*.txt` | one prompt a line |
 | `*.jsonl` | one object a line, its `prompt`, `caption` or `text`; GenEval's `evaluation_metadata.jsonl` by its `tag` |
 | `*.csv`, `*.tsv` | the column `prompt`, `caption` or `text`, in any case; PartiPrompts is such a file |
-| `*.json` | COCO captions: the first caption of every picture, in the order of the pictures' ids |
+| `*.json` | COCO captions: the first caption of every picture, in the order of their ids; or a list of prompts |
+| `VBench_full_info.json` | VBench: every prompt once, and those of its dimension temporal_flickering five times |
 | a folder of `*.txt` | DPG-Bench: one prompt a file, in the order of their names |
 | `classes` | no file: the classes of a class model in turn, as often as it takes; `imagenet` says the same |
 
-GenEval and DPG-Bench have scorers that read four pictures a prompt from a layout of their own, which `PromptSet.layout`
-names.
+GenEval and DPG-Bench have scorers that read four pictures a prompt from a layout of their own, and VBench's reads five
+videos a prompt; `PromptSet.layout` names the layout. VBench asks for 25 videos where a filter drops those that move.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from typing import Any
 
 from visual_spec.files.reading import parse, read_text
 
-FLAT, GENEVAL, DPG = "flat", "geneval", "dpg"
+FLAT, GENEVAL, DPG, VBENCH = "flat", "geneval", "dpg", "vbench"
 CLASSES = ("classes", "imagenet")
 _COLUMNS = ("prompt", "caption", "text")
-_PER_PROMPT = {FLAT: 1, GENEVAL: 4, DPG: 4}  # pictures of each prompt, as the scorers read them
+_PER_PROMPT = {FLAT: 1, GENEVAL: 4, DPG: 4, VBENCH: 5}  # samples of each prompt, as the scorers read them
+_FLICKERING = 5  # times as many videos of VBench's prompts for temporal_flickering
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class PromptSet:
 
     Attributes:
         texts: one a prompt.
-        layout: "flat", "geneval" or "dpg".
+        layout: "flat", "geneval", "dpg" or "vbench".
         labels: what the pipeline is asked for in place of the texts: numbers of classes, as two may share a name.
-        names: of DPG-Bench, the name of each prompt's file, without its ending.
+        names: of DPG-Bench, the name of each prompt's file without ending; of VBench, the number of the first video.
         records: of GenEval, the line of each prompt.
         source: what tells them all, in place of the texts: of prompts without end.
     """
@@ -54,7 +56,7 @@ class PromptSet:
 
     @property
     def per_prompt(self) -> int:
-        """Pictures that each prompt gets."""
+        """Samples that each prompt gets."""
         return _PER_PROMPT[self.layout]
 
     @property
@@ -66,11 +68,11 @@ class PromptSet:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        """Pictures of all prompts, each with as many as its layout takes."""
+        """Samples of all prompts, each with as many as its layout takes."""
         return len(self.texts) * self.per_prompt
 
     def of(self, sample: int) -> int:
-        """The prompt of a sample. Behind the last prompt the first one comes again."""
+        """The prompt of a sample. The first prompt follows the last one."""
         return sample // self.per_prompt % len(self.texts)
 
     def asked(self, sample: int) -> str:
@@ -110,7 +112,7 @@ def read_prompts(source: str, class_names: Sequence[str] | None = None) -> Promp
         ".jsonl": _json_lines,
         ".csv": _table,
         ".tsv": _table,
-        ".json": _coco,
+        ".json": _json,
     }
     if path.suffix not in readers:
         raise ValueError(
@@ -176,9 +178,30 @@ def _table(path: Path) -> PromptSet:
     return PromptSet(tuple((row[column] or "").strip() for row in rows))
 
 
-def _coco(path: Path) -> PromptSet:
+def _json(path: Path) -> PromptSet:
+    content = parse(read_text(path), str(path))
+    if isinstance(content, list) and content:
+        if all(isinstance(text, str) for text in content):
+            return PromptSet(tuple(content))
+        if all(isinstance(entry, dict) and {"prompt_en", "dimension"} <= entry.keys() for entry in content):
+            return _vbench(content)
+    return _coco(content, path)
+
+
+def _vbench(entries: list[dict[str, Any]]) -> PromptSet:
+    """A prompt that two dimensions share is drawn once. One that takes 25 videos comes five times."""
+    repeats: dict[str, int] = {}
+    for entry in entries:
+        prompt = entry["prompt_en"]
+        often = _FLICKERING if "temporal_flickering" in entry["dimension"] else 1
+        repeats[prompt] = max(repeats.get(prompt, 0), often)
+    places = [(prompt, place) for prompt, often in repeats.items() for place in range(often)]
+    numbers = tuple(str(place * _PER_PROMPT[VBENCH]) for _, place in places)
+    return PromptSet(tuple(prompt for prompt, _ in places), VBENCH, names=numbers)
+
+
+def _coco(content: Any, path: Path) -> PromptSet:
     try:
-        content = parse(read_text(path), str(path))
         notes = content["annotations"]
         rows = sorted((note["image_id"], note["id"], note["caption"]) for note in notes)
     except (ValueError, KeyError, TypeError) as error:

@@ -32,11 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         required=True,
         metavar="FILE",
-        help=".txt (one a line), .jsonl, .csv, .tsv, COCO captions (.json), GenEval's .jsonl, DPG-Bench's folder; or "
-        "classes, of a class model",
+        help=".txt (one a line), .jsonl, .csv, .tsv, COCO captions or a list (.json), GenEval's .jsonl, DPG-Bench's "
+        "folder, VBench_full_info.json; or classes, of a class model",
     )
     parser.add_argument(
-        "--num", type=int, metavar="N", help="samples (default: one a prompt; GenEval and DPG four)"
+        "--num",
+        type=int,
+        metavar="N",
+        help="samples (default: one a prompt; GenEval and DPG four, VBench five)",
     )
     parser.add_argument(
         "--sampler",

@@ -1,6 +1,7 @@
 """A set of samples as files: pictures or clips named by index, with what each was asked for and how it was drawn.
 
     000000.png 000001.png ...   the samples; GenEval's layout has folders of its own, DPG-Bench's grids are under grids/
+                                and VBench's videos under vbench/
     manifest.jsonl              one line a sample: index, file, prompt, seed, sampler, law, promise, calls, checksum
     seconds.jsonl               one line a batch: its first sample, its seconds, and what else was measured of it
     run.json                    all that fixes the samples
@@ -34,8 +35,8 @@ from PIL import Image
 
 from visual_spec.eval import draws
 from visual_spec.eval.media import show
-from visual_spec.eval.quality.media_files import read_picture
-from visual_spec.eval.quality.prompt_files import DPG, FLAT, GENEVAL, PromptSet
+from visual_spec.eval.quality.media_files import read_picture, read_video
+from visual_spec.eval.quality.prompt_files import FLAT, GENEVAL, VBENCH, PromptSet
 from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
@@ -44,10 +45,12 @@ from visual_spec.files.reading import inside, parse, read_object, read_regular, 
 from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
+from visual_spec.pipelines.video_files import check_format, video_bytes
 
 Report = Callable[[str], Any]
 _MINUTE = 60.0  # seconds
 BATCHES = "batches"
+_VBENCH_RATE = 8.0  # frames per second, as VBench's guide writes its videos
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,14 @@ class SampleSet:
         """
         if self.num < 1 or self.batch_size < 1:
             raise ValueError(f"num={self.num}, batch_size={self.batch_size}; pass at least 1 of each")
-        if self.prompts.layout != FLAT and self.pipe.medium != "image":
+        medium = "video" if self.prompts.layout == VBENCH else "image"
+        if self.prompts.layout != FLAT and self.pipe.medium != medium:
             raise ValueError(
-                f"the layout {self.prompts.layout} is of pictures; this model makes {self.pipe.medium}."
+                f"the prompts of {self.prompts.layout} are for {MEDIA[medium].samples}; this model makes "
+                f"{MEDIA[self.pipe.medium].samples}."
             )
+        if self.prompts.layout == VBENCH:
+            check_format("mp4")
         check_samplers(self.pipe, [self.setting])
         ready_folder(self.folder)
         for name in (RUN, TIMES, MANIFEST, BATCHES):
@@ -215,18 +222,25 @@ class SampleSet:
         }
 
     def _write_layout(self) -> None:
-        """What the scorers of GenEval and DPG-Bench read beside the pictures."""
+        """What the scorers of GenEval, DPG-Bench and VBench read beside the samples."""
         for turn in range(self.num // self.prompts.per_prompt):
             prompt = self.prompts.of(turn * self.prompts.per_prompt)
             if self.prompts.layout == GENEVAL:
                 record = self.prompts.records[prompt] + "\n"
                 write_atomically(self._place(f"{turn:05d}/metadata.jsonl"), record, overwrite=True)
-            elif turn < len(self.prompts.texts):
+            elif turn >= len(self.prompts.texts):
+                break
+            elif self.prompts.layout == VBENCH:
+                first = int(self.prompts.names[prompt])
+                for place in range(self.prompts.per_prompt):
+                    frames = read_video(self.folder / self.file_of(turn * self.prompts.per_prompt + place))
+                    name = f"vbench/{self.prompts.texts[prompt]}-{first + place}.mp4"
+                    write_atomically(self._place(name), video_bytes(frames, _VBENCH_RATE), overwrite=True)
+            else:
                 four = [self.folder / self.file_of(turn * 4 + place) for place in range(4)]
                 grid = png_bytes(_grid([Image.fromarray(read_picture(path)) for path in four]))
                 name = self.prompts.names[prompt]
                 write_atomically(self._place(f"grids/{name}.png"), grid, overwrite=True)
-        assert self.prompts.layout in (GENEVAL, DPG)
 
 
 def sample(
