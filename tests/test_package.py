@@ -67,17 +67,17 @@ assert not events, events
 IMPORTED = {
     "ImagePipeline('shapes')": (
         "a red circle",
-        60,
+        56,
         "musicgen encodec var infinity magnet tree columns masked samplers.orders",
     ),
     "LatentImagePipeline('shapes_mar')": (
         0,
-        61,
+        57,
         "musicgen encodec var infinity magnet tree columns masked_image",
     ),
     "ChunkVideoPipeline('motion_causal')": (
         "a red circle moves right",
-        60,
+        56,
         "musicgen encodec var infinity magnet",
     ),
 }

@@ -22,8 +22,9 @@ from tests.exactness.branching import BranchingNoise
 from tests.exactness.regions import Regions, distinct, hash_rows
 from tests.exactness.states import join, select, settled
 from visual_spec.samplers.core.acceptance import AcceptanceRule
-from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import DivergenceMeter
 
 PLAIN = TokenLaw()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.relaxed_rules import gsd_acceptance, lent, nearest
-from visual_spec.samplers.core.relaxation import Relaxation
+from visual_spec.samplers.core.acceptance import Relaxation
 from visual_spec.samplers.core.relaxed import cluster_table
 
 Law = list[float]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import accepted_prefix
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import Label, rows_of
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster.jacobi import JacobiState, SpeculativeJacobiSampler
 
 _real_step = SpeculativeJacobiSampler.step

@@ -19,14 +19,13 @@ from tests.helpers.statistics import LEAST_P
 from tests.helpers.tabular import TabularColumnModel
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.samplers.core import verification
-from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
-from visual_spec.samplers.core.base import Run
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, Relaxation, residual
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import PROPOSAL, RESIDUAL
-from visual_spec.samplers.core.relaxation import Relaxation
 from visual_spec.samplers.core.relaxed import rule_of
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster import column_base
 from visual_spec.samplers.raster.column_base import UNITS, ColumnView
 from visual_spec.samplers.raster.column_relaxation import join_rules

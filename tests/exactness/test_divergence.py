@@ -14,9 +14,9 @@ from tests.helpers.relaxed_rules import CODEBOOK, ONE_SIDED, RELAXATIONS, one_sl
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster.jacobi import JacobiState, SpeculativeJacobiSampler
 
 

@@ -34,10 +34,10 @@ from visual_spec.models.core.calls import (
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
-from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.orders.along_order import slots_in_order
 from visual_spec.samplers.registry import DRAFTER, SAMPLERS, SamplerEntry, sampler_class
 from visual_spec.samplers.scales.stages import Stage

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.relaxed_rules import codes, gsd_acceptance, lent, many_laws, nearest, one_slot, pairs, tv
-from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
-from visual_spec.samplers.core.relaxation import Relaxation
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, Relaxation, residual
 from visual_spec.samplers.core.relaxed import (
     bounded_acceptance,
     clustered_acceptance,

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.acceptance import AcceptanceRule, residual
-from visual_spec.samplers.core.relaxation import Relaxation
+from visual_spec.samplers.core.acceptance import AcceptanceRule, Relaxation, residual
 
 
 def pairs(vocab_size: int, count: int = 300) -> tuple[Tensor, Tensor]:

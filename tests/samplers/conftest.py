@@ -13,7 +13,8 @@ from visual_spec.models.drafters.eagle import EagleState
 from visual_spec.models.next_token.cached_decoder import CachedState
 from visual_spec.models.next_token.llamagen import LlamaGenState
 from visual_spec.samplers.core import graph
-from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.base import Sampler
+from visual_spec.samplers.core.state import Run
 
 
 @pytest.fixture

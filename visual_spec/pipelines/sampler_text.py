@@ -110,7 +110,7 @@ def _flat_settings(kind: Any) -> dict[str, Sequence[str]]:
     """The settings that a class takes as one mapping, with the names in it, which are written like other settings."""
     relaxed = {}
     if "relaxation" in inspect.signature(kind).parameters:
-        from visual_spec.samplers.core.relaxation import Relaxation
+        from visual_spec.samplers.core.acceptance import Relaxation
 
         relaxed["relaxation"] = Relaxation.names()
     return {**relaxed, **getattr(kind, "flat_settings", {})}

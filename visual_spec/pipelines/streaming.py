@@ -14,8 +14,8 @@ from einops import repeat
 from torch import Tensor
 
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.samplers.core.active import WATCHER
 from visual_spec.samplers.core.base import STOP
+from visual_spec.samplers.core.state import WATCHER
 
 GREY = 0.5  # of pixels in [0, 1]: places that are open
 

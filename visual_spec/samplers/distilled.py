@@ -20,7 +20,7 @@ from torch import Tensor
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import DistilledAnswer, DistilledModel, DistilledState
 from visual_spec.models.core.settings import Within
-from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import (
     check_allowed,
     check_batch_size,
@@ -31,6 +31,7 @@ from visual_spec.samplers.core.checks import (
 )
 from visual_spec.samplers.core.law import TokenLaw, non_finite
 from visual_spec.samplers.core.noise import CHAIN, TOKEN
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.scales.reference import law_at_scale

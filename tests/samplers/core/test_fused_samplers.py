@@ -21,8 +21,8 @@ from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import masking, verification
+from visual_spec.samplers.core.acceptance import Relaxation
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxation import Relaxation
 from visual_spec.samplers.core.relaxed import rule_of
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.masked import MaskedSampler

@@ -362,12 +362,12 @@ def test_a_graph_asked_for_where_there_can_be_none_is_refused_before_any_computa
 def test_weights_that_come_and_go_are_not_recorded():
     layer = nn.Linear(2, 2)
     model = SimpleNamespace(device="cuda", decoder=nn.Sequential(layer))
-    assert graph.wants_graph("auto", model) and graph.wants_graph(True, model)
-    assert not graph.wants_graph(False, model)
+    assert base.wants_graph("auto", model) and base.wants_graph(True, model)
+    assert not base.wants_graph(False, model)
     layer._hf_hook = object()  # pyright: ignore[reportArgumentType]
-    assert not graph.wants_graph("auto", model)
+    assert not base.wants_graph("auto", model)
     with pytest.raises(ValueError, match="graph=True for a model that is offloaded"):
-        graph.wants_graph(True, model)
+        base.wants_graph(True, model)
 
 
 @dataclass

@@ -11,8 +11,8 @@ from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.acceptance import Relaxation
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxation import Relaxation
 from visual_spec.samplers.core.relaxed import cluster_table, neighbour_table, smallest
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler

@@ -8,13 +8,14 @@ import torch
 
 from tests.helpers.columns import MODEL as COLUMNS
 from tests.tiny import seeded, tiny_pipeline
-from visual_spec.samplers.core import window as window_module
+from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.window import START, WIDTHS, WindowPolicy, window_of_rows
+from visual_spec.samplers.core.window import START, WindowPolicy
+from visual_spec.samplers.raster import jacobi
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
-from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler, window_of_rows
 
 PROMPTS = ["a red square", "a blue circle", "red"]
 
@@ -176,7 +177,7 @@ def test_without_a_window_a_call_has_128_positions_at_most_or_4_a_row(rows, wind
 @pytest.mark.parametrize(("guidance_scale", "windows"), [(1.0, {8, 16, 32}), (3.0, {4, 8, 16, 32})])
 def test_without_a_window_the_rows_that_are_left_decide(monkeypatch, guidance_scale, windows):
     """Each call has the window of its own rows, and the tokens are those of plain sampling."""
-    monkeypatch.setattr(window_module, "_POSITIONS", 64)
+    monkeypatch.setattr(jacobi, "_POSITIONS", 64)
     seen: list[tuple[int, int | None]] = []
     step = SpeculativeJacobiSampler.step
 

@@ -16,10 +16,10 @@ from tests.tiny import tiny_transformer
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.core.precision import EXACT_WIDTH
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler

@@ -28,9 +28,9 @@ from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.continuous import ContinuousSampler, PlainState
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.graph import forget
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 
 # Calls and levels of a picture: the published evaluation, a quarter of its calls, and a quarter of its levels too.
 SCHEDULES = ((256, 100), (64, 100), (64, 25))

@@ -82,7 +82,8 @@ SHARE = Within(0, 1)
 SEED = Within(0, 2**64 - 1)
 Count = Annotated[int, COUNT]
 Share = Annotated[float, SHARE]
-Graph = Annotated[bool | str, OneOf(("auto",))]
+AUTO = "auto"
+Graph = Annotated[bool | str, OneOf((AUTO,))]
 
 
 @dataclass(frozen=True)

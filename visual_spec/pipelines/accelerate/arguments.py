@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from visual_spec.samplers.core.active import WATCHER
+from visual_spec.samplers.core.state import WATCHER
 
 # Arguments and settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed,
 # and the values beside None that do nothing.

@@ -33,9 +33,11 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.columns.depth import Choice, CsmDepth, DepthDecoder, MoshiDepth, QwenDepth
+from visual_spec.models.core.settings import AUTO
 from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_of, take_off, unwrapped
 from visual_spec.pipelines.sampler_text import parse_sampler
-from visual_spec.samplers.core.graph import AUTO, RecordedFunction, wants_graph
+from visual_spec.samplers.core.checks import wants_graph
+from visual_spec.samplers.core.graph import RecordedFunction
 from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.raster.depth_window import DepthWindow
 

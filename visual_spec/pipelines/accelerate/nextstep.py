@@ -27,8 +27,10 @@ from torch import Tensor, nn
 
 from visual_spec.models.continuous.speech_heads import NextStepHead
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.settings import AUTO
 from visual_spec.pipelines.accelerate.adapter import Adapter, hang, take_off
-from visual_spec.samplers.core.graph import AUTO, RecordedFunction, wants_graph
+from visual_spec.samplers.core.checks import wants_graph
+from visual_spec.samplers.core.graph import RecordedFunction
 from visual_spec.samplers.core.trace import Stopwatch
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.settings import AUTO
 from visual_spec.pipelines.accelerate.adapter import hang
-from visual_spec.samplers.core.graph import AUTO, RecordedFunction, wants_graph
+from visual_spec.samplers.core.checks import wants_graph
+from visual_spec.samplers.core.graph import RecordedFunction
 from visual_spec.samplers.core.trace import Stopwatch
 
 GENERATE, FORWARD = "generate", "forward"

@@ -15,10 +15,11 @@ from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.denoising import ChainLaw
 from visual_spec.samplers.continuous.head_loop import HeadLoop
-from visual_spec.samplers.core.base import Run, Sampler, State
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_batch_size
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult
 
 ORDERS = ("random", "raster")

@@ -16,13 +16,13 @@ from typing import Annotated, Any, NamedTuple
 
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.orders import hidden_after
-from visual_spec.models.core.settings import MOST_CALLS, SHARE, Graph, Within, with_groups
+from visual_spec.models.core.settings import AUTO, MOST_CALLS, SHARE, Graph, Within, with_groups
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
 from visual_spec.samplers.continuous.conditions import SlotGroup
-from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.graph import AUTO, wants_graph
+from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.recap import full_calls, last_of_group
+from visual_spec.samplers.core.state import Run
 
 # Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.
 _ROOM = 64

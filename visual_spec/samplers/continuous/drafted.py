@@ -32,8 +32,8 @@ from visual_spec.samplers.continuous.rules import (
     Window,
 )
 from visual_spec.samplers.core.acceptance import accepted_prefix
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE
 
 RULES: dict[str, type[Rule]] = {

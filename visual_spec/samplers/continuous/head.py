@@ -21,9 +21,9 @@ from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.continuous.coupling import couple
 from visual_spec.samplers.continuous.denoising import Chains, Law, drawn
 from visual_spec.samplers.core.acceptance import accepted_prefix
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
+from visual_spec.samplers.core.state import Run
 
 
 class HeadSpeculativeSampler(ContinuousSampler):

@@ -21,8 +21,8 @@ from visual_spec.samplers.continuous.checks import check_rule
 from visual_spec.samplers.continuous.denoising import ChainLog
 from visual_spec.samplers.continuous.rules import AlignedRule, ChainRule, Rule, Window
 from visual_spec.samplers.core.acceptance import accepted_prefix
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 
 
 @dataclass

@@ -12,25 +12,24 @@ exactness tests can drive the same code that decodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
-from visual_spec.samplers.core.active import WATCHER, ActiveSamples, HostCopy, counted
+from visual_spec.models.core.settings import AUTO
+from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.checks import (
     CheckedLaw,
     check_guided,
     check_parts,
     check_request,
-    check_returned,
     check_text_law,
+    wants_graph,
 )
-from visual_spec.samplers.core.graph import can_record, can_record_prefill, prefilled, recorded, wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
 from visual_spec.samplers.core.precision import (
@@ -40,205 +39,13 @@ from visual_spec.samplers.core.precision import (
     scales_by_batch,
     watched,
 )
-from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
-from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
+from visual_spec.samplers.core.state import WATCHER, ActiveSamples, HostCopy, Run, counted, device_of
+from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import TOKENS
-from visual_spec.samplers.core.window import AUTO, WindowPolicy, adaptive
 
 Callback = Callable[[int, Tensor], Any]
 _AHEAD = 32  # slots behind the window whose noise is drawn with it on the host
 STOP = "stop"  # what a callback returns to end the decode
-
-
-@dataclass
-class Run:
-    """What stays the same from call to call of one decode.
-
-    Attributes:
-        model, condition, batch_size: as given. Completed samples leave the batch, so steps take its size from the
-            state.
-        cache: the model's own state after its prefill.
-        law: turns logits into laws, and checks them.
-        law_given: the law as given. Methods whose law varies from call to call replace `law` by others.
-        noise: the noise of the samples.
-        watch: measures the time of each phase.
-        rule: the rule that tests drafts, with its tables.
-        parts: the other arguments of the call, by the names in the sampler's `takes`.
-        tables: tensors that the method computed once for the whole decode.
-        view: what a slot holds, one token or a column (`TokenView`).
-        fixed_width: positions of every call of the model; None: as many as there are to score.
-        unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
-        end: the token at which a sample ends; None: none does.
-    """
-
-    model: Any
-    condition: Any
-    batch_size: int
-    cache: Any
-    law: CheckedLaw
-    law_given: TokenLaw
-    noise: CounterNoise
-    watch: Stopwatch
-    rule: AcceptanceRule = EXACT
-    parts: dict[str, Any] = field(default_factory=dict)
-    tables: dict[str, Tensor] = field(default_factory=dict)
-    view: Any = TOKENS
-    fixed_width: int | None = None
-    unit: float | None = None
-    end: int | None = None
-
-    def score(self, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Call the model on a window, and fill the window up where all calls have one width.
-
-        The tokens behind the window are zeros. No position of the window sees them, and each is written again before
-        it is seen.
-
-        Args:
-            tokens: long [B, W], or [B, W, K] columns.
-            slots: long [B, W], consecutive.
-
-        Returns:
-            logits [R, W, ...], as from the model.
-        """
-        width = slots.shape[1]
-        if self.fixed_width is None:
-            return self.model(cache, tokens, slots)
-        extra = self.fixed_width - width
-        behind = slots[:, -1:] + torch.arange(1, extra + 1, device=slots.device)
-        shape = (len(tokens), extra, *tokens.shape[2:])
-        tokens, slots = torch.cat([tokens, tokens.new_zeros(shape)], 1), torch.cat([slots, behind], 1)
-        logits = self.model(cache, tokens, slots)
-        rest = (None,) * (logits.dim() - 2)
-        logits = check_returned(logits, len(tokens), self.guided, self.fixed_width, *rest)[:, :width]
-        cache.narrow(width)
-        return logits
-
-    @property
-    def guided(self) -> bool:
-        """Whether the model also runs unconditional rows."""
-        return self.cache.guided
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the decode."""
-        return device_of(self.cache)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of slots to decode."""
-        return self.law.num_tokens
-
-    @property
-    def drafter_condition(self) -> Any:
-        """The condition of a second model that is no feature drafter: its own, or else the target's."""
-        own = self.parts.get("drafter_condition")
-        return self.condition if own is None else own
-
-    @property
-    def drafter(self) -> Any:
-        """The second model, if the sampler takes one."""
-        return self.parts.get("drafter")
-
-    def lap(self, phase: str) -> None:
-        """Attribute the time since the last lap to `phase`."""
-        self.watch.lap(phase, self.device)
-
-
-def device_of(cache: Any) -> torch.device:
-    """Return the device of a model's state."""
-    return cache.device if hasattr(cache, "device") else cache.logits.device
-
-
-@dataclass
-class State:
-    """A batch between two calls. Row b has committed its first `lengths[b]` slots. Axis 0 of all tensors is the sample.
-
-    Attributes:
-        cache: the model's own state.
-        tokens: long [B, L + scratch], by slot: committed tokens, then drafts, then scratch. Models of columns have
-            [B, L + scratch, K].
-        lengths: long [B].
-        round: index of the last call (the prefill is 0); a long tensor [] where calls are recorded as graphs.
-        target_calls: long [B].
-        commit_call: long [B, L + scratch], by slot: the last call whose window held the slot. For a committed slot that
-            is the call that committed it.
-        meter: measures what a lossy rule does to the law; None for a lossless rule.
-        near_ties: long [B], committed slots at near-ties; None where they are not counted.
-        end: the token at which a sample ends, see `TokenLaw.end`.
-    """
-
-    cache: Any
-    tokens: Tensor
-    lengths: Tensor
-    round: int | Tensor
-    target_calls: Tensor
-    commit_call: Tensor
-    meter: DivergenceMeter | None
-    near_ties: Tensor | None = field(default=None, kw_only=True)
-    end: int | None = field(default=None, kw_only=True)
-
-    @classmethod
-    def begin(cls, run: Run, scratch: int, **more: Any) -> Self:
-        """Return the state after the prefill of a next-token model: slot 0 is drawn from its law and committed.
-
-        Args:
-            scratch: number of slots past the grid that calls may write.
-            more: the other fields of a subclass.
-        """
-        view, logits = run.view, run.view.first(run.cache.logits)
-        slots = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
-        tokens = view.empty(slots, run.num_tokens + scratch)
-        view.write(tokens, slots, view.draw(run.law, run.noise, logits, slots, run.guided))
-        state = cls(
-            cache=run.cache,
-            tokens=tokens,
-            lengths=slots.new_ones(run.batch_size),
-            round=0,
-            target_calls=slots.new_ones(run.batch_size),
-            commit_call=slots.new_zeros(tokens.shape[:2]),
-            meter=None if run.rule.lossless else DivergenceMeter(run.batch_size, run.device),
-            near_ties=None if run.unit is None else torch.zeros_like(slots[:, 0]),
-            end=run.end,
-            **more,
-        )
-        state._stop_at_ends(slots, torch.zeros_like(state.lengths), run.num_tokens)
-        return state
-
-    def next_slots(self, count: int) -> Tensor:
-        """Return the `count` slots after the committed tokens of each row: long [B, count]."""
-        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
-
-    def commit(self, slots: Tensor, count: Tensor, num_tokens: int, near: Tensor | None = None) -> None:
-        """Commit the first `count`, long [B], of the slots long [B, N] of a call; complete rows do not change.
-
-        Args:
-            near: bool [B, N], the near-ties among the slots, where they are counted.
-        """
-        if near is not None:
-            assert self.near_ties is not None
-            taken = torch.arange(near.shape[1], device=near.device) < count[:, None]
-            self.near_ties = self.near_ties + (near & taken & (slots < num_tokens)).sum(1)
-        self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
-        self.target_calls += self.lengths < num_tokens
-        before, self.lengths = self.lengths, (self.lengths + count).clamp_(max=num_tokens)
-        self._stop_at_ends(slots, before, num_tokens)
-
-    def _stop_at_ends(self, slots: Tensor, before: Tensor, num_tokens: int) -> None:
-        """Complete the rows that committed an end: what follows it holds ends, which no call committed.
-
-        Args:
-            slots: long [B, N], those of the call.
-            before: long [B], the committed slots before the call.
-        """
-        if self.end is None:
-            return
-        new = (slots >= before[:, None]) & (slots < self.lengths[:, None])
-        ends = new & (self.tokens.gather(1, slots) == self.end)
-        first = torch.where(ends, slots, num_tokens).amin(1)  # [B], num_tokens where there is none
-        after = torch.arange(self.tokens.shape[1], device=slots.device) > first[:, None]
-        self.tokens = self.tokens.masked_fill(after, self.end)
-        self.commit_call = self.commit_call.masked_fill(after, -1)
-        self.lengths = torch.where(first < num_tokens, num_tokens, self.lengths)
 
 
 class Sampler(SchedulerMixin, ConfigMixin):
@@ -425,6 +232,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         self, model: Any, condition: Any, key: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> tuple[Any, Any, Any]:
         """Run a prefill that can be recorded, see `prefilled`; a state of None: it was not run."""
+        from visual_spec.samplers.core.graph import can_record_prefill, prefilled  # on a GPU only
+
         if not can_record_prefill(model) or type(self).prefill is not Sampler.prefill:
             return key, None, None
         given: Any = dict(guided=law.guided, window=self.fixed_width or self.window_of(model))
@@ -434,10 +243,34 @@ class Sampler(SchedulerMixin, ConfigMixin):
         check_guided(cache, law.guided).fixed = self.fixed_width is not None
         return key, cache, prefill
 
+    def _recorded(
+        self, model: Any, key: Any, run: Run, state: Any, prefill: Any
+    ) -> tuple[Any, Callable[[], None]] | None:
+        """Move a decode to a recording, see `recorded`: its state there, and a call of it; None: it stays as it is."""
+        from visual_spec.samplers.core.graph import can_record, recorded
+
+        strict = self.config.graph is True
+        if not strict and not can_record(state):
+            return None
+        # The recording outlives this decode. Of the prefill it reads only what the state holds.
+        lasting = replace(run, condition=None, cache=None)
+
+        def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
+            self.step(replace(lasting, cache=state.cache, law=law, noise=noise), state)
+
+        state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
+        run.noise.keep = 0  # later decodes write their keys over these
+        others: Any = dict(drafter=run.drafter, prefill=prefill, strict=strict)
+        fixed, advance = recorded(model, key, call, (state, run.law, run.noise), run.watch, **others)
+        state, run.law, run.noise = fixed
+        return state, advance
+
     def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
         """Return `advance`, with the state's `width` set before each call where calls differ in it."""
         if self.config.get("window") != AUTO or self.fixed_width is not None:
             return advance
+        from visual_spec.samplers.core.window import WindowPolicy, adaptive  # where it is asked for
+
         policy = WindowPolicy.of(run.model, (run.batch_size, run.law_given.guided, str(run.device)))
         return adaptive(advance, state, policy, run.num_tokens)
 
@@ -488,32 +321,14 @@ class Sampler(SchedulerMixin, ConfigMixin):
         run = self.begin(model, condition, law, keys, watch, cache=cache, **parts)
         state = self.prepare(run)
 
-        # The recording outlives this decode. Of the prefill it reads only what the state holds.
-        lasting = replace(run, condition=None, cache=None)
-
-        def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
-            self.step(replace(lasting, cache=state.cache, law=law, noise=noise), state)
-
         def advance() -> None:
             self.step(run, state)
 
-        recording = recording and (graph is True or can_record(state))
-        if recording:
-            state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
-            run.noise.keep = 0  # later decodes write their keys over these
-            fixed, advance = recorded(
-                model,
-                key,
-                call,
-                (state, run.law, run.noise),
-                run.watch,
-                drafter=run.drafter,
-                prefill=prefill,
-                strict=graph is True,
-            )
-            state, run.law, run.noise = fixed
+        moved = self._recorded(model, key, run, state, prefill) if recording else None
+        if moved is not None:
+            state, advance = moved
         advance = self.paced(advance, run, state)
-        shrinks = not recording and self.fixed_width is None
+        shrinks = moved is None and self.fixed_width is None
         return decode(self, run, state, advance, callback, shrinks=shrinks)
 
 

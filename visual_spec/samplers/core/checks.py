@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from visual_spec.models.core.orders import ANY_ORDER, RASTER_ORDER, trained_order
-from visual_spec.models.core.protocol import NextTokenModel
-from visual_spec.models.core.settings import whole
+from visual_spec.models.core.protocol import NextTokenModel, modules_of
+from visual_spec.models.core.settings import AUTO, COUNT, OneOf, whole
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 from visual_spec.samplers.core.precision import EXACT_WIDTH
 
 # COUPLINGS: how the drafts of a slot in successive rounds depend on each other. ACCEPTANCES: how they are tested.
 COUPLINGS = ("gumbel", "independent", "maximal")
 ACCEPTANCES = ("identical", "exact")
+WIDTHS = (1, 4, 8, 16, 32, 64)  # windows to choose from
+Window = Annotated[int | str, COUNT, OneOf((AUTO,))]
 
 
 def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int, *, any_order: bool = False) -> None:
@@ -179,6 +181,19 @@ def check_exact_width(exact_width: bool, acceptance: str, width: int | str | Non
         )
 
 
+def check_window(window: int | str, acceptance: str) -> None:
+    """Refuse the window "auto" if the tokens would depend on it.
+
+    Raises:
+        ValueError: the window is "auto" and the acceptance is not "identical".
+    """
+    if window == AUTO and acceptance != "identical":
+        raise ValueError(
+            f"window='auto' with acceptance={acceptance!r}: the window would depend on measured times, and with it the "
+            "tokens of a seed. Pass acceptance='identical', or a number."
+        )
+
+
 def check_coupled(coupling: str, acceptance: str) -> None:
     """Refuse a coupling that the acceptance cannot use.
 
@@ -203,6 +218,33 @@ def check_allowed(law: TokenLaw, vocab_size: int) -> None:
             f"allowed={law.allowed} reaches beyond the vocabulary of {vocab_size} tokens; "
             f"pass a range within (0, {vocab_size})."
         )
+
+
+def wants_graph(graph: bool | str, model: Any) -> bool:
+    """Return whether to record a decode, before anything is computed. "auto" records wherever recording is possible.
+
+    Raises:
+        ValueError: `graph` is True, but the device is not CUDA, or the model is moved between devices.
+    """
+    if graph is False:
+        return False
+    device = torch.device(getattr(model, "device", "cpu"))
+    if device.type != "cuda":
+        if graph is True:
+            raise ValueError(f"graph=True on {device}: only CUDA records graphs; pass graph='auto'.")
+        return False
+    if _is_offloaded(model):
+        if graph is True:
+            raise ValueError(
+                "graph=True for a model that is offloaded: a graph knows weights by their address. Keep the model on "
+                "the device, or pass graph='auto'."
+            )
+        return False
+    return True
+
+
+def _is_offloaded(model: Any) -> bool:
+    return any(hasattr(module, "_hf_hook") for root in modules_of(model) for module in root.modules())
 
 
 class CheckedLaw:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.drafts import Draft, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.verification import Verdict, verify
 
 

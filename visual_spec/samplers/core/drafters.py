@@ -12,7 +12,7 @@ from visual_spec.samplers.core.checks import CheckedLaw, check_prefill, check_re
 from visual_spec.samplers.core.drafts import rows_of
 
 if TYPE_CHECKING:
-    from visual_spec.samplers.core.base import Run
+    from visual_spec.samplers.core.state import Run
 
 
 class FeatureDrafter(Protocol):

@@ -24,7 +24,6 @@ from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.trace import Stopwatch
 
-AUTO = "auto"
 # Share of the device's memory that recordings may keep after their decodes; the oldest are dropped first.
 _SHARE = 0.25
 
@@ -87,29 +86,6 @@ def forget(model: Any = None) -> None:
         _RECORDINGS.clear()
     else:
         _RECORDINGS.pop(owner_of(model), None)
-
-
-def wants_graph(graph: bool | str, model: Any) -> bool:
-    """Return whether to record a decode, before anything is computed. "auto" records wherever recording is possible.
-
-    Raises:
-        ValueError: `graph` is True, but the device is not CUDA, or the model is moved between devices.
-    """
-    if graph is False:
-        return False
-    device = torch.device(getattr(model, "device", "cpu"))
-    if device.type != "cuda":
-        if graph is True:
-            raise ValueError(f"graph=True on {device}: only CUDA records graphs; pass graph='auto'.")
-        return False
-    if _is_offloaded(model):
-        if graph is True:
-            raise ValueError(
-                "graph=True for a model that is offloaded: a graph knows weights by their address. Keep the model on "
-                "the device, or pass graph='auto'."
-            )
-        return False
-    return True
 
 
 def can_record_prefill(model: Any) -> bool:
@@ -422,10 +398,6 @@ def _weights(model: Any, drafter: Any) -> tuple[Any, ...]:
 
 def _whole_key(model: Any, key: Any) -> Any:
     return key, type(model), model.grid
-
-
-def _is_offloaded(model: Any) -> bool:
-    return any(hasattr(module, "_hf_hook") for root in modules_of(model) for module in root.modules())
 
 
 def _make_room(device: torch.device, needed: Recording) -> None:

@@ -6,6 +6,7 @@ law (with top-p below 1, or a temperature other than 1).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_finite
 from visual_spec.models.core.settings import Within, read_fields
-from visual_spec.samplers.core.history import HistoryRule
 
 # Below this, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
@@ -38,8 +38,8 @@ class TokenLaw:
         allowed: half-open range (first, last + 1) of token ids; None allows the whole vocabulary.
         guidance_until: slots from this one on are drawn from the conditional law; None guides every slot. LlamaGen's
             `cfg_interval=n` guides its first token and n + 1 more, so it is `guidance_until=n + 2`.
-        history: rules that read the tokens before the slot (`history`), applied in this order after guidance and
-            before the rest, as transformers does.
+        history: rules that read the tokens before the slot (`history.HistoryRule`), applied in this order after
+            guidance and before the rest, as transformers does.
         end: the token after which a sample holds nothing else; None: samples fill the grid.
 
     Raises:
@@ -52,7 +52,7 @@ class TokenLaw:
     top_p: Annotated[float, Within(above=0, most=1)] = 1.0
     allowed: tuple[int, int] | None = None
     guidance_until: Annotated[int | None, Within(0, none="guidance of every slot")] = None
-    history: tuple[HistoryRule, ...] = ()
+    history: tuple[Callable[..., Tensor], ...] = ()
     end: Annotated[int | None, Within(0, none="samples that fill the grid")] = None
 
     def __post_init__(self) -> None:

@@ -30,8 +30,14 @@ from visual_spec.kernels.clustered_mass import clustered_mass
 from visual_spec.kernels.grouped_mass import grouped_mass, smallest
 from visual_spec.kernels.lantern_mass import lantern_mass, lending_limit, merge_neighbours
 from visual_spec.models.core.kmeans import k_means
-from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, exact_acceptance
-from visual_spec.samplers.core.relaxation import CLUSTERED, GROUPED, Relaxation
+from visual_spec.samplers.core.acceptance import (
+    CLUSTERED,
+    EXACT,
+    GROUPED,
+    AcceptanceRule,
+    Relaxation,
+    exact_acceptance,
+)
 
 _TABLE_ROWS = 2**24  # distances in memory at once while a table is built
 

@@ -11,22 +11,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from visual_spec.models.core.protocol import owner_of
-from visual_spec.models.core.settings import COUNT, OneOf
-from visual_spec.samplers.core.active import HostCopy
+from visual_spec.samplers.core.checks import WIDTHS
+from visual_spec.samplers.core.state import HostCopy
 
-AUTO = "auto"
-WIDTHS = (1, 4, 8, 16, 32, 64)
 START = 32  # the window of the first calls
-USUAL, NARROWEST = 32, 4  # windows without a choice of the user's: of one picture, and of the largest batches
-# Positions of such a call, in all rows of the batch. On two cores of a Xeon more of them cost more than their tokens
-# save: 16 pictures of `shapes` at batch 4 and 8 decode fastest with windows 16 and 8. On an EPYC these gain little.
-_POSITIONS = 128
 _GAIN = (
     0.31  # c of the embedded `shapes`, where W = 4, 8, 16, 32, 64 keep .8, 1.5, 2.4, 3.7, 4.5 drafts a call
 )
@@ -43,49 +37,6 @@ _SLOPES = np.geomspace(1e-4, 4.0, 80)  # candidates of b / a
 
 # {model: {the rest of the key: policy}}, so that the next picture need not learn again.
 _POLICIES: WeakKeyDictionary[Any, dict[Any, WindowPolicy]] = WeakKeyDictionary()
-
-
-Window = Annotated[int | str, COUNT, OneOf((AUTO,))]
-
-
-def check_window(window: int | str, acceptance: str) -> None:
-    """Refuse the window "auto" if the tokens would depend on it.
-
-    Raises:
-        ValueError: the window is "auto" and the acceptance is not "identical".
-    """
-    if window == AUTO and acceptance != "identical":
-        raise ValueError(
-            f"window='auto' with acceptance={acceptance!r}: the window would depend on measured times, and with it the "
-            "tokens of a seed. Pass acceptance='identical', or a number."
-        )
-
-
-def widest(window: int | str | None, fixed: int | None = None) -> int:
-    """Return the most slots that a call scores; "auto" and None are `fixed` where all calls have that width."""
-    if isinstance(window, int):
-        return window
-    return fixed or (USUAL if window is None else WIDTHS[-1])
-
-
-def window_of_rows(rows: int) -> int:
-    """Return the window of a batch of so many rows, those of guidance included: as wide as its call stays small."""
-    fitting = [width for width in WIDTHS if NARROWEST <= width <= USUAL and rows * width <= _POSITIONS]
-    return max(fitting, default=NARROWEST)
-
-
-def by_rows(advance: Callable[[], None], state: Any, guided: bool) -> Callable[[], None]:
-    """Return `advance`, one step on `state`, with the window of the rows that are left in every call.
-
-    Args:
-        state: has `width`, which is set, and `lengths`, long `[B]`.
-    """
-
-    def step() -> None:
-        state.width = window_of_rows(len(state.lengths) * (2 if guided else 1))
-        advance()
-
-    return step
 
 
 class WindowPolicy:

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from visual_spec.models.core.settings import SHARE, OneOf, Within
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.graph import RecordedFunction
 from visual_spec.samplers.core.masking import Spans, least_sure
 from visual_spec.samplers.core.recap import KINDS, full_calls, group_width, last_of_group, places_of
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.masked.state import CodebookStage, MaskedRunState
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import DivergenceMeter
 
 

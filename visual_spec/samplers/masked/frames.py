@@ -27,10 +27,11 @@ from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import FrameModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import CALLS, SHARE, OneOf, Within, group_of, with_groups
-from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.checks import check_frame_model, check_given
 from visual_spec.samplers.masked.dependence import Dependence

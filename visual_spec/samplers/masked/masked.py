@@ -19,11 +19,11 @@ from torch import Tensor
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedModel
 from visual_spec.models.core.settings import CALLS, COUNT, SHARE, Graph, OneOf, group_of, with_groups
-from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_guided
-from visual_spec.samplers.core.graph import wants_graph
+from visual_spec.samplers.core.base import Sampler
+from visual_spec.samplers.core.checks import check_guided, wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import SPAN_SCORES
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.calls import RecordedCalls, Reuse
 from visual_spec.samplers.masked.checks import check_given, check_masked_model, check_rescorer, check_reuse

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import SHARE, OneOf, Within
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import (
     CLOCKS,
@@ -36,6 +35,7 @@ from visual_spec.samplers.core.masking import (
     least_sure,
 )
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise
+from visual_spec.samplers.core.state import Run
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01

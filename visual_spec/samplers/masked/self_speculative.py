@@ -26,7 +26,7 @@ from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.models.core.settings import CALLS, OneOf, Within
-from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import ACCEPTANCES, check_guided, check_returned
 from visual_spec.samplers.core.drafts import Draft, Label, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
@@ -39,6 +39,7 @@ from visual_spec.samplers.core.masking import (
     hidden_shares,
 )
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 from visual_spec.samplers.core.verification import verify
 from visual_spec.samplers.masked.checks import check_causal_layer, check_masked_model

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.masked_protocol import Rescorer
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import Spans, mixed
 from visual_spec.samplers.core.recap import scattered
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE
 from visual_spec.samplers.masked.calls import Reuse
 from visual_spec.samplers.masked.dependence import Dependence

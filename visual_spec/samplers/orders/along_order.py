@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from visual_spec.models.core.orders import ANY_ORDER, AnyOrderModel, trained_order
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.settings import OneOf, Within
-from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_request, check_returned
 from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
 from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 
 SlotOrder = Annotated[str | Sequence[int], OneOf(FIXED_ORDERS), Within(0)]

@@ -10,8 +10,8 @@ import torch
 
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.settings import MOST_CALLS, Within
-from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.orders.along_order import (
     AlongOrderSampler,

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.settings import CALLS, OneOf
-from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.checks import ACCEPTANCES
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.noise import TOKEN
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.verification import draw_near, draw_tokens
 from visual_spec.samplers.orders.along_order import (
     AlongOrderSampler,

@@ -11,10 +11,11 @@ from torch import Tensor
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.orders import ANY_ORDER, RASTER_ORDER, trained_order
 from visual_spec.models.core.settings import OneOf
-from visual_spec.samplers.core.base import Run, Sampler, State
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_choice, check_request, check_returned
 from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.orders.rows import check_order_model

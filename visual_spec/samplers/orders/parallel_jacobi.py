@@ -16,13 +16,13 @@ from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import COUNT, OneOf
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import (
     ACCEPTANCES,
     COUPLINGS,
     check_coupled,
 )
 from visual_spec.samplers.core.drafts import LEFT, UNIFORM, UP, Draft, Label, Redrafting
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.verification import verify_laws
 from visual_spec.samplers.orders.row_order import RowOrder, RowPlan
 from visual_spec.samplers.orders.rows import RowSampler, RowState

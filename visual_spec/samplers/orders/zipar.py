@@ -12,8 +12,8 @@ from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import COUNT
 from visual_spec.samplers.core.acceptance import exact_acceptance, residual
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.orders.row_order import RowOrder
 from visual_spec.samplers.orders.rows import RowSampler, RowState
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from visual_spec.kernels.law import POINT_LAW
 from visual_spec.models.core.protocol import ColumnModel
 from visual_spec.samplers.core.acceptance import accepted_prefix, exact_acceptance, residual
-from visual_spec.samplers.core.base import Run, Sampler, State
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_returned
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label, rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
 from visual_spec.samplers.core.precision import rounding_of
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 from visual_spec.samplers.core.verification import Law, TokenView, Verdict, verify_laws
 from visual_spec.samplers.raster.column_residual import draw_product_residual, product_acceptance

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
-from visual_spec.samplers.core.relaxation import Relaxation
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.relaxed import rule_of
 
 

@@ -15,11 +15,10 @@ import torch
 
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import ColumnModel
-from visual_spec.models.core.settings import COUNT, Graph, OneOf
-from visual_spec.samplers.core.base import Run
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf
 from visual_spec.samplers.core.checks import ACCEPTANCES, check_exact_width
-from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster.column_base import ColumnChainSampler, ColumnDraftState
 from visual_spec.samplers.raster.drafted import DraftedSampler, DraftedState, begin_drafted
 

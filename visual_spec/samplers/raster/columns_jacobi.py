@@ -13,14 +13,11 @@ from typing import Annotated, Any
 import torch
 
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import Graph, OneOf
-from visual_spec.samplers.core.acceptance import AcceptanceRule
-from visual_spec.samplers.core.checks import COUPLINGS, check_coupled, check_exact_width
+from visual_spec.models.core.settings import AUTO, Graph, OneOf
+from visual_spec.samplers.core.acceptance import RELAXED, AcceptanceRule, Relaxation
+from visual_spec.samplers.core.checks import COUPLINGS, Window, check_coupled, check_exact_width, check_window
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM
-from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
-from visual_spec.samplers.core.window import Window, check_window
 from visual_spec.samplers.raster.column_base import (
     CODEBOOK,
     COLUMN,

@@ -19,17 +19,15 @@ from torch import Tensor
 from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import DecodeState
-from visual_spec.models.core.settings import COUNT, SHARE, Graph, OneOf
-from visual_spec.samplers.core.acceptance import BLOCK, AcceptanceRule
-from visual_spec.samplers.core.base import Run, State
+from visual_spec.models.core.settings import AUTO, COUNT, SHARE, Graph, OneOf
+from visual_spec.samplers.core.acceptance import BLOCK, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_drafter, draft_law, start_drafter
 from visual_spec.samplers.core.drafts import Draft, Label
-from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.verification import Verdict
 
 BLOCK_RULE = "block"

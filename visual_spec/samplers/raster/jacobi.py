@@ -17,15 +17,17 @@ from torch import Tensor
 
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import DecodeState
-from visual_spec.models.core.settings import COUNT, Graph, OneOf
-from visual_spec.samplers.core.base import Run, State
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf
+from visual_spec.samplers.core.acceptance import RELAXED, Relaxation
 from visual_spec.samplers.core.checks import (
     COUPLINGS,
+    WIDTHS,
+    Window,
     check_coupled,
     check_exact_width,
+    check_window,
 )
 from visual_spec.samplers.core.draft_chain import ChainSampler
-from visual_spec.samplers.core.drafters import check_drafter, start_drafter
 from visual_spec.samplers.core.drafts import (
     INITIAL_DRAFTS,
     LAST_LAW,
@@ -34,11 +36,9 @@ from visual_spec.samplers.core.drafts import (
     Redrafting,
     copied_slots,
 )
-from visual_spec.samplers.core.graph import AUTO as AUTO_GRAPH
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.verification import Verdict
-from visual_spec.samplers.core.window import Window, by_rows, check_window, widest
 from visual_spec.samplers.raster.redrafting import (
     CARRIED,
     CHOSEN,
@@ -52,6 +52,11 @@ from visual_spec.samplers.raster.redrafting import (
     pictured,
     redrafted,
 )
+
+USUAL, NARROWEST = 32, 4  # windows without a choice of the user's: of one picture, and of the largest batches
+# Positions of such a call, in all rows of the batch. On two cores of a Xeon more of them cost more than their tokens
+# save: 16 pictures of `shapes` at batch 4 and 8 decode fastest with windows 16 and 8. On an EPYC these gain little.
+_POSITIONS = 128
 
 
 @dataclass
@@ -133,7 +138,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))] = "identical",
         initial_draft: Annotated[str, OneOf(INITIAL_DRAFTS)] = "left",
         relaxation: Mapping[str, Any] | None = None,
-        graph: Graph = AUTO_GRAPH,
+        graph: Graph = AUTO,
         exact_width: bool = False,
         drafts: Annotated[str | None, OneOf(DRAFTS)] = None,
         redrafts: Annotated[int, COUNT] = 12,
@@ -154,6 +159,8 @@ class SpeculativeJacobiSampler(ChainSampler):
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         if self.needs_drafter:
+            from visual_spec.samplers.core.drafters import check_drafter  # where there is one
+
             drafter = parts.get("drafter")
             check_drafter(self, model, drafter)
             if self.drafts == PICTURED:
@@ -207,6 +214,8 @@ class SpeculativeJacobiSampler(ChainSampler):
             state.picture = F.pad(whole_picture(run, state.tokens[:, 0]), (0, window))
             run.lap("draft")
         if self.drafts == CHOSEN:
+            from visual_spec.samplers.core.drafters import start_drafter
+
             state.drafter_cache = start_drafter(run, window=window)
             state.fed = torch.zeros_like(state.lengths)
             state.steady = torch.zeros_like(state.tokens) if self.identical else None
@@ -310,6 +319,33 @@ class SpeculativeJacobiSampler(ChainSampler):
         )
         drafts, state.label = view.forced(drafts, label, slots)
         view.write(state.tokens, slots, drafts)
+
+
+def widest(window: int | str | None, fixed: int | None = None) -> int:
+    """Return the most slots that a call scores; "auto" and None are `fixed` where all calls have that width."""
+    if isinstance(window, int):
+        return window
+    return fixed or (USUAL if window is None else WIDTHS[-1])
+
+
+def window_of_rows(rows: int) -> int:
+    """Return the window of a batch of so many rows, those of guidance included: as wide as its call stays small."""
+    fitting = [width for width in WIDTHS if NARROWEST <= width <= USUAL and rows * width <= _POSITIONS]
+    return max(fitting, default=NARROWEST)
+
+
+def by_rows(advance: Callable[[], None], state: Any, guided: bool) -> Callable[[], None]:
+    """Return `advance`, one step on `state`, with the window of the rows that are left in every call.
+
+    Args:
+        state: has `width`, which is set, and `lengths`, long `[B]`.
+    """
+
+    def step() -> None:
+        state.width = window_of_rows(len(state.lengths) * (2 if guided else 1))
+        advance()
+
+    return step
 
 
 def _check_painter(drafter: Any, law: TokenLaw, batch_size: int) -> None:

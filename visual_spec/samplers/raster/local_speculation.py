@@ -18,12 +18,13 @@ from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
 from visual_spec.models.core.settings import COUNT, Within
 from visual_spec.samplers.core.acceptance import residual
-from visual_spec.samplers.core.base import Run, Sampler, State
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided, check_returned
 from visual_spec.samplers.core.drafters import draft_law
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise
 from visual_spec.samplers.core.relaxed import neighbour_table
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DivergenceMeter
 
 

@@ -47,14 +47,13 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import COUNT, Graph, OneOf
-from visual_spec.samplers.core.base import Run
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf
 from visual_spec.samplers.core.checks import ACCEPTANCES, COUPLINGS, check_coupled
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft, rows_of, with_bonus
-from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.siblings import sibling_stream, with_replacement, without, without_replacement
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.verification import draw_near, final_noise, verify_laws, verify_siblings
 from visual_spec.samplers.raster.jacobi import JacobiState, SpeculativeJacobiSampler
 

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from visual_spec.kernels.law import POINT_LAW
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.drafters import ask_drafter, catch_up, draft_law
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.noise import REDRAFT, TOKEN
+from visual_spec.samplers.core.state import Run
 
 CARRIED: Final = "carried"
 REPAIRED: Final = "repaired"
@@ -134,11 +133,15 @@ class Chosen:
     """
 
     def __init__(self, run: Run, state: Any, window: int, own_noise: bool, steady: Tensor | None) -> None:
+        from visual_spec.samplers.core.drafters import catch_up  # where there is a drafter
+
         self.run, self.state, self.steady = run, state, steady
         self.noise = (TOKEN, 0) if own_noise else (REDRAFT, state.round + 1)
         self.ahead: Tensor | None = catch_up(run, state, window)  # [R, 1, V]
 
     def __call__(self, slot: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from visual_spec.samplers.core.drafters import ask_drafter, draft_law
+
         run, logits = self.run, self.ahead
         if logits is None:
             logits = ask_drafter(run.drafter, self.state.drafter_cache, before, slot - 1)

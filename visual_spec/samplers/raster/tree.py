@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import COUNT, Graph, OneOf, Within
-from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, Within
+from visual_spec.samplers.core.acceptance import RELAXED, Relaxation
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_drafter, draft_law
 from visual_spec.samplers.core.drafts import rows_of
-from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.relaxation import RELAXED, Relaxation
 from visual_spec.samplers.core.siblings import without
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.verification import draw_near, final_noise, verify_siblings
 from visual_spec.samplers.raster.drafted import DraftedState, begin_drafted
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.scales.stages import Stage, prefill, stage_law
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
 from visual_spec.models.core.settings import OneOf
-from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE, SampleResult
 from visual_spec.samplers.scales.reference import Reference, law_at_scale
 from visual_spec.samplers.scales.schedule import SCHEDULES, ScaleSchedule

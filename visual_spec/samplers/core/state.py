@@ -1,0 +1,298 @@
+"""What a decode holds: `Run`, the same in every call, and `State`, which calls change; and the bookkeeping of both.
+
+Completed samples leave the batch (`ActiveSamples`), and the host reads what it needs of the device without a stall
+(`HostCopy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import DecodeState
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
+from visual_spec.samplers.core.checks import CheckedLaw, check_returned
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.trace import DivergenceMeter, Stopwatch
+from visual_spec.samplers.core.verification import TOKENS
+
+# Looks on while a sampler decodes, in this context only: called after every target call with a function that returns
+# the result as if the decode ended there. What it returns ends the decode if it is `STOP`.
+WATCHER: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("WATCHER", default=None)
+
+
+@dataclass
+class Run:
+    """What stays the same from call to call of one decode.
+
+    Attributes:
+        model, condition, batch_size: as given. Completed samples leave the batch, so steps take its size from the
+            state.
+        cache: the model's own state after its prefill.
+        law: turns logits into laws, and checks them.
+        law_given: the law as given. Methods whose law varies from call to call replace `law` by others.
+        noise: the noise of the samples.
+        watch: measures the time of each phase.
+        rule: the rule that tests drafts, with its tables.
+        parts: the other arguments of the call, by the names in the sampler's `takes`.
+        tables: tensors that the method computed once for the whole decode.
+        view: what a slot holds, one token or a column (`TokenView`).
+        fixed_width: positions of every call of the model; None: as many as there are to score.
+        unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
+        end: the token at which a sample ends; None: none does.
+    """
+
+    model: Any
+    condition: Any
+    batch_size: int
+    cache: Any
+    law: CheckedLaw
+    law_given: TokenLaw
+    noise: CounterNoise
+    watch: Stopwatch
+    rule: AcceptanceRule = EXACT
+    parts: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    view: Any = TOKENS
+    fixed_width: int | None = None
+    unit: float | None = None
+    end: int | None = None
+
+    def score(self, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Call the model on a window, and fill the window up where all calls have one width.
+
+        The tokens behind the window are zeros. No position of the window sees them, and each is written again before
+        it is seen.
+
+        Args:
+            tokens: long [B, W], or [B, W, K] columns.
+            slots: long [B, W], consecutive.
+
+        Returns:
+            logits [R, W, ...], as from the model.
+        """
+        width = slots.shape[1]
+        if self.fixed_width is None:
+            return self.model(cache, tokens, slots)
+        extra = self.fixed_width - width
+        behind = slots[:, -1:] + torch.arange(1, extra + 1, device=slots.device)
+        shape = (len(tokens), extra, *tokens.shape[2:])
+        tokens, slots = torch.cat([tokens, tokens.new_zeros(shape)], 1), torch.cat([slots, behind], 1)
+        logits = self.model(cache, tokens, slots)
+        rest = (None,) * (logits.dim() - 2)
+        logits = check_returned(logits, len(tokens), self.guided, self.fixed_width, *rest)[:, :width]
+        cache.narrow(width)
+        return logits
+
+    @property
+    def guided(self) -> bool:
+        """Whether the model also runs unconditional rows."""
+        return self.cache.guided
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the decode."""
+        return device_of(self.cache)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of slots to decode."""
+        return self.law.num_tokens
+
+    @property
+    def drafter_condition(self) -> Any:
+        """The condition of a second model that is no feature drafter: its own, or else the target's."""
+        own = self.parts.get("drafter_condition")
+        return self.condition if own is None else own
+
+    @property
+    def drafter(self) -> Any:
+        """The second model, if the sampler takes one."""
+        return self.parts.get("drafter")
+
+    def lap(self, phase: str) -> None:
+        """Attribute the time since the last lap to `phase`."""
+        self.watch.lap(phase, self.device)
+
+
+def device_of(cache: Any) -> torch.device:
+    """Return the device of a model's state."""
+    return cache.device if hasattr(cache, "device") else cache.logits.device
+
+
+@dataclass
+class State:
+    """A batch between two calls. Row b has committed its first `lengths[b]` slots. Axis 0 of all tensors is the sample.
+
+    Attributes:
+        cache: the model's own state.
+        tokens: long [B, L + scratch], by slot: committed tokens, then drafts, then scratch. Models of columns have
+            [B, L + scratch, K].
+        lengths: long [B].
+        round: index of the last call (the prefill is 0); a long tensor [] where calls are recorded as graphs.
+        target_calls: long [B].
+        commit_call: long [B, L + scratch], by slot: the last call whose window held the slot. For a committed slot that
+            is the call that committed it.
+        meter: measures what a lossy rule does to the law; None for a lossless rule.
+        near_ties: long [B], committed slots at near-ties; None where they are not counted.
+        end: the token at which a sample ends, see `TokenLaw.end`.
+    """
+
+    cache: Any
+    tokens: Tensor
+    lengths: Tensor
+    round: int | Tensor
+    target_calls: Tensor
+    commit_call: Tensor
+    meter: DivergenceMeter | None
+    near_ties: Tensor | None = field(default=None, kw_only=True)
+    end: int | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def begin(cls, run: Run, scratch: int, **more: Any) -> Self:
+        """Return the state after the prefill of a next-token model: slot 0 is drawn from its law and committed.
+
+        Args:
+            scratch: number of slots past the grid that calls may write.
+            more: the other fields of a subclass.
+        """
+        view, logits = run.view, run.view.first(run.cache.logits)
+        slots = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
+        tokens = view.empty(slots, run.num_tokens + scratch)
+        view.write(tokens, slots, view.draw(run.law, run.noise, logits, slots, run.guided))
+        state = cls(
+            cache=run.cache,
+            tokens=tokens,
+            lengths=slots.new_ones(run.batch_size),
+            round=0,
+            target_calls=slots.new_ones(run.batch_size),
+            commit_call=slots.new_zeros(tokens.shape[:2]),
+            meter=None if run.rule.lossless else DivergenceMeter(run.batch_size, run.device),
+            near_ties=None if run.unit is None else torch.zeros_like(slots[:, 0]),
+            end=run.end,
+            **more,
+        )
+        state._stop_at_ends(slots, torch.zeros_like(state.lengths), run.num_tokens)
+        return state
+
+    def next_slots(self, count: int) -> Tensor:
+        """Return the `count` slots after the committed tokens of each row: long [B, count]."""
+        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+
+    def commit(self, slots: Tensor, count: Tensor, num_tokens: int, near: Tensor | None = None) -> None:
+        """Commit the first `count`, long [B], of the slots long [B, N] of a call; complete rows do not change.
+
+        Args:
+            near: bool [B, N], the near-ties among the slots, where they are counted.
+        """
+        if near is not None:
+            assert self.near_ties is not None
+            taken = torch.arange(near.shape[1], device=near.device) < count[:, None]
+            self.near_ties = self.near_ties + (near & taken & (slots < num_tokens)).sum(1)
+        self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
+        self.target_calls += self.lengths < num_tokens
+        before, self.lengths = self.lengths, (self.lengths + count).clamp_(max=num_tokens)
+        self._stop_at_ends(slots, before, num_tokens)
+
+    def _stop_at_ends(self, slots: Tensor, before: Tensor, num_tokens: int) -> None:
+        """Complete the rows that committed an end: what follows it holds ends, which no call committed.
+
+        Args:
+            slots: long [B, N], those of the call.
+            before: long [B], the committed slots before the call.
+        """
+        if self.end is None:
+            return
+        new = (slots >= before[:, None]) & (slots < self.lengths[:, None])
+        ends = new & (self.tokens.gather(1, slots) == self.end)
+        first = torch.where(ends, slots, num_tokens).amin(1)  # [B], num_tokens where there is none
+        after = torch.arange(self.tokens.shape[1], device=slots.device) > first[:, None]
+        self.tokens = self.tokens.masked_fill(after, self.end)
+        self.commit_call = self.commit_call.masked_fill(after, -1)
+        self.lengths = torch.where(first < num_tokens, num_tokens, self.lengths)
+
+
+def counted(state: Any) -> dict[str, Tensor]:
+    """What a state counts beside its calls, by the names of the trace, each long [B]."""
+    found = {name: getattr(state, name, None) for name in ("near_ties", "layer_calls")}
+    return {name: here for name, here in found.items() if here is not None}
+
+
+class ActiveSamples:
+    """The samples of a batch that are still decoded. Completed samples leave, so that no call is spent on them.
+
+    Args:
+        state: a dataclass whose tensors all have samples as their first axis. Its other parts can `select` samples, or
+            do not depend on them.
+    """
+
+    _RESULTS = ("tokens", "target_calls", "commit_call")
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.samples = torch.arange(len(state.tokens), device=state.tokens.device)
+        self._whole: dict[str, Tensor] = {}
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether all parts of the state can `select` samples."""
+        return all(
+            part is None or isinstance(part, Tensor | int | tuple) or _selects(part)
+            for part in self._parts().values()
+        )
+
+    def leave(self, ended: Tensor, progress: Tensor, *others: Any) -> None:
+        """Remove the samples where `ended` is true, bool [those still here] on the host, from `others` as well."""
+        results = {name: getattr(self.state, name) for name in self._RESULTS} | {"progress": progress}
+        results |= counted(self.state)
+        self._whole = {name: self.whole(name, here) for name, here in results.items()}
+        kept = (~ended).nonzero()[:, 0].to(self.samples.device)
+        self.samples = self.samples[kept]
+        for name, part in self._parts().items():
+            if isinstance(part, Tensor):
+                setattr(self.state, name, part[kept])
+            elif hasattr(part, "select"):
+                part.select(kept)
+        for other in others:
+            other.select(kept)
+
+    def whole(self, name: str, here: Tensor) -> Tensor:
+        """Return a result for all samples, from that of the samples still here and those that have left."""
+        if not self._whole:
+            return here
+        return self._whole[name].index_copy_(0, self.samples, here)
+
+    def _parts(self) -> dict[str, Any]:
+        return {field.name: getattr(self.state, field.name) for field in fields(self.state)}
+
+
+def _selects(part: Any) -> bool:
+    return hasattr(type(part), "select") and type(part).select is not DecodeState.select
+
+
+class HostCopy:
+    """Copies a small tensor to the host. On CUDA it arrives one call late, because waiting would stall the device."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def __call__(self, value: Tensor) -> Tensor | None:
+        """Return the value; on CUDA the value of the previous call, and None at the first call."""
+        if value.device.type != "cuda":
+            return value
+        earlier = self._pending
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(value.device))
+        self._pending = (host, event)
+        if earlier is None:
+            return None
+        earlier[1].synchronize()
+        return earlier[0]
