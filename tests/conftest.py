@@ -1,6 +1,7 @@
 """Set up for all tests: no network, uninitialised memory that shows, and a mark on those that compare bits."""
 
 import functools
+import gc
 import inspect
 import os
 import re
@@ -16,6 +17,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 _device_constructors()  # cached now: `with torch.device("meta")` must know the true `torch.empty`, not the poisoned one
+gc.disable()  # until all tests are imported: what imports make stays
 torch.set_num_threads(1)  # the tests' tensors are tiny: threads would only wait for each other
 
 
@@ -76,6 +78,12 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
         items[:] = [item for item in items if id(item) in kept]
     return result
+
+
+def pytest_collection_finish() -> None:
+    """Collect the garbage of tests only: libraries and collected tests are millions of objects that stay."""
+    gc.freeze()
+    gc.enable()
 
 
 def _spread(group: list[pytest.Item], most: int) -> list[pytest.Item]:

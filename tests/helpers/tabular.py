@@ -5,6 +5,7 @@ The exactness proofs run on it, and it is the cheapest model to try a sampler wi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,18 @@ class TabularState(DecodeState):
         self.tree = None if self.tree is None else self.tree[samples]
 
 
+@functools.lru_cache(16)  # of up to 60 MB: many tests make the same model
+def _random_table(
+    shape: tuple[int, ...], seed: int, scale: float, dtype: torch.dtype, dependence: float, contexts: int
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    table = dependence**0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    if dependence < 1:
+        shared = [1 if axis == contexts else size for axis, size in enumerate(shape)]
+        table += (1 - dependence) ** 0.5 * torch.randn(shared, generator=generator, dtype=torch.float64)
+    return (scale * table).to(dtype)
+
+
 class Table(nn.Module):
     """A model whose logits are a seeded random table; its first axis is the condition, the last one unconditional."""
 
@@ -49,14 +62,8 @@ class Table(nn.Module):
         contexts: int = 2,
     ) -> None:
         """Make the table `logits`. Along the axis `contexts` varies a share `dependence` of the variance."""
-        generator = torch.Generator().manual_seed(seed)
-        table = dependence**0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
-        if dependence < 1:
-            shared = [1 if axis == contexts else size for axis, size in enumerate(shape)]
-            table = table + (1 - dependence) ** 0.5 * torch.randn(
-                shared, generator=generator, dtype=torch.float64
-            )
-        self.register_buffer("logits", (scale * table).to(dtype))
+        table = _random_table(tuple(shape), seed, scale, dtype, dependence, contexts)
+        self.register_buffer("logits", table.clone())
 
     @property
     def conditions(self) -> int:

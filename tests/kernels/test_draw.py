@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import LAWS, window
 from visual_spec.kernels.draw import draw
 from visual_spec.kernels.law import LawNumbers
@@ -131,7 +130,3 @@ def test_refusals(change, error, message):
     arguments = dict(logits=here.logits, keys=here.keys, slots=here.slots, law=here.numbers, stream=0)
     with pytest.raises(error, match=message):
         draw(**{**arguments, **change})
-
-
-def test_kernels():
-    run_interpreted("interpreted_draw.py")

@@ -9,7 +9,6 @@ import torch
 
 from tests.helpers.compiled_kernels import check_compiles, check_traced, compiled, spilled
 from tests.kernels.heads import case
-from tests.kernels.interpreter import run_interpreted
 from visual_spec.kernels import head_step as module
 from visual_spec.kernels.head_step import head_step, head_step_reference
 
@@ -31,11 +30,6 @@ def test_definition(settings):
     for function in (head_step_reference, head_step):
         for found, expected in zip(function(*here.arguments), here.expected, strict=True):
             torch.testing.assert_close(found, expected.float(), **near)
-
-
-def test_kernels():
-    pytest.importorskip("triton")
-    run_interpreted("interpreted_head_step.py")
 
 
 def test_a_deterministic_level_returns_two_tensors():

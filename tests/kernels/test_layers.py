@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.helpers.compiled_kernels import check_compiles, check_traced
-from tests.kernels.interpreter import run_interpreted
 from tests.kernels.layers import PLACES, opened, summed, window_case, write_case
 from visual_spec.kernels import add_norm as add_norm_module
 from visual_spec.kernels import gated as gated_module
@@ -19,11 +18,6 @@ from visual_spec.kernels.add_norm import add_norm
 from visual_spec.kernels.gated import gated
 from visual_spec.kernels.rotary_write import rotary_write
 from visual_spec.kernels.window_attention import window_attention
-
-
-def test_kernels():
-    pytest.importorskip("triton")
-    run_interpreted("interpreted_layers.py")
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.interpreter import run_interpreted
 from tests.kernels.relaxing import codes, laws
 from visual_spec.kernels import neighbour_mass
 from visual_spec.kernels.clustered_mass import clustered_mass
@@ -109,7 +108,3 @@ def test_refusals():
         clustered_mass(target, draft_law, drafts, clusters=torch.arange(36))
     with pytest.raises(ValueError, match=r"neighbours have shape \(36, 4\)"):
         lantern_mass(target, draft_law, drafts, neighbours=torch.zeros(36, 4).int())
-
-
-def test_kernels():
-    run_interpreted("interpreted_neighbour_mass.py")

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.without_numbers import NoHost, without_numbers
-from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import window
 from visual_spec.kernels import draw as whole
 from visual_spec.kernels import split_draw as module
@@ -20,11 +19,6 @@ from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.verification import draw_near, draw_tokens
-
-
-def test_kernels():
-    pytest.importorskip("triton")
-    run_interpreted("interpreted_split_draw.py")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.helpers.tabular import TabularModel
-from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import LAWS
 from tests.kernels.verification import case, verify_by_parts
 from visual_spec.kernels import draw as draw_module
@@ -163,7 +162,3 @@ def test_logits_without_a_law_are_reported_in_the_end(on_a_gpu):
     ):
         with pytest.raises(FloatingPointError, match="sample 0, slot 21 hold nan"):
             sampler(model, CONDITION, law=TokenLaw(top_k=4), batch_size=4)
-
-
-def test_kernels():
-    run_interpreted("interpreted_verify.py")

@@ -32,8 +32,8 @@ def right(prompts: list[str], images: Any) -> float:
 
 
 def test_it_draws_into_a_picture():
-    pipe, prompts = load(), held_out_prompts(8, seed=17)
-    found = pipe(prompts, generator=seeded(*range(8)))
+    pipe, prompts = load(), held_out_prompts(2, seed=17)
+    found = pipe(prompts[0], generator=seeded(0))
     mask = np.zeros((128, 128), dtype=bool)
     mask[:, 64:] = True
     painted = pipe(prompts[1], image=found.images[0], mask=mask, generator=seeded(5))
@@ -43,24 +43,24 @@ def test_it_draws_into_a_picture():
 
 
 def test_reuse_stays_near_the_model():
-    pipe, prompts = load(), held_out_prompts(4, seed=18)
+    pipe, prompts = load(), held_out_prompts(2, seed=18)
     settings = dict(pipe.sampler.config, steps=16, measure=True)
     moved = []
     for reuse in (0, 1):
         pipe.sampler = MaskedSampler.from_config(settings, reuse=reuse)
-        trace = pipe(prompts, generator=seeded(*range(4))).trace
+        trace = pipe(prompts, generator=seeded(0, 1), output_type="latent").trace
         moved.append(trace.divergence)
         assert trace.whole_calls < 16 or not reuse
     assert moved[0] > 0 and moved[1] < 3 * moved[0]
 
 
 def test_the_shortcut_stands_in_for_the_model_on_some_calls():
-    pipe, prompts = load(), held_out_prompts(4, seed=18)
+    pipe, prompts = load(), held_out_prompts(2, seed=18)
     settings: Any = dict(steps=12, schedule="arccos", clock="halton", score="halton", reuse_by="shortcut")
     moved = []
     for reuse in (0, 1):
         pipe.sampler = MaskedSampler(**settings, reuse=reuse, measure=True)
-        found = pipe(prompts, generator=seeded(*range(4)))
+        found = pipe(prompts, generator=seeded(0, 1))
         moved.append(found.trace.divergence)
         assert found.trace.whole_calls == 12 - 3 * reuse
         assert right(prompts, found.images) > 0.6

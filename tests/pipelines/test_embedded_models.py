@@ -31,9 +31,9 @@ MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
 # docs/RESULTS.md, with room for few samples and another processor's rounding.
 DRAWN: dict[str, tuple[list[str], Any, int, float]] = {
     "shapes_nar": (shapes.held_out_prompts(8, seed=17), shapes_parser.score, 31, 0.6),
-    "shapes_masked": (shapes.held_out_prompts(8, seed=17), shapes_parser.score, 16, 0.7),
+    "shapes_masked": (shapes.held_out_prompts(4, seed=17), shapes_parser.score, 16, 0.7),
     "motion_masked": (motion.held_out_prompts(8, seed=2), motion_parser.score, 16 * 4 + 15, 0.55),
-    "tunes_masked": (tunes.held_out_prompts(8, seed=17), tunes_parser.score, 20 + 10 + 10 + 10, 0.65),
+    "tunes_masked": (tunes.held_out_prompts(4, seed=17), tunes_parser.score, 20 + 10 + 10 + 10, 0.65),
 }
 
 

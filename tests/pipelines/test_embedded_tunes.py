@@ -36,33 +36,32 @@ def test_music_decodes_plainly_by_default():
 
 def test_accelerated_music_is_the_plain_music():
     pipe = load()
-    assert {part.dtype for part in (pipe.transformer, pipe.codec, pipe.text_encoder)} == {torch.float32}
+    parts = (pipe.transformer, pipe.codec, pipe.text_encoder, pipe.drafter)  # of 8 bits on disk
+    assert {part.dtype for part in parts} == {torch.float32}
     pipe.to(torch.float64)  # no near-ties to make allowances for
     prompts = held_out_prompts(2, seed=11)
     pipe.sampler = ColumnAutoregressiveSampler()
     plain = pipe(prompts, generator=seeded(1, 2))
-    pipe.sampler = ColumnJacobiSampler()
-    fast = pipe(prompts, generator=seeded(1, 2))
-    assert fast.codes.equal(plain.codes) and np.array_equal(fast.audios, plain.audios)
-    assert fast.audios.shape == (2, 1, NUM_SAMPLES) and fast.sampling_rate == SAMPLE_RATE
-    assert (fast.trace.target_calls < plain.trace.target_calls).all()
+    assert plain.audios.shape == (2, 1, NUM_SAMPLES) and plain.sampling_rate == SAMPLE_RATE
+    for sampler, least in [
+        (ColumnJacobiSampler(), 1.0),
+        (DraftedColumnSampler(acceptance="identical"), 1.2),
+    ]:
+        pipe.sampler = sampler
+        fast = pipe(prompts, generator=seeded(1, 2))
+        assert fast.codes.equal(plain.codes) and np.array_equal(fast.audios, plain.audios)
+        assert (fast.trace.target_calls < plain.trace.target_calls).all()
+        assert fast.trace.tokens_per_call.mean() > least
 
 
 def test_drafted_music_takes_two_calls_for_three_columns():
     pipe = load()
-    assert pipe.drafter.dtype == torch.float32  # 8 bits on disk
     pipe.sampler = DraftedColumnSampler(num_drafts=4)
-    drafted = pipe(held_out_prompts(8, seed=12), generator=seeded(*range(8)))
-    assert drafted.trace.tokens_per_call.mean() > 1.4  # 1.5, give or take what 8 clips differ
-    pipe.to(torch.float64)
-    prompts = held_out_prompts(2, seed=11)
-    pipe.sampler = ColumnAutoregressiveSampler()
-    plain = pipe(prompts, generator=seeded(1, 2))
-    pipe.sampler = DraftedColumnSampler(acceptance="identical")
-    same = pipe(prompts, generator=seeded(1, 2))
-    assert same.codes.equal(plain.codes) and same.trace.tokens_per_call.mean() > 1.2
+    drafted = pipe(held_out_prompts(4, seed=12), generator=seeded(*range(4)), output_type="latent")
+    assert drafted.trace.tokens_per_call.mean() > 1.4  # 1.5, give or take what 4 clips differ
 
 
+@pytest.mark.slow
 def test_plain_music_is_what_its_prompt_asks_for():
     pipe, prompts = load(), held_out_prompts(40, seed=19)  # of 12, chance alone moves the mean by 6 %
     pipe.sampler = ColumnAutoregressiveSampler()
@@ -84,7 +83,6 @@ def test_streamed_music_is_the_music():
     assert 0.01 < np.abs(out.audios).max() < 2
 
 
-@pytest.mark.slow
 def test_tunes_are_of_their_own_prompt_rather_than_another():
     pipe, prompts = load(), held_out_prompts(12, seed=13)
     clips = pipe(prompts, generator=seeded(*range(12))).audios[:, 0]

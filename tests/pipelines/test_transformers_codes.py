@@ -89,7 +89,7 @@ def given(name: str, negative: dict[str, Tensor] = NEGATIVE) -> dict[str, Any]:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_greedy_texts_are_those_of_generate(kind, sampler, settings):
     model = LLAMA if kind == "llama" else language_model(kind)
     want = theirs(model, PROMPTS, do_sample=False, **given(settings))

@@ -29,10 +29,14 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.seen: set[Any] = set()
+
+    @property
+    def names(self) -> set[str]:
+        return set(map(str, self.seen))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(str(func))
+        self.seen.add(func)
         return func(*args, **(kwargs or {}))
 
     def that_ask_the_host(self) -> list[str]:

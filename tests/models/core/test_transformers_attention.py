@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.cached_decoders import case
-from tests.kernels.interpreter import run_interpreted
 from visual_spec.models.core.transformers_attention import window_calls
-
-
-def test_kernels():
-    pytest.importorskip("triton")
-    run_interpreted("interpreted_adapters.py")
 
 
 def test_a_decoder_is_left_as_it_was():

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
-from tests.kernels.interpreter import run_interpreted
 from tests.kernels.layers import window_case, write_case
 from tests.tiny import tiny_transformer
 from visual_spec.kernels import add_norm, gated, rotary_write, window_attention
@@ -36,11 +35,6 @@ class Launches(TorchDispatchMode):
         if func.namespace != "prim" and not func.is_view and name not in _NO_WORK:
             self.count += KERNELS.get(name, 1)
         return func(*args, **(kwargs or {}))
-
-
-def test_kernels():
-    pytest.importorskip("triton")
-    run_interpreted("interpreted_llamagen.py")
 
 
 @pytest.mark.parametrize("name", KERNELS)

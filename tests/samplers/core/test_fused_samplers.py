@@ -14,7 +14,6 @@ from tests.helpers.drafting import MODEL, NEAR
 from tests.helpers.musicgen import IDS, MASK, musicgen
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
-from tests.kernels.interpreter import run_interpreted
 from visual_spec.kernels import clustered_mass, grouped_mass, lantern_mass, neighbour_mass
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import text_condition
@@ -206,7 +205,3 @@ def test_logits_without_a_law_are_reported_where_tokens_are_drawn(asked, guided)
     given[1, 3] = 0  # nothing is drawn there
     tokens = MaskedSampler(2)(model, condition, law=law, batch_size=3, given=given).tokens
     assert tokens[1, 3] == 0 and (tokens < 3).all()
-
-
-def test_kernels():
-    run_interpreted("interpreted_samplers.py")

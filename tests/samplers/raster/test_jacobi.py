@@ -228,8 +228,14 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
-@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
+# Each of both once: drafts and rules keep their own tensors.
+@pytest.mark.parametrize(
+    "coupling, acceptance, initial_draft",
+    [
+        *((*one, "left") for one in COMBINATIONS),
+        *((*COMBINATIONS[place % 4], draft) for place, draft in enumerate(INITIAL_DRAFTS)),
+    ],
+)
 def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling, acceptance, initial_draft):
     """Per sample: L + W tokens, laws of the W slots of the window, and the noise of 32 slots more. No buffer of
     B x L x V, not even in passing."""

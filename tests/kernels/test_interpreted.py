@@ -1,0 +1,31 @@
+"""Kernels, and what runs by them, in Triton's interpreter on the CPU: the tests of files `interpreted_*.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+WHOLE = ("adapters", "llamagen", "samplers")  # decodes by models and samplers
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["kernels", "decodes"])
+def test_kernels_compute_what_their_definitions_say(whole):
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    files = [str(one) for one in FILES if (one.stem.removeprefix("interpreted_") in WHOLE) == whole]
+    assert len(files) >= len(WHOLE)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
