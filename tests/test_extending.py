@@ -17,17 +17,18 @@ LINE, ENTRY, METRIC_ENTRY = (
     for text in re.findall(r"```diff\n(.*?)```", PAGE, flags=re.S)
 )
 
-# What a newcomer does with the new sampler, in one process.
-NEWCOMER = """
+# What a newcomer does with the new sampler, the new family and the new metric, in one process.
+START = """
 import contextlib, io, json, sys
 from pathlib import Path
+import numpy as np
 import torch
+from PIL import Image
 torch.set_num_threads(1)
 import visual_spec
 from visual_spec.cli import main
 
 assert Path(visual_spec.__file__).is_relative_to(Path.cwd()), visual_spec.__file__
-sampler = visual_spec.CopySampler(4)
 
 def run(*arguments):
     out = io.StringIO()
@@ -35,6 +36,11 @@ def run(*arguments):
         status = main(list(arguments))
     assert status == 0, (arguments, out.getvalue())
     return out.getvalue()
+"""
+
+
+NEW_SAMPLER = """
+sampler = visual_spec.CopySampler(4)
 
 assert "CopySampler" in run("models")
 prompt = "a large red circle on a plain sky background"
@@ -64,23 +70,11 @@ assert total_variation(found.law, law) < 1e-10
 
 
 FAMILY = """
-import contextlib, io, json
-import torch
-torch.set_num_threads(1)
-import visual_spec
 from tests.tiny import tiny_vq_model
-from visual_spec.cli import main
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.models.next_token.recurrent import RecurrentTransformer
 from visual_spec.pipelines.embedded import describe
 from visual_spec.pipelines.loading import load_pipeline, read_family
-
-def run(*arguments):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        status = main(list(arguments))
-    assert status == 0, (arguments, out.getvalue())
-    return out.getvalue()
 
 assert "Recurrent" in run("models")
 torch.manual_seed(0)
@@ -100,20 +94,13 @@ assert describe(visual_spec.pipelines.embedded.Path("folder"))["calls"] == ("ras
 assert read_family("folder").name == "Recurrent" and pipe.fast_sampler == "speculative-jacobi"
 assert settings_of_model("folder").plain == "autoregressive"
 pipe("2", generator=torch.Generator().manual_seed(0))
-out = run("generate", "0", "2", "--model", "folder", "--compare", "--out", "pictures", "--json")
+out = run("generate", "0", "2", "--model", "folder", "--compare", "--out", "recurrent", "--json")
 rows = json.loads(out.splitlines()[-1])["comparison"]
 assert all(row["identical"] for row in rows) and len(rows) == 2
 """
 
 
 METRIC = """
-import contextlib, io, json
-from pathlib import Path
-import numpy as np
-import torch
-from PIL import Image
-torch.set_num_threads(1)
-from visual_spec.cli import main
 from visual_spec.eval.quality.features import features_of, load_shapes_features
 
 rng, pictures = np.random.default_rng(0), {}
@@ -122,10 +109,8 @@ for name, count in (("drawn", 4), ("true", 6)):
     pictures[name] = rng.integers(0, 256, (count, 128, 128, 3), np.uint8)
     for index, pixels in enumerate(pictures[name]):
         Image.fromarray(pixels).save(Path(name, f"{index}.png"))
-out = io.StringIO()
-with contextlib.redirect_stdout(out):
-    assert main(["score", "drawn", "--reference", "true", "--metrics", "centre", "--json"]) == 0
-(figure,) = [one for name, one in json.loads(out.getvalue().splitlines()[-1])["figures"].items() if name == "centre"]
+out = run("score", "drawn", "--reference", "true", "--metrics", "centre", "--json")
+(figure,) = [one for name, one in json.loads(out.splitlines()[-1])["figures"].items() if name == "centre"]
 network = load_shapes_features()
 drawn, true = (features_of(network, pictures[name]) for name in ("drawn", "true"))
 apart = (drawn.double() - true.double().mean(0)).square().sum(1).sqrt()
@@ -134,14 +119,6 @@ wanted = [apart.mean(), apart.mean() - reach, apart.mean() + reach]
 assert np.allclose([figure[name] for name in ("value", "low", "high")], wanted, rtol=1e-4), (figure, wanted)
 assert figure["samples"] == 4 and figure["reference_samples"] == 6 and figure["interval"] == "normal law"
 """
-
-
-def copied_package(folder: Path) -> Path:
-    """The package as a newcomer has it."""
-    package = folder / "visual_spec"
-    shutil.copytree(ROOT / "visual_spec", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "weights").symlink_to(ROOT / "weights")
-    return package
 
 
 def add_entry(file: Path, table: str, entry: str) -> None:
@@ -153,35 +130,24 @@ def add_entry(file: Path, table: str, entry: str) -> None:
     file.write_text(f"{text[:end]}\n{entry}{text[end:]}")
 
 
-def run_as_newcomer(code: str, folder: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_a_new_sampler_is_one_file_and_one_line(tmp_path):
-    package = copied_package(tmp_path)
+def test_a_new_sampler_family_and_metric_are_a_file_or_a_function_and_one_entry(tmp_path):
+    package = tmp_path / "visual_spec"
+    shutil.copytree(ROOT / "visual_spec", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "weights").symlink_to(ROOT / "weights")
     assert len(SAMPLER.strip().splitlines()) <= 60
     (package / "samplers" / "copies.py").write_text(SAMPLER)
     add_entry(package / "samplers" / "registry.py", "SAMPLERS", LINE)
-    run_as_newcomer(NEWCOMER, tmp_path)
-
-
-def test_a_new_family_is_one_file_and_one_entry(tmp_path):
-    package = copied_package(tmp_path)
     (package / "models" / "next_token" / "recurrent.py").write_text(f"{MODEL}\n\n{SAVED}")
     add_entry(package / "families.py", "FAMILIES", ENTRY)
-    run_as_newcomer(FAMILY, tmp_path)
-
-
-def test_a_new_metric_is_one_function_and_one_entry(tmp_path):
-    package = copied_package(tmp_path)
     statistics = package / "eval" / "quality" / "statistics.py"
     statistics.write_text(f"{statistics.read_text()}\n\n{STATISTIC}")
     add_entry(package / "eval" / "quality" / "metric_table.py", "METRICS", METRIC_ENTRY)
-    run_as_newcomer(METRIC, tmp_path)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
+    code = START + NEW_SAMPLER + FAMILY + METRIC
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_new_model_decodes_with_every_next_token_sampler():

@@ -84,7 +84,7 @@ def _accuracy(count: int, seed: int, disturbance: str, floor: float) -> None:
 
 
 def test_accuracy_on_ground_truth() -> None:
-    _accuracy(100, 101, "none", 0.97)
+    _accuracy(60, 101, "none", 0.97)
 
 
 def test_accuracy_on_disturbed_clips() -> None:

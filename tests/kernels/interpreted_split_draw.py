@@ -93,7 +93,6 @@ def in_double_precision(here: Window) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", LAWS)
 def test_draws_what_one_kernel_draws(name):
     here = window(LAWS[name], 2, 1, 100)
-    drawn(here, False)
     assert torch.equal(drawn(here), here.noise.categorical(here.target, here.slots, STREAM, ROUND))
 
 

@@ -146,14 +146,13 @@ def test_all_output_types_are_of_the_same_picture_or_clip(any_kind):
     assert torch.equal(made_of(latent)[1], made_of(tensor)[1])
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_several_samples_of_each_and_each_alone(any_kind, count):
+def test_several_samples_of_each_and_each_alone(any_kind):
     pipe = any_kind.make().to(torch.float64)  # a wider product may round otherwise
     asked = [any_kind.asked] * 2
-    seeds = range(2 * count)
-    together = pipe(asked, generator=seeded(*seeds), output_type="latent", **{any_kind.each: count})
+    seeds = range(4)
+    together = pipe(asked, generator=seeded(*seeds), output_type="latent", **{any_kind.each: 2})
     tokens = made_of(together)[1]
-    assert len(tokens) == 2 * count
+    assert len(tokens) == 4
     for row, seed in enumerate(seeds):
         alone = pipe(any_kind.asked, generator=seeded(seed), output_type="latent")
         assert torch.allclose(made_of(alone)[1][0], tokens[row], rtol=1e-6, atol=1e-9)

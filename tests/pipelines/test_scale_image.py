@@ -356,6 +356,7 @@ def test_a_refiner_that_came_later_is_saved(tmp_path):
     assert isinstance(ScaleImagePipeline.from_pipe(again), ScaleImagePipeline)
 
 
+@pytest.mark.slow  # three other classes are loaded in fresh processes by test_package.py
 def test_a_fresh_process_loads_it_by_the_package(tmp_path):
     make_pair().save_pretrained(tmp_path)
     code = (

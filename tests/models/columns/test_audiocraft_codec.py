@@ -157,21 +157,3 @@ def test_codecs_of_absurd_sizes_are_refused_before_they_are_built(tmp_path):
         with pytest.raises(ValueError, match="compression_state_dict.bin") as error:
             load_audiocraft_codec(path)
         assert "\n" not in str(error.value), name
-
-
-def test_files_that_do_not_fit_are_refused(tmp_path):
-    weights = codec_weights()
-    weights["decoder.model.14.conv.conv.bias"] = weights.pop("encoder.model.9.lstm.bias_hh_l1")
-    path = write(tmp_path, "compression_state_dict.bin", weights, CODEC_SETTINGS)
-    with pytest.raises(ValueError) as caught:
-        load_audiocraft_codec(path)
-    assert "1 missing: encoder.model.9.lstm.bias_hh_l1" in str(caught.value)
-    assert "1 unexpected: decoder.model.14.conv.conv.bias" in str(caught.value)
-    codec = codec_weights()
-    codec["decoder.model.0.conv.conv.bias"][0] = torch.inf
-    path = write(tmp_path, "compression_state_dict.bin", codec, CODEC_SETTINGS)
-    with pytest.raises(ValueError, match="1 of 16 values of decoder.model.0.conv.conv.bias"):
-        load_audiocraft_codec(path)
-    torch.save({"model": {"a": torch.zeros(1)}}, path)
-    with pytest.raises(ValueError, match="no weights under 'best_state'"):
-        load_audiocraft_codec(path)

@@ -72,25 +72,11 @@ def test_nothing_in_a_file_runs(tmp_path):
     assert not Trap.ran
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda w: w.pop("mask_token"), "1 missing: mask_token"),
-        (lambda w: w.update(extra=torch.zeros(1)), "1 unexpected: extra"),
-        (lambda w: w.update(mask_token=torch.zeros(16)), r"1 of another shape: mask_token \[16\]"),
-        (lambda w: w.pop("z_proj.weight"), "no MAR: it lacks z_proj.weight.*model_ema"),
-    ],
-)
-def test_keys_that_differ_are_listed(change, told):
-    weights = dict(tiny_mar().state_dict())
-    change(weights)
-    with pytest.raises(ValueError, match=told):
-        load_mar_checkpoint(weights, num_heads=2)
-
-
 def test_what_cannot_be_read_off_the_weights_is_asked_for(tmp_path):
     with pytest.raises(ValueError, match="num_heads"):
         load_mar_checkpoint(tiny_mar().state_dict())
+    with pytest.raises(ValueError, match="z_proj.weight.*model_ema"):
+        load_mar_checkpoint({"mask_token": torch.zeros(1, 1, 16)}, num_heads=2)
     torch.save({"epoch": 3}, tmp_path / "odd.pth")
     with pytest.raises(ValueError, match="keep the key 'model_ema'"):
         load_mar_checkpoint(tmp_path / "odd.pth")
@@ -193,33 +179,3 @@ def test_kl16_at_its_true_size():
     )
     assert sum(math.prod(shape) for shape in shapes.values()) / 1e6 == pytest.approx(66, abs=1)
     assert model.config["scaling_factor"] == 0.2325
-
-
-def test_kl16_keys_that_differ_are_listed(tmp_path):
-    weights = random_weights(ldm_shapes(32, (1, 1, 2, 2, 4), 16, attention_at=4))
-    weights.pop("decoder.up.4.block.2.conv2.bias")
-    weights["decoder.up.0.attn.0.q.weight"] = torch.zeros(1)
-    torch.save({"model": weights}, tmp_path / "kl16.ckpt")
-    with pytest.raises(
-        ValueError, match=r"1 missing: decoder.up_blocks.0.resnets.2.conv2.bias; 1 unexpected.*attentions"
-    ):
-        load_kl16_checkpoint(tmp_path / "kl16.ckpt", block_out_channels=(32, 32, 64, 64, 128))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda weight: weight * torch.nan, "values of decoder.conv_out.bias are nan"),
-        (lambda weight: weight + torch.inf, "values of decoder.conv_out.bias are nan"),
-        (lambda weight: weight.to(torch.int8), "decoder.conv_out.bias is of torch.int8"),
-        (lambda weight: weight.bool(), "decoder.conv_out.bias is of torch.bool"),
-        (lambda weight: weight.to_sparse(), "decoder.conv_out.bias is sparse"),
-    ],
-    ids=["nan", "inf", "int8", "bool", "sparse"],
-)
-def test_kl16_with_values_that_are_none_is_refused(tmp_path, change, said):
-    weights = random_weights(ldm_shapes(32, (1, 1, 2, 2, 4), 16, attention_at=4))
-    weights["decoder.conv_out.bias"] = change(weights["decoder.conv_out.bias"])
-    torch.save({"model": weights}, tmp_path / "kl16.ckpt")
-    with pytest.raises(ValueError, match=said):
-        load_kl16_checkpoint(tmp_path / "kl16.ckpt", block_out_channels=(32, 32, 64, 64, 128))

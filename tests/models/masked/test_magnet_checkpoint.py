@@ -12,10 +12,8 @@ import torch
 from tests.audiocraft_files import (
     BOOKS,
     CODEC_SETTINGS,
-    CODES,
     DIM,
     HEADS,
-    HIDDEN,
     LAYERS,
     SETTINGS,
     changed,
@@ -133,26 +131,6 @@ def test_a_clip_from_files(tmp_path):
 
 
 # -- bad files ---------------------------------------------------------------------------------------------------------
-
-
-def test_keys_that_differ_are_all_listed(tmp_path):
-    path = write_language_model(
-        tmp_path,
-        changes={
-            "out_norm.bias": None,
-            "transformer.layers.0.linear1.bias": torch.zeros(HIDDEN),
-            "linears.1.weight": torch.zeros(CODES + 1, DIM),
-        },
-    )
-    with pytest.raises(ValueError) as caught:
-        load_magnet(path)
-    for part in (
-        "a MAGNeT of 3 codebooks, 2 layers and width 24",
-        "1 missing: model.decoder.layer_norm.bias",
-        "1 unexpected: model.decoder.layers.0.fc1.bias",
-        "1 of another shape: lm_heads.1.weight [9, 24] instead of [8, 24]",
-    ):
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -273,17 +251,3 @@ def test_a_missing_layer_is_noticed_be_it_the_last_one(tmp_path, layer):
         ValueError, match=r"state_dict.bin (holds 1 layers, and its settings say 2|is no MAGNeT)"
     ):
         load_magnet(path)
-
-
-def test_values_that_nothing_computes_with_are_named(tmp_path):
-    weights = language_model_weights()
-    for value, message in [
-        (
-            torch.full_like(weights["emb.1.weight"], torch.nan),
-            "is damaged: .* of .*embed_tokens.1.weight are nan",
-        ),
-        (weights["emb.1.weight"].long(), "embed_tokens.1.weight is of torch.int64"),
-    ]:
-        path = write_language_model(tmp_path, changes={"emb.1.weight": value})
-        with pytest.raises(ValueError, match=f"state_dict.bin.*{message}"):
-            load_magnet(path)

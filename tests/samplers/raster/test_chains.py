@@ -195,6 +195,30 @@ def test_a_sample_does_not_depend_on_its_batch(name):
             torch.testing.assert_close(fewer.trace.moved_mass, together.trace.moved_mass[rows])
 
 
+@pytest.mark.parametrize(
+    "sampler, drafter",
+    [
+        (DraftedSampler(4, 0.35), "eagle"),
+        (DraftedSampler(4), "model"),
+        (TreeSampler(3, 3), "eagle"),
+        (TreeSampler(3, 3, siblings="top-k"), "model"),
+        (ProactiveJacobiSampler(6, 2, 2), None),
+    ],
+)
+def test_a_sample_of_a_network_does_not_depend_on_its_batch(sampler, drafter):
+    """As above, with the caches of target and drafter."""
+    model, eagle = drafting.eagle_pair()
+    law, several = TokenLaw(guidance_scale=1.5, temperature=1.5), drafting.captions(4)
+    parts = {} if drafter is None else {"drafter": eagle if drafter == "eagle" else drafting.draft_model()}
+    together = sampler(model, several, law=law, generator=seeded(0, 1, 2, 3), batch_size=4, **parts)
+    assert together.trace.target_calls.unique().numel() > 1
+    for row in range(4):
+        one = type(several)(several.features[row : row + 1], several.mask[row : row + 1])
+        alone = sampler(model, one, law=law, generator=seeded(row), batch_size=1, **parts)
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[row])
+
+
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_greedy_decoding_is_the_same_everywhere(name):
     sampler = LOSSLESS[name]

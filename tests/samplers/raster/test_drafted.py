@@ -73,29 +73,6 @@ def test_identical_drafting_returns_the_tokens_of_autoregressive_sampling(batch_
         assert got.trace.target_calls.max() < 25
 
 
-@pytest.mark.parametrize("stop_below", [0.0, 0.35])
-@pytest.mark.parametrize("drafter", ["tabular", "eagle", "model"])
-def test_a_batch_gives_each_sample_what_it_gets_alone(drafter, stop_below):
-    law = TokenLaw(guidance_scale=1.5, temperature=1.5)
-    if drafter == "tabular":
-        model, network, condition = MODEL, NEAR, CONDITION
-        alone = [condition[row : row + 1] for row in range(4)]
-    else:
-        model, eagle = eagle_pair()
-        network, condition = (eagle if drafter == "eagle" else draft_model()), captions(4)
-        alone = [
-            type(condition)(condition.features[row : row + 1], condition.mask[row : row + 1])
-            for row in range(4)
-        ]
-    sampler = DraftedSampler(4, stop_below)
-    together = decode(sampler, model, network, condition, law=law)
-    assert together.trace.target_calls.unique().numel() > 1
-    for row in range(4):
-        single = decode(sampler, model, network, alone[row], law=law, batch_size=1, generator=seeded([row]))
-        assert torch.equal(single.tokens[0], together.tokens[row])
-        assert torch.equal(single.trace.commit_call[0], together.trace.commit_call[row])
-
-
 @pytest.mark.parametrize("drafter", ["tabular", "eagle"])
 @pytest.mark.usefixtures("whole_batch")
 def test_every_draft_carries_the_law_it_was_drawn_from(monkeypatch, drafter):

@@ -169,19 +169,6 @@ def test_identical_tokens_on_a_transformer_whose_cache_holds_the_kept_path():
     assert not torch.equal(wrong.tokens, wanted)
 
 
-def test_a_transformer_sample_does_not_depend_on_its_batch():
-    model = tiny_transformer().double()
-    law = TokenLaw(guidance_scale=2.5)
-    sampler = ProactiveJacobiSampler(6, 2, 2)
-    together = sampler(model, captions(4), law=law, generator=seeded(5, 6, 7, 8), batch_size=4)
-    for row in range(4):
-        one = captions(4)
-        one = TextCondition(one.features[row : row + 1], one.mask[row : row + 1])
-        alone = sampler(model, one, law=law, generator=seeded(5 + row), batch_size=1)
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-        assert alone.trace.target_calls[0] == together.trace.target_calls[row]
-
-
 def test_siblings_save_calls():
     """Where the head is refused often; the more siblings the fewer calls."""
     model = TabularModel(TokenGrid(16, 16), 32, order=2, dependence=0.4)
