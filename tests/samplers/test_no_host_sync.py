@@ -195,11 +195,17 @@ def watch_scales(monkeypatch: Any, sampler: Any, law: TokenLaw = LAW) -> None:
 
 
 # Every sampler computes its laws by the same function, so one of a kind tries another law.
+SOME = ("autoregressive", "jacobi", "eagle tree", "zipar")
+
+
 @pytest.mark.parametrize(
     "name, law",
     [
         *((name, LAW) for name in PICTURES),
-        *((name, TokenLaw(top_p=0.9)) for name in ("autoregressive", "jacobi", "eagle tree", "zipar")),
+        *(
+            pytest.param(name, TokenLaw(top_p=0.9), marks=[] if name in SOME else [pytest.mark.slow])
+            for name in PICTURES
+        ),
     ],
 )
 def test_pictures(monkeypatch, name, law):
