@@ -23,7 +23,6 @@ from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.continuous import mar
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import KL16
-from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, MASKED, SCALES
 from visual_spec.models.core.protocol import area_of
 from visual_spec.models.masked import mage, maskgit
 from visual_spec.models.masked.mage import MageTransformer
@@ -43,6 +42,7 @@ from visual_spec.models.next_token.controlar import ControlARTransformer
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_checkpoint import known_architectures
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
+from visual_spec.samplers.registry import CONTINUOUS, DISTILLED, MASKED, SCALES
 
 
 @pytest.fixture(scope="module")

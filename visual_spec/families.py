@@ -1,4 +1,4 @@
-"""The table of model families. Plain data, without PyTorch.
+"""The table of model families. Plain data, without PyTorch; `records` says what an entry holds.
 
 Exports, the classes that saved folders name, the kinds of calls, cards, `visual-spec models`, drafters, the settings
 that `bench` and `eval` measure, and the words for a sample all read this table. To add a family, add its model file,
@@ -8,10 +8,11 @@ its loader and one entry here (docs/EXTENDING.md).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from visual_spec.models.core.calls import (
+from visual_spec.records import Family, FileLayout, KnownModel, OfficialFile, PipelineEntry
+from visual_spec.samplers.registry import (
     ANY_ORDER,
     CHUNKS,
     COLUMNS,
@@ -21,221 +22,12 @@ from visual_spec.models.core.calls import (
     MASKED,
     OWN_ORDER,
     RASTER_TREE_ORDER,
+    SAMPLERS,
     SCALES,
+    fitting,
 )
-from visual_spec.samplers.registry import SAMPLERS, fitting
 
-_PIPELINES, _MODELS = "visual_spec.pipelines", "visual_spec.models"
-
-
-@dataclass(frozen=True)
-class MediumWords:
-    """What the samples of a medium are called.
-
-    Attributes:
-        samples: in the plural.
-        truth: true samples, in the plural.
-        key: the list of them in a document.
-        nameless: the file of one whose prompt has no letters.
-        ending: of the file that keeps one exactly, but for the 16 bits of sound.
-    """
-
-    samples: str
-    truth: str
-    key: str
-    nameless: str
-    ending: str
-
-
-MEDIA = {
-    "image": MediumWords("pictures", "scenes", "images", "picture", "png"),
-    "video": MediumWords("clips", "clips", "videos", "clip", "npy"),
-    "audio": MediumWords("clips", "clips", "clips", "tune", "wav"),
-}
-
-
-@dataclass(frozen=True)
-class PipelineEntry:
-    """One pipeline class.
-
-    Attributes:
-        path: "module:class", below `visual_spec.pipelines`.
-        medium: a key of `MEDIA`.
-        condition: what its models read: "text", "label", or "" for nothing.
-        hub_tag: the task under which the Hub lists it.
-    """
-
-    path: str
-    medium: str
-    condition: str
-    hub_tag: str
-
-    @property
-    def class_name(self) -> str:
-        """The class name."""
-        return self.path.partition(":")[2]
-
-    @property
-    def module(self) -> str:
-        """The name of the class's module."""
-        return f"{_PIPELINES}.{self.path.partition(':')[0]}"
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """One size of a family, with the figures of the official weights; tests recompute them on the meta device.
-
-    Attributes:
-        name: name for display.
-        weights: the official files or repository; "" if none are released.
-        pixels: side of the pictures; 0 for an audio model.
-        tokens: slots of a picture, or columns of a clip.
-        prefix: positions before the first token (for a prompt of usual length if it is not fixed).
-        parameters: number of weights of the token model, without tokenizers and text encoders.
-        cached: numbers that the cache holds for one position of one row: keys and values of all layers.
-        uncached: slots that nothing reads and that are not cached: the last scale of a next-scale model.
-        load: the function that loads it; "": the family's.
-        verified: a key of `VERIFIED`; "": the family's.
-        calls: the kinds of calls it answers; (): the family's.
-    """
-
-    name: str
-    weights: str
-    pixels: int
-    tokens: int
-    prefix: int
-    parameters: int
-    cached: int
-    uncached: int = 0
-    load: str = ""
-    verified: str = ""
-    calls: tuple[str, ...] = ()
-
-    def memory(self, bytes_each: int, *, batch_size: int = 1, guided: bool = True) -> int:
-        """Return the bytes of weights and cache while `batch_size` pictures are drawn.
-
-        Args:
-            bytes_each: bytes of a number: 4 for float32, 2 for bfloat16.
-        """
-        rows = batch_size * (2 if guided else 1)
-        held = self.prefix + self.tokens - self.uncached
-        return (self.parameters + rows * held * self.cached) * bytes_each
-
-
-@dataclass(frozen=True)
-class OfficialFile:
-    """A kind of official files. Functions are "module:function" below `visual_spec.models`.
-
-    Attributes:
-        role: the argument of the pipeline's `from_official` that takes it.
-        name: for display; or a function of the file, as `read_checkpoint` reads it, that says it.
-        recognise: (weights) -> whether a file is of this kind.
-        load: makes a model of the file alone; takes it, and a dtype.
-        size: the argument of `load` that takes the side of the pictures, or what `sizes` makes of it; "": the file
-            says it.
-        sizes: (side or None, file) -> what `load` takes.
-        pipeline: of a transformer, the class that draws with it.
-        own: whether it is of this family alone; others share it.
-        folder: whether it may be a folder of shards.
-        holds: (weights) -> whether a file of the transformer holds the tokenizer too.
-    """
-
-    role: str
-    name: str
-    recognise: str
-    load: str
-    size: str = ""
-    sizes: str = ""
-    pipeline: str = ""
-    own: bool = True
-    folder: bool = False
-    holds: str = ""
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """The official files of a family, for `visual-spec convert`: one of each kind, or some of them.
-
-    Attributes:
-        files: the kinds.
-        second: the argument of `from_official` that takes a second, smaller transformer.
-        size: the one that takes the side of the pictures; "": the weights say it.
-        tokenizer: the official name of its file.
-        assemble: in place of all these, "module:function" below `visual_spec`: (files and folders, text encoder or
-            None, image size or None, dtype or None) -> the pipeline or model to save, and what each file is:
-            {path: name}.
-        recognise: likewise (file or path of a folder) -> whether it is of this layout.
-    """
-
-    files: tuple[OfficialFile, ...] = ()
-    second: str = ""
-    size: str = ""
-    tokenizer: str = ""
-    assemble: str = ""
-    recognise: str = ""
-
-
-@dataclass(frozen=True)
-class Family:
-    """One family of models.
-
-    Attributes:
-        name: name for display, once in the table.
-        calls: the kinds of calls its models answer (`visual_spec.models.core.calls`).
-        pipelines: classes of the pipelines that draw with it; none: models of other libraries (`accelerate`).
-        parts: "module:class" below `visual_spec.models` of the classes that a saved folder may name.
-        saved: settings in model_index.json, or class names of components, that tell a saved folder of this family from
-            others of the same pipeline; nothing: it is the usual one.
-        samplers: class names of samplers, likewise.
-        unit: what a call commits, in the plural.
-        plain: its plain decoding, as on the command line; of `name:...` the settings are those of the saved sampler,
-            of `name:setting=...` that setting alone.
-        fast: what `visual_spec.accelerate` sets when no sampler is named, likewise; "": the plain one.
-        shorter: one that takes less time and has a law of its own, where the fast one is the plain one.
-        comparable: whether an accelerated decoding is compared with the plain one.
-        stored_as: what keeps a sample: its token "ids", or the finished "canvas".
-        measured: what `bench` and `eval` measure if no settings are named: settings, see
-            `visual_spec.eval.defaults.listed_settings`; or "module:function" below `visual_spec`, which chooses them;
-            "": they do not measure it.
-        drafters: classes among `parts` that `load_drafter` takes.
-        refiners: classes among `parts` that `load_refiner` takes.
-        of_diffusers: class of diffusers' pipeline whose folders its pipeline loads.
-        layout: its official files, which `visual-spec convert` asks for in the order of the table.
-        sizes: the official weights.
-        load, verified: see `KnownModel`.
-    """
-
-    name: str
-    calls: tuple[str, ...]
-    pipelines: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
-    saved: Mapping[str, Any] = field(default_factory=dict)
-    samplers: tuple[str, ...] = ()
-    unit: str = "tokens"
-    plain: str = ""
-    fast: str = ""
-    shorter: str | None = None
-    comparable: bool = True
-    stored_as: str = "ids"
-    measured: str | tuple[str, ...] = "eval.defaults:settings_for"
-    drafters: tuple[str, ...] = ()
-    refiners: tuple[str, ...] = ()
-    of_diffusers: str = ""
-    layout: FileLayout | None = None
-    sizes: tuple[KnownModel, ...] = ()
-    load: str = ""
-    verified: str = "official layout"
-
-    def fits(self, pipeline: str, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> bool:
-        """Whether a saved pipeline is of this family; arguments as for `family_of`."""
-        held = {name: settings.get(name) for name in self.saved}  # of a component: its module and class
-        same = all(
-            (held[name] or [None])[-1] == value if isinstance(value, str) else held[name] == value
-            for name, value in self.saved.items()
-        )
-        drawn = not self.samplers or sampler.get("_class_name") in self.samplers
-        return pipeline in self.pipelines and same and drawn
-
+_MODELS = "visual_spec.models"
 
 # fmt: off
 PIPELINES = {entry.class_name: entry for entry in (

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec import families
+from visual_spec import records
 from visual_spec.eval.arguments import is_quiet, logger
 from visual_spec.eval.tables import plain_table
-from visual_spec.families import MediumWords
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
-from visual_spec.models.core.calls import CHUNKS, MASKED
-from visual_spec.pipelines.facts import LAW_SETTINGS
-from visual_spec.samplers.registry import fitting
+from visual_spec.records import LAW_SETTINGS, MediumWords
+from visual_spec.samplers.registry import CHUNKS, MASKED, fitting
 
 _PICTURES = ("control", "image", "mask")
 _INPUTS = (*_PICTURES, "control_strength", "strength", "negative_prompt")
@@ -528,7 +526,7 @@ def _clip_suffix(args: argparse.Namespace) -> str:
 
 MEDIA = {
     "video": MediumFiles(
-        words=families.MEDIA["video"],
+        words=records.MEDIA["video"],
         unit="token",
         suffix=_clip_suffix,
         reports=("html", "json"),
@@ -539,7 +537,7 @@ MEDIA = {
         encode=_clip,
     ),
     "image": MediumFiles(
-        words=families.MEDIA["image"],
+        words=records.MEDIA["image"],
         unit="token",
         suffix=lambda args: "png",
         reports=("png", "html", "json"),
@@ -550,7 +548,7 @@ MEDIA = {
         encode=_picture,
     ),
     "audio": MediumFiles(
-        words=families.MEDIA["audio"],
+        words=records.MEDIA["audio"],
         unit="column",
         suffix=_sound_suffix,
         reports=("html", "json"),

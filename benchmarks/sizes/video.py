@@ -23,7 +23,7 @@ from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.official_sizes import fill_at_random
 from visual_spec.eval.speed.timing import Report
 from visual_spec.models.video.causal_wan import CausalWan
-from visual_spec.pipelines.accelerate.video import read_text
+from visual_spec.pipelines.chunk_video import read_text
 from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
 
 # Windows are Self-Forcing's 21 frames, sinks those of the papers (`visual_spec.models.video.frame_cache`).

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.models.core.orders import ANY_ORDER
+from visual_spec.models.core.protocol import ANY_ORDER
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_any_order import LlamaGenAnyOrder
 from visual_spec.models.next_token.llamagen_vq import VQModel

@@ -10,9 +10,9 @@ from tests.models.continuous.tiny import tiny_causal, tiny_mar
 from visual_spec.eval.defaults import latent_settings
 from visual_spec.eval.quality.figures import kind_of
 from visual_spec.eval.settings import parse_setting
-from visual_spec.models.core.calls import CONTINUOUS
-from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import CONTINUOUS
 
 LAW = TokenLaw(guidance_scale=2.0)
 PAIR = {"drafter": ["module", "Class"]}

@@ -20,26 +20,29 @@ from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, Tabula
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from visual_spec.kernels.law import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.core.calls import (
-    ANY_ORDER,
-    COLUMNS,
-    CONTINUOUS,
-    MASKED,
-    ORDER,
-    OWN_ORDER,
-    RASTER,
-    SCALES,
-    TREE,
-)
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import register_to_config
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.orders.along_order import slots_in_order
-from visual_spec.samplers.registry import DRAFTER, SAMPLERS, SamplerEntry, sampler_class
+from visual_spec.samplers.registry import (
+    ANY_ORDER,
+    COLUMNS,
+    CONTINUOUS,
+    DRAFTER,
+    MASKED,
+    ORDER,
+    OWN_ORDER,
+    RASTER,
+    SAMPLERS,
+    SCALES,
+    TREE,
+    SamplerEntry,
+    sampler_class,
+)
 from visual_spec.samplers.scales.stages import Stage
 
 # Where the defaults are too large, or not lossless. Of others the window and the number of drafts are made small.

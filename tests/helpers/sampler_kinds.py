@@ -23,7 +23,9 @@ from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
 from tests.helpers.tiny_students import tiny_student
 from tests.models.continuous.tiny import calm, tiny_causal
 from tests.tiny import seeded, tiny_transformer
-from visual_spec.models.core.calls import (
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import (
     ANY_ORDER,
     COLUMNS,
     CONTINUOUS,
@@ -35,10 +37,8 @@ from visual_spec.models.core.calls import (
     RASTER,
     SCALES,
     TREE,
+    SamplerEntry,
 )
-from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import SamplerEntry
 
 LAW = TokenLaw(guidance_scale=1.8, top_k=5)
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.tabular import TabularState, tables_of
-from visual_spec.models.core.orders import ANY_ORDER
-from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.protocol import ANY_ORDER, TokenGrid
 
 
 class TabularAnyOrderModel(nn.Module):

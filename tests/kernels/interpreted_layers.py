@@ -12,8 +12,7 @@ import torch
 
 from tests.kernels.layers import PLACES, opened, summed, window_case, write_case
 from visual_spec.kernels import window_attention as attention
-from visual_spec.kernels.add_norm import add_norm_triton
-from visual_spec.kernels.gated import gated_triton
+from visual_spec.kernels.layers import add_norm_triton, gated_triton
 from visual_spec.kernels.rotary_write import rotary_write_triton
 from visual_spec.kernels.window_attention import window_attention_triton
 

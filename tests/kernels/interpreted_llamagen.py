@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from tests.tiny import tiny_transformer
-from visual_spec.kernels import add_norm, gated, launch, rotary_write, window_attention
+from visual_spec.kernels import launch, layers, rotary_write, window_attention
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.models.next_token.llamagen import TextCondition
 
-KERNELS = (add_norm, gated, rotary_write, window_attention)
+KERNELS = {
+    "add_norm": layers,
+    "gated": layers,
+    "rotary_write": rotary_write,
+    "window_attention": window_attention,
+}
 
 
 @pytest.fixture
@@ -27,10 +32,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return call
 
-    for module in KERNELS:
-        name = module.__name__.rpartition(".")[2]
+    for name, module in KERNELS.items():
         monkeypatch.setattr(module, f"{name}_triton", watched(name, getattr(module, f"{name}_triton")))
-    for module in (launch, *KERNELS):
+    for module in (launch, *KERNELS.values()):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True, raising=False)
     monkeypatch.setattr(window_attention, "_SPLIT", 8)
     monkeypatch.setattr(window_attention, "_TILES", {4: (16, 8, 4)})

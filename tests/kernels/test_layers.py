@@ -9,13 +9,10 @@ import torch
 
 from tests.helpers.compiled_kernels import check_compiles, check_traced
 from tests.kernels.layers import PLACES, opened, summed, window_case, write_case
-from visual_spec.kernels import add_norm as add_norm_module
-from visual_spec.kernels import gated as gated_module
-from visual_spec.kernels import launch
+from visual_spec.kernels import launch, layers
 from visual_spec.kernels import rotary_write as write_module
 from visual_spec.kernels import window_attention as module
-from visual_spec.kernels.add_norm import add_norm
-from visual_spec.kernels.gated import gated
+from visual_spec.kernels.layers import add_norm, gated
 from visual_spec.kernels.rotary_write import rotary_write
 from visual_spec.kernels.window_attention import window_attention
 
@@ -125,8 +122,8 @@ def test_compiles_for_hopper(tmp_path, name, dtype):
     held, places = torch.zeros(2, 8, 700, 128, dtype=dtype), torch.zeros(2, 4).long()
     projected = torch.zeros(2, 4, 48, 128, dtype=dtype)
     where, call = {
-        "add_norm": (add_norm_module, lambda: add_norm_module.add_norm_triton(x, x, x[0, 0], 1e-5)),
-        "gated": (gated_module, lambda: gated_module.gated_triton(x, x)),
+        "add_norm": (layers, lambda: layers.add_norm_triton(x, x, x[0, 0], 1e-5)),
+        "gated": (layers, lambda: layers.gated_triton(x, x)),
         "rotary_write": (
             write_module,
             lambda: write_module.rotary_write_triton(projected, turn, turn, held, held, places),

@@ -22,13 +22,12 @@ from tests.kernels.laws import LAWS, Window, window
 from tests.kernels.layers import opened, summed
 from tests.kernels.relaxing import codes, laws
 from tests.kernels.verification import case, compare
-from visual_spec.kernels.add_norm import add_norm_triton
 from visual_spec.kernels.clustered_mass import clustered_mass_triton
 from visual_spec.kernels.draw import draw_reference, draw_triton, whole_draw_triton
-from visual_spec.kernels.gated import gated_triton
 from visual_spec.kernels.grouped_mass import grouped_mass_triton
 from visual_spec.kernels.head_step import head_step_reference, head_step_triton
 from visual_spec.kernels.lantern_mass import lantern_mass_triton
+from visual_spec.kernels.layers import add_norm_triton, gated_triton
 from visual_spec.kernels.masked_sample import masked_sample_reference, masked_sample_triton
 from visual_spec.kernels.philox import (
     philox_normal,

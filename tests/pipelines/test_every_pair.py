@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tests.tiny import quiet
-from visual_spec.models.core.calls import CHUNKS
 from visual_spec.pipelines.accelerate import accelerate, refusals, restore
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.registry import SAMPLERS, fit
+from visual_spec.samplers.registry import CHUNKS, SAMPLERS, fit
 
 PROMPTS = {"image": "a red circle", "video": "a red circle moves right", "audio": "a calm tune"}
 # What a model of these calls cannot be decoded by, though both speak of the same calls: the pairs that no table of

@@ -15,11 +15,11 @@ from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline
 from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import read_facts
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, write_sampler
 from visual_spec.pipelines.scale_plan import make_row
+from visual_spec.records import PipelineFacts
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.registry import SAMPLERS
 from visual_spec.samplers.scales.scales import ScaleWiseSampler

@@ -23,14 +23,13 @@ import visual_spec
 from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_vq_model
 from visual_spec import cli, families
 from visual_spec.eval.quality.features import load_shapes_features
-from visual_spec.models.core.calls import ANY_ORDER
 from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_drafter, load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.registry import SAMPLERS, sampler_class
+from visual_spec.samplers.registry import ANY_ORDER, SAMPLERS, sampler_class
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 ROOT = Path(__file__).parents[2]

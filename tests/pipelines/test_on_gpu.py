@@ -21,11 +21,10 @@ from visual_spec.eval import draws
 from visual_spec.eval.defaults import settings_of_model, with_setting
 from visual_spec.eval.machine import load
 from visual_spec.eval.settings import Setting, parse_setting
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, RASTER, TREE
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
 from visual_spec.samplers.core.verification import draw_near
-from visual_spec.samplers.registry import SAMPLERS, sampler_class
+from visual_spec.samplers.registry import COLUMNS, CONTINUOUS, MASKED, RASTER, SAMPLERS, TREE, sampler_class
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from diffusers.quantizers.quantization_config import TorchAoConfig
 from torch import Tensor
 
 from tests.tiny import quiet
-from visual_spec.models.core.checkpoints import check_finite, stored_parts
 from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.models.core.saved import check_finite, stored_parts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 

@@ -13,9 +13,17 @@ from torch import Tensor
 
 from tests.helpers.sampler_kinds import CHANGED, KINDS, LAW, REFUSED, REFUSED_BY, decode
 from tests.helpers.sampler_settings import settings_of
-from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, FRAMES, MASKED, SCALES
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, sampler_class
+from visual_spec.samplers.registry import (
+    CONTINUOUS,
+    DISTILLED,
+    FRAMES,
+    MASKED,
+    SAMPLERS,
+    SCALES,
+    SamplerEntry,
+    sampler_class,
+)
 
 EVERY = pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
 

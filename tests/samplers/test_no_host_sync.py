@@ -22,7 +22,6 @@ from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.continuous import blocks as continuous_blocks
 from visual_spec.models.continuous import causal as continuous_causal
 from visual_spec.models.continuous import mar as continuous_mar
-from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, DISTILLED, FRAMES, MASKED, SCALES
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
@@ -46,7 +45,17 @@ from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
-from visual_spec.samplers.registry import SAMPLERS, sampler_class
+from visual_spec.samplers.registry import (
+    ANY_ORDER,
+    COLUMNS,
+    CONTINUOUS,
+    DISTILLED,
+    FRAMES,
+    MASKED,
+    SAMPLERS,
+    SCALES,
+    sampler_class,
+)
 
 TARGET, EAGLE = (model.float() for model in eagle_pair())
 DRAFT = draft_model().float()

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from visual_spec.models.core.calls import RASTER, TREE
 from visual_spec.samplers import registry
-from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, fit
+from visual_spec.samplers.registry import RASTER, SAMPLERS, TREE, SamplerEntry, fit
 
 FOLDER = Path(__file__).parents[2] / "visual_spec" / "samplers"
 

@@ -14,11 +14,10 @@ from functools import partial
 from itertools import product, zip_longest
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.models.core.calls import DISTILLED, MASKED
-from visual_spec.samplers.registry import SAMPLERS, fitting
+from visual_spec.samplers.registry import DISTILLED, MASKED, SAMPLERS, fitting
 
 if TYPE_CHECKING:
-    from visual_spec.pipelines.facts import PipelineFacts
+    from visual_spec.records import PipelineFacts
     from visual_spec.samplers.core.law import TokenLaw
 
 # The configuration of a component of a pipeline, by its name.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from visual_spec.eval.media import medium_of
-from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.samplers import registry
+from visual_spec.samplers.registry import MASKED
 
 
 class MaskedPair:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from visual_spec.models.core.settings import SEED, whole
-from visual_spec.pipelines.facts import LAW_SETTINGS
 from visual_spec.pipelines.loading import load_drafter
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan, make_row
+from visual_spec.records import LAW_SETTINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 

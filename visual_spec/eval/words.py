@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from visual_spec.families import MEDIA
+from visual_spec.records import MEDIA
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Words:
     """The words for one kind of model, and which figures it has.
 
     Attributes:
-        medium: a key of `visual_spec.families.MEDIA`.
+        medium: a key of `visual_spec.records.MEDIA`.
         units: what a call commits, in the plural.
     """
 

@@ -20,13 +20,13 @@ from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicgenModules
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.columns.stacks import check_stacked
-from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.texts import ReadsText
+from visual_spec.samplers.registry import MASKED
 
 _LONGEST = (
     3600  # seconds of a window: no model is trained on an hour, and what a window needs is allocated at once

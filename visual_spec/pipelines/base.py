@@ -23,8 +23,7 @@ from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
 from visual_spec.families import PIPELINES, family_of
-from visual_spec.models.core.aligned import align_weights
-from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
+from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import SavedModel, check_loaded, check_transformers_model
 from visual_spec.models.core.settings import whole
 from visual_spec.pipelines.components import annotated_types, resolved
@@ -35,8 +34,6 @@ from visual_spec.pipelines.embedded import (
     part_folder,
     shared_parts,
 )
-from visual_spec.pipelines.facts import LAW_DEFAULTS, LAW_SETTINGS, PipelineFacts
-from visual_spec.pipelines.sampler_text import as_saved
 from visual_spec.pipelines.saved_index import (
     INDEX,
     check_saved_pipeline,
@@ -44,9 +41,11 @@ from visual_spec.pipelines.saved_index import (
     refuse_no_pipeline,
 )
 from visual_spec.pipelines.steps import Asked, StepListener, Streams, asked_tensors, check_generator
+from visual_spec.records import LAW_DEFAULTS, LAW_SETTINGS, PipelineFacts
 from visual_spec.samplers import registry
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SCALES
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
 _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
@@ -159,8 +158,8 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             medium=PIPELINES[kind].medium,
             unit=family.unit,
             calls=family.calls,
-            plain_sampler=as_saved(family.plain, sampler),
-            fast_sampler=as_saved(family.fast or family.plain, sampler),
+            plain_sampler=_written(family.plain, sampler),
+            fast_sampler=_written(family.fast or family.plain, sampler),
             shorter_sampler=family.shorter,
             default_settings=cls._saved_law(settings),
             comparable=family.comparable,
@@ -178,7 +177,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 
     medium = _fact("medium", 'What it makes: "image", "video" or "audio".')
     unit = _fact("unit", 'What a call commits, in the plural: "tokens", "columns" or "scales".')
-    calls = _fact("calls", "The kinds of calls that its model answers (`visual_spec.models.core.calls`).")
+    calls = _fact("calls", "The kinds of calls that its model answers (`visual_spec.samplers.registry`).")
     plain_sampler = _fact("plain_sampler", "Its plain decoding, as on the command line.")
     fast_sampler = _fact(
         "fast_sampler", "What `visual_spec.accelerate` sets when no sampler is named, as on the command line."
@@ -538,7 +537,7 @@ def check_sampler(sampler: Any, calls: tuple[str, ...]) -> None:
     """Refuse a sampler that makes other calls than the model answers.
 
     What is not in the registry fits if it is callable and says whether it is `lossless`; if it declares its `calls`, a
-    kind of `visual_spec.models.core.calls` or several, these have to be among them.
+    kind of `visual_spec.samplers.registry` or several, these have to be among them.
 
     Raises:
         TypeError: names those that fit.
@@ -564,6 +563,15 @@ def _calls_of(sampler: Any) -> set[str]:
         if (path := f"{kind.__module__}:{kind.__name__}") in known:
             return {known[path]}
     return set()
+
+
+def _written(text: str, sampler: Mapping[str, Any]) -> str:
+    """The text of a family's sampler; dots in it stand for settings of the saved one (`as_saved`)."""
+    if "..." not in text:
+        return text
+    from visual_spec.pipelines.sampler_text import as_saved
+
+    return as_saved(text, sampler)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,14 +19,14 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import whole
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
-from visual_spec.models.video.frame_cache import CachePolicy, HeadBudgets
-from visual_spec.pipelines.accelerate.video import check_policy, read_text
+from visual_spec.models.video.frame_cache import POLICIES, CachePolicy, HeadBudgets
 from visual_spec.pipelines.components import registers
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.output import ShownPictures, shown
+from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText, Texts
 from visual_spec.pipelines.video_files import pixels_of, write_video
+from visual_spec.records import PipelineFacts
 from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, RolloutTrace, roll_out
 
 
@@ -266,3 +267,33 @@ class ChunkVideoPipeline(ReadsText):
             for clip in latents.transpose(1, 2)
         ]  # [T, 3, H, W] each
         return shown(clips, self.image_processor, output_type)
+
+
+def read_text(text: str) -> Any:
+    """The policy of a text: `name` or `name:setting=value,...`.
+
+    Raises:
+        ValueError: an unknown policy or setting; the message lists those there are.
+    """
+    name, settings = parse_sampler(text)
+    if name not in POLICIES:
+        raise ValueError(f"unknown cache policy {name!r}; pass one of {', '.join(POLICIES)}.")
+    known = list(inspect.signature(POLICIES[name]).parameters)
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(
+            f"the {name} policy has no setting {', '.join(unknown)}; it takes {', '.join(known) or 'none'}."
+        )
+    return POLICIES[name](**settings)
+
+
+def check_policy(policy: Any) -> None:
+    """Refuse what is no policy of a cache.
+
+    Raises:
+        TypeError: names those that are.
+    """
+    for given in getattr(policy, "policies", (policy,)):
+        if not isinstance(given, tuple(POLICIES.values())):
+            names = ", ".join(kind.__name__ for kind in (*POLICIES.values(), HeadBudgets))
+            raise TypeError(f"policy is a {type(given).__name__}; pass its text, or one of {names}.")

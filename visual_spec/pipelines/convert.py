@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from visual_spec.families import FAMILIES, PIPELINES, Family, OfficialFile
+from visual_spec.families import FAMILIES, PIPELINES
 from visual_spec.models.columns.audiocraft import CODEC, LANGUAGE_MODEL, kind_of
 from visual_spec.models.continuous.mar_checkpoint import is_mar
 from visual_spec.models.core.checkpoints import Checkpoint, read_content, unpack_checkpoint
@@ -23,6 +23,7 @@ from visual_spec.models.video.self_forcing_checkpoint import is_lora, is_wan, lo
 from visual_spec.pipelines import components
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.saved_index import INDEX, read_index_file
+from visual_spec.records import Family, OfficialFile
 
 File = Path | Checkpoint  # a folder, or a file read
 

@@ -13,10 +13,10 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import CodesDecoder
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.token_image import TokenImagePipeline
+from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.law import TokenLaw
 
 if TYPE_CHECKING:

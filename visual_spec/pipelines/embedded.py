@@ -80,7 +80,7 @@ def describe(folder: Path) -> dict[str, Any]:
     Returns:
         name; pipeline, the class name; components, {name: class name}; parameters, {name: count}; bytes of all
         weights; image_size in pixels, or None for models that do not draw; sampling_rate in Hz, or None for models that
-        do not play; calls, those of `visual_spec.models.core.calls` that the model answers.
+        do not play; calls, those of `visual_spec.samplers.registry` that the model answers.
 
     Raises:
         FileNotFoundError: there is no model_index.json in it.

@@ -8,14 +8,13 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.models.continuous.causal import CausalLatentTransformer
-from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import KLDecoder
-from visual_spec.pipelines.sampler_text import make_sampler
 
 if TYPE_CHECKING:
+    from visual_spec.models.continuous.causal import CausalLatentTransformer
+    from visual_spec.models.continuous.mar import MARTransformer
     from visual_spec.models.core.layouts import Given
 
 
@@ -87,6 +86,7 @@ class LatentImagePipeline(ClassImagePipeline):
             ValueError, OSError: a file that is none of these; says what it is.
         """
         from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint, load_mar_checkpoint
+        from visual_spec.samplers.continuous.continuous import ContinuousSampler
 
         def loaded(source: Any) -> Any:
             is_model = source is None or isinstance(source, torch.nn.Module)
@@ -98,7 +98,7 @@ class LatentImagePipeline(ClassImagePipeline):
         return cls(
             model,
             load_kl16_checkpoint(vae, dtype=dtype),
-            sampler or make_sampler("continuous"),
+            sampler or ContinuousSampler(),
             id2label,
             drafter=loaded(drafter),
             **settings,

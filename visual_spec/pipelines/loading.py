@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from visual_spec.families import FAMILIES, PIPELINES, Family, family_of
+from visual_spec.families import FAMILIES, PIPELINES, family_of
 from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline
@@ -16,8 +16,8 @@ from visual_spec.pipelines.embedded import (
     missing_models,
     part_folder,
 )
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.saved_index import INDEX, read_index_file, refuse_no_pipeline
+from visual_spec.records import Family, PipelineFacts
 
 _DRAFTERS = sorted({name for family in FAMILIES for name in family.drafters})
 _REFINERS = sorted({name for family in FAMILIES for name in family.refiners})

@@ -20,7 +20,8 @@ from diffusers.modular_pipelines.modular_pipeline import ModularPipelineBlocks, 
 from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec, InputParam, OutputParam
 
 from visual_spec.models.video.causal_wan import CausalWan
-from visual_spec.pipelines.accelerate.video import check_policy, latent_size, read_text
+from visual_spec.pipelines.accelerate.video import latent_size
+from visual_spec.pipelines.chunk_video import check_policy, read_text
 from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
 
 _USUAL = ChunkSchedule()

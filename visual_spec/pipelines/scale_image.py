@@ -17,13 +17,13 @@ from visual_spec.models.next_scale.scale_cache import calibrate
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.pipelines.components import registers
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.labels import DrawsClasses, Labels
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline, read_budget
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.pipelines.steps import Asked, StepCallback, check_generator
+from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import (

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
-from visual_spec.models.core.conditions import warn_cut
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.steps import Asked
@@ -259,6 +258,8 @@ def tokenized(tokenizer: Any, texts: list[str]) -> Any:
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if cut := ids[room:]:
+            from visual_spec.models.text.caption_encoder import warn_cut
+
             warn_cut(text, tokenizer.decode(cut), room, "tokens")
     has_limit = room < LARGE_INTEGER
     return tokenizer(texts, padding=True, truncation=has_limit, return_tensors="pt")

@@ -17,9 +17,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import DistilledAnswer, DistilledModel, DistilledState
-from visual_spec.models.core.settings import Within
+from visual_spec.models.core.settings import Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import (
     check_allowed,

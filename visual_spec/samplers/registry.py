@@ -10,19 +10,21 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from visual_spec.models.core.calls import (
-    ANY_ORDER,
-    COLUMNS,
-    CONTINUOUS,
-    DISTILLED,
-    FRAMES,
-    MASKED,
-    ORDER,
-    OWN_ORDER,
-    RASTER,
-    SCALES,
-    TREE,
-)
+# The kinds of calls that models answer and samplers make, as `visual_spec.models.core.protocol` defines them.
+RASTER = "raster"  # NextTokenModel: a window of tokens in raster order
+TREE = "tree"  # TreeModel: several continuations of one sequence
+ORDER = "order"  # OrderModel: positions out of raster order, each with its own mask
+ANY_ORDER = "any-order"  # AnyOrderModel: any slots, each asked by name
+OWN_ORDER = "own order"  # TrainedOrderModel, or an OrderModel of raster order: the steps it was trained for
+SCALES = "scales"  # ScaleModel: all tokens of a scale at once
+COLUMNS = "columns"  # ColumnModel: columns of several codebooks
+MASKED = "masked"  # MaskedModel: all hidden tokens at once
+FRAMES = "frames"  # FrameModel: all hidden tokens of a frame at once, one frame after the other
+CHUNKS = "chunks"  # ChunkModel of `visual_spec.samplers.continuous.chunk_rollout`: chunks of frames
+CONTINUOUS = "continuous"  # CausalLatentModel, MaskedLatentModel: conditions of tokens that are vectors
+DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise
+
+RASTER_TREE_ORDER = (RASTER, TREE, ORDER, OWN_ORDER)
 
 DRAFTER = "drafter"
 
@@ -34,7 +36,7 @@ class SamplerEntry:
     Attributes:
         name: name on the command line.
         path: "module:class".
-        calls: the kind of model calls it makes (`visual_spec.models.core.calls`).
+        calls: the kind of model calls it makes (the names above).
         promise: its output law, in words, for tables.
         needs: "drafter" if it needs a second model, else "".
         asks: what else it asks of a model that answers its calls, or of the model's law, in words.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from visual_spec.eval.arguments import Parser, is_quiet
-from visual_spec.models.core.calls import RASTER
+from visual_spec.samplers.registry import RASTER
 
 # What vLLM reads when it is imported: one process, so that pairs enter together, and nothing that calls home.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.kernels.layers import window_case, write_case
 from tests.tiny import tiny_transformer
-from visual_spec.kernels import add_norm, gated, rotary_write, window_attention
+from visual_spec.kernels import layers, rotary_write, window_attention
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer, TextCondition
 
@@ -49,9 +49,7 @@ def test_operators_launch_as_often_as_is_counted(monkeypatch, name):
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **kwargs: launched.append(self.kernel)
 
-    module: Any = {
-        one.__name__.rpartition(".")[2]: one for one in (add_norm, gated, rotary_write, window_attention)
-    }[name]
+    module: Any = {"rotary_write": rotary_write, "window_attention": window_attention}.get(name, layers)
     for kernel in [one for one in vars(module) if one.endswith("_kernel")]:
         monkeypatch.setattr(module, kernel, Watched(kernel))
     x, written = torch.zeros(2, 3, 8), write_case()

@@ -93,7 +93,7 @@ def read_settings(
     """
     from visual_spec.eval.defaults import is_masked
     from visual_spec.eval.settings import parse_setting
-    from visual_spec.pipelines.facts import LAW_DEFAULTS
+    from visual_spec.records import LAW_DEFAULTS
 
     asked = {name: getattr(args, name) for name in LAW_DEFAULTS}
     law = known.law_with(**asked)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.data.waves import levels
-from visual_spec.models.core.checkpoints import check_finite, read_checkpoint
+from visual_spec.models.core.checkpoints import read_checkpoint
+from visual_spec.models.core.saved import check_finite
 from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.pipelines.embedded import embedded_folder, missing_models
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from visual_spec.eval.quality.prompt_files import PromptSet
     from visual_spec.eval.quality.sample_set import SampleSet
     from visual_spec.eval.settings import Setting
-    from visual_spec.pipelines.facts import PipelineFacts
+    from visual_spec.records import PipelineFacts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

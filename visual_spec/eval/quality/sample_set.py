@@ -40,12 +40,12 @@ from visual_spec.eval.quality.prompt_files import FLAT, GENEVAL, VBENCH, PromptS
 from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
-from visual_spec.families import MEDIA
 from visual_spec.files.reading import inside, parse, read_object, read_regular, read_text, refuse_link
 from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
 from visual_spec.pipelines.video_files import check_format, video_bytes
+from visual_spec.records import MEDIA
 
 Report = Callable[[str], Any]
 _MINUTE = 60.0  # seconds

@@ -22,7 +22,7 @@ from visual_spec.eval.quality.metric_table import EXTRACTORS, METRICS, Metric, n
 from visual_spec.eval.quality.published import Gaussian
 from visual_spec.eval.quality.set_files import RUN, read_run
 from visual_spec.eval.quality.statistics import Report, Sets
-from visual_spec.families import MEDIA
+from visual_spec.records import MEDIA
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from tqdm import tqdm
 
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.report.rows import ComparisonRow, Scales
-from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan, make_row
 from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers import registry
+from visual_spec.samplers.registry import MASKED
 
 
 def compare(

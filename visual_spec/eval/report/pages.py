@@ -26,10 +26,10 @@ from visual_spec.eval.report.drawing import (
     wrap_text,
 )
 from visual_spec.eval.report.rows import ComparisonRow
-from visual_spec.families import MEDIA
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.audio_files import audio_bytes
 from visual_spec.pipelines.video_files import video_bytes
+from visual_spec.records import MEDIA
 
 _SHEET_WIDTH = 1000
 

@@ -97,7 +97,7 @@ class ComparisonRow:
 
     @property
     def medium(self) -> str:
-        """A key of `visual_spec.families.MEDIA`."""
+        """A key of `visual_spec.records.MEDIA`."""
         if self.grid is None:
             return "audio"
         return "video" if self.rate else "image"

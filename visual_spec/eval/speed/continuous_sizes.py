@@ -25,7 +25,7 @@ from visual_spec.eval.speed.timing import Report
 from visual_spec.eval.tables import table
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
-from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import register_to_config
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.continuous import ContinuousSampler, PlainState
 from visual_spec.samplers.core.graph import forget

@@ -28,13 +28,12 @@ from visual_spec.eval.speed.rounds import with_graphs
 from visual_spec.eval.speed.tables import STATED
 from visual_spec.eval.speed.timing import Report, add_floors
 from visual_spec.eval.tables import table
-from visual_spec.models.core.calls import RASTER
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.graph import can_record, forget
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.registry import by_class
+from visual_spec.samplers.registry import RASTER, by_class
 
 
 def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:

@@ -49,10 +49,10 @@ from visual_spec.eval.speed.timing import (
     time_rounds,
 )
 from visual_spec.eval.tables import table
-from visual_spec.models.core.calls import CONTINUOUS, OWN_ORDER, RASTER
-from visual_spec.models.core.orders import RASTER_ORDER, trained_order
+from visual_spec.models.core.protocol import RASTER_ORDER, trained_order
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
+from visual_spec.samplers.registry import CONTINUOUS, OWN_ORDER, RASTER
 
 _PROMPTS = {"image": shapes, "video": motion, "audio": tunes}
 

@@ -22,8 +22,9 @@ from transformers import MusicgenForCausalLM
 from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
 
 from visual_spec.models.columns.audiocraft_settings import TrainingSettings, read_settings, shown
-from visual_spec.models.core.checkpoints import fill, plain_weights, read_content, some
+from visual_spec.models.core.checkpoints import fill, plain_weights, read_content
 from visual_spec.models.core.layouts import KeyLayout, count_parts
+from visual_spec.models.core.saved import some
 from visual_spec.models.core.settings import whole
 
 LANGUAGE_MODEL, CODEC = "state_dict.bin", "compression_state_dict.bin"

@@ -15,7 +15,8 @@ from transformers.models.encodec.modeling_encodec import EncodecConvTranspose1d
 
 from visual_spec.models.columns.audiocraft import CODEC, KEEP, named_file, unpack
 from visual_spec.models.columns.audiocraft_settings import TrainingSettings, count, counts, flag, number, word
-from visual_spec.models.core.checkpoints import Difference, check_values, read_content
+from visual_spec.models.core.checkpoints import check_values, read_content
+from visual_spec.models.core.saved import Difference
 
 
 def load_audiocraft_codec(

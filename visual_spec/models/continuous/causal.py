@@ -22,12 +22,11 @@ from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSched
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar import HEADS, check_sizes
 from visual_spec.models.core.cache import Places
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.latents import ChainSettings
 from visual_spec.models.core.offload import check_cache_fits
 from visual_spec.models.core.protocol import TokenGrid, check_labels
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 
 
 @dataclass

@@ -23,11 +23,10 @@ from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar_reuse import Held, HeldLayers, at_places, put_at
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.latents import ChainSettings
 from visual_spec.models.core.protocol import TokenGrid, check_labels
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"dim": 768, "num_layers": 12, "num_heads": 12, "head_width": 1024, "head_depth": 6},

@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from visual_spec.models.core.aligned import align_weights
+from visual_spec.models.core.offload import align_weights
+from visual_spec.models.core.saved import FLOATING, Difference, check_finite, short_name, some
 
 # Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
 # bare dict, Infinity's tokenizers "vae", VAR's training "trainer" with "var_wo_ddp" in it, and Self-Forcing
@@ -40,7 +40,6 @@ _CONTAINERS = (
     ("var_wo_ddp",),
 )
 
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # A file may say a number several times (tied weights), but not this often.
 _MOST_SAID, _FREE_BYTES = 8, 2**26
@@ -64,35 +63,6 @@ class Checkpoint:
 
 
 Source = str | os.PathLike | Checkpoint
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference between the keys of a file and those of an architecture."""
-
-    missing: list[str]
-    unexpected: list[str]
-    misshaped: list[str]
-    similarity: tuple[float, float]
-
-    @classmethod
-    def between(cls, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> Difference:
-        shared = weights.keys() & shapes.keys()
-        union = len(weights.keys() | shapes.keys())
-        wrong = sorted(key for key in shared if tuple(weights[key].shape) != shapes[key])
-        return cls(
-            missing=sorted(shapes.keys() - weights.keys()),
-            unexpected=sorted(weights.keys() - shapes.keys()),
-            misshaped=[f"{k} {list(weights[k].shape)} instead of {list(shapes[k])}" for k in wrong],
-            similarity=((len(shared) - len(wrong)) / union, len(shared) / union),
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.misshaped)
-
-    def __str__(self) -> str:
-        groups = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.misshaped}
-        return "; ".join(f"{len(keys)} {what}: {some(keys)}" for what, keys in groups.items() if keys)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -335,40 +305,10 @@ def check_values(weights: Mapping[str, Tensor], name: str, source: str = "the or
     for key, tensor in weights.items():
         if tensor.dtype not in FLOATING:
             raise ValueError(
-                f"{name}: {key} is of {tensor.dtype}; weights are of {', '.join(map(_short, FLOATING))}. Nothing is "
-                f"cast without being asked; take {source}, or convert it yourself."
+                f"{name}: {key} is of {tensor.dtype}; weights are of {', '.join(map(short_name, FLOATING))}. "
+                f"Nothing is cast without being asked; take {source}, or convert it yourself."
             )
     check_finite(weights, name, source)
-
-
-def check_finite(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
-    """Refuse floating weights with nan or infinity. Weights on the meta device have no values to check.
-
-    Raises:
-        ValueError: a weight holds nan or infinity; the message names the first key, and how many of its values are bad.
-    """
-    for key, whole in weights.items():
-        for tensor in (part for part in stored_parts(whole) if part.dtype in FLOATING):
-            # A sum checks all values without a second tensor of the same size; if the sum overflows, check again.
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            if not tensor.is_meta and not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
-                bad = int((~tensor.isfinite()).sum())
-                raise ValueError(
-                    f"{name} is damaged: {bad} of {tensor.numel()} values of {key} are nan or infinite in "
-                    f"{_short(tensor.dtype)}; copy or download {source} again."
-                )
-
-
-def stored_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors in which a weight is kept: itself, or those inside of a subclass.
-
-    A weight that torchao quantised calls itself floating, but has no sum and no bytes. It consists of whole numbers and
-    of scales.
-    """
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in stored_parts(getattr(tensor, name))]
 
 
 def fill(
@@ -418,14 +358,3 @@ def fill(
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of every key of a model."""
     return {key: tuple(value.shape) for key, value in model.state_dict().items()}
-
-
-def some(names: Iterable[Any], count: int = 4) -> str:
-    """Return a list of names for an error: the first few, and how many more."""
-    names = list(map(str, names))
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

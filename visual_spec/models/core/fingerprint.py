@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from visual_spec.models.core.checkpoints import stored_parts
+from visual_spec.models.core.saved import stored_parts
 
 
 def fingerprint(modules: Iterable[nn.Module]) -> str:

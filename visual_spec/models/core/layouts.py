@@ -22,9 +22,9 @@ from visual_spec.models.core.checkpoints import (
     fill,
     plain_weights,
     read_by,
-    some,
     unpack_checkpoint,
 )
+from visual_spec.models.core.saved import some
 
 M = TypeVar("M", bound=nn.Module)
 Weights = dict[str, Tensor]

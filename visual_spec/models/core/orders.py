@@ -25,15 +25,8 @@ from torch import Tensor
 from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
 from visual_spec.models.core.settings import Within, whole
 
-RASTER_ORDER = "raster"
-
 # Learned tokens that orders of regions feed in their first parallel step: one for each region but the first.
 LEARNED_TOKENS = {"par4": 3, "par16": 15}
-
-
-def trained_order(model: Any) -> str:
-    """Return the name of the order a next-token model was trained for: raster order, unless it declares another."""
-    return getattr(model, "trained_order", RASTER_ORDER)
 
 
 class TrainedOrderModel(NextTokenModel, Protocol):
@@ -81,9 +74,6 @@ class TrainedOrderModel(NextTokenModel, Protocol):
             ValueError: `seen`, `predicted` or `answers` is missing.
         """
         ...
-
-
-ANY_ORDER = "any"  # what an any-order model declares as its `trained_order`
 
 
 class AnyOrderModel(Protocol):

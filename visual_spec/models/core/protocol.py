@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from visual_spec.models.core.cache import on_host
 from visual_spec.models.core.settings import Count, read_fields
 
+# What a model declares as its `trained_order`: the order of `samplers.orders.tables` that it was trained for, or any.
+RASTER_ORDER, ANY_ORDER = "raster", "any"
+
 
 @dataclass(frozen=True)
 class TokenGrid:
@@ -103,6 +106,11 @@ class DecodeState:
             NotImplementedError: calls on this state cannot be recorded as CUDA graphs.
         """
         raise NotImplementedError
+
+
+def trained_order(model: Any) -> str:
+    """Return the name of the order a next-token model was trained for: raster order, unless it declares another."""
+    return getattr(model, "trained_order", RASTER_ORDER)
 
 
 def modules_of(model: Any) -> list[nn.Module]:

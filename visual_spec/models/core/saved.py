@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -20,10 +21,12 @@ from diffusers.loaders.peft import PeftAdapterMixin
 from diffusers.models.modeling_utils import ModelMixin
 from safetensors import safe_open
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from visual_spec.files.reading import read_object
-from visual_spec.models.core.aligned import align_weights
-from visual_spec.models.core.checkpoints import FLOATING, Difference, check_finite
+from visual_spec.models.core.offload import align_weights
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Names of dtypes in safetensors files.
 _FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -109,6 +112,35 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
 
         with written_whole(save_directory, "config.json", "" if kwargs.get("variant") else stale) as folder:
             super().save_pretrained(folder, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference between the keys of a file and those of an architecture."""
+
+    missing: list[str]
+    unexpected: list[str]
+    misshaped: list[str]
+    similarity: tuple[float, float]
+
+    @classmethod
+    def between(cls, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> Difference:
+        shared = weights.keys() & shapes.keys()
+        union = len(weights.keys() | shapes.keys())
+        wrong = sorted(key for key in shared if tuple(weights[key].shape) != shapes[key])
+        return cls(
+            missing=sorted(shapes.keys() - weights.keys()),
+            unexpected=sorted(weights.keys() - shapes.keys()),
+            misshaped=[f"{k} {list(weights[k].shape)} instead of {list(shapes[k])}" for k in wrong],
+            similarity=((len(shared) - len(wrong)) / union, len(shared) / union),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshaped)
+
+    def __str__(self) -> str:
+        groups = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.misshaped}
+        return "; ".join(f"{len(keys)} {what}: {some(keys)}" for what, keys in groups.items() if keys)
 
 
 def check_loaded(model: torch.nn.Module, name: str) -> None:
@@ -331,3 +363,44 @@ def _read_headers(
                 f"{path} is truncated or damaged ({reason}); copy or download it again."
             ) from error
     return found
+
+
+def check_finite(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
+    """Refuse floating weights with nan or infinity. Weights on the meta device have no values to check.
+
+    Raises:
+        ValueError: a weight holds nan or infinity; the message names the first key, and how many of its values are bad.
+    """
+    for key, whole in weights.items():
+        for tensor in (part for part in stored_parts(whole) if part.dtype in FLOATING):
+            # A sum checks all values without a second tensor of the same size; if the sum overflows, check again.
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            if not tensor.is_meta and not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
+                bad = int((~tensor.isfinite()).sum())
+                raise ValueError(
+                    f"{name} is damaged: {bad} of {tensor.numel()} values of {key} are nan or infinite in "
+                    f"{short_name(tensor.dtype)}; copy or download {source} again."
+                )
+
+
+def stored_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors in which a weight is kept: itself, or those inside of a subclass.
+
+    A weight that torchao quantised calls itself floating, but has no sum and no bytes. It consists of whole numbers and
+    of scales.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in stored_parts(getattr(tensor, name))]
+
+
+def some(names: Iterable[Any], count: int = 4) -> str:
+    """Return a list of names for an error: the first few, and how many more."""
+    names = list(map(str, names))
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def short_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ parameters of a constructor, and `group_of` reads them back from its configurati
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import types
@@ -200,6 +201,29 @@ def _kinds(hint: Any, marks: list[Any]) -> list[Any]:
     if get_origin(hint) is Sequence and get_args(hint) != (int,):
         return [hint]  # of other lists nothing is known
     return [get_origin(hint) or hint]
+
+
+def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
+    """Keep the arguments of an `__init__` in `self.config`, whether given by name or by position.
+
+    diffusers treats settings given by position as defaults, and `from_config` then forgets them:
+    `DDIMScheduler.from_config(DDIMScheduler(500).config)` has 1000 steps.
+
+    Raises of the constructor:
+        ValueError: a value that its declaration does not allow (`visual_spec.models.core.settings`).
+    """
+    from diffusers.configuration_utils import register_to_config as by_keyword  # the command line needs none
+
+    registered = by_keyword(init)
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def bound(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        declared = settings_of(init)
+        registered(**{key: declared[key].read(one) if key in declared else one for key, one in given.items()})
+
+    return bound
 
 
 def whole(name: str, value: Any, within: Within = COUNT, note: str = "") -> int:

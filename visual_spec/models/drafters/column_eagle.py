@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenState
 from visual_spec.models.columns.musicgen_modules import MusicgenModules
 from visual_spec.models.core.cache import StaticCache
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.drafters.eagle import attend_unrolled, check_sizes, shift
 
 

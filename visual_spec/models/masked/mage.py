@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from visual_spec.models.continuous.blocks import Block
 from visual_spec.models.core.cache import StaticCache
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"dim": 768, "num_layers": 12, "num_heads": 12, "decoder_dim": 768},

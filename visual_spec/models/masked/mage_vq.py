@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.layouts import Given, KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.core.vq_blocks import PictureTokenizer
 
 PREFIX = "vqgan."  # of the tokenizer's keys in a file of MAGE

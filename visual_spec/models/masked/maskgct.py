@@ -23,12 +23,11 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count, whole
+from visual_spec.models.core.settings import Count, register_to_config, whole
 
 _EPSILON = 1e-6  # of every norm
 _BASE = 10000.0  # of the rotary positions

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from transformers import DacConfig
 from transformers.models.dac.modeling_dac import DacEncoder
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 
 _LOUDEST = 100.0  # most of a magnitude of a spectrum
 

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.cache import StaticCache
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import (
     CaptionProjection,

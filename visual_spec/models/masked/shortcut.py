@@ -15,10 +15,9 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 
 
 class _ContextAttention(nn.Module):

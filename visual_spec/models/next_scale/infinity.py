@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from visual_spec.kernels.rotary_write import Turns
 from visual_spec.models.core.adapters import weight_of
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import Side, shape_of, sides_of
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
 from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of

@@ -20,10 +20,10 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.layouts import Given, KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of
+from visual_spec.models.core.settings import register_to_config
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder
 from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, loaded
 from visual_spec.models.core.protocol import check_labels
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_pruning import Apply, whole
 from visual_spec.models.next_scale.scale_transformer import (

@@ -19,13 +19,12 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, unpack_checkpoint
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import ContinuousHead, DistilledAnswer, DistilledState, check_call
 from visual_spec.models.core.layouts import KeyLayout, count_parts, loaded
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid, check_labels
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_transformer import HeadNorm, modulated
 from visual_spec.models.next_scale.var import PRESETS, SCALES, VARBlock, check_sizes

@@ -19,10 +19,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.layouts import KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder, FusedAttentionBlock
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import SCALES

@@ -17,10 +17,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
 
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")

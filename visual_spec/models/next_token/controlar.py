@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_checkpoint
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import register_to_config
 from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_blocks import CaptionProjection
 from visual_spec.models.next_token.llamagen_checkpoint import recognise

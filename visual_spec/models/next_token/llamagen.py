@@ -23,12 +23,10 @@ from torch import Tensor, nn
 
 from visual_spec.kernels.window_attention import takes
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import check_cache_fits, loads_weights
-from visual_spec.models.core.orders import ANY_ORDER, RASTER_ORDER
-from visual_spec.models.core.protocol import TokenGrid, check_raster
+from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count, Within, whole
+from visual_spec.models.core.settings import Count, Within, register_to_config, whole
 from visual_spec.models.next_token.llamagen_blocks import (
     CaptionEmbedding,
     LabelEmbedding,

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.kernels.add_norm import add_norm, norm_reference
-from visual_spec.kernels.gated import gated
 from visual_spec.kernels.launch import fused
+from visual_spec.kernels.layers import add_norm, gated, norm_reference
 from visual_spec.kernels.rotary_write import Turns, rotary_write, rotate
 from visual_spec.kernels.window_attention import window_attention
 from visual_spec.models.core.cache import Places, StaticCache

@@ -19,17 +19,11 @@ import torch
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
-from visual_spec.models.core.checkpoints import (
-    Checkpoint,
-    Difference,
-    Source,
-    fill,
-    read_checkpoint,
-    shapes_of,
-    some,
-)
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_checkpoint, shapes_of
 from visual_spec.models.core.layouts import count_parts
-from visual_spec.models.core.orders import ANY_ORDER, LEARNED_TOKENS, RASTER_ORDER
+from visual_spec.models.core.orders import LEARNED_TOKENS
+from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER
+from visual_spec.models.core.saved import Difference, some
 from visual_spec.models.next_token import llamagen, llamagen_vq
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel

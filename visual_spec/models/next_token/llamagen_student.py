@@ -21,7 +21,6 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, unpack_checkpoint
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import (
     ContinuousHead,
     DistilledAnswer,
@@ -32,7 +31,7 @@ from visual_spec.models.core.layouts import KeyLayout, count_parts, loaded
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_blocks import (
     CaptionEmbedding,

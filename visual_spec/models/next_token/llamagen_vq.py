@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.core.vq_blocks import (
     LLAMAGEN,
     AttentionBlock,

@@ -6,6 +6,7 @@ It replaces the flan-t5-xl of the official text-conditional LlamaGen; features a
 from __future__ import annotations
 
 import re
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
-from visual_spec.models.core.conditions import warn_cut
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import TextCondition
 
 _WORD = re.compile(r"\w+")
@@ -125,3 +124,18 @@ class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
         for block in self.blocks:
             x = block(x, mask[:, None, None, :])
         return TextCondition(self.norm(x) * mask[..., None], mask)
+
+
+def warn_cut(prompt: str, cut: str, limit: int, unit: str) -> None:
+    """Warn that the end of a prompt is not read.
+
+    Args:
+        prompt: the whole prompt.
+        cut: the part that is left out.
+        limit: the most that the encoder reads, in `unit`, such as "words".
+    """
+    begin = prompt if len(prompt) <= 60 else prompt[:57] + "..."
+    warnings.warn(
+        f"the text encoder reads at most {limit} {unit}; {cut!r} at the end of the prompt {begin!r} is cut off.",
+        stacklevel=2,
+    )

@@ -20,10 +20,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from visual_spec.files.whole import write_atomically
-from visual_spec.models.core.aligned import align_weights
-from visual_spec.models.core.conditions import warn_cut
-from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.offload import align_weights, loads_weights
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.text.caption_encoder import warn_cut
 from visual_spec.models.text.captions import clean_caption
 
 MAX_TOKENS = 120  # prefix length of the official text-conditional models

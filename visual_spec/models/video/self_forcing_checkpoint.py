@@ -27,8 +27,9 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_checkpoint, some
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_checkpoint
 from visual_spec.models.core.layouts import KeyLayout, count_parts
+from visual_spec.models.core.saved import some
 
 HEAD_DIM = 128  # of all official sizes: 12 heads in the 1.3B, 40 in the 14B
 

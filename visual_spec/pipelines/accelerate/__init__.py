@@ -10,11 +10,10 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-from visual_spec.models.core.calls import CHUNKS
 from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, promise
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler
-from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
+from visual_spec.samplers.registry import CHUNKS, SAMPLERS, by_name, sampler_class
 
 logger = logging.getLogger("visual_spec")
 _PLAIN = "_visual_spec_plain_sampler"

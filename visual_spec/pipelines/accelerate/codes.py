@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visual_spec.models.core.calls import RASTER
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
@@ -32,6 +31,7 @@ from visual_spec.samplers.core.history import (
     TextFunction,
 )
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import RASTER
 
 # Settings of `generate` that are neutral for other models, and rules here.
 _RULES = ("no_repeat_ngram_size", "repetition_penalty")

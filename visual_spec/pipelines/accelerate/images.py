@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.calls import RASTER_TREE_ORDER
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
@@ -33,6 +32,7 @@ from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_argumen
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import RASTER_TREE_ORDER
 
 FAMILIES = {
     "ChameleonForConditionalGeneration": ("visual_spec.models.next_token.chameleon", "ChameleonImageModel"),

@@ -21,7 +21,6 @@ from torch import Tensor
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import WHOLE_MODELS, MusicCondition, text_condition
-from visual_spec.models.core.calls import COLUMNS
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -29,6 +28,7 @@ from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang,
 from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request, returned
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
+from visual_spec.samplers.registry import COLUMNS
 
 _INPUTS = ("encoder_outputs", "input_values", "padding_mask", "input_features", "decoder_input_ids")
 

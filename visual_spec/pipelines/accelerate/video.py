@@ -15,7 +15,6 @@ processors of self-attention; `restore` puts the very objects back.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from typing import Any
 
@@ -23,11 +22,10 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.video.causal_wan import CausalWan
-from visual_spec.models.video.frame_cache import POLICIES, HeadBudgets
 from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_accelerated, is_of, take_off, unwrapped
 from visual_spec.pipelines.accelerate.arguments import check_neutral
+from visual_spec.pipelines.chunk_video import check_policy, read_text
 from visual_spec.pipelines.output import check_pixels
-from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
 
 # Arguments of the pipeline's own call that chunk by chunk have no meaning, and the values beside None that do nothing.
@@ -42,36 +40,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "negative_prompt_embeds": (),
     "num_inference_steps": (),
 }
-
-
-def read_text(text: str) -> Any:
-    """The policy of a text: `name` or `name:setting=value,...`.
-
-    Raises:
-        ValueError: an unknown policy or setting; the message lists those there are.
-    """
-    name, settings = parse_sampler(text)
-    if name not in POLICIES:
-        raise ValueError(f"unknown cache policy {name!r}; pass one of {', '.join(POLICIES)}.")
-    known = list(inspect.signature(POLICIES[name]).parameters)
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise ValueError(
-            f"the {name} policy has no setting {', '.join(unknown)}; it takes {', '.join(known) or 'none'}."
-        )
-    return POLICIES[name](**settings)
-
-
-def check_policy(policy: Any) -> None:
-    """Refuse what is no policy of a cache.
-
-    Raises:
-        TypeError: names those that are.
-    """
-    for given in getattr(policy, "policies", (policy,)):
-        if not isinstance(given, tuple(POLICIES.values())):
-            names = ", ".join(kind.__name__ for kind in (*POLICIES.values(), HeadBudgets))
-            raise TypeError(f"policy is a {type(given).__name__}; pass its text, or one of {names}.")
 
 
 class VideoAdapter(Adapter):

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from visual_spec.models.core import orders
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
-from visual_spec.models.core.orders import RASTER_ORDER, trained_order
+from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, trained_order
 from visual_spec.models.next_token.controlar import is_controlar, load_controlar_checkpoint
 from visual_spec.models.next_token.llamagen_checkpoint import load_pair, load_tokenizer, official_defaults
 from visual_spec.models.text.t5_features import T5Features
@@ -16,7 +15,7 @@ from visual_spec.pipelines.sampler_text import make_sampler
 
 def own_sampler(model: Any) -> Any:
     """Return the sampler of a model that none is chosen for: the tokens, or the law, of its own order."""
-    known = {RASTER_ORDER: "speculative-jacobi", orders.ANY_ORDER: "speculative-any-order"}
+    known = {RASTER_ORDER: "speculative-jacobi", ANY_ORDER: "speculative-any-order"}
     return make_sampler(known.get(trained_order(model), "ordered"))
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.continuous.conditions import checked, on_grid
-from visual_spec.samplers.continuous.coupling import keep_probability, log_density, rejected, rounds_of
+from visual_spec.samplers.continuous.coupling import keep_probability, log_density, rejected
 from visual_spec.samplers.continuous.denoising import Law
 from visual_spec.samplers.continuous.rules import ContinuousVerdict, Rule, Window
-from visual_spec.samplers.core.noise import ACCEPT, CHAIN, RESIDUAL
+from visual_spec.samplers.core.noise import ACCEPT, CHAIN, RESIDUAL, rounds_of
 
 _DRAWS = 128  # from each of two laws, to measure what a rule does to them
 _MEASURED = 1023  # the level of their noise; chains have at most 1000

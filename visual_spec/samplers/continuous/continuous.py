@@ -14,9 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.orders import hidden_after
-from visual_spec.models.core.settings import AUTO, MOST_CALLS, SHARE, Graph, Within, with_groups
+from visual_spec.models.core.settings import (
+    AUTO,
+    MOST_CALLS,
+    SHARE,
+    Graph,
+    Within,
+    register_to_config,
+    with_groups,
+)
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
 from visual_spec.samplers.continuous.conditions import SlotGroup

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.noise import ACCEPT, PROPOSAL, RESIDUAL, CounterNoise
+from visual_spec.samplers.core.noise import ACCEPT, PROPOSAL, RESIDUAL, CounterNoise, rounds_of
 
 _FEWEST, _MOST = 8, 4096  # proposals at once; each round that leaves some rows open doubles them
 
@@ -132,8 +132,3 @@ def rejected(
         rows = (rows[0][~hit], rows[1][~hit])
         first, count = first + count, min(2 * count, _MOST)
     return found
-
-
-def rounds_of(level: int | Tensor, attempts: Tensor | None) -> int | Tensor:
-    """The noise's round for a level, at most 1000, of attempts at one chain; None: there is one attempt."""
-    return level if attempts is None else attempts * 1024 + level

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from visual_spec.kernels.head_step import head_step, takes
 from visual_spec.models.core.latents import ChainSettings, LatentModel, LevelSchedule, guided
-from visual_spec.samplers.continuous.coupling import log_density, rounds_of
 from visual_spec.samplers.continuous.head_loop import HeadLoop
-from visual_spec.samplers.core.noise import CHAIN, CounterNoise
+from visual_spec.samplers.core.noise import CHAIN, CounterNoise, rounds_of
 
 # Bytes of the modulations that are computed at once; longer chains are computed in stretches of levels.
 _AT_ONCE = 2**28
@@ -145,6 +144,8 @@ class Chains:
 
     def log_likelihood(self, log: ChainLog) -> Tensor:
         """Logarithm of the density of chains behind their start, without constants: float64 [B, N]."""
+        from visual_spec.samplers.continuous.coupling import log_density  # where chains are compared
+
         levels = range(self.law.levels)
         return sum(
             (log_density(log.points[:, :, t], *self.kernel(log.points[:, :, t + 1], t)) for t in levels),
@@ -204,6 +205,8 @@ class ChainLog:
 
     def log_likelihood(self) -> Tensor:
         """As `Chains.log_likelihood`, under the laws that the chains were drawn from."""
+        from visual_spec.samplers.continuous.coupling import log_density
+
         return log_density(self.points[:, :, :-1], self.mean, self.sigma).sum(2)
 
     def select(self, samples: Tensor) -> None:

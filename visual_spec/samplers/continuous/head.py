@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import MOST_CALLS, Within, with_groups
+from visual_spec.models.core.settings import MOST_CALLS, Within, register_to_config, with_groups
 from visual_spec.samplers.continuous.base import ContinuousState, LawSettings
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.continuous.coupling import couple

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import OneOf, Within, with_groups
+from visual_spec.models.core.settings import OneOf, Within, register_to_config, with_groups
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
 from visual_spec.samplers.continuous.checks import check_rule

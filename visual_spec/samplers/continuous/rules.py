@@ -13,16 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.continuous.coupling import (
-    couple,
-    keep_probability,
-    log_density,
-    rounds_of,
-)
+from visual_spec.samplers.continuous.coupling import couple, keep_probability, log_density
 from visual_spec.samplers.continuous.denoising import ChainLog, Chains, drawn
 from visual_spec.samplers.continuous.flow_density import pulled, pushed
 from visual_spec.samplers.core.acceptance import accepted_prefix
-from visual_spec.samplers.core.noise import ACCEPT, CHAIN, DRAFT, PROPOSAL, RESIDUAL, CounterNoise
+from visual_spec.samplers.core.noise import ACCEPT, CHAIN, DRAFT, PROPOSAL, RESIDUAL, CounterNoise, rounds_of
 
 _AT_ONCE = 4  # chains that a residual proposes at once
 

@@ -9,8 +9,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.orders import ANY_ORDER, RASTER_ORDER, trained_order
-from visual_spec.models.core.protocol import NextTokenModel, modules_of
+from visual_spec.models.core.protocol import (
+    ANY_ORDER,
+    RASTER_ORDER,
+    NextTokenModel,
+    modules_of,
+    trained_order,
+)
 from visual_spec.models.core.settings import AUTO, COUNT, OneOf, whole
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 from visual_spec.samplers.core.precision import EXACT_WIDTH

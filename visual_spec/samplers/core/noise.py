@@ -211,3 +211,8 @@ class CounterNoise:
     def bernoulli(self, probability: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
         """Return True with the given probability: BoolTensor [B, W]. 0 is never and 1 always true."""
         return self.uniform(slots, stream, round, probability.dtype) < probability
+
+
+def rounds_of(level: int | Tensor, attempts: Tensor | None) -> int | Tensor:
+    """The noise's round for a level, at most 1000, of attempts at one chain; None: there is one attempt."""
+    return level if attempts is None else attempts * 1024 + level

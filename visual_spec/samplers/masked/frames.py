@@ -23,10 +23,17 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import FrameModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.settings import CALLS, SHARE, OneOf, Within, group_of, with_groups
+from visual_spec.models.core.settings import (
+    CALLS,
+    SHARE,
+    OneOf,
+    Within,
+    group_of,
+    register_to_config,
+    with_groups,
+)
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided
 from visual_spec.samplers.core.law import TokenLaw

@@ -16,9 +16,17 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedModel
-from visual_spec.models.core.settings import CALLS, COUNT, SHARE, Graph, OneOf, group_of, with_groups
+from visual_spec.models.core.settings import (
+    CALLS,
+    COUNT,
+    SHARE,
+    Graph,
+    OneOf,
+    group_of,
+    register_to_config,
+    with_groups,
+)
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, wants_graph
 from visual_spec.samplers.core.law import TokenLaw

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.law import NO_DRAFT
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
-from visual_spec.models.core.settings import CALLS, OneOf, Within
+from visual_spec.models.core.settings import CALLS, OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import ACCEPTANCES, check_guided, check_returned
 from visual_spec.samplers.core.drafts import Draft, Label, with_bonus

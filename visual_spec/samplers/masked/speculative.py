@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.kernels.law import NO_DRAFT
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
-from visual_spec.models.core.settings import MOST_CALLS, OneOf, Within
+from visual_spec.models.core.settings import MOST_CALLS, OneOf, Within, register_to_config
 from visual_spec.samplers.core.checks import ACCEPTANCES, check_guided, check_returned
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label

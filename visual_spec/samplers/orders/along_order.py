@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from visual_spec.models.core.orders import ANY_ORDER, AnyOrderModel, trained_order
-from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.orders import AnyOrderModel
+from visual_spec.models.core.protocol import ANY_ORDER, DecodeState, TokenGrid, trained_order
 from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_request, check_returned

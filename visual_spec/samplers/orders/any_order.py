@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import torch
 
-from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import MOST_CALLS, Within
+from visual_spec.models.core.settings import MOST_CALLS, Within, register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.verification import draw_tokens

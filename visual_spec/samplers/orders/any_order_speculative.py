@@ -21,8 +21,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import CALLS, OneOf
+from visual_spec.models.core.settings import CALLS, OneOf, register_to_config
 from visual_spec.samplers.core.checks import ACCEPTANCES
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label

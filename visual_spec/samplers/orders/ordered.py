@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.orders import ANY_ORDER, RASTER_ORDER, trained_order
-from visual_spec.models.core.settings import OneOf
+from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, trained_order
+from visual_spec.models.core.settings import OneOf, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_choice, check_request, check_returned
 from visual_spec.samplers.core.drafters import start_drafter

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.law import NO_DRAFT
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.settings import COUNT, OneOf
+from visual_spec.models.core.settings import COUNT, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL
 from visual_spec.samplers.core.checks import (
     ACCEPTANCES,

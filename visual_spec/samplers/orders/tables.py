@@ -26,8 +26,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.orders import RASTER_ORDER
-from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.protocol import RASTER_ORDER, TokenGrid
 from visual_spec.samplers.orders.row_order import RowOrder
 
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.settings import COUNT
+from visual_spec.models.core.settings import COUNT, register_to_config
 from visual_spec.samplers.core.acceptance import exact_acceptance, residual
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN
 from visual_spec.samplers.core.state import Run

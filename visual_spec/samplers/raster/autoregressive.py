@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import AUTO, Graph
+from visual_spec.models.core.settings import AUTO, Graph, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.state import Run, State

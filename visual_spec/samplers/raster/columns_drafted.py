@@ -13,9 +13,8 @@ from typing import Annotated, Any
 
 import torch
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import ColumnModel
-from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.checks import ACCEPTANCES, check_exact_width
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import torch
 
-from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import AUTO, Graph, OneOf
+from visual_spec.models.core.settings import AUTO, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.checks import COUPLINGS, Window, check_coupled, check_exact_width, check_window
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.law import NO_DRAFT
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import DecodeState
-from visual_spec.models.core.settings import AUTO, COUNT, SHARE, Graph, OneOf
+from visual_spec.models.core.settings import AUTO, COUNT, SHARE, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import BLOCK, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.draft_chain import ChainSampler

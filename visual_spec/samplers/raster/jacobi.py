@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import DecodeState
-from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import RELAXED, Relaxation
 from visual_spec.samplers.core.checks import (
     COUPLINGS,

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
-from visual_spec.models.core.settings import COUNT, Within
+from visual_spec.models.core.settings import COUNT, Within, register_to_config
 from visual_spec.samplers.core.acceptance import residual
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided, check_returned

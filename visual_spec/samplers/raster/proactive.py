@@ -46,8 +46,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.checks import ACCEPTANCES, COUPLINGS, check_coupled
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft, rows_of, with_bonus
 from visual_spec.samplers.core.law import TokenLaw

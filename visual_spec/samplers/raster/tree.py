@@ -19,8 +19,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, Within
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, Within, register_to_config
 from visual_spec.samplers.core.acceptance import RELAXED, Relaxation
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_drafter, draft_law

@@ -15,9 +15,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
-from visual_spec.models.core.settings import OneOf
+from visual_spec.models.core.settings import OneOf, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visual_spec.models.core.orders import RASTER_ORDER
+from visual_spec.models.core.protocol import RASTER_ORDER
 from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder

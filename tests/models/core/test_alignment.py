@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.odd_addresses import ODD, misplaced, put_at_odd_addresses
 from tests.tiny import tiny_transformer
-from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
+from visual_spec.models.core.offload import align_weights
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 
 
@@ -100,7 +100,6 @@ def test_every_load_of_a_folder_computes_what_the_saved_model_does(size, tmp_pat
 # is memory without a file.
 PEAK = """
 import sys, threading, torch
-from visual_spec.models.core import aligned
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
 
 def resident():
