@@ -196,7 +196,7 @@ def decode_windows(
         given: codes [B, K, P] to go on from; P may be 0.
         windows: (frames kept, frames new) of each.
         progress_bar: makes a tqdm bar of a total.
-        stream: gets the codes, behind every window, or if `streamed` as soon as they are committed.
+        stream: gets the codes, after every window, or if `streamed` as soon as they are committed.
         listener: called as (call_index, lengths [B]) after every target call, both over all windows; returns `STOP` to
             end the decode.
         make_drafter: of a sampler that drafts; takes what `make_model` takes.
@@ -273,7 +273,7 @@ def _advance(
     known: MusicCondition,
     before: int,
 ) -> Callable[[int, Tensor], Any]:
-    """Sampler callback in a window behind `earlier` ones: shows progress, and streams what is committed.
+    """Sampler callback in a window after `earlier` ones: shows progress, and streams what is committed.
 
     Args:
         watched, known: the model of the window and its condition, where there is something to stream.

@@ -57,10 +57,10 @@ class SpeechPipelineOutput(AudioPipelineOutput):
     """Spoken clips. As `AudioPipelineOutput`, whose trace is that of the semantic codes.
 
     Args:
-        audios: float32 [B, 1, N], zero behind the end of a clip, or (`latent`) the codes.
-        codes: LongTensor [B, K, T], zero behind the end of a clip.
+        audios: float32 [B, 1, N], zero after the end of a clip, or (`latent`) the codes.
+        codes: LongTensor [B, K, T], zero after the end of a clip.
         lengths: frames of each clip.
-        semantic_codes: LongTensor [B, S], zero behind the end of a clip; without the prompt's.
+        semantic_codes: LongTensor [B, S], zero after the end of a clip; without the prompt's.
         acoustic_trace: of the acoustic codes; None of a call that was ended before them.
     """
 
@@ -69,7 +69,7 @@ class SpeechPipelineOutput(AudioPipelineOutput):
     acoustic_trace: DecodeTrace | None
 
     def save(self, path: str | os.PathLike, index: int = 0, *, overwrite: bool = False) -> Path:
-        """As `AudioPipelineOutput.save`, without what is behind the end of the clip."""
+        """As `AudioPipelineOutput.save`, without what is after the end of the clip."""
         if self.audios is self.codes:
             return super().save(path, index, overwrite=overwrite)
         samples = self.audios.shape[-1] * self.lengths[index] // max(self.codes.shape[-1], 1)
@@ -339,7 +339,7 @@ class MaskgctPipeline(VisualPipeline):
             least, most = max(1, len(frames) - len(codes) + 1), _LONGEST - len(codes)
             if not least <= count <= most:
                 raise ValueError(
-                    f"audio_length_in_s makes {count} frames behind a prompt of {len(codes)}; pass {least} to {most} "
+                    f"audio_length_in_s makes {count} frames after a prompt of {len(codes)}; pass {least} to {most} "
                     f"frames, of {1 / self.frame_rate:g} s."
                 )
         return counts

@@ -38,8 +38,8 @@ class AudioPipelineOutput(BaseOutput):
         audios: as `output_type` asked: float32 [B, C, N], numpy or tensor, or (`latent`) the codes.
         sampling_rate: samples per second.
         codes: LongTensor [B, K, T].
-        trace: target calls, the call that committed each column, seconds. It counts columns, the K codes of a step,
-            where that of pictures counts tokens; of several windows one stands behind the other.
+        trace: target calls, the call that committed each column, seconds. It counts columns, the K codes of one
+            step, where a trace of pictures counts tokens. Windows are concatenated in order.
     """
 
     audios: Any

@@ -129,7 +129,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         Args:
             transformer: e.g. `var_d16.pth`.
             vq_model: path of `vae_ch160v4096z32.pth`, which serves all sizes.
-            refiner: for CoDe, the file of a smaller model: `var_d16.pth` behind `var_d30.pth`, or one fine-tuned for
+            refiner: for CoDe, the file of a smaller model: `var_d16.pth` beside `var_d30.pth`, or one fine-tuned for
                 it.
             num_draft_scales, id2label: see the class.
             dtype: of all weights; None keeps that of each file.

@@ -214,7 +214,7 @@ class DistilledSampler(Sampler):
             self._teach_scale(run, state, slot)
         else:
             self._teach_slot(run, state, slot)
-        # The next call of the student draws all behind the slots that it keeps.
+        # The next call of the student draws all after the slots that it keeps.
         behind = calls[state.round + 1 :]
         state.lengths.fill_(behind[0][1] if behind else run.num_tokens)
         state.round += 1

@@ -207,7 +207,7 @@ def _known(stage: CachedDecoder, condition: ImagePrompt, start: int, tokens: Ten
 
 
 def check_length(settings: Mapping[str, Any], *, given: int, new: int) -> None:
-    """Refuse lengths asked for in a call that are not those of the picture: `given` tokens, and `new` behind them.
+    """Refuse lengths asked for in a call that are not those of the picture: `given` tokens, and `new` after them.
 
     Raises:
         ValueError: more tokens than there are, or fewer.
@@ -217,7 +217,7 @@ def check_length(settings: Mapping[str, Any], *, given: int, new: int) -> None:
     for name, tokens in (least | most).items():
         asked = settings.get(name)
         if asked is not None and (asked < tokens if name in least else asked > tokens):
-            behind = "" if tokens == new else f" behind a prompt of {given}"
+            behind = "" if tokens == new else f" after a prompt of {given}"
             raise ValueError(f"{name}={asked}, but the picture has {new} tokens{behind}; leave it out.")
 
 
@@ -323,7 +323,7 @@ def _generate_constrained(model: Any, plain_generate: Any, kwargs: dict[str, Any
 
 
 def _most_new_tokens(settings: Mapping[str, Any], config: Any, given: int) -> int:
-    """Tokens that `generate` makes at most behind a prompt of `given`; 20 is its own default."""
+    """Tokens that `generate` makes at most after a prompt of `given`; 20 is its own default."""
     if (new := settings.get("max_new_tokens", config.max_new_tokens)) is not None:
         return new
     length = settings.get("max_length", config.max_length)

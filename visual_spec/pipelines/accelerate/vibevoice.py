@@ -295,7 +295,7 @@ def _rows_of(outputs: Any, rows: slice, cache: Any) -> Any:
 def _solve(
     head: SpeechHead, solver: LinearSolver, scale: float, noise: Tensor, condition: Tensor, embedded: Tensor
 ) -> Tensor:
-    """Latents [N, D] from noise [N, D]; conditions [N, C], and behind them the unconditional ones if guided."""
+    """Latents [N, D] from noise [N, D]; conditions [N, C], and after them the unconditional ones if guided."""
     modulations = head.modulations(condition, embedded)
     return solver.solve(noise, lambda step, latents: guided(head.output(latents, modulations, step), scale))
 

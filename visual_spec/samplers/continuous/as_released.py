@@ -62,7 +62,7 @@ class CspdRule(Rule):
 
 class CspdReleaseRule(Rule):
     """What the published code does. The target scores all drafts of a block given what was known before the block; a
-    refused one is replaced in place, and what was drafted behind it stays. Drafts have no noise of the last level, and
+    refused one is replaced in place, and what was drafted after it stays. Drafts have no noise of the last level, and
     are tested there with its width taken 42 times as large, and with the inverse of the published factor. A residual
     that finds nothing in 100 tries leaves zeros.
 

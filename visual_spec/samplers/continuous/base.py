@@ -187,7 +187,7 @@ class ContinuousTokenSampler(Sampler):
     def open(
         self, run: Run, kind: type[Any], scratch: int, first: int = 1, keep: bool = False, **more: Any
     ) -> Any:
-        """The state behind call 0, which draws and commits the first slots.
+        """The state after call 0, which draws and commits the first slots.
 
         Args:
             kind: of the state, a `ContinuousState`.

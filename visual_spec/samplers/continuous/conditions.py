@@ -156,7 +156,7 @@ def on_grid(tokens: Tensor, places: Tensor, length: int) -> Tensor:
 def scales_of_slots(model: Any, scale: float, steps: int, *, linear: bool, scratch: int) -> Tensor:
     """The scale of guidance at each slot, float32 [L + scratch] on the CPU.
 
-    Linear guidance grows with the share of the slots that are filled behind a call (Li et al. 2024, appendix B).
+    Linear guidance grows with the share of the slots that are filled after a call (Li et al. 2024, appendix B).
 
     Args:
         steps: calls of a masked model.

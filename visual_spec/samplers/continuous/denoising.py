@@ -114,7 +114,7 @@ class Chains:
         return output.unflatten(-2, x.shape[-3:-1]).to(x.dtype)
 
     def kernel(self, x: Tensor, level: int) -> Law:
-        """Mean and standard deviation of the points behind `x [..., B, N, d]`, noise of level 0 included."""
+        """Mean and standard deviation of the points after `x [..., B, N, d]`, noise of level 0 included."""
         mean, sigma = self.schedule.kernel(x, level, self.output(x, level))
         if level == 0:
             sigma = torch.full_like(mean, self.law.settings.final_noise)
@@ -143,7 +143,7 @@ class Chains:
         return ChainLog(torch.stack(points[::-1], 2), mean, sigma)
 
     def log_likelihood(self, log: ChainLog) -> Tensor:
-        """Logarithm of the density of chains behind their start, without constants: float64 [B, N]."""
+        """Logarithm of the density of chains after their start, without constants: float64 [B, N]."""
         from visual_spec.samplers.continuous.coupling import log_density  # where chains are compared
 
         levels = range(self.law.levels)
@@ -200,7 +200,7 @@ class ChainLog:
         return self.points[:, :, 0]
 
     def law(self, level: int) -> Law:
-        """Of the point behind level `level`."""
+        """Of the point after level `level`."""
         return self.mean[:, :, level], self.sigma[:, :, level]
 
     def log_likelihood(self) -> Tensor:

@@ -66,7 +66,7 @@ class DraftChain:
 class SpeculativeContinuousSampler(ContinuousTokenSampler):
     """Drafts tokens one after the other with a smaller model, and verifies them with one call of the target.
 
-    The target scores every draft given all drafts before it. What is behind the first refused draft is discarded.
+    The target scores every draft given all drafts before it. What is after the first refused draft is discarded.
 
     Args:
         rule: how a draft is tested (`visual_spec.samplers.continuous.rules`).
@@ -219,7 +219,7 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         return chains, ChainLog.joined(logs)
 
     def _conditions(self, run: Run, state: DraftedContinuousState, rule: Rule) -> Tensor:
-        """The target's conditions [R, N + 1, dim] of the drafts and the slot behind them."""
+        """The target's conditions [R, N + 1, dim] of the drafts and the slot after them."""
         count, model = self.config.num_drafts, run.model
         known = (state.cache, state.tokens, state.places)
         if not rule.truncates:  # the published code: what was known before the block

@@ -90,7 +90,7 @@ class _Walk:
         self.modulations = chains.model.head.modulations(chains.z.flatten(0, 1), chains.schedule.times)
 
     def evaluate(self, x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        """Predicted tokens [W, B, N, d] and what is behind them, at points [W, B, N, d] of levels [W, B, N]."""
+        """Predicted tokens [W, B, N, d] and what is after them, at points [W, B, N, d] of levels [W, B, N]."""
         chains = self.chains
         rows = torch.arange(chains.z.shape[0] * chains.z.shape[1], device=x.device)
         at = level.clamp_min(0).flatten(1)  # [W, B N]
@@ -99,7 +99,7 @@ class _Walk:
         return chains.schedule.predict(x, level.clamp_min(0), output)
 
     def law(self, x: Tensor, level: Tensor, token: Tensor, rest: Tensor) -> Law:
-        """Of the points behind `x [..., d]` of levels [...], where this token is predicted."""
+        """Of the points after `x [..., d]` of levels [...], where this token is predicted."""
         law = self.chains.law
         mean, sigma = self.chains.schedule.toward(x, level.clamp_min(0), token, rest)
         sigma = torch.where((level <= 0)[..., None], law.settings.final_noise, sigma)

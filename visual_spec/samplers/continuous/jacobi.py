@@ -1,4 +1,4 @@
-"""Jacobi decoding of continuous tokens: every call redraws the drafts behind it, no second model.
+"""Jacobi decoding of continuous tokens: a call redraws the drafts that it does not commit.
 
 The drafts of a call are chains under the conditions of the call before, with the noise of their own slots, and are
 carried with their records. So speculative Jacobi decoding (Teng et al. 2025, section 3.2) carries over: a draft follows
@@ -43,7 +43,7 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
     Args:
         window: slots that one call scores, at least 2.
         rule: "chain", lossless, which needs final_noise, or "aligned", measured by no one: the target draws every token
-            itself, and a draft within the tolerance stays as the context of those behind it
+            itself, and a draft within the tolerance stays as the context of those after it
             (`visual_spec.samplers.continuous.rules`).
         tolerance: of rule "aligned".
         groups: by their names, the settings of `LawSettings`. Plain decoding has the same law with the same ones, and

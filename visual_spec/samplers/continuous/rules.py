@@ -24,10 +24,10 @@ _AT_ONCE = 4  # chains that a residual proposes at once
 
 @dataclass
 class Window:
-    """The slots that one call of the target scores: N drafts, and the slot behind them.
+    """The slots that one call of the target scores: N drafts, and the slot after them.
 
     Attributes:
-        target: chains of the N + 1 slots, given all drafts before each; behind them those of columns to be redrafted.
+        target: chains of the N + 1 slots, given all drafts before each; after them those of columns to be redrafted.
         draft: chains of the N drafts, as the drafter steers them, for rules that need them.
         log: the record of the drafts.
         noise: of the samples.
@@ -53,8 +53,8 @@ class ContinuousVerdict:
     """What a rule says of a window.
 
     Attributes:
-        tokens: [B, N + 1, d]. That of a kept draft is committed; so is that of the first refused one, or of the slot
-            behind if all are kept.
+        tokens: [B, N + 1, d]. Kept drafts are committed, and so is the token of the first refused draft, or of the
+            last slot if all are kept.
         kept: bool [B, N].
         moved: [B, N], for a lossy rule that knows it: the estimate of `DivergenceMeter`.
         log: of tokens that were drawn as chains of the target: of all slots ("aligned"), or of redrafted columns.
@@ -77,7 +77,7 @@ class Rule:
         stream: the noise of the drafts' chains: their own, or that of the target, which they then share.
         final_noise: whether the chain's last level has to add noise.
         steps: what other noise of the chain's steps the rule needs: "some", "none", or "any".
-        truncates: whether what is behind a refused draft is discarded, and what is verified knows the drafts before it.
+        truncates: whether what is after a refused draft is discarded, and what is verified knows the drafts before it.
     """
 
     lossless: ClassVar[bool] = True
@@ -104,7 +104,7 @@ class ChainRule(Rule):
         target, log, noise = window.target, window.log, window.noise
         count = window.drafts.shape[1]
         own, redrafted = window.places[:, : count + 1], window.places[:, count + 1 :]
-        # What is not tested, and the slot behind, walk alone.
+        # What is not tested, and the slot after the drafts, walk alone.
         free = torch.cat([~window.tested, torch.ones_like(window.tested[:, :1])], 1)[..., None]
         x = target.start(noise, window.places)[:, : count + 1]
         x = torch.where(free, x, _padded(log.points[:, :, -1]))
@@ -136,7 +136,7 @@ class WholeRule(Rule):
     probability (1 - draft / target)+. That takes one draw of the target a token in the mean, and has a long tail."""
 
     def ratio(self, window: Window) -> tuple[Tensor, Tensor]:
-        """log(target / draft) of the drafts, float64 [B, N], and tokens [B, 1, d] of the slot behind them."""
+        """log(target / draft) of the drafts, float64 [B, N], and tokens [B, 1, d] of the slot after them."""
         raise NotImplementedError
 
     def propose(
@@ -185,7 +185,7 @@ class PathRule(WholeRule):
         free = target.start(window.noise, window.places)[:, count:]
         ratio = -log.log_likelihood()
         for level in reversed(range(target.law.levels)):
-            # The drafts' own points, and the chain of the slot behind them.
+            # The drafts' own points, and the chain of the slot after them.
             mean, sigma = target.kernel(torch.cat([log.points[:, :, level + 1], free], 1), level)
             ratio = ratio + log_density(log.points[:, :, level], mean[:, :count], sigma[:, :count])
             free = drawn((mean[:, count:], sigma[:, count:]), window.noise, behind, level, CHAIN)
@@ -225,7 +225,7 @@ class OdeRule(WholeRule):
 
 class AlignedRule(Rule):
     """The target draws every token itself, with noise that the draft shares; a draft near it stays as the context of
-    what is behind. So a token is drawn exactly, but given context that is off by up to the tolerance: the root mean
+    later tokens. So a token is drawn exactly, but given context that is off by up to the tolerance: the root mean
     square of the difference, over the d numbers, up to which a draft is near.
     """
 

@@ -44,7 +44,7 @@ from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import TOKENS
 
 Callback = Callable[[int, Tensor], Any]
-_AHEAD = 32  # slots behind the window whose noise is drawn with it on the host
+_AHEAD = 32  # slots after the window whose noise is drawn with it on the host
 STOP = "stop"  # what a callback returns to end the decode
 
 

@@ -18,9 +18,9 @@ from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, CounterNoise
 def verify_block(
     target: Tensor, label: Tensor, drafts: Tensor, noise: CounterNoise, slots: Tensor, round: int | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return how many drafts of each chain are kept, long [B], and the token behind them, long [B, 1].
+    """Return how many drafts of each chain are kept, long [B], and the token after them, long [B, 1].
 
-    A chain may end early, at a point that depends on its drafts: behind the end the draft law has no mass.
+    A chain may end early, at a point that depends on its drafts: after the end the draft law has no mass.
 
     Args:
         target, label: [B, N, V] log-probabilities; the label is -inf everywhere where there is no draft.
@@ -40,7 +40,7 @@ def verify_block(
     mass = left.clamp_(min=0).sum(-1)
     mass = torch.where(mass.isnan(), weight, mass)  # past the grid, where a model may say anything
     whole = mass + 1 - weight  # 0 only where nothing is left to draw and all is kept
-    keep = torch.where(whole > 0, mass / whole, 1.0)[:, 1:]  # [B, N - 1], to stop behind each draft
+    keep = torch.where(whole > 0, mass / whole, 1.0)[:, 1:]  # [B, N - 1], to stop after each draft
     keep = noise.bernoulli(keep.masked_fill(~there[:, :-1], 0), slots[:, :-1], ACCEPT, round)
     places = torch.arange(1, drafts.shape[1], device=drafts.device)
     kept = (keep * places).amax(1, keepdim=True)  # the last, else 0

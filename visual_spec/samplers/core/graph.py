@@ -38,7 +38,7 @@ class Prefill:
 
     Attributes:
         prompt: what it reads.
-        fields: what the model's state holds behind it. Calls bind some of these anew.
+        fields: what the model's state holds after it. Calls bind some of these anew.
         replay: replays the graph; None before, or if recording failed.
     """
 

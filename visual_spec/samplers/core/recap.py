@@ -29,7 +29,7 @@ def full_calls(steps: int, reuse: int, reuse_from: float) -> list[bool]:
     """Return which of `steps` calls are full.
 
     Args:
-        reuse: calls behind each full call that reuse it; 0: all are full.
+        reuse: calls after each full call that reuse it; 0: all are full.
         reuse_from: share of the calls, rounded up, that are full before any reuse: features change most at the
             beginning.
     """

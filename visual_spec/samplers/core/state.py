@@ -67,7 +67,7 @@ class Run:
     def score(self, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:
         """Call the model on a window, and fill the window up where all calls have one width.
 
-        The tokens behind the window are zeros. No position of the window sees them, and each is written again before
+        The tokens after the window are zeros. No position of the window sees them, and each is written again before
         it is seen.
 
         Args:

@@ -177,7 +177,7 @@ class SelfSpeculativeMaskedSampler(Sampler):
         )
 
     def step(self, run: Run, state: SelfSpeculativeState) -> None:
-        """One pass of the layer over all groups, behind a call of the model for samples whose group is complete."""
+        """One pass of the layer over all groups; samples whose group is complete first take a call of the model."""
         # Whose group is complete is read on the host, as a call of the model is too dear to be made for nothing.
         complete = state.lengths == (0 if state.group is None else state.group.end)
         begin = (complete & (state.lengths < run.num_tokens)).nonzero()[:, 0]

@@ -47,7 +47,7 @@ class MaskedOrderState(DecodeState):
         inner: the masked model's own state.
         order: long [B, L], the slot of the grid at each place.
         tokens: long [B, L + window], the tokens fed last, by place.
-        ahead: [R, W, N, V], logits of the N places behind the one that each position of the last call predicts, given
+        ahead: [R, W, N, V], logits of the N places after the one that each position of the last call predicts, given
             what that position knows.
     """
 
@@ -97,7 +97,7 @@ class MaskedOrderModel(nn.Module):
         return self._scores(state, slots)
 
     def _scores(self, state: MaskedOrderState, newest: Tensor) -> Tensor:
-        """Logits `[R, W, V]` behind the places `newest [B, W]`, one row for each; sets `state.ahead`."""
+        """Logits `[R, W, V]` after the places `newest [B, W]`, one row for each; sets `state.ahead`."""
         (batch, width), length = newest.shape, state.order.shape[1]
         places = torch.arange(length, device=newest.device)
         known = places <= newest[..., None]  # [B, W, L]
@@ -109,7 +109,7 @@ class MaskedOrderModel(nn.Module):
         logits = self.model(inner, grid.flatten(0, 1)[..., None], 0)  # [R W, L, V]
         check_returned(logits, batch * width, state.guided, length, self.vocab_size)
         logits = logits.unflatten(0, (-1, width))  # [R, W, L, V]
-        # The place behind, and those that may be drafted after it.
+        # The next place, and those that may be drafted after it.
         behind = newest[..., None] + torch.arange(1, state.window + 1, device=newest.device)  # [B, W, window]
         slots = order.gather(2, behind.clamp_(max=length - 1))
         slots = slots.repeat(len(logits) // batch, 1, 1)[..., None].expand(-1, -1, -1, logits.shape[-1])

@@ -111,7 +111,7 @@ class AlongOrder(nn.Module):
         return torch.cat([moved.masked_fill(forbidden, -torch.inf), other])
 
     def forward(self, state: AlongOrderState, tokens: Tensor, slots: Tensor) -> Tensor:
-        """As `NextTokenModel`: feed `tokens [B, W]` at consecutive places, predict the places behind: [R, W, V].
+        """As `NextTokenModel`: feed `tokens [B, W]` at consecutive places, predict the places that follow: [R, W, V].
 
         One call with a permutation mask: a position sees the places before its own, whatever was asked there before.
         """

@@ -9,7 +9,7 @@ The first place of a drafting call is asked exactly as one token a call would as
 stands, and is committed at once. Every call commits a token, and no sample takes more calls than tokens.
 
 The law is the model's along the order, because the verifying call repeats the calls it replaces. That needs a model
-whose prediction of a place does not change with what is fed behind it. A masked model's does: see
+whose prediction of a place does not change with what is fed after it. A masked model's does: see
 `masked_speculative` for a method that scores its drafts in rows.
 """
 
@@ -39,7 +39,7 @@ from visual_spec.samplers.orders.along_order import (
 @dataclass
 class AnyOrderDraftState(State):
     """Attributes:
-    drafted: long [B, N], tokens drafted for the places behind the text; used by the next call if that verifies.
+    drafted: long [B, N], tokens drafted for the places after the text; used by the next call if that verifies.
     laws: [B, N, V] log-probabilities, the laws that they were drawn from.
     """
 
@@ -53,7 +53,7 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
     A pair of calls commits 2 to `num_drafts` + 2 tokens.
 
     Args:
-        num_drafts: tokens drafted behind the one that a drafting call commits, at least 1. (The paper's k counts that
+        num_drafts: tokens drafted after the one that a drafting call commits, at least 1. (The paper's k counts that
             one too.)
         order: "random" (of each sample its own), "halton", "rolled_halton", "raster", or all slots of the grid in the
             order of decoding.
@@ -103,7 +103,7 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
         return Draft(state.drafted, label, "its own parallel law")
 
     def _commit_and_draft(self, run: Run, state: AnyOrderDraftState) -> None:
-        """Feed the newest token, ask the places behind in parallel, commit the first of them and draft the others."""
+        """Feed the newest token, ask the next places in parallel, commit the first and draft the others."""
         places = state.lengths[:, None] + torch.arange(-1, self.config.num_drafts + 1, device=run.device)
         newest, first = places[:, :1], places[:, 1:2]
         known = torch.cat([newest, first.expand_as(places[:, 1:])], 1)
@@ -121,7 +121,7 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
         self._draft(run, state, logits[:, 1:])
 
     def _draft(self, run: Run, state: AnyOrderDraftState, logits: Tensor) -> None:
-        """Draw drafts for the places behind the text from logits [R, N, V], which know nothing of each other.
+        """Draw drafts for the places after the text from logits [R, N, V], which know nothing of each other.
 
         Each is drawn with its place's own noise, under both acceptances: the call that tests a draft commits its place,
         so no noise is drawn again of which a test has told something.

@@ -24,7 +24,7 @@ TRAINED, APPROXIMATE = "trained", "approximate"
 
 
 class OrderedState(State):
-    """A batch between two calls. `lengths` counts tokens; behind the grid `tokens` holds the learned ones."""
+    """A batch between two calls. `lengths` counts tokens; after the grid `tokens` holds the learned ones."""
 
 
 class OrderedSampler(Sampler):

@@ -73,7 +73,7 @@ class TokenOrder:
         return max(len(step.sources) for step in self.steps)
 
     def joined(self) -> Step:
-        """Return all calls behind the prefill as one, with the mask of each: the pass of training.
+        """Return all calls after the prefill as one, with the mask of each: the pass of training.
 
         Raises:
             ValueError: the order feeds a slot twice (a stand-in first), which one pass cannot.

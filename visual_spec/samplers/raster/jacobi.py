@@ -112,7 +112,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             positions, whatever the window, and completed samples stay in the batch, so that all calls run the same
             kernels. The tokens are those of `AutoregressiveSampler(exact_width=True)` for the same batch. A window
             below 32 saves nothing; "auto" is 32.
-        drafts: who drafts a slot behind a token that has changed since the slot's draft was drawn: "carried" (nobody:
+        drafts: who drafts a slot after a token that has changed since the slot's draft was drawn: "carried" (nobody:
             the old draft stays, as published), "repaired" (a copy of the last token with the same two neighbours), or
             "chosen" (a drafter, where it beats the old draft); or "pictured": a drafter draws the whole sample
             beforehand, in its own order and with the noise of the slots. Its tokens enter the window in place of

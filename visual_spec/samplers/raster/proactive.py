@@ -114,7 +114,7 @@ class Walk:
 
     Attributes:
         nodes: D + 1 times long [B, 1], from the root on.
-        laws: D + 1 times [B, 1, V], the target's laws behind these nodes.
+        laws: D + 1 times [B, 1, V], the target's laws after these nodes.
         tokens: D times long [B, 1], the token of each slot.
         kept: long [B], how many of them were drafts.
         on_main: bool [B], whether the walk ended in the leaf of the main branch.
@@ -277,7 +277,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         """Walk down the tree of the first D slots, one verified token a level.
 
         Args:
-            target: [B, N, V], the laws behind the nodes.
+            target: [B, N, V], the laws after the nodes.
             siblings, labels: as `_siblings` returns them.
             slots: long [B, W].
         """

@@ -1,10 +1,10 @@
 """Second sources of drafts for Jacobi decoding: who drafts a slot whose carried draft was drawn for another text.
 
-The carried draft of a slot is what the target drew there in the last call, behind the token that was fed before the
+The carried draft of a slot is what the target drew there in the last call, after the token that was fed before the
 slot. If a correction has put another token there since, the carried draft is stale. So the first slots are walked in
 order, and a second source drafts those whose token before has changed:
 
-    repaired   the token that last stood behind the same two neighbours (`copies`); no weights, no second model.
+    repaired   the token that last stood after the same two neighbours (`copies`); no weights, no second model.
     pictured   the token of a whole picture that the drafter drew beforehand, where that has the same two neighbours;
                else as repaired. Slots that enter the window are drafted from it too.
     chosen     the drafter's token. Under acceptance "identical" it must also win its race by the margin that the
@@ -42,7 +42,7 @@ UNKNOWN: Final = -1  # a slot that no call was fed, or that has no copy
 # terms.
 NEEDED_MARGIN = (0.0, 1.4, 2.0)
 
-# Drafts the slots long [B, 1] behind the tokens long [B, 1] that are now before them. Returns tokens long [B, 1], their
+# Drafts the slots long [B, 1] after the tokens long [B, 1] that are now before them. Returns tokens long [B, 1], their
 # law [B, 1, V] (None: they are a function of earlier tokens), and bool [B, 1], where they are wanted.
 Source = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
 

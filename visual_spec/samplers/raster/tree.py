@@ -387,5 +387,5 @@ def check_room(nodes: int, window: int) -> None:
     if nodes > window:
         raise ValueError(
             f"a tree of {nodes} nodes (the root among them) does not fit the model's cache, which has room for "
-            f"{window}; pass num_nodes, or depth and width, for at most {window - 1} nodes behind the root."
+            f"{window}; pass num_nodes, or depth and width, for at most {window - 1} nodes after the root."
         )
