@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import visual_spec
-from tests.official import add_tiny_presets, write_class_model, write_tokenizer
+from tests.helpers.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.tiny import tiny_masked_pipeline, tiny_pipeline
 from visual_spec import cli
 from visual_spec.files.whole import ready_folder

@@ -14,7 +14,7 @@ from transformers import (
     T5Config,
 )
 
-from tests.audiocraft_files import (
+from tests.helpers.audiocraft_files import (
     BOOKS,
     CODEC_SETTINGS,
     MUSICGEN_SETTINGS,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.official import transformer_shapes
 from tests.models.next_token import straight
-from tests.official import transformer_shapes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.samplers.orders.tables import Step
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.official import random_weights, transformer_shapes
+from tests.helpers.official import random_weights, transformer_shapes
 from visual_spec.models.next_token import llamagen
 from visual_spec.models.next_token.llamagen import TextCondition
 

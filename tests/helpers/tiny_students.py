@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.official import random_weights, transformer_shapes
 from tests.helpers.tiny_scales import SIDES
-from tests.official import random_weights, transformer_shapes
 from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 

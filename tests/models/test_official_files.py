@@ -14,14 +14,20 @@ import torch
 import yaml
 from torch import Tensor
 
-from tests.audiocraft_files import CODEC_SETTINGS, HEADS, SETTINGS, codec_weights, language_model_weights
+from tests.helpers.audiocraft_files import (
+    CODEC_SETTINGS,
+    HEADS,
+    SETTINGS,
+    codec_weights,
+    language_model_weights,
+)
 from tests.helpers.mar import ldm_shapes
 from tests.helpers.mar import random_weights as random_kl16
+from tests.helpers.official import CLASS_SHAPES, VQ_SHAPES, add_tiny_presets, random_weights
 from tests.helpers.tiny_infinity import tiny_infinity
 from tests.helpers.tiny_scales import SIDES, TINY_VQ, tiny_var, tiny_var_vq
 from tests.models.continuous.tiny import tiny_mar
 from tests.models.masked import maskgct_straight
-from tests.official import CLASS_SHAPES, VQ_SHAPES, add_tiny_presets, random_weights
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint, load_mar_checkpoint
 from visual_spec.models.masked.magnet_checkpoint import load_magnet

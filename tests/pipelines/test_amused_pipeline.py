@@ -17,7 +17,7 @@ from diffusers.schedulers.scheduling_amused import AmusedScheduler
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from tests.helpers.amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
-from tests.odd_addresses import misplaced, put_at_odd_addresses
+from tests.helpers.odd_addresses import misplaced, put_at_odd_addresses
 from tests.tiny import quiet, seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel
 from visual_spec.pipelines.amused_image import AmusedImagePipeline

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.audiocraft_files import MUSICGEN_SETTINGS, SETTINGS, TEXT, changed, write_language_model
+from tests.helpers.audiocraft_files import MUSICGEN_SETTINGS, SETTINGS, TEXT, changed, write_language_model
 from tests.helpers.musicgen import write_musicgen
 from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
 from tests.tiny import quiet, seeded

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.mar import ldm_shapes, random_weights
-from tests.official import write_tokenizer
+from tests.helpers.official import write_tokenizer
 from tests.tiny import seeded
 from visual_spec import cli
 from visual_spec.models.continuous import mar_checkpoint

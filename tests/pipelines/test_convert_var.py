@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.official import write_tokenizer
 from tests.helpers.tiny_scales import SIDES, TINY_VQ, tiny_scale_pipeline
-from tests.official import write_tokenizer
 from tests.tiny import seeded
 from visual_spec.models.core.checkpoints import read_checkpoint
 from visual_spec.models.next_scale import var_vq

@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from tests.helpers.distilled_pipelines import class_student_pipeline
+from tests.helpers.official import (
+    VQ_SHAPES,
+    add_tiny_presets,
+    write_class_model,
+    write_text_model,
+    write_tokenizer,
+)
 from tests.helpers.tiny_students import SIDE, SIZE, write_student
-from tests.official import VQ_SHAPES, add_tiny_presets, write_class_model, write_text_model, write_tokenizer
 from tests.tiny import quiet, seeded, tiny_transformer, tiny_vq_model
 from visual_spec import cli
 from visual_spec.models.next_token import llamagen_student

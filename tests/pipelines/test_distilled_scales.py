@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.helpers.distilled_pipelines import scale_student_pipeline
+from tests.helpers.official import write_tokenizer
 from tests.helpers.tiny_scales import SIDES, TINY_VQ, tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import VAR_SIZE, write_var_student
-from tests.official import write_tokenizer
 from tests.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.models.next_scale import var_student

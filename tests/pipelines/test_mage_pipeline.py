@@ -197,7 +197,7 @@ def test_mage_draws_pictures_and_into_pictures(tmp_path):
 
 
 def test_files_of_masked_models_are_converted(tmp_path, monkeypatch):
-    from tests.official import TINY_VQ
+    from tests.helpers.official import TINY_VQ
     from visual_spec.models.masked import mage_vq, maskgit
     from visual_spec.models.next_token import llamagen_vq
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import visual_spec
-from tests.audiocraft_files import (
+from tests.helpers.audiocraft_files import (
     CODEC_SETTINGS,
     SETTINGS,
     TEXT,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.official import TINY_VQ
+from tests.helpers.official import TINY_VQ
 from tests.tiny import (
     quiet,
     seeded,

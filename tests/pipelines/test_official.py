@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
-from tests.official import (
+from tests.helpers.official import (
     add_tiny_presets,
     random_weights,
     transformer_shapes,
@@ -17,6 +16,7 @@ from tests.official import (
     write_text_model,
     write_tokenizer,
 )
+from tests.helpers.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
 from tests.tiny import quiet, seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from visual_spec.cli import main
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer

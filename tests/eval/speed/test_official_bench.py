@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.bench import benched
+from tests.helpers.official import add_tiny_presets
 from tests.helpers.official_sizes import tiny as tiny_of
-from tests.official import add_tiny_presets
 from visual_spec.eval.speed import bench, measure, official_bench, official_sizes, plain_loops
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler

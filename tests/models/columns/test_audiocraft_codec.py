@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.audiocraft_files import BOOKS, CODEC_SETTINGS, changed, codec_weights, write
+from tests.helpers.audiocraft_files import BOOKS, CODEC_SETTINGS, changed, codec_weights, write
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import MusicgenForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
-from tests.audiocraft_files import (
+from tests.helpers.audiocraft_files import (
     BOOKS,
     CODES,
     DIM,

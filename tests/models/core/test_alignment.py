@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.odd_addresses import ODD, misplaced, put_at_odd_addresses
+from tests.helpers.odd_addresses import ODD, misplaced, put_at_odd_addresses
 from tests.tiny import tiny_transformer
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
 from visual_spec.models.core.offload import align_weights

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.official import CLASS_SHAPES, random_weights
+from tests.helpers.official import CLASS_SHAPES, random_weights
 from visual_spec.models.core.checkpoints import check_values, fill, read_checkpoint
 
 

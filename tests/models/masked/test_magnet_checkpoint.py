@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.audiocraft_files import (
+from tests.helpers.audiocraft_files import (
     BOOKS,
     CODEC_SETTINGS,
     DIM,

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.straight_scales import chosen_places, enlarged, straight_logits
 from tests.helpers.tiny_infinity import captions, tiny_infinity
 from tests.helpers.tiny_scales import tiny_var
-from tests.straight_scales import chosen_places, enlarged, straight_logits
 from visual_spec.models.core.pruning import Pruning
 from visual_spec.models.next_scale import scale_pruning
 from visual_spec.models.next_scale.scale_pruning import PrunedMaps, distinct_places

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
 from tests.helpers.llamagen import on_meta
+from tests.helpers.official import transformer_shapes, write_text_model
 from tests.helpers.tiny_controlar import (
     ADAPTER,
     DIM,
@@ -27,7 +28,6 @@ from tests.helpers.tiny_controlar import (
     write_controlar,
 )
 from tests.models.next_token import straight
-from tests.official import transformer_shapes, write_text_model
 from tests.tiny import seeded
 from visual_spec.models.next_token.controlar import (
     ControlARTransformer,

@@ -23,7 +23,7 @@ from tests.helpers.nar import (
     nar_shapes,
     scores,
 )
-from tests.official import add_tiny_presets, random_weights
+from tests.helpers.official import add_tiny_presets, random_weights
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, official_defaults, recognise
 from visual_spec.models.next_token.llamagen_near_to_far import HeadGate

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers.llamagen import on_meta
-from tests.official import (
+from tests.helpers.official import (
     CLASS_SHAPES,
     TEXT_SHAPES,
     VQ_SHAPES,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.helpers.llamagen import on_meta
 from tests.helpers.llamagen_student import SLOTS, straight_line
+from tests.helpers.official import transformer_shapes, write_class_model
 from tests.helpers.tiny_students import (
     CLASSES,
     DIM,
@@ -25,7 +26,6 @@ from tests.helpers.tiny_students import (
     write_var_student,
 )
 from tests.models.next_token import straight
-from tests.official import transformer_shapes, write_class_model
 from visual_spec.models.next_token import llamagen_student
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent, load_llamagen_student

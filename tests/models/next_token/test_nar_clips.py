@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.official import random_weights, transformer_shapes
 from tests.models.next_token import straight
-from tests.official import random_weights, transformer_shapes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.ordered import OrderedSampler

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen import on_meta, text_condition
+from tests.helpers.official import add_tiny_presets, random_weights, transformer_shapes
 from tests.models.next_token import straight
-from tests.official import add_tiny_presets, random_weights, transformer_shapes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
 from visual_spec.samplers.core.law import TokenLaw

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, T5EncoderModel
 
+from tests.helpers.odd_addresses import misplaced, put_at_odd_addresses
 from tests.helpers.tiny_t5 import WORDS, tiny_features, tiny_t5, tiny_tokenizer
-from tests.odd_addresses import misplaced, put_at_odd_addresses
 from visual_spec.models.text.t5_features import T5Features
 
 PROMPTS = ["A red circle", "a", "a blue square on a red circle."]

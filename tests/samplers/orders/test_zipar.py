@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen import event_logits, make, text_condition
+from tests.helpers.official import random_weights, transformer_shapes
 from tests.helpers.row_simulation import Simulation
 from tests.helpers.tabular import TabularModel
-from tests.official import random_weights, transformer_shapes
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.core.law import TokenLaw
