@@ -24,13 +24,13 @@ def check_continuous_drafter(sampler: Any, model: Any, drafter: Any) -> None:
         raise ValueError(
             f"{type(sampler).__name__} needs a drafter, and got none; pass drafter=..., a smaller model of {fits}."
         )
-    found = getattr(drafter, "grid", None), getattr(drafter, "token_dim", None)
-    if found != (grid, dim):
-        other = found[0]
+    offered = getattr(drafter, "grid", None), getattr(drafter, "token_dim", None)
+    if offered != (grid, dim):
+        other = offered[0]
         draws = (
             "no such tokens"
             if other is None
-            else f"{other.height} x {other.width} tokens of {found[1]} numbers"
+            else f"{other.height} x {other.width} tokens of {offered[1]} numbers"
         )
         raise ValueError(
             f"the drafter draws {draws}, but the model {fits}; pass a drafter for the model's tokens."

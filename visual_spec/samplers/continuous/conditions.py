@@ -147,10 +147,10 @@ def window_conditions(
 
 def on_grid(tokens: Tensor, places: Tensor, length: int) -> Tensor:
     """Tokens [B, L, ...] by place, of tokens [B, S, ...] by slot."""
-    found = torch.zeros_like(tokens[:, :length])
+    by_slot = torch.zeros_like(tokens[:, :length])
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-    found[rows, places[:, :length]] = tokens[:, :length]
-    return found
+    by_slot[rows, places[:, :length]] = tokens[:, :length]
+    return by_slot
 
 
 def scales_of_slots(model: Any, scale: float, steps: int, *, linear: bool, scratch: int) -> Tensor:

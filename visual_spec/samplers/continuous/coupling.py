@@ -24,9 +24,9 @@ def log_density(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
     x, mean, sigma = x.double(), mean.double(), sigma.double()
     point = (sigma == 0).all(-1)
     safe = torch.where(point[..., None], 1.0, sigma)
-    found = -(0.5 * ((x - mean) / safe).square() + safe.log()).sum(-1)
+    density = -(0.5 * ((x - mean) / safe).square() + safe.log()).sum(-1)
     at = torch.where((x == mean).all(-1), torch.inf, -torch.inf)
-    return torch.where(point, at, found)
+    return torch.where(point, at, density)
 
 
 def log_ratio(x: Tensor, target: tuple[Tensor, Tensor], draft: tuple[Tensor, Tensor]) -> Tensor:
@@ -76,7 +76,7 @@ def couple(
     axis = apart / apart.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(apart.dtype).tiny)
     standard = (drafts - other_mean) / safe
     mirrored = mean + sigma * (standard - 2.0 * (axis * standard).sum(-1, keepdim=True) * axis)
-    found = torch.where(kept[..., None], drafts, torch.where(equal[..., None], mirrored, mean))
+    result = torch.where(kept[..., None], drafts, torch.where(equal[..., None], mirrored, mean))
     # What is left: unequal widths, and no law on one point, whose draw is its mean.
     left = ~kept & ~equal & (sigma > 0).any(-1)
     if tested is not None:
@@ -90,11 +90,11 @@ def couple(
         )
         return points, keep_probability(log_ratio(points, others, own))
 
-    return rejected(found, left, propose, noise, slots, level), kept
+    return rejected(result, left, propose, noise, slots, level), kept
 
 
 def rejected(
-    found: Tensor,
+    result: Tensor,
     left: Tensor,
     propose: Callable[[tuple[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]],
     noise: CounterNoise,
@@ -102,7 +102,7 @@ def rejected(
     level: int | Tensor,
     tries: int | None = None,
 ) -> Tensor:
-    """Fill the rows of `found [B, N, d]` where bool [B, N] `left` by rejection sampling. Waits for the device.
+    """Fill the rows of `result [B, N, d]` where bool [B, N] `left` by rejection sampling. Waits for the device.
 
     Args:
         propose: (rows, normal noise [K, P, d]) -> points [K, P, d] and the probability of keeping each, [K, P]. `rows`
@@ -120,7 +120,7 @@ def rejected(
         own = CounterNoise(noise.keys[rows[0]], slots.device)
         at = slots[rows][:, None].expand(-1, count)
         rounds = rounds_of(levels[rows][:, None], attempts)
-        fresh = own.normal(at, found.shape[-1], RESIDUAL, rounds, found.dtype)
+        fresh = own.normal(at, result.shape[-1], RESIDUAL, rounds, result.dtype)
         points, chance = propose(rows, fresh)
         good = own.uniform(at, PROPOSAL, rounds, torch.float64) < chance  # [K, P]
         good |= (
@@ -128,7 +128,7 @@ def rejected(
         )  # never kept; whoever reads the tokens refuses them
         hit, place = good.any(1), good.to(torch.uint8).argmax(1)
         done = tuple(part[hit] for part in rows)
-        found[done] = points[hit, place[hit]]
+        result[done] = points[hit, place[hit]]
         rows = (rows[0][~hit], rows[1][~hit])
         first, count = first + count, min(2 * count, _MOST)
-    return found
+    return result

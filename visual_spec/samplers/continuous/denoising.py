@@ -102,9 +102,9 @@ class Chains:
     def output_with(self, x: Tensor, modulations: Tensor) -> Tensor:
         """The same with modulations that broadcast to [..., R N, M]."""
         self.calls[0] += 1
-        found = self._by_kernels(x, modulations)
-        if found is not None:
-            return found
+        by_kernels = self._by_kernels(x, modulations)
+        if by_kernels is not None:
+            return by_kernels
         flat = x.flatten(-3, -2).to(modulations.dtype)
         if self.law.guided:
             flat = torch.cat([flat, flat], -2)

@@ -30,13 +30,13 @@ class FeatureDrafter(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def follow(self, model: Any, state: Any, *, window: int, **told: Any) -> Any:
+    def follow(self, model: Any, state: Any, *, window: int, **settings: Any) -> Any:
         """Allocate the drafter's cache beside a target that has just been prefilled.
 
         Args:
             model, state: the target and its state. `state.features` [R, 1, dim] predicted slot 0.
             window: the most positions of one drafter call.
-            told: `guidance_scale`, for a drafter of columns.
+            settings: `guidance_scale`, for a drafter of columns.
 
         Raises:
             ValueError: the drafter was made for another kind of target.
@@ -73,17 +73,17 @@ def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
         )
 
 
-def start_drafter(run: Run, *, window: int, **told: Any) -> Any:
+def start_drafter(run: Run, *, window: int, **settings: Any) -> Any:
     """Return the drafter's own cache, beside a target that has just been prefilled.
 
     A feature drafter needs no condition: the features already depend on it.
 
     Args:
         window: the most positions of one drafter call.
-        told: further arguments of a feature drafter's `follow`.
+        settings: further arguments of a feature drafter's `follow`.
     """
     if hasattr(run.drafter, "follow"):
-        return run.drafter.follow(run.model, run.cache, window=window, **told)
+        return run.drafter.follow(run.model, run.cache, window=window, **settings)
     batch_size, guided = run.batch_size, run.cache.guided
     drafter, condition = run.drafter, run.drafter_condition
     cache = drafter.prefill(condition, batch_size=batch_size, guided=guided, window=window)

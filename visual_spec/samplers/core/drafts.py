@@ -110,8 +110,8 @@ def rows_of(values: Tensor, rows: Tensor) -> Tensor:
     batch_size, count, size = values.shape
     first = torch.arange(0, batch_size * count, count, device=values.device)[:, None]
     # Index whole rows: a gather would need V indices for each.
-    found = values.reshape(-1, size).index_select(0, (first + rows).flatten())
-    return found.view(*rows.shape, size)
+    picked = values.reshape(-1, size).index_select(0, (first + rows).flatten())
+    return picked.view(*rows.shape, size)
 
 
 def uniform_tokens(

@@ -161,10 +161,10 @@ def check_finite(
     number = sample if samples is None else int(samples[sample])
     rows = "" if logits.shape[0] == batch_size else (" conditional" if row < batch_size else " unconditional")
     values = logits[row, column]
-    found = "nan" if values.isnan().any() else "+inf" if values.isposinf().any() else "only -inf"
+    held = "nan" if values.isnan().any() else "+inf" if values.isposinf().any() else "only -inf"
     raise FloatingPointError(
         f"the{rows} logits of sample {number} (row {row}), column {column}, slot {slots[sample, column]} "
-        f"hold {found}; a law needs finite logits, or -inf for forbidden tokens beside a finite one. "
+        f"hold {held}; a law needs finite logits, or -inf for forbidden tokens beside a finite one. "
         "Check the weights, or run the model in float32 or bfloat16 if it overflows in float16."
     )
 

@@ -142,12 +142,12 @@ def _fingerprint(model: Any) -> Any:
 def _stored_precision(model: Any) -> str | None:
     """The narrowest floating type of weights, autocast and products of float32."""
     modules = modules_of(model)
-    found = {part.dtype for module in modules for part in module.parameters() if part.is_floating_point()}
+    dtypes = {part.dtype for module in modules for part in module.parameters() if part.is_floating_point()}
     devices = {part.device.type for module in modules for part in module.parameters()}
-    found |= {torch.get_autocast_dtype(kind) for kind in devices if _autocasts(kind)}
-    low = [dtype for dtype in found if dtype.itemsize < torch.float32.itemsize]
+    dtypes |= {torch.get_autocast_dtype(kind) for kind in devices if _autocasts(kind)}
+    low = [dtype for dtype in dtypes if dtype.itemsize < torch.float32.itemsize]
     if not low:
-        return _TF32 if torch.float32 in found and any(map(_shortens_products, devices)) else None
+        return _TF32 if torch.float32 in dtypes and any(map(_shortens_products, devices)) else None
     return str(min(low, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
 
 

@@ -220,8 +220,8 @@ class State:
 
 def counted(state: Any) -> dict[str, Tensor]:
     """What a state counts beside its calls, by the names of the trace, each long [B]."""
-    found = {name: getattr(state, name, None) for name in ("near_ties", "layer_calls")}
-    return {name: here for name, here in found.items() if here is not None}
+    counts = {name: getattr(state, name, None) for name in ("near_ties", "layer_calls")}
+    return {name: here for name, here in counts.items() if here is not None}
 
 
 class ActiveSamples:

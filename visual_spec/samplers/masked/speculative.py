@@ -113,9 +113,9 @@ class MaskedOrderModel(nn.Module):
         behind = newest[..., None] + torch.arange(1, state.window + 1, device=newest.device)  # [B, W, window]
         slots = order.gather(2, behind.clamp_(max=length - 1))
         slots = slots.repeat(len(logits) // batch, 1, 1)[..., None].expand(-1, -1, -1, logits.shape[-1])
-        found = logits.gather(2, slots)  # [R, W, window, V]
-        state.ahead = found[:, :, 1:]
-        return found[:, :, 0]
+        predicted = logits.gather(2, slots)  # [R, W, window, V]
+        state.ahead = predicted[:, :, 1:]
+        return predicted[:, :, 0]
 
 
 @dataclass

@@ -156,9 +156,9 @@ class ColumnChainSampler(ColumnSampler, ChainSampler):
         view = run.view
         target = view.laws(run.law, logits, slots, run.guided)  # [B, (N + 1) * K, V]
         if self.config.get("unit", COLUMN) == COLUMN and not run.rule.identical:
-            verdict, found = self._verify_products(run, state, target, slots, draft)
-            state.pending = ~found
-            return replace(verdict, replaced=found)
+            verdict, drawn = self._verify_products(run, state, target, slots, draft)
+            state.pending = ~drawn
+            return replace(verdict, replaced=drawn)
         verdict = verify_laws(
             target,
             run.noise,
@@ -195,7 +195,7 @@ class ColumnChainSampler(ColumnSampler, ChainSampler):
     def _verify_products(
         self, run: Run, state: Any, target: Tensor, steps: Tensor, draft: Draft
     ) -> tuple[Verdict, Tensor]:
-        """Test each column as one token (`product_residual`). Returns the verdict, and bool [B]: replacement found."""
+        """Test each column as one token (`product_residual`). Returns the verdict, and bool [B]: replacement drawn."""
         assert draft.label is not None
         codebooks, shape = run.view.codebooks, (*steps.shape, run.view.codebooks, -1)
         # A column that waits for its replacement has no draft to test. All laws may forbid the tokens that stand there.
@@ -222,11 +222,11 @@ class ColumnChainSampler(ColumnSampler, ChainSampler):
         where = first_refused + torch.arange(codebooks, device=steps.device)  # [B, K]
         refused_law = torch.where(state.pending[:, None, None], state.refused_law, rows_of(label, where))
         at = run.view.entries(steps.gather(1, kept[:, None]))
-        column, found = draw_product_residual(
+        column, drawn = draw_product_residual(
             rows_of(target, where), refused_law, run.noise, at, state.round, tries=self.tries
         )
         state.refused_law = refused_law
-        return Verdict(tokens.scatter(1, where, column), kept, target), found
+        return Verdict(tokens.scatter(1, where, column), kept, target), drawn
 
 
 def check_column_request(model: ColumnModel, law: TokenLaw, batch_size: int) -> None:

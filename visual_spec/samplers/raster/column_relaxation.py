@@ -50,8 +50,8 @@ def join_rules(rules: Sequence[AcceptanceRule]) -> AcceptanceRule:
 
     def by_codebook(calls: Sequence[Callable[..., Tensor]], *window: Tensor) -> Tensor:
         count = len(calls)
-        found = [call(*(part[:, k::count] for part in window)) for k, call in enumerate(calls)]
-        return torch.stack(found, 2).flatten(1, 2)
+        answers = [call(*(part[:, k::count] for part in window)) for k, call in enumerate(calls)]
+        return torch.stack(answers, 2).flatten(1, 2)
 
     return AcceptanceRule(
         lambda *window: by_codebook([rule.probability for rule in rules], *window),

@@ -46,7 +46,7 @@ class DraftedState(State):
 
 
 def begin_drafted(
-    run: Run, most: int, window: int, kind: type[DraftedState] = DraftedState, **told: Any
+    run: Run, most: int, window: int, kind: type[DraftedState] = DraftedState, **settings: Any
 ) -> Any:
     """Return the state after the prefills of both models: slot 0 is committed.
 
@@ -54,9 +54,9 @@ def begin_drafted(
         most: the most slots that one call commits.
         window: the most positions of a drafter call.
         kind: the class of the state.
-        told: further arguments of a feature drafter's `follow`.
+        settings: further arguments of a feature drafter's `follow`.
     """
-    cache = start_drafter(run, window=window, **told)
+    cache = start_drafter(run, window=window, **settings)
     run.lap("prefill")
     fed = torch.zeros(run.batch_size, dtype=torch.long, device=run.device)
     return kind.begin(run, scratch=most, drafter_cache=cache, fed=fed)

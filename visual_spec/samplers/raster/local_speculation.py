@@ -129,9 +129,9 @@ class MultiscaleSampler(Sampler):
                 f"{wanted[0]}; pass a drafter that was trained for this model."
             )
         if self.needs_codebook and (codebook is None or len(codebook) != model.vocab_size):
-            found = "none" if codebook is None else f"one of {len(codebook)} codes"
+            codes = "none" if codebook is None else f"one of {len(codebook)} codes"
             raise ValueError(
-                f"pool={self.config['pool']} needs the codebook of the {model.vocab_size} tokens, got {found}; pass "
+                f"pool={self.config['pool']} needs the codebook of the {model.vocab_size} tokens, got {codes}; pass "
                 "`codebook` [V, D], or pool=1."
             )
 

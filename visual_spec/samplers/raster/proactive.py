@@ -301,8 +301,8 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
                 independent=self.config.sibling_rule == K_SEQ,
             )
             replacement = run.noise.categorical(left[:, None], at, *final_noise(run.rule, state.round))
-            found = here.gather(1, accepted[:, None].clamp(max=count - 1))
-            tokens.append(torch.where(accepted[:, None] < count, found, replacement))
+            sibling = here.gather(1, accepted[:, None].clamp(max=count - 1))
+            tokens.append(torch.where(accepted[:, None] < count, sibling, replacement))
             walking = walking & (accepted < count)
             kept = kept + walking
             path = torch.where(walking, path * count + accepted, 0)

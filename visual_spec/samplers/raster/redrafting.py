@@ -109,10 +109,10 @@ def pictured(picture: Tensor, tokens: Tensor, grid: TokenGrid, other: Source) ->
     back = _far_neighbour(grid)
 
     def source(slot: Tensor, before: Tensor) -> tuple[Tensor, None, Tensor]:
-        found, _, wanted = other(slot, before)
+        copied, _, wanted = other(slot, before)
         far = (slot - back).clamp(min=0)
         alike = (picture.gather(1, slot - 1) == before) & (picture.gather(1, far) == tokens.gather(1, far))
-        return torch.where(alike, picture.gather(1, slot), found), None, wanted | alike
+        return torch.where(alike, picture.gather(1, slot), copied), None, wanted | alike
 
     return source
 
