@@ -278,7 +278,7 @@ def main() -> None:
     )
     parser.add_argument("name", choices=RECIPES)
     parser.add_argument("parts", nargs="+", metavar="PART=FOLDER")
-    parser.add_argument("--out", type=Path, required=True, help="a folder beside those of shared parts")
+    parser.add_argument("--out", type=Path, required=True, help="a folder beside the folders of shared parts")
     parser.add_argument("--sampler", default="", help="default of the pipeline (default: the recipe's)")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the pipeline")
     args = parser.parse_args()

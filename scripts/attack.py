@@ -56,14 +56,14 @@ def attack(folder: Path, arguments: argparse.Namespace, table: dict, failures: l
     for number, case in enumerate(inputs.cases(ground, arguments.seed, arguments.share)):
         if arguments.only not in (None, case.kind):
             continue
-        found = outcome.attempt(case, folder / str(number))
+        flaws = outcome.attempt(case, folder / str(number))
         shutil.rmtree(folder / str(number))
-        table.setdefault(case.kind, Counter())[found.what] += 1
-        if found.what not in (outcome.REFUSED, outcome.ACCEPTED):
+        table.setdefault(case.kind, Counter())[flaws.what] += 1
+        if flaws.what not in (outcome.REFUSED, outcome.ACCEPTED):
             failures.append(
-                {"kind": case.kind, "case": case.name, "what": found.what, "said": found.said[-1500:]}
+                {"kind": case.kind, "case": case.name, "what": flaws.what, "said": flaws.said[-1500:]}
             )
-            print(f"{found.what}: {case.kind}: {case.name}\n{found.said[-600:]}", flush=True)
+            print(f"{flaws.what}: {case.kind}: {case.name}\n{flaws.said[-600:]}", flush=True)
     if arguments.only is None and arguments.kills:
         for name, wrong in kills.attack(ground, folder / "kills", arguments.seed, arguments.kills):
             table.setdefault(f"kills of {name}", Counter())["wrong" if wrong else "whole, and resumed"] += 1

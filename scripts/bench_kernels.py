@@ -5,7 +5,7 @@
 Laws: logits are random bfloat16 with guidance. Bytes are what must move: the logits of both rows, and for `verify` the
 law written and, of the half of the drafts that is refused, the law read. Layers: one of LlamaGen-XL, guided, bfloat16,
 halfway through a picture of 24 x 24 tokens. Bytes are the inputs and outputs, and of the cache what the text fills. The
-bandwidth is that of a copy on the device.
+bandwidth is measured by a copy on the device.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
         return 1000 * sorted(measure.timed(run, device)[1] for _ in range(3))[1]
     from triton import testing
 
-    found: Any = testing.do_bench(run, warmup=25, rep=100, return_mode="median")
-    return found
+    median: Any = testing.do_bench(run, warmup=25, rep=100, return_mode="median")
+    return median
 
 
 def _window(
@@ -202,7 +202,7 @@ def main() -> None:
     device = torch.device("cuda")
     top = measure.copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, a copy moves {top / 1e9:.0f} GB/s")
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     where: dict[str, Any] = dict(device=device, bandwidth=top)
     sizes = list(product(args.vocab, args.window))
     for measured in (
@@ -212,9 +212,9 @@ def main() -> None:
     ):
         for row in measured:
             print(json.dumps(row), flush=True)
-            found.append(row)
+            lines.append(row)
     if args.out is not None:
-        args.out.write_text(json.dumps(dict(copy_bandwidth=top, rows=found), indent=1) + "\n")
+        args.out.write_text(json.dumps(dict(copy_bandwidth=top, rows=lines), indent=1) + "\n")
 
 
 if __name__ == "__main__":

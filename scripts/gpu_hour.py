@@ -112,15 +112,15 @@ def chosen(names: Sequence[str] | None, jobs: Sequence[Job]) -> list[Job]:
     Raises:
         ValueError: a name with which none begins; lists them.
     """
-    found: list[Job] = []
+    picked: list[Job] = []
     for name in names if names is not None else [""]:
         fitting = [job for job in jobs if job.name.startswith(name)]
         if not fitting:
             raise ValueError(
                 f"--only {name}: no such job; pass some of {', '.join(job.name for job in jobs)}"
             )
-        found += [job for job in fitting if job not in found]
-    return found
+        picked += [job for job in fitting if job not in picked]
+    return picked
 
 
 def run(jobs: Sequence[Job], folder: Path, *, again: bool = False, budget: float | None = None) -> list[str]:
@@ -192,12 +192,16 @@ def read_result(path: Path) -> dict[str, Any]:
         tree = ElementTree.fromstring(text)
     except (OSError, ValueError, ElementTree.ParseError):
         return {}
-    found: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
+    outcomes: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
     for case in tree.iter("testcase"):
         kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}
         kind = next((kinds[part.tag] for part in case if part.tag in kinds), "passed")
-        found[kind].append(f"{case.get('classname')}::{case.get('name')}")
-    return {"passed": len(found["passed"]), "skipped": len(found["skipped"]), "failed": found["failed"]}
+        outcomes[kind].append(f"{case.get('classname')}::{case.get('name')}")
+    return {
+        "passed": len(outcomes["passed"]),
+        "skipped": len(outcomes["skipped"]),
+        "failed": outcomes["failed"],
+    }
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -49,13 +49,13 @@ def lower_bounds(pyproject: str) -> dict[str, str]:
     Raises:
         ValueError: a dependency has no lower bound.
     """
-    found = {}
+    bounds = {}
     for requirement in tomllib.loads(pyproject)["project"]["dependencies"]:
         bound = re.match(r"([\w-]+)(\[.*\])?>=([\w.]+)", requirement)
         if bound is None:
             raise ValueError(f"{requirement!r} has no lower bound; write name>=version")
-        found[bound[1]] = f"{bound[1]}=={bound[3]}"
-    return found
+        bounds[bound[1]] = f"{bound[1]}=={bound[3]}"
+    return bounds
 
 
 def main() -> None:

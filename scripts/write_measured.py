@@ -51,15 +51,15 @@ def main() -> None:
         parts = [part for part in pipe.components.values() if hasattr(part, "state_dict")]
         numbers = sum(value.numel() for part in parts for value in part.state_dict().values())
         present[fingerprint(parts)] = numbers
-    found = {}
+    measured = {}
     for path in parser.parse_args().results:
         document = json.loads(path.read_text())
         weights = document["settings"]["weights"]
         if weights in present:
-            found[weights] = {"numbers": present[weights], **entry_of(document)}
+            measured[weights] = {"numbers": present[weights], **entry_of(document)}
         else:
             print(f"{path} was measured with other weights ({weights}); left out")
-    MEASURED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    MEASURED.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def _add_media(generate: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="with --compare: a masked model of the same tokens, which is compared with plain decoding of --model",
     )
-    music.add_argument("--seconds", type=float, metavar="S", help="length (default: that of the training)")
+    music.add_argument("--seconds", type=float, metavar="S", help="length (default: as in training)")
     music.add_argument(
         "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"
     )
@@ -212,9 +212,7 @@ def _add_convert(commands: Any) -> None:
         metavar="N",
         help="pixels (default: what the file or its name says)",
     )
-    convert.add_argument(
-        "--dtype", choices=_DTYPES, help="of the weights written (default: that of the files)"
-    )
+    convert.add_argument("--dtype", choices=_DTYPES, help="of the weights written (default: as in the files)")
     convert.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
     convert.add_argument("--json", action="store_true", help="print a JSON document as the last line")
     convert.set_defaults(run=_convert)

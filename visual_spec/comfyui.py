@@ -4,7 +4,7 @@ Write one line into a file `custom_nodes/visual_spec_nodes.py` of ComfyUI, in wh
 
     from visual_spec.comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
-Layouts are those of ComfyUI's documentation: an IMAGE is a float tensor [B, H, W, 3] in [0, 1] (the frames of clips
+Layouts follow ComfyUI's documentation: an IMAGE is a float tensor [B, H, W, 3] in [0, 1] (the frames of clips
 follow each other), an AUDIO is {"waveform": [B, C, T], "sample_rate": int}.
 """
 
@@ -102,8 +102,8 @@ class _Generate:
         if sampler != "default" or before is None:
             model.sampler = read_sampler(model.plain_sampler if sampler == "plain" else sampler)
         try:
-            given = {name: value for name, value in law.items() if value >= 0}
-            return model([prompt] * batch_size, generator=seeds, output_type="pt", **given)
+            chosen = {name: value for name, value in law.items() if value >= 0}
+            return model([prompt] * batch_size, generator=seeds, output_type="pt", **chosen)
         finally:
             model.sampler = before
 

@@ -44,7 +44,7 @@ class MediumFiles:
         unit: what a call commits, in the singular.
         suffix: of the files, from the options.
         reports: endings of the files that a comparison writes.
-        identical: what is said where all samples are those of plain decoding.
+        identical: what is said where all samples equal plain decoding's.
         promised: what a sampler promises that calls itself identical.
         field: of a pipeline's output, where its samples are.
         rate: of the output, too: samples or frames per second; "": it has none.
@@ -87,14 +87,14 @@ def generate(args: argparse.Namespace) -> int:
     for path in (*files, *reports):
         refuse_existing(path, args.overwrite)
     ready_folder(args.out)
-    chosen, given = _asked_sampler(args), _given(args, LAW_SETTINGS)
-    _check_before_loading(args, given)
+    chosen, settings = _asked_sampler(args), _given(args, LAW_SETTINGS)
+    _check_before_loading(args, settings)
     pipe = _load(args)
     name, sampler, plan = chosen or _fast_sampler(args, pipe)
     if args.compare and pipe.comparable and chosen is None and pipe.fast_sampler == pipe.plain_sampler:
         same = f"{args.model} decodes plainly by default, and --compare would compare that with itself"
         raise ValueError(f"{same}; {_another_sampler(pipe)}.")
-    given |= _lengths(args, pipe.medium)
+    settings |= _lengths(args, pipe.medium)
     if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
         sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
     inputs = _inputs(args, pipe)
@@ -109,10 +109,10 @@ def generate(args: argparse.Namespace) -> int:
         "sampler": {"name": name}
         | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
         | plan.describe(),
-        **given,
+        **settings,
         **{name: str(value) if name in _PICTURES else value for name, value in _given(args, _INPUTS).items()},
     }
-    run = _Generation(args, medium, pipe, jobs, files, given | inputs, document)
+    run = _Generation(args, medium, pipe, jobs, files, settings | inputs, document)
     status = run.compare(sampler, plan, reports) if args.compare else run.decode(sampler, plan)
     if args.json:
         print(json.dumps(document))
@@ -232,13 +232,13 @@ def _head_calls(row: Any) -> dict[str, int]:
 
 def _joined(laws: Sequence[str]) -> list[str]:
     """Each law once. Laws that differ in a measured number only, such as "0.0130 a slot", are one with its range."""
-    found: dict[str, list[str]] = {}
+    merged: dict[str, list[str]] = {}
     for law in laws:
         number = re.search(r"\b0\.\d{4}\b", law)
-        found.setdefault(law.replace(number[0], "{}", 1) if number else law, []).append(
+        merged.setdefault(law.replace(number[0], "{}", 1) if number else law, []).append(
             number[0] if number else ""
         )
-    ranges = {key: sorted(set(numbers)) for key, numbers in found.items()}
+    ranges = {key: sorted(set(numbers)) for key, numbers in merged.items()}
     return [
         key.replace("{}", numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}")
         for key, numbers in ranges.items()
@@ -246,7 +246,7 @@ def _joined(laws: Sequence[str]) -> list[str]:
 
 
 def _verdict(rows: Sequence[Any], medium: MediumFiles) -> int:
-    """Say whether samples are those of plain decoding; 1 where that was promised and is not so."""
+    """Say whether samples equal plain decoding's; 1 where that was promised and is not so."""
     from visual_spec.samplers.core.trace import with_near_ties
 
     if all(row.identical for row in rows):
@@ -342,13 +342,13 @@ def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
     from visual_spec.pipelines.scale_plan import make_row
 
     name, settings = parse_sampler(text)
-    given = parse_sampler(f"{name}:{','.join(args.settings)}")[1] if args.settings else {}
-    if args.sampler is not None and (twice := sorted(settings.keys() & given.keys())):
+    parsed = parse_sampler(f"{name}:{','.join(args.settings)}")[1] if args.settings else {}
+    if args.sampler is not None and (twice := sorted(settings.keys() & parsed.keys())):
         flags = ", ".join(f"--{key.replace('_', '-')}" for key in twice)
         raise ValueError(
             f"{flags} given beside --sampler {text}, which sets that too; leave one of them out."
         )
-    return (name, *make_row(name, **(settings | given)))
+    return (name, *make_row(name, **(settings | parsed)))
 
 
 def _another_sampler(pipe: Any) -> str:
@@ -408,16 +408,16 @@ def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
         ValueError: the pipeline takes no such thing, or a file is no picture.
         OSError: there is no such file.
     """
-    given = _given(args, _INPUTS)
+    inputs = _given(args, _INPUTS)
     taken = inspect.signature(type(pipe).__call__).parameters
-    for name in given:
+    for name in inputs:
         if name not in taken:
             raise ValueError(f"{args.model} takes no --{name.replace('_', '-')}; leave it out.")
         if name in _PICTURES:
             from visual_spec.files.pictures import read_picture_file
 
-            given[name] = read_picture_file(given[name])
-    return given
+            inputs[name] = read_picture_file(inputs[name])
+    return inputs
 
 
 def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any, inputs: dict[str, Any]) -> None:

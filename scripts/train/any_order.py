@@ -1,7 +1,7 @@
 """Train the embedded `shapes_any`: a LlamaGen in RandAR's layout, from the transformer of `shapes`.
 
 Every picture of a step has a random order of its own (RandAR, arXiv 2412.01827, section 3.2). Tokenizer and caption
-encoder are those of `shapes`, and do not change. A tenth of the captions is dropped for guidance.
+encoder come from `shapes` and do not change. A tenth of the captions is dropped for guidance.
 """
 
 from __future__ import annotations

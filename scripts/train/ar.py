@@ -6,7 +6,7 @@ embedding, so that classifier-free guidance works (Ho and Salimans 2022; LlamaGe
 Most tokens of a picture follow from their neighbours, so the caption matters in few places, and a model can learn for a
 long time without it. So until the last part of a run, half of the pictures have hidden input tokens, and most of those
 have all tokens hidden: one visible token of an object shows its colour, and then the model need not look up the word.
-In these pictures tokens of objects weigh more than those of the background, which are many and soon learned. This
+In these pictures tokens of objects weigh more than tokens of the background, which are many and soon learned. This
 biases only the law of hidden pictures, which is never sampled from.
 """
 

@@ -1,7 +1,7 @@
 """Train the causal layer of a masked model of pictures, on tokens of `shapes`.
 
 The masked model, which does not change, reads a picture of which only the first tokens of an order are known; the
-layer learns the tokens behind them, each given those before it (cross entropy; self-speculative masked diffusion,
+layer learns the tokens after them, each given all before it (cross entropy; self-speculative masked diffusion,
 2510.03929). Half of the pictures take the order of the Halton sequence, half a random one. A tenth goes without
 captions, so that guidance works. Matrices are stored in 8 bits.
 
@@ -10,7 +10,7 @@ nats on the next one where it knew none (random order), 0.1 where it knew 32, an
 pictures of a batch are learned from their beginning. The model's features of a blank picture depend on the caption
 only, and are computed once. In the other pictures `L * u^3` tokens are known, for a uniform u.
 
-Its figure of merit is the loss of held-out tokens, beside that of the masked model, to which the tokens of a group are
+Its figure of merit is the loss of held-out tokens, beside the masked model's, to which the tokens of a group are
 independent. The mean overlap of both laws, the sum over the codes of the smaller probability, is the chance that a
 draft of the masked model is kept.
 """
@@ -43,7 +43,7 @@ class CausalLayerTraining:
     Attributes:
         batch_size: pictures of a step that are learned from their beginning.
         begun: pictures of a step of which some tokens are known.
-        places: tokens behind the known ones that are learned, the widest group the layer is made for.
+        places: tokens after the known ones that are learned, the widest group the layer is made for.
         bfloat16: compute the features in it: faster on a GPU, and on CPUs that can.
     """
 
@@ -66,7 +66,7 @@ class Groups:
     Attributes:
         features: [B, G, C], of the masked model at their slots.
         tokens, slots: long [B, G].
-        there: bool [B, G], false behind the last slot of a picture.
+        there: bool [B, G], false after the last slot of a picture.
         state: the masked model's own.
     """
 
@@ -97,8 +97,8 @@ class Beginnings:
         """Read captions, words long [N, T], 32 at a time."""
         features, modulation, state = [], [], None
         for part in [*words.split(32), None]:
-            told, count = (None, 1) if part is None else (encoder(part), len(part))
-            state = model.prepare(told, batch_size=count, guided=False)
+            conditions, count = (None, 1) if part is None else (encoder(part), len(part))
+            state = model.prepare(conditions, batch_size=count, guided=False)
             blank = torch.full((count, model.grid.num_tokens, 1), model.mask_id, device=words.device)
             model(state, blank, 0, keep=0)
             assert state.features is not None
@@ -138,9 +138,9 @@ def groups_of(
     rank = order.argsort(1)  # [B, L], the place of each slot
     seen = tokens.masked_fill(rank >= known[:, None], model.mask_id)
     model(state, seen[..., None], 0, keep=0)
-    behind = known[:, None] + torch.arange(places, device=tokens.device)  # [B, G]
-    there = behind < length
-    slots = order.gather(1, behind.clamp(max=length - 1))
+    following = known[:, None] + torch.arange(places, device=tokens.device)  # [B, G]
+    there = following < length
+    slots = order.gather(1, following.clamp(max=length - 1))
     assert state.features is not None
     features = state.features.float()
     features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[-1]))
@@ -158,7 +158,7 @@ def loss_of(logits: Tensor, groups: Groups) -> Tensor:
 
 
 def some_orders(count: int, side: int, dice: torch.Generator) -> Tensor:
-    """Orders of the slots, long [count, L]: that of the Halton sequence for the first half, then random ones."""
+    """Orders of the slots, long [count, L]: the Halton sequence for the first half, then random orders."""
     length = side**2
     drawn = torch.rand(count, length, generator=dice).argsort(1)
     drawn[: count // 2] = halton_order(1, side, side)
@@ -195,9 +195,9 @@ def train_causal_layer(
     def batch(step: int) -> tuple[Any, ...]:
         dice = torch.Generator().manual_seed((settings.seed << 32) + step)
         chosen = torch.randint(len(tokens), (size,), generator=dice)
-        told = chosen.where(torch.rand(size, generator=dice) >= settings.caption_dropout, len(tokens))
+        lengths = chosen.where(torch.rand(size, generator=dice) >= settings.caption_dropout, len(tokens))
         order = some_orders(size, model.grid.width, dice)
-        blank = beginnings.groups(told, tokens[chosen].long(), order, settings.places)
+        blank = beginnings.groups(lengths, tokens[chosen].long(), order, settings.places)
         return blank, _begun(model, encoder, words, tokens, settings, dice) if settings.begun else None
 
     def loss(blank: Groups, begun: Groups | None) -> Tensor:
@@ -231,8 +231,8 @@ def _begun(
     order = some_orders(settings.begun, model.grid.width, dice)
     dropped = torch.rand((), generator=dice).item() < settings.caption_dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=settings.bfloat16):
-        told = None if dropped else encoder(words[chosen])
-        return groups_of(model, told, tokens[chosen].long(), order, known, settings.places)
+        conditions = None if dropped else encoder(words[chosen])
+        return groups_of(model, conditions, tokens[chosen].long(), order, known, settings.places)
 
 
 @torch.no_grad()
@@ -250,14 +250,14 @@ def held_out(
     """
     words, tokens = tokenize_dataset(vq_model, encoder, count, 777, held_out=True)
     orders = some_orders(2 * count, model.grid.width, torch.Generator().manual_seed(777)).split(count)
-    found = {}
+    figures = {}
     for name, order in zip(("halton", "random"), orders, strict=True):
         for known in (0, *(model.grid.num_tokens // share for share in (32, 8, 2))):
             sums = torch.zeros(4, dtype=torch.float64)
             for part in torch.arange(count).split(16):
-                told = encoder(words[part])
+                conditions = encoder(words[part])
                 held = torch.full_like(part, known)
-                groups = groups_of(model, told, tokens[part].long(), order[part], held, places)
+                groups = groups_of(model, conditions, tokens[part].long(), order[part], held, places)
                 drafts = model.scores(groups.state, groups.features)
                 laws = chain_logits(layer, model, groups)
                 here = int(groups.there.sum())
@@ -266,8 +266,8 @@ def held_out(
                 sums += torch.tensor([*nats, shared.item(), here])
             means = [round(value, 4) for value in (sums[:3] / sums[3]).tolist()]
             names = ("independent_nats", "chain_nats", "overlap")
-            found[f"{name}, {known} known"] = dict(zip(names, means, strict=True))
-    return found
+            figures[f"{name}, {known} known"] = dict(zip(names, means, strict=True))
+    return figures
 
 
 HELP = "Train the causal layer of a masked model: python scripts/train causal_layer --out FOLDER"
@@ -278,7 +278,7 @@ class Options:
     out: Path = option("folder for weights and training.json; an interrupted run resumes")
     model: str = option("embedded name or folder of a masked pipeline", "shapes_masked")
     start_from: Path | None = option("folder of an earlier run to go on with, at a new rate", None)
-    dim: int | None = option("width; without: that of the model", None)
+    dim: int | None = option("width (default: the model's)", None)
     num_heads: int = 8
 
 
@@ -293,8 +293,8 @@ def main() -> None:
     else:  # 32 bits: what is stored in fewer is computed with in these
         layer = CausalLayer.from_pretrained(options.start_from, torch_dtype=torch.float32)
     parts = pipe.transformer, pipe.text_encoder, pipe.vq_model
-    found = train_causal_layer(layer, *parts, settings, options.out)
-    print(f"{found['parameters'] / 1e6:.2f} M parameters, held out {found['held_out']}")
+    figures = train_causal_layer(layer, *parts, settings, options.out)
+    print(f"{figures['parameters'] / 1e6:.2f} M parameters, held out {figures['held_out']}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Train the embedded chunk-by-chunk video model `motion_causal`: a small Wan and its caption encoder.
 
 Flow matching with clean history (teacher forcing; "Self-Forcing", 2506.08009, section 3.2, describes it as the plain
-recipe). Each chunk of a clip is noised, and the model predicts its flow behind the clean chunks before it. Both passes
-are those of `CausalWan`: training and drawing attend alike by construction.
+recipe). Each chunk of a clip is noised, and the model predicts its flow from the clean chunks before it. Both passes
+come from `CausalWan`: training and drawing attend alike by construction.
 
 Latents are frames of `motion` at a quarter of their size, 16 x 16 pixels of three colours. Clips show one shape on a
 plain background with a still camera: in a quarter of an hour of one core a small model learns their colours and
@@ -244,8 +244,8 @@ def _held_out_losses(
     batches: int = 8,
 ) -> list[float]:
     """Return the mean loss of each chunk on held-out captions, with the weights as they are stored."""
-    found = [_losses(causal, encoder, step, settings, device, held_out=True) for step in range(batches)]
-    return [round(value, 4) for value in torch.stack(found).mean(0).tolist()]
+    losses = [_losses(causal, encoder, step, settings, device, held_out=True) for step in range(batches)]
+    return [round(value, 4) for value in torch.stack(losses).mean(0).tolist()]
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

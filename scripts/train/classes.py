@@ -46,6 +46,6 @@ def class_accuracy(pictures: np.ndarray, labels: Sequence[int]) -> dict[str, flo
         Shares of pictures: one_object, colour and shape, see `score_class`; class: all of them hold.
     """
     hits = [score_class(CLASS_NAMES[label], picture) for picture, label in zip(pictures, labels, strict=True)]
-    shares = {name: [found[name] for found in hits] for name in ("one_object", "colour", "shape")}
-    shares["class"] = [all(found.values()) for found in hits]
+    shares = {name: [answers[name] for answers in hits] for name in ("one_object", "colour", "shape")}
+    shares["class"] = [all(answers.values()) for answers in hits]
     return {name: round(float(np.mean(values)), 4) for name, values in shares.items()}

@@ -69,19 +69,19 @@ def labels(scenes: list[Scene]) -> dict[str, Tensor]:
         "count": [len(scene.objects) for scene in scenes],
         "layout": [layout(scene) for scene in scenes],
     }
-    found = {
+    columns = {
         name: torch.tensor([ONE_OF[name].index(value) for value in values]) for name, values in facts.items()
     }
     for name, values in SET_OF.items():
-        found[name] = torch.tensor(
+        columns[name] = torch.tensor(
             [
                 [float(any(getattr(o, name) == value for o in scene.objects)) for value in values]
                 for scene in scenes
             ]
         )
     middles = [np.mean([(item.x, item.y) for item in scene.objects], 0) / IMAGE_SIZE for scene in scenes]
-    found["centre"] = torch.tensor(np.array(middles), dtype=torch.float32)
-    return found
+    columns["centre"] = torch.tensor(np.array(middles), dtype=torch.float32)
+    return columns
 
 
 def loss_of(outputs: dict[str, Tensor], wanted: dict[str, Tensor]) -> Tensor:
@@ -161,9 +161,9 @@ def judge(model: ShapesFeatures, count: int = 1000) -> dict[str, float]:
     parts = [
         model.read(model.raw(to_planes(part).float())) for part in np.array_split(pictures, -(-count // 100))
     ]
-    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    logits = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     result: dict[str, float] = {"pictures": count}
-    for name, output in found.items():
+    for name, output in logits.items():
         if name in ONE_OF:
             result[name] = float((output.argmax(1) == wanted[name]).double().mean())
         elif name in SET_OF:

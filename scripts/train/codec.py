@@ -3,7 +3,7 @@
 transformers' `EncodecModel` cannot be trained: its quantiser gives no gradient and its codebooks are zeros. This module
 adds the residual quantiser of SoundStream and EnCodec (Zeghidour et al. 2021, section III-C; Defossez et al. 2022,
 section 3.2), with straight-through gradients and a commitment loss. Codebooks follow their vectors by exponential
-averages, and unused codes are moved onto badly coded vectors. The codebooks are those of the model itself, so the
+averages, and unused codes are moved onto badly coded vectors. The codebooks are the model's own, so the
 result is a plain `EncodecModel`.
 
 The losses are EnCodec's without its discriminators: mel spectrograms in several resolutions, and the absolute error of
@@ -159,9 +159,9 @@ def spectral_terms(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """
     logarithmic, linear = [], []
     for window in _WINDOWS:
-        found, wanted = mel_spectra(output, window), mel_spectra(target, window)
-        logarithmic.append((found.clamp_min(_FLOOR).log() - wanted.clamp_min(_FLOOR).log()).abs().mean())
-        linear.append((found - wanted).abs().mean() / wanted.mean().clamp_min(_FLOOR))
+        spectra, wanted = mel_spectra(output, window), mel_spectra(target, window)
+        logarithmic.append((spectra.clamp_min(_FLOOR).log() - wanted.clamp_min(_FLOOR).log()).abs().mean())
+        linear.append((spectra - wanted).abs().mean() / wanted.mean().clamp_min(_FLOOR))
     return torch.stack(logarithmic).mean(), torch.stack(linear).mean()
 
 
@@ -271,7 +271,7 @@ def train_codec(model: EncodecModel, settings: CodecTraining, out: Path, *, ever
     removes it.
 
     Raises:
-        ValueError: the model's rate or hop is not that of `tunes`, or there are fewer latent vectors than codes.
+        ValueError: the model's rate or hop differs from `tunes`, or there are fewer latent vectors than codes.
     """
     config = model.config
     if (config.sampling_rate, config.hop_length, config.audio_channels) != (SAMPLE_RATE, FRAME, 1):
@@ -310,8 +310,8 @@ def train_codec(model: EncodecModel, settings: CodecTraining, out: Path, *, ever
             count = int(rng.integers(1, count + 1))
         quantised = codes if step >= settings.continuous_steps else None
         output, commitment, *coded = forward(model, quantised, target, count, bfloat16=settings.bfloat16)
-        found = codec_loss(output[:, 0], target[:, 0], settings)
-        return found + settings.commitment * commitment, found, rng, *coded
+        terms = codec_loss(output[:, 0], target[:, 0], settings)
+        return terms + settings.commitment * commitment, terms, rng, *coded
 
     def follow(step: int, rng: np.random.Generator, wanted: list[Tensor], ids: list[Tensor]) -> None:
         if step >= settings.continuous_steps:
@@ -367,12 +367,12 @@ def _batch(samples: np.ndarray, settings: CodecTraining, step: int, rng: np.rand
 @torch.no_grad()
 def _latents(model: EncodecModel, samples: np.ndarray, bfloat16: bool) -> Tensor:
     """Return latent vectors `[N, D]` of whole clips."""
-    found = []
+    parts = []
     for start in range(0, len(samples), 10):
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
             latents = model.encoder(to_waves(samples[start : start + 10], model.device))
-        found.append(rearrange(latents.float(), "b d t -> (b t) d"))
-    return torch.cat(found)
+        parts.append(rearrange(latents.float(), "b d t -> (b t) d"))
+    return torch.cat(parts)
 
 
 def _keep_padding_on_host(model: EncodecModel) -> None:

@@ -72,7 +72,7 @@ class FrameTraining:
 
 
 def hidden_places(shares: Tensor, noise: Tensor) -> Tensor:
-    """Return which places are hidden, bool [N, T, P]: in each frame those of least noise, at least one.
+    """Return which places are hidden, bool [N, T, P]: in each frame the ones of least noise, at least one.
 
     Args:
         shares: [N, T], the hidden share of each frame.

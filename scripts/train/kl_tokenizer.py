@@ -143,9 +143,9 @@ def train_kl_tokenizer(
         with half:
             output: Any = model.decode(latents).sample  # pyright: ignore[reportAttributeAccessIssue]
         divergence = 0.5 * (mean.square() + std.square() - 1.0 - 2.0 * std.log()).mean()
-        found = reconstruction_loss(output.float(), target)
+        terms = reconstruction_loss(output.float(), target)
         strength = min(1.0, step / max(1, settings.kl_warmup))
-        return found + strength * settings.kl_weight * divergence, found
+        return terms + strength * settings.kl_weight * divergence, terms
 
     def judged() -> dict[str, Any]:
         normalise(model, pictures[:500])
@@ -160,9 +160,9 @@ def moments_of(model: AutoencoderKL, pictures: np.ndarray) -> tuple[Tensor, Tens
     means, stds = [], []
     for start in range(0, len(pictures), 50):
         batch = to_signed(torch.from_numpy(pictures[start : start + 50]).to(model.device))
-        found: Any = model.encode(batch).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
-        means.append(found.mean.float().cpu())
-        stds.append(found.std.float().cpu())
+        law: Any = model.encode(batch).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
+        means.append(law.mean.float().cpu())
+        stds.append(law.std.float().cpu())
     return torch.cat(means), torch.cat(stds)
 
 
@@ -199,8 +199,8 @@ def judge(model: AutoencoderKL, count: int = 240) -> dict:
     latents = means + stds * torch.randn(means.shape, generator=torch.Generator().manual_seed(0))
     outputs = []
     for part in latents.split(50):
-        found: Any = model.decode(part.to(model.device))  # pyright: ignore[reportArgumentType]
-        outputs.append(found.sample.float().cpu())
+        decoded: Any = model.decode(part.to(model.device))  # pyright: ignore[reportArgumentType]
+        outputs.append(decoded.sample.float().cpu())
     output = torch.cat(outputs)
     errors = (output.clamp(-1, 1) - to_signed(pictures)).square().mean((1, 2, 3))
     return {

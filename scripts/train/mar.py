@@ -98,17 +98,17 @@ def latent_pictures(
     means, stds = [], []
     for start in range(0, count, 200):
         pixels = np.stack([render(scene, size) for scene in scenes[start : start + 200]])
-        for found, parts in zip(moments_of(tokenizer, pixels), (means, stds), strict=True):
-            parts.append(found.flatten(2).mT.contiguous())
-    found = LatentPictures(
+        for pictures, parts in zip(moments_of(tokenizer, pixels), (means, stds), strict=True):
+            parts.append(pictures.flatten(2).mT.contiguous())
+    pictures = LatentPictures(
         labels=torch.tensor([class_of(scene) for scene in scenes]),
         means=torch.cat(means),
         stds=torch.cat(stds),
         objects=torch.from_numpy(object_slots(scenes, [side])),
     )
     if path:
-        write_content(path, vars(found))
-    return found
+        write_content(path, vars(pictures))
+    return pictures
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -221,11 +221,11 @@ def held_out_loss(
     pictures = latent_pictures(tokenizer, count, 777, held_out=True)
     judged = LatentTraining(batch_size=50, label_dropout=0.0, object_weight=1.0, bfloat16=settings.bfloat16)
     schedule: Any = model.schedule(1000)
-    found = [
+    losses = [
         _step_loss(model, schedule, pictures, judged, np.random.default_rng((777, part))).item()
         for part in range(16)
     ]
-    return round(float(np.mean(found)), 4)
+    return round(float(np.mean(losses)), 4)
 
 
 def _check_fit(model: LatentModel, pictures: LatentPictures) -> None:
@@ -327,12 +327,12 @@ def judge(
         settings: of `draw`.
     """
     labels = torch.arange(count) % len(CLASSES)
-    found = []
+    rows = []
     for start in range(0, count, 48):
         part = labels[start : start + 48]
         latents = draw(model, part.to(model.device), guidance=guidance, seed=1000 + start, **settings)
-        found.append(decode(tokenizer, latents))
-    accuracy = class_accuracy(to_pixels(torch.cat(found)), labels.tolist())
+        rows.append(decode(tokenizer, latents))
+    accuracy = class_accuracy(to_pixels(torch.cat(rows)), labels.tolist())
     return {"pictures": count, "guidance_scale": guidance, **settings, **accuracy}
 
 
@@ -341,8 +341,8 @@ def decode(tokenizer: AutoencoderKL, latents: Tensor) -> Tensor:
     """Pictures [B, 3, H, W] in -1 to 1, on the CPU, of latents [B, L, d] of a square grid."""
     side = round(latents.shape[1] ** 0.5)
     maps = latents.mT.unflatten(2, (side, side)).to(tokenizer.device) / tokenizer.config["scaling_factor"]
-    found: Any = tokenizer.decode(maps.to(tokenizer.dtype))
-    return found.sample.float().cpu()
+    decoded: Any = tokenizer.decode(maps.to(tokenizer.dtype))
+    return decoded.sample.float().cpu()
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

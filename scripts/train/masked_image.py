@@ -3,9 +3,9 @@
 The loss is the cross entropy of hidden tokens (Chang et al. 2022, section 3.1). The hidden share of each picture is
 drawn as the Halton sampler's authors do: the arccos of a uniform number, so that most pictures hide most tokens. A
 tenth of the captions is replaced by none, so that guidance works (Ho and Salimans 2022). Tokenizer and caption encoder
-are those of the autoregressive model, and do not change.
+come from the autoregressive model and do not change.
 
-In the first part of a run tokens of objects weigh more than those of the background, which are many and soon learned.
+In the first part of a run tokens of objects weigh more than tokens of the background, which are many and soon learned.
 Weights change the law that is learned, so later all tokens weigh the same.
 """
 
@@ -92,7 +92,7 @@ def new_model(
 
 
 def hidden_tokens(shares: Tensor, noise: Tensor) -> Tensor:
-    """Return which tokens are hidden, bool [B, L]: in each row those of least noise, at least one.
+    """Return which tokens are hidden, bool [B, L]: in each row the ones of least noise, at least one.
 
     Args:
         shares: [B], uniform in [0, 1]. Row b hides the share 2 / pi * arccos(shares[b]).
@@ -189,20 +189,20 @@ def held_out_loss(
     hidden = hidden_tokens(shares, torch.from_numpy(rng.random(tuple(tokens.shape))))
     total = 0.0
     for word_ids, token_ids, part in zip(words.split(50), tokens.split(50), hidden.split(50), strict=True):
-        told = encoder(word_ids.to(model.device))
+        conditions = encoder(word_ids.to(model.device))
         seen = token_ids.long().masked_fill(part, model.mask_id).to(model.device)
-        logits = model.predictions(seen, told).float().cpu()
+        logits = model.predictions(seen, conditions).float().cpu()
         total += F.cross_entropy(logits[part], token_ids.long()[part], reduction="sum").item()
     return round(total / int(hidden.sum()), 4)
 
 
 def _check_fit(model: MaskedImageTransformer, encoder: CaptionEncoder, vq_model: VQModel) -> None:
-    told = (encoder.max_words, encoder.config["dim"])
+    sizes = (encoder.max_words, encoder.config["dim"])
     read = (model.config["prefix_length"], model.config["caption_dim"])
-    if told != read:
+    if sizes != read:
         raise ValueError(
-            f"the encoder makes {told[0]} words of {told[1]} numbers, and the model reads {read[0]} of {read[1]}; make "
-            "the model for this encoder."
+            f"the encoder makes {sizes[0]} words of {sizes[1]} numbers, and the model reads {read[0]} of {read[1]}; "
+            "make the model for this encoder."
         )
     made = (vq_model.tokens_per_side, vq_model.config["codebook_size"])
     predicted = (model.grid.width, model.vocab_size)
@@ -217,7 +217,7 @@ def _check_fit(model: MaskedImageTransformer, encoder: CaptionEncoder, vq_model:
 
 HELP = """Train the embedded masked model: `python scripts/train masked_image --shapes FOLDER --out FOLDER`.
 
-Tokenizer and caption encoder are those of `shapes`, and do not change. Afterwards `--out` holds the weights and
+Tokenizer and caption encoder come from `shapes` and do not change. Afterwards `--out` holds the weights and
 `training.json`, with the loss curve, the held-out loss, and the accuracy of pictures of held-out prompts under several
 samplers and guidance scales. An interrupted run resumes.
 """
@@ -237,8 +237,8 @@ def judge(parts: tuple, prompts: list[str], sampler: MaskedSampler, guidance: fl
     for start in range(0, len(prompts), 50):
         some, seed = prompts[start : start + 50], torch.Generator().manual_seed(1000 + start)
         law = TokenLaw(guidance_scale=guidance)
-        found = sampler(model, encoder(some), batch_size=len(some), law=law, generator=seed)
-        pictures = to_pixels(vq_model.decode_tokens(found.tokens).cpu())
+        drawn = sampler(model, encoder(some), batch_size=len(some), law=law, generator=seed)
+        pictures = to_pixels(vq_model.decode_tokens(drawn.tokens).cpu())
         hits += [score(prompt, picture) for prompt, picture in zip(some, pictures, strict=True)]
     whole = sum(all(hit.values()) for hit in hits) / len(hits)
     attributes = sum(sum(hit.values()) / len(hit) for hit in hits) / len(hits)
@@ -260,31 +260,31 @@ class Options(RunOptions):
 
 
 def main() -> None:
-    given, settings = read_options(HELP, Options, MaskedImageTraining)
+    options, settings = read_options(HELP, Options, MaskedImageTraining)
     torch.manual_seed(settings.seed)
-    vq_model: Any = VQModel.from_pretrained(given.shapes / "vq_model", torch_dtype=torch.float32)
-    encoder: Any = CaptionEncoder.from_pretrained(given.shapes / "text_encoder", torch_dtype=torch.float32)
-    vq_model, encoder = vq_model.eval().to(given.device), encoder.eval().to(given.device)
-    if given.start_from is None:
-        size = {name: getattr(given, name) for name in ("dim", "num_layers", "num_heads")}
+    vq_model: Any = VQModel.from_pretrained(options.shapes / "vq_model", torch_dtype=torch.float32)
+    encoder: Any = CaptionEncoder.from_pretrained(options.shapes / "text_encoder", torch_dtype=torch.float32)
+    vq_model, encoder = vq_model.eval().to(options.device), encoder.eval().to(options.device)
+    if options.start_from is None:
+        size = {name: getattr(options, name) for name in ("dim", "num_layers", "num_heads")}
         model: Any = new_model(vq_model, encoder, **size)
     else:
-        model = MaskedImageTransformer.from_pretrained(given.start_from, torch_dtype=torch.float32)
-    model = model.to(given.device)
-    record = train_masked_image(model, encoder, vq_model, settings, given.out, workers=given.workers)
-    if given.start_from is not None:
-        earlier = json.loads((given.start_from / "training.json").read_text())
+        model = MaskedImageTransformer.from_pretrained(options.start_from, torch_dtype=torch.float32)
+    model = model.to(options.device)
+    record = train_masked_image(model, encoder, vq_model, settings, options.out, workers=options.workers)
+    if options.start_from is not None:
+        earlier = json.loads((options.start_from / "training.json").read_text())
         record["started_from"] = {key: value for key, value in earlier.items() if key != "loss"}
-    if given.eight_bits:
-        round_matrices(model, given.out)
-    prompts, accuracy = held_out_prompts(given.judged_prompts), {}
+    if options.eight_bits:
+        round_matrices(model, options.out)
+    prompts, accuracy = held_out_prompts(options.judged_prompts), {}
     for name, parts in SAMPLERS.items() if prompts else ():
-        sampler = MaskedSampler(steps=given.judged_steps, **parts)
-        for guidance in given.guidance_scale:
-            found = judge((model, encoder, vq_model), prompts, sampler, guidance)
-            accuracy[f"{name}, {given.judged_steps} steps, guidance {guidance:g}"] = found
-            print(name, guidance, found, flush=True)
-    write_json(given.out / "training.json", record | {"prompt_accuracy": accuracy})
+        sampler = MaskedSampler(steps=options.judged_steps, **parts)
+        for guidance in options.guidance_scale:
+            shares = judge((model, encoder, vq_model), prompts, sampler, guidance)
+            accuracy[f"{name}, {options.judged_steps} steps, guidance {guidance:g}"] = shares
+            print(name, guidance, shares, flush=True)
+    write_json(options.out / "training.json", record | {"prompt_accuracy": accuracy})
     print(f"{record['parameters'] / 1e6:.2f} M parameters, held-out loss {record['held_out_loss']}")
 
 

@@ -1,7 +1,7 @@
 """Train the embedded video model `motion`: a LlamaGen over the frames of clips, and its caption encoder.
 
 Teacher-forced cross entropy over whole clips, put together from encoded parts
-(`scripts.train.motion_tokens`), so every step sees new ones. The tokenizer is that of `shapes` and is not
+(`scripts.train.motion_tokens`), so every step sees new ones. The tokenizer comes from `shapes` and is not
 trained. Weights of the `shapes` transformer are a good start: frames look like its pictures, and the same words name
 the same things.
 
@@ -314,7 +314,7 @@ def start_from_motion(folder: Path, num_layers: int) -> tuple[LlamaGenTransforme
     """Return a near-to-far model with the weights of a trained `motion`, and its caption encoder.
 
     Its blocks are the first ones of `motion`, of which the last two lead to the lower and the later head. All heads
-    start as that of `motion`.
+    start as the one of `motion`.
 
     Args:
         folder: holds `transformer/` and `text_encoder/`.

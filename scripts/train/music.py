@@ -119,8 +119,8 @@ def tunes_vocabulary() -> list[str]:
     words: Any = {name: VOCABULARY[name][0] for name in ATTRIBUTES}
     first = Tune(**words, unit=1, notes=())
     tunes = [replace(first, **{name: value}) for name in ATTRIBUTES for value in VOCABULARY[name]]
-    found = [word for form in range(NUM_FORMS) for tune in tunes for word in split_words(caption(tune, form))]
-    return list(dict.fromkeys(found))
+    seen = [word for form in range(NUM_FORMS) for tune in tunes for word in split_words(caption(tune, form))]
+    return list(dict.fromkeys(seen))
 
 
 # -- MAGNeT's masks ----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def span_mask(shares: np.ndarray, num_frames: int, rng: np.random.Generator, spa
 
 
 def hidden_codes(stages: Tensor, mask: Tensor, num_codebooks: int) -> Tensor:
-    """Which codes are hidden, bool `[B, K, T]`: those of `mask` `[B, T]` at `stages`, long `[B]`, and all later."""
+    """Which codes are hidden, bool `[B, K, T]`: the ones of `mask` `[B, T]` at `stages`, long `[B]`, and all later."""
     books = torch.arange(num_codebooks, device=stages.device)[None, :, None]
     at = stages[:, None, None]
     return (books > at) | ((books == at) & mask[:, None])

@@ -2,9 +2,9 @@
 
 At first some captions are decoded by the model's own sampler with all calls full, and tokens and features of each call
 are noted. Then every step takes some pairs of neighbouring calls, and the shortcut learns to make the features of a
-call from those of the call before (mean squared error, one call ahead, as in MIGM-Shortcut, 2602.23996). Its figure of
-merit is the error that is left, as a share of what it would be if the last features were taken as they are. Matrices
-are stored in 8 bits.
+call from the features of the call before (mean squared error, one call ahead, as in MIGM-Shortcut, 2602.23996). Its
+figure of merit is the error that is left, as a share of the error of the last features as they are. Matrices are stored
+in 8 bits.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class ShortcutTraining:
 
 @dataclass
 class Transitions:
-    """What stands before and behind each pair of neighbouring calls, rows of all pairs one after the other.
+    """What stands before and after each pair of neighbouring calls, rows of all pairs one after the other.
 
     Attributes:
-        before, behind: features [N, L, C].
+        before, after: features [N, L, C].
         tokens, newest, share: what `FeatureShortcut` reads, [N, L], [N, L] and [N].
     """
 
     before: Tensor
-    behind: Tensor
+    after: Tensor
     tokens: Tensor
     newest: Tensor
     share: Tensor
@@ -88,7 +88,7 @@ class Recorder(nn.Module):
         hidden = [(earlier == self.mask_id, later == self.mask_id) for (earlier, _), (later, _) in pairs]
         return Transitions(
             before=torch.cat([features for (_, features), _ in pairs]),
-            behind=torch.cat([features for _, (_, features) in pairs]),
+            after=torch.cat([features for _, (_, features) in pairs]),
             tokens=torch.cat([later for _, (later, _) in pairs]),
             newest=torch.cat([was & ~still for was, still in hidden]),
             share=torch.cat([still.float().mean(1) for _, still in hidden]),
@@ -117,10 +117,12 @@ def joined(parts: list[Transitions]) -> Transitions:
     return Transitions(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
-def relative_error(shortcut: FeatureShortcut, found: Transitions) -> Tensor:
-    """The squared error of the shortcut as a share of that of the features before; below 1 if it helps."""
-    made = shortcut(found.before, found.tokens, found.newest, found.share)
-    return (made - found.behind).square().mean() / (found.before - found.behind).square().mean()
+def relative_error(shortcut: FeatureShortcut, transitions: Transitions) -> Tensor:
+    """The squared error of the shortcut as a share of the error of the features before; below 1 if it helps."""
+    made = shortcut(transitions.before, transitions.tokens, transitions.newest, transitions.share)
+    return (made - transitions.after).square().mean() / (
+        transitions.before - transitions.after
+    ).square().mean()
 
 
 def train_shortcut(
@@ -141,7 +143,7 @@ def train_shortcut(
 
     Args:
         encode: makes the model's condition of a list of captions.
-        prompts: captions to decode, as many as the settings say; those of `held_out` measure the error that is left.
+        prompts: captions to decode, as many as the settings say; `held_out`'s measure the error that is left.
         sampler: decodes, with all calls full.
 
     Raises:
@@ -203,8 +205,8 @@ def main() -> None:
     texts = (caption(sample_scene(rng)) for _ in range(2 * settings.pictures + 64))
     prompts = [text for text in texts if not is_held_out(text)][: settings.pictures]
     readers = (pipe.transformer, pipe.make_condition, prompts, held_out_prompts(16), sampler)
-    found = train_shortcut(shortcut, *readers, settings, options.out)
-    print(f"{found['parameters'] / 1e6:.2f} M parameters, error left {found['held_out_relative_error']}")
+    figures = train_shortcut(shortcut, *readers, settings, options.out)
+    print(f"{figures['parameters'] / 1e6:.2f} M parameters, error left {figures['held_out_relative_error']}")
 
 
 if __name__ == "__main__":

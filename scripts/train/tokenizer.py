@@ -106,16 +106,16 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
         unit = F.normalize(model.encode_latents(target), dim=1)  # [B, D, h, w]
         flat = rearrange(unit.detach(), "b d h w -> (b h w) d")
         if step < settings.continuous_steps:
-            found = reconstruction_loss(model.decode_latents(unit), target)
-            return found, found, flat, None
+            terms = reconstruction_loss(model.decode_latents(unit), target)
+            return terms, terms, flat, None
         if step == settings.continuous_steps:
             _initialise_codebook(model, pictures, averages, settings)
         ids = model.quantize.nearest(unit)
         quantised = model.quantize.lookup(ids)
         commitment = (unit - quantised).square().sum(1).mean()
         codes = unit + (quantised - unit).detach()
-        found = reconstruction_loss(model.decode_latents(codes), target)
-        return found + settings.commitment * commitment, found, flat, ids.flatten()
+        terms = reconstruction_loss(model.decode_latents(codes), target)
+        return terms + settings.commitment * commitment, terms, flat, ids.flatten()
 
     def follow(step: int, flat: Tensor, ids: Tensor | None) -> None:
         if ids is not None:

@@ -3,10 +3,10 @@
 Cross entropy of all tokens of all scales under teacher forcing. A tenth of the classes is replaced by the null class,
 so that guidance works (Tian et al. 2024, section 4; Ho and Salimans 2022).
 
-The pictures and their classes are those of `visual_spec.data.shapes_classes`.
+The pictures and their classes come from `visual_spec.data.shapes_classes`.
 
 For CoDe (Chen et al. 2025, section 3.3) a drafter is trained further on the scales below N only, by cross entropy. A
-refiner learns the large model's laws, first those of all scales, then increasingly those from N on. With
+refiner learns the large model's laws, first of all scales, then increasingly of the scales from N on. With
 `teacher_guidance` it learns the guided laws (Meng et al. 2023, section 3.1, for one guidance scale), and afterwards
 draws without guidance, with half of the rows.
 """
@@ -198,7 +198,7 @@ def guided_laws(
     )
     first = int(areas[: settings.scales_from].sum())
     strength = strength[first:, None].to(device)  # [l, 1]
-    found = torch.empty(len(tokens), len(strength), teacher.vocab_size, dtype=torch.float16)
+    laws = torch.empty(len(tokens), len(strength), teacher.vocab_size, dtype=torch.float16)
     for start in range(0, len(tokens), 16):
         rows = slice(start, start + 16)
         label_ids, maps = labels[rows].to(device), vq_model.maps_of(tokens[rows].to(device).long())
@@ -206,14 +206,14 @@ def guided_laws(
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
             conditional = teacher.teacher_forced(maps, label_ids)[:, first:].float()
             null = teacher.teacher_forced(maps, label_ids, nobody)[:, first:].float()
-        found[rows] = (null + strength * (conditional - null)).log_softmax(-1).half().cpu()
-    return found
+        laws[rows] = (null + strength * (conditional - null)).log_softmax(-1).half().cpu()
+    return laws
 
 
 def slot_losses(logits: Tensor, tokens: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
     """Return the loss `[B, L]` of every slot: cross entropy of the tokens, or the divergence KL(teacher, model).
 
-    If the teacher's logits are fewer, `[B, l, V]`, they are those of the last slots; the others have loss 0.
+    If the teacher's logits are fewer, `[B, l, V]`, they belong to the last slots; the others have loss 0.
     """
     if teacher_logits is None:
         return F.cross_entropy(logits.mT, tokens, reduction="none")
@@ -332,12 +332,12 @@ def train_var(
 def held_out_losses(model: VARTransformer, vq_model: MultiscaleVQModel, count: int = 400) -> dict:
     """Return the cross entropy in nats a token on held-out scenes: `held_out_loss`, and `held_out_loss_by_scale`."""
     labels, tokens = tokenize_classes(vq_model, count, 777, held_out=True)
-    found = []
+    rows = []
     for label_ids, token_ids in zip(labels.split(20), tokens.split(20), strict=True):
         token_ids = token_ids.to(model.device).long()
         logits = model.teacher_forced(vq_model.maps_of(token_ids), label_ids.to(model.device))
-        found.append(slot_losses(logits.float(), token_ids).cpu())
-    losses = torch.cat(found)  # [N, L]
+        rows.append(slot_losses(logits.float(), token_ids).cpu())
+    losses = torch.cat(rows)  # [N, L]
     bounds = [0, *accumulate(side * side for side in model.scales)]
     by_scale = [round(losses[:, first:end].mean().item(), 4) for first, end in pairwise(bounds)]
     return {"held_out_loss": round(losses.mean().item(), 4), "held_out_loss_by_scale": by_scale}
@@ -353,9 +353,9 @@ def _check_fit(
     if teacher is not None:
         sizes["the teacher"] = (teacher.scales, teacher.vocab_size, teacher.code_dim)
     if len(set(sizes.values())) > 1:
-        told = "; ".join(f"{name} {size}" for name, size in sizes.items())
+        listed = "; ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(
-            f"scales, codebook size and code length differ: {told}. Train them over one tokenizer."
+            f"scales, codebook size and code length differ: {listed}. Train them over one tokenizer."
         )
     for name, network in {"the model": model, "the teacher": teacher}.items():
         if network is not None and network.config["num_classes"] != len(CLASSES):
@@ -396,7 +396,7 @@ def accuracy_of_draws(
     model: VARTransformer | list[Stage], vq_model: MultiscaleVQModel, guidance: float, count: int
 ) -> dict:
     """Class accuracy of pictures that a model or a schedule of models draws, about as many of each class."""
-    found, labels = [], torch.arange(count) % len(CLASSES)
+    pictures, labels = [], torch.arange(count) % len(CLASSES)
     for start in range(0, count, 24):
         part = labels[start : start + 24]
         generators = [torch.Generator().manual_seed(1000 + start + i) for i in range(len(part))]
@@ -409,8 +409,8 @@ def accuracy_of_draws(
             batch_size=len(part),
         )
         with torch.no_grad():
-            found.append(vq_model.decode_canvas(result.canvas).cpu())
-    accuracy = class_accuracy(to_pixels(torch.cat(found)), labels.tolist())
+            pictures.append(vq_model.decode_canvas(result.canvas).cpu())
+    accuracy = class_accuracy(to_pixels(torch.cat(pictures)), labels.tolist())
     return {"pictures": count, "guidance_scale": guidance, **accuracy}
 
 
@@ -418,11 +418,11 @@ def accuracy_of_draws(
 class Options(RunOptions):
     tokenizer: Path = option("folder that python scripts/train var_tokenizer wrote")
     size: str = option("large or small", "large", choices=list(SIZES))
-    dim: int | None = option("in place of that of --size, as the next two", None)
+    dim: int | None = option("in place of the one of --size, as the next two", None)
     num_layers: int | None = None
     num_heads: int | None = None
     start_from: Path | None = option(
-        "folder of a trained model to go on with; more --num-layers than it has are added behind its own",
+        "folder of a trained model to go on with; more --num-layers than it has are added after its own",
         None,
     )
     teacher: Path | None = option("folder of a model whose laws are learned", None)
@@ -452,7 +452,7 @@ def main() -> None:
     model = model.to(options.device)
     record = train_var(model, vq_model, settings, options.out, teacher=teacher)
     if options.judged_pictures and settings.scales_until is None:
-        # A refiner is judged as it will be used: behind the model that it learned from.
+        # A refiner is judged as it will be used: after the model that it learned from.
         first = settings.scales_from
         drawing = model
         if teacher is not None and first:

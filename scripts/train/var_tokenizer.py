@@ -72,14 +72,14 @@ def start_from(model: MultiscaleVQModel, trained: VQModel) -> None:
         ValueError: the tokenizers have different widths or norms.
     """
     names = ("base_channels", "channel_multipliers", "blocks_per_level", "norm_groups")
-    given = {name: trained.config[name] for name in names} | {"code_dim": trained.config["codebook_dim"]}
-    given["channel_multipliers"] = tuple(
-        given["channel_multipliers"]
+    config = {name: trained.config[name] for name in names} | {"code_dim": trained.config["codebook_dim"]}
+    config["channel_multipliers"] = tuple(
+        config["channel_multipliers"]
     )  # a list, where it was read from a file
-    wanted = {name: model.config[name] for name in given}
+    wanted = {name: model.config[name] for name in config}
     wanted["channel_multipliers"] = tuple(wanted["channel_multipliers"])
-    if given != wanted:
-        raise ValueError(f"the trained tokenizer has {given}, the new one {wanted}; make the new one alike.")
+    if config != wanted:
+        raise ValueError(f"the trained tokenizer has {config}, the new one {wanted}; make the new one alike.")
     old: Any = trained
     new: Any = model
     for coder, levels in ((new.encoder, new.encoder.down), (new.decoder, reversed(new.decoder.up))):
@@ -128,7 +128,7 @@ def train_var_tokenizer(
     removes it.
 
     Raises:
-        ValueError: the model is for pictures of another size than those of `shapes`.
+        ValueError: the model is for pictures of another size than `shapes` has.
     """
     scenes, pictures = sample_dataset(settings.scenes, settings.seed)
     if model.image_size != pictures.shape[1]:
@@ -166,8 +166,8 @@ def train_var_tokenizer(
         if step == settings.continuous_steps:
             codebook.copy_(_first_codes(model, pictures, len(codebook), rng))
             averages.restart(codebook)
-        found, distance, *coded = _losses(model, target, settings, step >= settings.continuous_steps)
-        return found + distance, found, rng, *coded
+        terms, distance, *coded = _losses(model, target, settings, step >= settings.continuous_steps)
+        return terms + distance, terms, rng, *coded
 
     def follow(step: int, rng: np.random.Generator, vectors: Tensor, ids: Tensor) -> None:
         if step >= settings.continuous_steps:
@@ -223,15 +223,15 @@ def _first_codes(
     model: MultiscaleVQModel, pictures: np.ndarray, count: int, rng: np.random.Generator
 ) -> Tensor:
     """Run k-means on the residuals of all scales if each coded its map exactly: codes `[count, D]`."""
-    found = []
+    parts = []
     for part in np.array_split(pictures[:500], -(-len(pictures[:500]) // 50)):
         latents = model.encode_latents(to_signed(torch.from_numpy(part).to(model.device)))
         canvas = torch.zeros_like(latents)
         for scale, side in enumerate(model.scales):
             wanted = F.interpolate(latents - canvas, size=(side, side), mode="area")
             canvas = model.accumulate_codes(canvas, scale, wanted)
-            found.append(rearrange(wanted, "b d h w -> (b h w) d"))
-    vectors = torch.cat(found)  # [N, D]
+            parts.append(rearrange(wanted, "b d h w -> (b h w) d"))
+    vectors = torch.cat(parts)  # [N, D]
     # Long vectors first: the residuals of fine scales are mostly close to zero, and would fill the codebook.
     weight = vectors.square().sum(-1).clamp_min(1e-8)
     noise = torch.from_numpy(rng.random(len(vectors), dtype=np.float32)).to(vectors.device)

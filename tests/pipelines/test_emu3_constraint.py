@@ -120,7 +120,7 @@ def no_rows(row: int, ids: Tensor) -> Any:
     ("allowed", "reason"),
     [
         (rows_of_two_widths, "it allows other layouts for row 1"),
-        (only_some, "for row 0 it allows 7 tokens behind 7, neither one nor all image tokens"),
+        (only_some, "for row 0 it allows 7 tokens after 7, neither one nor all image tokens"),
         (depending_on_the_picture, "it allows other layouts for row 0"),
         (no_rows, "its 9 steps are not rows that end with 9"),
     ],

@@ -42,9 +42,9 @@ def test_transitions_are_those_of_the_decode():
         assert torch.equal(found.newest[rows], calls == step)
         assert torch.allclose(found.share[rows], (calls > step).float().mean(1))
         model(state, known[:3, :, None], 0, keep=0)
-        assert torch.allclose(found.behind[rows], state.features, atol=1e-5)
+        assert torch.allclose(found.after[rows], state.features, atol=1e-5)
         if step:
-            assert torch.equal(found.before[rows], found.behind[6 * step - 6 : 6 * step])
+            assert torch.equal(found.before[rows], found.after[6 * step - 6 : 6 * step])
 
 
 def test_a_fresh_shortcut_changes_nothing_and_reads_only_the_newest_tokens():

@@ -125,7 +125,7 @@ def parse_clip(frames: np.ndarray | Sequence[Image.Image]) -> MotionFacts:
 
 def parse_frames(frames: np.ndarray | Sequence[Image.Image]) -> list[FrameFacts]:
     """Read every frame by itself, of a clip as long as one likes. Arguments and errors as for `parse_clip`."""
-    found = []
+    parsed = []
     for sightings, (background, _) in _read_frames(_as_pixels(frames)):
         objects = []
         for colour, sighting in sightings:
@@ -133,8 +133,8 @@ def parse_frames(frames: np.ndarray | Sequence[Image.Image]) -> list[FrameFacts]
             shape, size = _KINDS[best] if sighting.fits[best] >= _MINIMUM_FIT else (None, None)
             x, y = sighting.centres[best].tolist()
             objects.append(FrameObject(shape, colour, size, x, y))
-        found.append(FrameFacts(tuple(objects), background))
-    return found
+        parsed.append(FrameFacts(tuple(objects), background))
+    return parsed
 
 
 def _as_pixels(frames: np.ndarray | Sequence[Image.Image]) -> np.ndarray:
@@ -174,11 +174,11 @@ def _read_frames(
         if frame.tobytes() in seen:  # most frames of a still scene are equal
             continue
         colour_of, shade = classify_pixels(frame.astype(np.float32))
-        found = [(colour, mask, _sight(colour, mask)) for colour, mask in colour_patches(colour_of, shade)]
+        patches = [(colour, mask, _sight(colour, mask)) for colour, mask in colour_patches(colour_of, shade)]
         seen[frame.tobytes()] = (
             [
                 (_COLOURS[colour - len(_BACKGROUNDS)], sighting)
-                for colour, mask, sighting in found
+                for colour, mask, sighting in patches
                 # A thin patch of no known shape is an edge between colours, not an object.
                 if sighting.fits.max() >= _MINIMUM_FIT or shrink(mask, 2).any()
             ],
@@ -256,8 +256,8 @@ def _majority(names: list[str | None]) -> str | None:
 def _tracks(sightings: list[list[tuple[str, _Sighting]]]) -> list[tuple[str, dict[int, _Sighting]]]:
     """Link the patches of each frame to the nearest track of their colour; those seen in few frames are left out."""
     tracks: list[tuple[str, dict[int, _Sighting]]] = []
-    for frame, found in enumerate(sightings):
-        for colour, sighting in found:
+    for frame, sights in enumerate(sightings):
+        for colour, sighting in sights:
             place = sighting.centres[sighting.fits.argmax()]
             near = []
             for track_colour, track in tracks:

@@ -51,8 +51,8 @@ def parse_caption(text: str) -> WantedClip:
     Raises:
         ValueError: `caption` cannot have written the text.
     """
-    found = re.fullmatch(_caption_pattern(), " ".join(text.lower().replace(",", " ").split()))
-    if found is None:
+    match = re.fullmatch(_caption_pattern(), " ".join(text.lower().replace(",", " ").split()))
+    if match is None:
         raise ValueError(
             f"cannot read caption {text!r}; allowed: 'a SIZE COLOUR SHAPE moves DIRECTION SPEED and ENDING' or "
             "'a SIZE COLOUR SHAPE stays still', then perhaps 'past a SIZE COLOUR SHAPE', then "
@@ -62,7 +62,7 @@ def parse_caption(text: str) -> WantedClip:
             f"TEXTURE: {', '.join(TEXTURES)}. BACKGROUND: {', '.join(BACKGROUND_COLOURS)}. "
             f"CAMERA: {', '.join(CAMERAS)}. Use these words, in this order."
         )
-    part = found.groupdict()
+    part = match.groupdict()
 
     def thing(number: int) -> tuple[str, str, str]:
         return part[f"shape{number}"], part[f"colour{number}"], part[f"size{number}"]
@@ -106,16 +106,16 @@ def score(prompt: str, frames: np.ndarray | Sequence[Image.Image]) -> dict[str, 
     return score_facts(parse_caption(prompt), parse_clip(frames))
 
 
-def score_facts(wanted: WantedClip, found: MotionFacts) -> dict[str, bool]:
+def score_facts(wanted: WantedClip, facts: MotionFacts) -> dict[str, bool]:
     """Score a caption and a clip that are already parsed; see `score`."""
     number = len(wanted.objects)
     names = ["shape", "colour", "size"]
     # None stands for a wanted object that was not found.
-    candidates: list[int | None] = [*range(len(found.objects)), *[None] * number]
+    candidates: list[int | None] = [*range(len(facts.objects)), *[None] * number]
     best: tuple[int, int] = (-1, -1)
     hits: dict[str, bool] = {}
     for assignment in dict.fromkeys(permutations(candidates, number)):
-        things = [None if i is None else found.objects[i] for i in assignment]
+        things = [None if i is None else facts.objects[i] for i in assignment]
         each = {
             name: [
                 getattr(thing, name, None) == getattr(want, name)
@@ -133,9 +133,9 @@ def score_facts(wanted: WantedClip, found: MotionFacts) -> dict[str, bool]:
         rank = (sum(all(values) for values in each.values()), sum(map(sum, each.values())))
         if rank > best:
             best, hits = rank, {name: all(values) for name, values in each.items()}
-    hits["count"] = len(found.objects) == number
+    hits["count"] = len(facts.objects) == number
     for name in ("background", "texture", "camera"):
-        hits[name] = getattr(found, name) == getattr(wanted, name)
+        hits[name] = getattr(facts, name) == getattr(wanted, name)
     return hits
 
 

@@ -73,10 +73,10 @@ def score_class(name: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
     if name not in CLASS_NAMES:
         raise ValueError(f"unknown class {name!r}; pass a colour and a shape, such as {CLASS_NAMES[0]!r}.")
     colour, shape = CLASSES[CLASS_NAMES.index(name)]
-    found = parse_picture(image).objects
-    alone = len(found) == 1
+    objects = parse_picture(image).objects
+    alone = len(objects) == 1
     return {
         "one_object": alone,
-        "colour": alone and found[0].colour == colour,
-        "shape": alone and found[0].shape == shape,
+        "colour": alone and objects[0].colour == colour,
+        "shape": alone and objects[0].shape == shape,
     }

@@ -217,11 +217,11 @@ def colour_patches(colour_of: np.ndarray, shade: np.ndarray) -> list[tuple[int, 
     return patches
 
 
-def _distance_to(found: FoundObject) -> np.ndarray:
+def _distance_to(seen: FoundObject) -> np.ndarray:
     """Return the signed distance `[128, 128]` to the outline of a found object of known shape."""
-    assert found.shape is not None and found.size is not None
+    assert seen.shape is not None and seen.size is not None
     y, x = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] + 0.5
-    return signed_distance(found.shape, x - found.x, y - found.y, SIZES[found.size])
+    return signed_distance(seen.shape, x - seen.x, y - seen.y, SIZES[seen.size])
 
 
 @cache
@@ -296,7 +296,7 @@ def _find_objects(colour_of: np.ndarray, shade: np.ndarray) -> list[FoundObject]
     patches = colour_patches(colour_of, shade)
     hidden = np.zeros(colour_of.shape, bool)
     fits = [_fit(colour, mask, hidden) for colour, mask in patches]
-    found: list[FoundObject] = []
+    objects: list[FoundObject] = []
     waiting = list(range(len(patches)))
     while waiting:
         # A patch enclosed by another is in front of it, unless it is a stain; otherwise complete patches are in front
@@ -308,10 +308,10 @@ def _find_objects(colour_of: np.ndarray, shade: np.ndarray) -> list[FoundObject]
         ]
         chosen = max(zip(enclosed, [fits[i].fit for i in waiting], waiting, strict=True))[2]
         waiting.remove(chosen)
-        found.append(fits[chosen])
+        objects.append(fits[chosen])
         if fits[chosen].shape is None:
             if not shrink(patches[chosen][1], 2).any():
-                found.pop()  # an edge between colours, not an object
+                objects.pop()  # an edge between colours, not an object
             continue
         reach = _distance_to(fits[chosen])
         hidden |= reach < 1.0
@@ -321,7 +321,7 @@ def _find_objects(colour_of: np.ndarray, shade: np.ndarray) -> list[FoundObject]
                 waiting.remove(i)  # a fragment or a stain of the object just settled
             elif (_grow(mask, 4) & (reach < 1.0)).any():
                 fits[i] = _fit(colour, mask, hidden)
-    return found
+    return objects
 
 
 def _encloses(outer: np.ndarray, inner: np.ndarray) -> bool:

@@ -65,8 +65,8 @@ def parse_caption(text: str) -> WantedFacts:
     Raises:
         ValueError: `caption` cannot have written the text.
     """
-    found = re.fullmatch(_caption_pattern(), " ".join(text.lower().split()))
-    if found is None:
+    match = re.fullmatch(_caption_pattern(), " ".join(text.lower().split()))
+    if match is None:
         raise ValueError(
             f"cannot read caption {text!r}; allowed: 'a SIZE COLOUR SHAPE', 'a SIZE COLOUR SHAPE RELATION a SIZE "
             f"COLOUR SHAPE' or '{'|'.join(COUNTS)} SIZE COLOUR SHAPEs', then 'on a TEXTURE BACKGROUND background'. "
@@ -74,7 +74,7 @@ def parse_caption(text: str) -> WantedFacts:
             f"RELATION: {', '.join(RELATIONS)}. TEXTURE: {', '.join(TEXTURES)}. "
             f"BACKGROUND: {', '.join(BACKGROUND_COLOURS)}. Use these words, in this order."
         )
-    part = found.groupdict()
+    part = match.groupdict()
 
     def thing(number: int) -> WantedObject:
         return WantedObject(part[f"shape{number}"], part[f"colour{number}"], part[f"size{number}"])
@@ -116,15 +116,15 @@ def score(prompt: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
     return score_facts(parse_caption(prompt), parse_picture(image))
 
 
-def score_facts(wanted: WantedFacts, found: PictureFacts) -> dict[str, bool]:
+def score_facts(wanted: WantedFacts, facts: PictureFacts) -> dict[str, bool]:
     """Score a caption and a picture that are already parsed; see `score`."""
     number = len(wanted.objects)
     # None stands for a wanted object that was not found.
-    candidates: list[int | None] = [*range(len(found.objects)), *[None] * number]
+    candidates: list[int | None] = [*range(len(facts.objects)), *[None] * number]
     best: tuple[int, int] = (-1, -1)
     best_hits: dict[str, bool] = {}
     for assignment in dict.fromkeys(permutations(candidates, number)):
-        things = [None if i is None else found.objects[i] for i in assignment]
+        things = [None if i is None else facts.objects[i] for i in assignment]
         each = {
             name: [
                 getattr(thing, name, None) == getattr(want, name)
@@ -133,7 +133,7 @@ def score_facts(wanted: WantedFacts, found: PictureFacts) -> dict[str, bool]:
             for name in ("shape", "colour", "size")
         }
         hits = {name: all(values) for name, values in each.items()}
-        hits["count"] = len(found.objects) == number
+        hits["count"] = len(facts.objects) == number
         if wanted.relation is not None:
             first, second = assignment
             known = all(shape or colour for shape, colour in zip(each["shape"], each["colour"], strict=True))
@@ -141,13 +141,13 @@ def score_facts(wanted: WantedFacts, found: PictureFacts) -> dict[str, bool]:
                 first is not None
                 and second is not None
                 and known
-                and found.relations.get((first, second)) == wanted.relation
+                and facts.relations.get((first, second)) == wanted.relation
             )
         rank = (sum(hits.values()), sum(map(sum, each.values())))
         if rank > best:
             best, best_hits = rank, hits
-    best_hits["background"] = found.background == wanted.background
-    best_hits["texture"] = found.texture == wanted.texture
+    best_hits["background"] = facts.background == wanted.background
+    best_hits["texture"] = facts.texture == wanted.texture
     return best_hits
 
 

@@ -187,8 +187,8 @@ def compose(
     Raises:
         ValueError: an attribute is not a known word.
     """
-    given = (instrument, tonic, mode, tempo, contour, rhythm, backing)
-    for value, (name, words) in zip(given, VOCABULARY.items(), strict=True):
+    attributes = (instrument, tonic, mode, tempo, contour, rhythm, backing)
+    for value, (name, words) in zip(attributes, VOCABULARY.items(), strict=True):
         if value not in words:
             raise ValueError(f"unknown {name} {value!r}; allowed: {', '.join(words)}")
     unit = int(rng.choice(TEMPI[tempo]))

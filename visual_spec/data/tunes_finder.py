@@ -204,9 +204,9 @@ def find_instrument(
     hertz = 440.0 * 2 ** ((pitches - 69) / 12)
     levels = partial_levels(spectra, np.outer(hertz, _PARTIALS), 45.0)
     whole = np.sqrt((levels**2).sum(1, keepdims=True)) + 1e-9
-    found = np.median(np.maximum(_FLOOR, 20 * np.log10(levels / whole + 1e-9)), 0)
+    spectrum = np.median(np.maximum(_FLOOR, 20 * np.log10(levels / whole + 1e-9)), 0)
     table = np.array(list(_SOUNDS.values()), float)
-    distances = ((table[:, :-1] - found) ** 2).mean(1) / _PARTIAL_SPREAD**2
+    distances = ((table[:, :-1] - spectrum) ** 2).mean(1) / _PARTIAL_SPREAD**2
     distances += ((table[:, -1] - find_decay(wave, times)) / _DECAY_SPREAD) ** 2 / 2
     return list(_SOUNDS)[int(distances.argmin())] if distances.min() < _FARTHEST else None
 

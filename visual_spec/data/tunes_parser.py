@@ -49,7 +49,7 @@ def parse_caption(text: str) -> WantedTune:
         ValueError: `caption` cannot have written the text, or the mood belongs to another mode.
     """
     plain = " ".join(re.sub("[,:]", " ", text.lower()).split())
-    part = next((found.groupdict() for form in _patterns() if (found := form.fullmatch(plain))), None)
+    part = next((match.groupdict() for form in _patterns() if (match := form.fullmatch(plain))), None)
     if part is None:
         allowed = " ".join(
             f"{name.upper()}: {', '.join(words)}." for name, words in VOCABULARY.items() if name != "backing"
@@ -106,7 +106,7 @@ def score(prompt: str | Tune, wave: np.ndarray) -> dict[str, bool]:
     return score_facts(parse_caption(prompt) if isinstance(prompt, str) else prompt, parse_clip(wave))
 
 
-def score_facts(wanted: WantedTune | Tune, found: TuneFacts) -> dict[str, bool]:
+def score_facts(wanted: WantedTune | Tune, facts: TuneFacts) -> dict[str, bool]:
     """Score a caption and a clip that are already parsed; see `score`."""
     asked = [name for name in ATTRIBUTES if getattr(wanted, name) is not None]
-    return {name: getattr(found, name) == getattr(wanted, name) for name in asked}
+    return {name: getattr(facts, name) == getattr(wanted, name) for name in asked}

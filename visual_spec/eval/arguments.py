@@ -43,9 +43,9 @@ class Parser(argparse.ArgumentParser):
         arguments = sys.argv[1:] if args is None else list(args)
         if not any(isinstance(action, argparse._SubParsersAction) for action in self._actions):
             self._refuse_unknown(arguments)
-        found = super().parse_known_args(arguments, namespace)
-        _set_level(getattr(found[0], "log_level", logging.INFO))
-        return found
+        parsed = super().parse_known_args(arguments, namespace)
+        _set_level(getattr(parsed[0], "log_level", logging.INFO))
+        return parsed
 
     def _refuse_unknown(self, arguments: Sequence[str]) -> None:
         """Refuse an option that does not exist before argparse misses one that is required."""

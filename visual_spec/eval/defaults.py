@@ -122,13 +122,13 @@ def listed_settings(facts: PipelineFacts, index: Mapping[str, Any], rows: Sequen
     Args:
         facts: of its pipeline.
         index: the configuration of the pipeline, which says what it has.
-        rows: settings as on the command line, where `{a|b}` stands for one of several values and `{saved}` for that of
-            the saved sampler; `part? setting` is for pipelines that hold this part.
+        rows: settings as on the command line, where `{a|b}` stands for one of several values and `{saved}` for the
+            saved sampler's; `part? setting` is for pipelines that hold this part.
     """
     from visual_spec.pipelines.sampler_text import parse_sampler
 
     saved = parse_sampler(facts.fast_sampler)[1]
-    found: list[str] = []
+    settings: list[str] = []
     for row in rows:
         part, question, text = row.rpartition("? ")
         if question and not _holds(index, part):
@@ -139,8 +139,8 @@ def listed_settings(facts: PipelineFacts, index: Mapping[str, Any], rows: Sequen
             [f"{saved.get('choice_temperature', 1.0)}"] if piece == "saved" else piece.split("|")
             for piece in pieces[1::2]
         ]
-        found += ["".join(_by_turns(pieces[::2], values)) for values in product(*choices)]
-    return _beside_plain(facts, found)
+        settings += ["".join(_by_turns(pieces[::2], values)) for values in product(*choices)]
+    return _beside_plain(facts, settings)
 
 
 def _by_turns(texts: Sequence[str], values: Sequence[str]) -> Iterable[str]:
@@ -168,13 +168,13 @@ def settings_beside(name: str | None, settings: ModelSettings) -> ModelSettings 
     """
     if name is None:
         return None
-    found = settings_of_model(name)
-    if not found.masked or settings.masked or settings.facts.unit != found.facts.unit:
+    known = settings_of_model(name)
+    if not known.masked or settings.masked or settings.facts.unit != known.facts.unit:
         raise ValueError(
             f"--masked {name} given; it takes a masked model beside one of the same tokens that decodes in order, such "
             "as --model shapes --masked shapes_masked or --model tunes --masked tunes_masked."
         )
-    return found
+    return known
 
 
 def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
@@ -198,11 +198,11 @@ def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -
     splits = [split for split in splits if known is None or split >= known]
     shares = [share for share in _SHARES if _fits(scales, share)]
     alone = [0] if paired and not known else []
-    found: list[dict[str, Any]] = [{"num_draft_scales": split} for split in alone + splits]
-    found += [{"num_draft_scales": "all", "cache_share": share} for share in shares]
+    settings: list[dict[str, Any]] = [{"num_draft_scales": split} for split in alone + splits]
+    settings += [{"num_draft_scales": "all", "cache_share": share} for share in shares]
     share = _SHARE_OF_TWO if _SHARE_OF_TWO in shares else shares[0]
-    found += [{"num_draft_scales": split, "cache_share": share} for split in splits[1:3]]
-    return _beside_plain(facts, (write_sampler("scale-wise", one) for one in found))
+    settings += [{"num_draft_scales": split, "cache_share": share} for split in splits[1:3]]
+    return _beside_plain(facts, (write_sampler("scale-wise", one) for one in settings))
 
 
 def masked_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
@@ -237,8 +237,8 @@ def latent_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) 
     usual = ChainSettings()
 
     def value(setting: str) -> Any:
-        found = own.get(setting)
-        return config.get(setting, getattr(usual, setting)) if found is None else found
+        choice = own.get(setting)
+        return config.get(setting, getattr(usual, setting)) if choice is None else choice
 
     levels, eta, final_noise = (value(setting) for setting in ("head_steps", "eta", "final_noise"))
     # A causal model says in which order; it draws one token a call.
@@ -265,10 +265,10 @@ def latent_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) 
         for key, part in own.items()
         if key in ("order", "guidance", "head_steps", "eta", "final_noise")
     }
-    found = [write_sampler(name, {**own, **one}) for one in [*rivals, *laws]]
-    found += [write_sampler("head-speculation", {**own, **steps, "levels": one}) for one in _LEVELS]
-    found.append(write_sampler("continuous-jacobi", {"rule": "chain", **chain, **last}))
-    found += [
+    texts = [write_sampler(name, {**own, **one}) for one in [*rivals, *laws]]
+    texts += [write_sampler("head-speculation", {**own, **steps, "levels": one}) for one in _LEVELS]
+    texts.append(write_sampler("continuous-jacobi", {"rule": "chain", **chain, **last}))
+    texts += [
         write_sampler("continuous-jacobi", {"rule": "aligned", "tolerance": one, **chain})
         for one in _TOLERANCES
     ]
@@ -281,8 +281,8 @@ def latent_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) 
             for tolerance in [{"tolerance": one} for one in _TOLERANCES] if rule == "aligned" else [{}]:
                 if rule != "cspd-release" or not causal:
                     settings = {"rule": rule, **tolerance, **chain, **more}
-                    found.append(write_sampler("speculative-continuous", settings))
-    return _beside_plain(facts, found)
+                    texts.append(write_sampler("speculative-continuous", settings))
+    return _beside_plain(facts, texts)
 
 
 def is_masked(text: str) -> bool:

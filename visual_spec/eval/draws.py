@@ -30,7 +30,7 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
     Returns:
         tokens, the ids [N, ...], or canvas [N, D, h, w] where the pipeline is stored as that; length: what a call
         commits one or more of, the tokens of a picture or the columns of a clip; calls [N]; moved_mass [N] and
-        divergence, nan for a sampler that measures none; promises, whether its tokens are those of plain decoding
+        divergence, nan for a sampler that measures none; promises, whether its tokens equal plain decoding's
         without a condition; promise, see `DecodeTrace.promise`; seconds and processor_seconds of the batch. Of
         continuous tokens head_calls [N]; on a GPU peak_memory; of a next-scale pipeline also cache_held, cache_peak
         and lossless.
@@ -97,7 +97,7 @@ def caches_of(
         measured: the first model scores all scales.
     """
     runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
-    found = []
+    caches = []
     for run in runs:
         stop = (runs[-1] if measured and run is runs[0] else run)[-1].scales.stop
         model: Any = run[0].model
@@ -106,8 +106,8 @@ def caches_of(
         config = (model if budget is None else model.model).config
         scored = stages if measured and run is runs[0] else run
         doubled = draws_guided(scored, guided)
-        found.append(cache_bytes(config, budget, batch_size, doubled, dtype, known=known, stop=stop))
-    return found
+        caches.append(cache_bytes(config, budget, batch_size, doubled, dtype, known=known, stop=stop))
+    return caches
 
 
 def through_tokenizer(pipe: Any, samples: np.ndarray) -> np.ndarray:

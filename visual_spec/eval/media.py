@@ -94,10 +94,10 @@ def tokens_of_frames(pipe: Any, clips: np.ndarray) -> Tensor:
 @torch.no_grad()
 def clips_of(pipe: Any, codes: np.ndarray) -> np.ndarray:
     """Clips float32 [N, samples] of codes [N, K, T], as the pipeline plays them; of stereo the mean of channels."""
-    given = torch.from_numpy(codes.astype(np.int64)).to(pipe.device)
+    columns = torch.from_numpy(codes.astype(np.int64)).to(pipe.device)
     stretch = max(1, round(_STRETCH * pipe.frame_rate))
-    stream = WaveStream(codec_of(pipe), pipe.channels, given.shape[-1], stretch)
-    stream(given)
+    stream = WaveStream(codec_of(pipe), pipe.channels, columns.shape[-1], stretch)
+    stream(columns)
     return stream.waves().mean(1).numpy()
 
 

@@ -49,7 +49,7 @@ class MaskedPair:
 
     @property
     def fast_sampler(self) -> str:
-        """That of the masked model, as it was saved."""
+        """Belongs to the masked model, as it was saved."""
         return self.masked.fast_sampler if self.medium == "image" else self.masked.plain_sampler
 
     @property

@@ -104,7 +104,7 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
         ValueError: text of another form, a setting twice, an unknown sampler or setting, or a value it refuses.
     """
     name, settings = parse_sampler(text)
-    # `masked` has a temperature of its own, which is a word: falling. That of the law is a number.
+    # `masked` has a temperature of its own, which is a word: falling. The law's is a number.
     own = [key for key, value in settings.items() if name == "masked" and isinstance(value, str)]
     changes = {key: settings.pop(key) for key in LAW_SETTINGS if key in settings and key not in own}
     drafter = settings.pop("drafter", None)

@@ -38,7 +38,7 @@ def read_npz(path: str | os.PathLike, only: Collection[str] | None = None) -> di
         ValueError: no regular file, no archive of whole arrays, or one that unpacks to far more than it is.
         OSError: no such file.
     """
-    found = {}
+    arrays = {}
     with open_regular(path) as file:
         try:
             archive = zipfile.ZipFile(file)
@@ -55,12 +55,12 @@ def read_npz(path: str | os.PathLike, only: Collection[str] | None = None) -> di
                 )
             try:
                 with archive.open(member) as inner:
-                    found[name] = _array(inner, member.file_size, where)
+                    arrays[name] = _array(inner, member.file_size, where)
             except _UnfitArray:
                 raise
             except Exception as error:
                 raise ValueError(f"{where} is damaged ({_reason(error)})") from error
-    return found
+    return arrays
 
 
 class _UnfitArray(ValueError):

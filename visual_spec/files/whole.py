@@ -41,13 +41,13 @@ def sweep(folder: Path) -> None:
     if not folder.is_dir():
         return
     for path in folder.glob(".*.tmp"):
-        found = _TEMPORARY.fullmatch(path.name)
-        if not found or is_running(int(found[2])):
+        match = _TEMPORARY.fullmatch(path.name)
+        if not match or is_running(int(match[2])):
             continue
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
             continue
-        old, place = path / "old", folder / found[1]
+        old, place = path / "old", folder / match[1]
         if old.is_dir() and not place.exists():
             old.rename(place)
         shutil.rmtree(path, ignore_errors=True)

@@ -239,9 +239,9 @@ if triton is not None:
             time = log_exponential(uniform) - log_weights
             first = tl.min(tl.min(time, 1), 0)
             best = tl.min(tl.min(tl.where(time == first, ids, 2147483647), 1), 0)
-            behind = tl.min(tl.min(tl.where(ids == best, float("inf"), time), 1), 0)
+            runner_up = tl.min(tl.min(tl.where(ids == best, float("inf"), time), 1), 0)
             if first < soonest:
-                second = tl.minimum(soonest, behind)
+                second = tl.minimum(soonest, runner_up)
                 soonest = first
                 winner = best
             else:

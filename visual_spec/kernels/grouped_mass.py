@@ -52,9 +52,9 @@ def grouped_mass(
     if distance is None:
         codebook, distance = target.new_zeros(target.shape[-1], 1), float("inf")
     elif codebook is None or codebook.shape[:1] != target.shape[-1:]:
-        given = "none" if codebook is None else f"shape {tuple(codebook.shape)}"
+        shape = "none" if codebook is None else f"shape {tuple(codebook.shape)}"
         raise ValueError(
-            f"distance={distance} compares codes, but codebook has {given}; pass codebook [{target.shape[-1]}, D]."
+            f"distance={distance} compares codes, but codebook has {shape}; pass codebook [{target.shape[-1]}, D]."
         )
     if fits(target, draft_law):
         return _grouped_op(target, draft_law, drafts, codebook.float(), size, gap, distance)
@@ -105,8 +105,8 @@ def smallest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     rank = torch.where(values == limit, places, 2 * size)
     rank = torch.where(values < limit, places - size, rank)
     chosen = rank.topk(count, largest=False, sorted=True).indices
-    found, order = values.gather(-1, chosen).sort(dim=-1, stable=True)
-    return found, chosen.gather(-1, order)
+    least, order = values.gather(-1, chosen).sort(dim=-1, stable=True)
+    return least, chosen.gather(-1, order)
 
 
 @triton_op("visual_spec::grouped_mass", mutates_args=())
@@ -171,7 +171,7 @@ if triton is not None:
     @triton.jit
     def _member(
         ids,
-        found,
+        is_finite,
         target,
         draft_law,
         codebook,
@@ -184,13 +184,13 @@ if triton is not None:
         DIM: tl.constexpr,
     ):
         """Return what a token adds to the masses of the group: zero unless it was found and is a member."""
-        score = tl.load(target + ids, mask=found, other=-float("inf"))
-        label = tl.load(draft_law + ids, mask=found, other=-float("inf"))
+        score = tl.load(target + ids, mask=is_finite, other=-float("inf"))
+        label = tl.load(draft_law + ids, mask=is_finite, other=-float("inf"))
         apart = tl.exp(score) - tl.exp(own)
-        member = found & (apart < gap) & (apart > -gap)
+        member = is_finite & (apart < gap) & (apart > -gap)
         if DISTANCE:
             offsets = tl.arange(0, DIM)
-            inside = offsets < tl.where(found, dim, 0)
+            inside = offsets < tl.where(is_finite, dim, 0)
             code = tl.load(codebook + ids.to(tl.int64) * dim + offsets, mask=inside, other=0.0)
             own_code = tl.load(codebook + draft * dim + offsets, mask=inside, other=0.0)
             member = member & (tl.sum((code - own_code) * (code - own_code)) < distance)
@@ -265,9 +265,9 @@ if triton is not None:
             draft_mass += label
             high = tl.min(next_high)
             high_id = tl.min(tl.where(next_high == high, next_high_id, 2147483647))
-            found = (high < infinity) & (step < ABOVE)
+            is_finite = (high < infinity) & (step < ABOVE)
             more, label = _member(
-                high_id, found, target, draft_law, codebook, draft, own, dim, gap, distance, DISTANCE, DIM
+                high_id, is_finite, target, draft_law, codebook, draft, own, dim, gap, distance, DISTANCE, DIM
             )
             target_mass += more
             draft_mass += label

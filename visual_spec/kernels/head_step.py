@@ -126,12 +126,12 @@ def law_step(
     x: Tensor, output: Tensor, scales: Tensor | None, law: Tensor, noise: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `head_step` does after the head's `output [R, d or 2 d]`: guidance, law, draw."""
-    found, rest = output[:, : x.shape[1]], output[: len(x), x.shape[1] :]
+    centre, rest = output[:, : x.shape[1]], output[: len(x), x.shape[1] :]
     if scales is not None:
-        found, other = found.chunk(2)
-        found = other + scales.to(x.dtype)[:, None] * (found - other)
+        centre, other = centre.chunk(2)
+        centre = other + scales.to(x.dtype)[:, None] * (centre - other)
     of_x, of_output, low, high, width = law.expand(len(x), -1).unsqueeze(-1).unbind(1)  # each [N, 1]
-    mean = of_x * x + of_output * found
+    mean = of_x * x + of_output * centre
     sigma = width * torch.ones_like(x)
     if rest.shape[1]:
         sigma = sigma * ((low + (rest + 1.0) / 2.0 * (high - low)) / 2.0).exp()
@@ -386,7 +386,7 @@ if triton is not None:
         mean, inverse = _moments(entry, row, False, WIDTH, DIM, ROWS, READ)
         if GUIDED:
             other_mean, other_inverse = _moments(entry, other_row, False, WIDTH, DIM, ROWS, READ)
-        found = tl.zeros([ROWS, DIM], tl.float32)
+        total = tl.zeros([ROWS, DIM], tl.float32)
         rest = tl.zeros([ROWS, DIM], tl.float32)
         other = tl.zeros([ROWS, DIM], tl.float32)
         for start in range(0, WIDTH, READ):
@@ -396,10 +396,10 @@ if triton is not None:
             weight = tl.load(place, mask=inside, other=0.0)
             tile = (_tile(entry, row, columns, False, WIDTH, DIM) - mean[:, None]) * inverse[:, None]
             tile = _modulated(tile, modulations + row * stride + shift, row, count, columns, WIDTH)
-            found = tl.dot(tile.to(weight.dtype), weight, found, input_precision="ieee")
+            total = tl.dot(tile.to(weight.dtype), weight, total, input_precision="ieee")
             if LEARNED:
-                behind = tl.load(place + dim * WIDTH, mask=inside, other=0.0)
-                rest = tl.dot(tile.to(weight.dtype), behind, rest, input_precision="ieee")
+                rest_weight = tl.load(place + dim * WIDTH, mask=inside, other=0.0)
+                rest = tl.dot(tile.to(weight.dtype), rest_weight, rest, input_precision="ieee")
             if GUIDED:
                 tile = _tile(entry, other_row, columns, False, WIDTH, DIM)
                 tile = (tile - other_mean[:, None]) * other_inverse[:, None]
@@ -408,18 +408,18 @@ if triton is not None:
                 )
                 other = tl.dot(tile.to(weight.dtype), weight, other, input_precision="ieee")
         bias = tl.load(last_bias + numbers, mask=numbers < dim, other=0.0).to(tl.float32)[None]
-        found += bias
+        total += bias
         if GUIDED:
             other += bias
             scale = tl.load(scales + row, mask=known, other=0.0)[:, None]
-            found = other + scale * (found - other)
+            total = other + scale * (total - other)
 
         numbers_of = law + row * law_stride
         inside = known[:, None] & (numbers < dim)[None]
         at = row[:, None] * dim + numbers[None]
         of_x = tl.load(numbers_of, mask=known, other=0.0)[:, None]
         of_output = tl.load(numbers_of + number_stride, mask=known, other=0.0)[:, None]
-        mean = of_x * tl.load(x + at, mask=inside, other=0.0) + of_output * found
+        mean = of_x * tl.load(x + at, mask=inside, other=0.0) + of_output * total
         sigma = tl.load(numbers_of + 4 * number_stride, mask=known, other=0.0)[:, None] + tl.zeros_like(mean)
         if LEARNED:
             rest += tl.load(last_bias + dim + numbers, mask=numbers < dim, other=0.0).to(tl.float32)[None]

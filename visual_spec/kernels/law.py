@@ -387,6 +387,6 @@ if triton is not None:
 
     @triton.jit
     def is_finite(seen, other):
-        """Return whether the largest logits of both rows, nan as +inf, are those of a law."""
+        """Return whether the largest logits of both rows, nan as +inf, make a law."""
         worst, least = tl.max(tl.max(seen, 1), 0), tl.max(tl.max(other, 1), 0)
         return (tl.maximum(worst, least) < float("inf")) & (tl.minimum(worst, least) > -float("inf"))

@@ -1,4 +1,4 @@
-"""Philox4x32-10, the counter-based random generator behind every sampler.
+"""Philox4x32-10, the counter-based random generator of every sampler.
 
 A counter-based generator is a pure function of (key, counter) without state, so a random number does not depend on
 batch size, window, device or the order of work. The definition is in PyTorch; NumPy (for tensors on the CPU) and

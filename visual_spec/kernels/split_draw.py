@@ -248,8 +248,8 @@ if triton is not None:
             winner = tl.min(tl.where(sooner == soonest, winners, nobody), 0)
             second = infinity
             if MARGINS:
-                behind = tl.load(numbers + 5 * slots_behind + at, mask=there, other=infinity)
-                second = tl.min(tl.where(winners == winner, behind, sooner), 0)
+                runner_up = tl.load(numbers + 5 * slots_behind + at, mask=there, other=infinity)
+                second = tl.min(tl.where(winners == winner, runner_up, sooner), 0)
         if TOP_K or TOP_P:
             own = raced + place * (CHUNKS * CHUNK) - first // 4 * 4
             row = (own, own, first, stop, 1.0, 1.0, place < 0)

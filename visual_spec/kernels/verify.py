@@ -187,8 +187,8 @@ def verify_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`verify` by the Triton kernel."""
     slots, vocab_size = slots.contiguous(), logits.shape[-1]
-    given = (logits, drafts, stored_laws, draft_laws, keys, slots, round, draw_round)
-    outputs = _verify_outputs(*given, accept_stream, residual_stream, draw_stream)
+    tensors = (logits, drafts, stored_laws, draft_laws, keys, slots, round, draw_round)
+    outputs = _verify_outputs(*tensors, accept_stream, residual_stream, draw_stream)
     if slots.numel() == 0:
         return outputs
     logits, stored_laws = rows_of_numbers(logits), rows_of_numbers(stored_laws)

@@ -207,7 +207,7 @@ if triton is not None:
         stop = tl.minimum(start + CHUNK, tl.max(own, 0) + 1)
         if start < stop:
             number = tl.arange(0, WIDTH)
-            # Of all queries, those of one head of keys: [R, W, G, OF_GROUP].
+            # Of all queries, the ones of one head of keys: [R, W, G, OF_GROUP].
             at = ((row * window + position) * groups + group) * OF_GROUP + query % OF_GROUP
             inside = known[:, None] & (number < DIM)[None]
             asked = tl.load(queries + at[:, None] * DIM + number[None], mask=inside, other=0.0)

@@ -103,8 +103,8 @@ class Endpoint:
         """Refuse a request without the key; compares in constant time."""
         if self.api_key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(key.encode(), self.api_key.encode()):
             raise RefusedError(
                 401, "wrong or no key; pass it as Authorization: Bearer <key>.", kind="auth_error"
             )
@@ -130,33 +130,33 @@ class Endpoint:
         Raises:
             RefusedError: names the field, its value and what is allowed.
         """
-        given = {name: value for name, value in asked.items() if value is not None}
-        if unknown := sorted(set(given) - set(_FIELDS)):
+        body = {name: value for name, value in asked.items() if value is not None}
+        if unknown := sorted(set(body) - set(_FIELDS)):
             raise RefusedError(400, f"{unknown[0]} is unknown; pass {', '.join(_FIELDS)}.", unknown[0])
-        prompt = given.get("prompt")
+        prompt = body.get("prompt")
         if not isinstance(prompt, str) or len(prompt) > self.limits.prompt:
             what = f"{len(prompt)} letters" if isinstance(prompt, str) else repr(prompt)[:80]
             raise RefusedError(
                 400, f"prompt of {what}; pass a text of at most {self.limits.prompt} letters.", "prompt"
             )
         height, width = self.painter.size
-        self._one_of(given, "size", ("auto", f"{width}x{height}"))
-        self._one_of(given, "model", (self.painter.name,))
-        self._one_of(given, "response_format", ("b64_json",))
-        self._one_of(given, "output_format", ("png",))
-        self._one_of(given, "stream", (False, True))
-        n, stream = self._whole(given, "n", 1, 1, self.limits.n), given.get("stream", False)
-        partial = self._whole(given, "partial_images", 0, 0, _MOST_PARTIAL)
+        self._one_of(body, "size", ("auto", f"{width}x{height}"))
+        self._one_of(body, "model", (self.painter.name,))
+        self._one_of(body, "response_format", ("b64_json",))
+        self._one_of(body, "output_format", ("png",))
+        self._one_of(body, "stream", (False, True))
+        n, stream = self._whole(body, "n", 1, 1, self.limits.n), body.get("stream", False)
+        partial = self._whole(body, "partial_images", 0, 0, _MOST_PARTIAL)
         if (stream and n > 1) or (partial and not stream):
             raise RefusedError(
                 400, f"n={n}, partial_images={partial}, stream={stream}; a stream holds one picture.", "n"
             )
-        first = self._whole(given, "seed", random.SystemRandom().randrange(2**32), 0, 2**64 - n)
+        first = self._whole(body, "seed", random.SystemRandom().randrange(2**32), 0, 2**64 - n)
         for name in _LAW:
-            if isinstance(given.get(name), bool) or not isinstance(given.get(name, 0), int | float):
-                raise RefusedError(400, f"{name}={given[name]!r}; pass a number.", name)
+            if isinstance(body.get(name), bool) or not isinstance(body.get(name, 0), int | float):
+                raise RefusedError(400, f"{name}={body[name]!r}; pass a number.", name)
         try:
-            law = self.painter.law(**{name: given.get(name) for name in _LAW})
+            law = self.painter.law(**{name: body.get(name) for name in _LAW})
             orders = [Order(prompt, first + index, law, partial) for index in range(n)]
             self.painter.check(orders[0])
         except (ValueError, TypeError) as error:
@@ -164,16 +164,16 @@ class Endpoint:
         return orders, stream
 
     @staticmethod
-    def _one_of(given: dict[str, Any], name: str, allowed: tuple[Any, ...]) -> None:
-        value = given.get(name, allowed[0])
+    def _one_of(body: dict[str, Any], name: str, allowed: tuple[Any, ...]) -> None:
+        value = body.get(name, allowed[0])
         if not any(type(value) is type(one) and value == one for one in allowed):
             raise RefusedError(
                 400, f"{name}={str(value)[:80]!r}; pass {' or '.join(map(repr, allowed))}.", name
             )
 
     @staticmethod
-    def _whole(given: dict[str, Any], name: str, usual: int, least: int, most: int) -> int:
-        value = given.get(name, usual)
+    def _whole(body: dict[str, Any], name: str, usual: int, least: int, most: int) -> int:
+        value = body.get(name, usual)
         try:
             return whole(name, value, Within(least, most))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What stands behind the endpoint: an order for a picture, and who draws it."""
+"""What the endpoint calls: an order for a picture, and who draws it."""
 
 from __future__ import annotations
 

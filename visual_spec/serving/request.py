@@ -25,7 +25,7 @@ class PictureRequest:
 
     Attributes:
         seed: of the noise, as of `torch.Generator().manual_seed(seed)`.
-        law: how logits become the law of a token; of a pair, that of the conditional member counts.
+        law: how logits become the law of a token; of a pair, the conditional member's counts.
         role: "conditional", or "unconditional" for the member whose prompt guidance leads away from.
         pair: the name that both members of a guided picture share, and nobody else; None without guidance.
     """
@@ -36,7 +36,7 @@ class PictureRequest:
     pair: str | None = None
 
     def key(self, number: int = 0) -> int:
-        """Return the key of the noise of a grid: one generator gives those of all grids, in their order."""
+        """Return the key of the noise of a grid: one generator gives the keys of all grids, in their order."""
         return _keys(self.seed, number + 1)[number]
 
     @classmethod

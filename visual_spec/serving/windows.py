@@ -341,7 +341,7 @@ class Windows:
         return WindowMemory.begin(1, self.served.grids[number].num_tokens, self.num_drafts + 1, device)
 
     def _place(self, rows: Rows, other: bool = False) -> Hashable:
-        """What the rows of a request share with nobody; `other`: what those of the other member have."""
+        """What the rows of a request share with nobody; `other`: what the other member's rows have."""
         request = self._requests[rows.handle]
         if request.pair is None:
             return rows.handle

@@ -394,12 +394,12 @@ interrupted run resumes.
 
 def columns_per_call(pipe: AudioPipeline, count: int = 8) -> dict:
     """Columns per target call on held-out prompts, a batch of `count`, under the pipeline's own law."""
-    prompts, found = held_out_prompts(count, seed=1), {}
+    prompts, rates = held_out_prompts(count, seed=1), {}
     for acceptance in ("exact", "identical"):
         pipe.sampler = DraftedColumnSampler(acceptance=acceptance)
         result = pipe(prompts, generator=generators(1, count), output_type="latent")
-        found[acceptance] = round(float(result.trace.tokens_per_call.mean()), 3)
-    return {"prompts": count, "num_drafts": pipe.sampler.config["num_drafts"], **found}
+        rates[acceptance] = round(float(result.trace.tokens_per_call.mean()), 3)
+    return {"prompts": count, "num_drafts": pipe.sampler.config["num_drafts"], **rates}
 
 
 @dataclass(kw_only=True)

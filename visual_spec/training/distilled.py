@@ -130,8 +130,8 @@ class Batches:
         words, tokens = self.pairs.words[chosen], self.pairs.tokens[chosen].long()
         slots = torch.arange(tokens.shape[1])
         noise = self.pairs.noise[chosen[:, None], which, slots].float()  # [B, L, D]
-        given = slots < known[:, None]
-        return words, self.codes[tokens].where(given[..., None], noise), tokens, known
+        is_known = slots < known[:, None]
+        return words, self.codes[tokens].where(is_known[..., None], noise), tokens, known
 
 
 def loss_of(
@@ -211,21 +211,21 @@ def unseen(
     model: LlamaGenStudent, encoder: CaptionEncoder, codes: Tensor, pairs: Pairs, settings: DistilledTraining
 ) -> dict[str, float]:
     """The cross entropy in nats a token, and the share of tokens that are the teacher's, by the tokens given."""
-    batches, found = Batches(pairs, codes, settings), {}
-    for given in (0, model.restart):
+    batches, figures = Batches(pairs, codes, settings), {}
+    for start in (0, model.restart):
         sums = np.zeros(2)
         for chosen in torch.arange(len(pairs.tokens)).split(settings.batch_size):
             which = torch.zeros(len(chosen), pairs.tokens.shape[1], dtype=torch.long)
             words, vectors, tokens, known = (
-                part.to(model.device) for part in batches.of(chosen, which, torch.full_like(chosen, given))
+                part.to(model.device) for part in batches.of(chosen, which, torch.full_like(chosen, start))
             )
-            logits = model.teacher_forced(vectors, encoder(words), known)[:, given:]
-            entropy = F.cross_entropy(logits.mT, tokens[:, given:], reduction="none").mean(-1).sum()
-            right = (logits.argmax(-1) == tokens[:, given:]).float().mean(-1).sum()
+            logits = model.teacher_forced(vectors, encoder(words), known)[:, start:]
+            entropy = F.cross_entropy(logits.mT, tokens[:, start:], reduction="none").mean(-1).sum()
+            right = (logits.argmax(-1) == tokens[:, start:]).float().mean(-1).sum()
             sums += [entropy.item(), right.item()]
         entropy, right = sums / max(1, len(pairs.tokens))
-        found |= {f"loss_from_{given}": round(entropy, 4), f"right_from_{given}": round(right, 4)}
-    return found
+        figures |= {f"loss_from_{start}": round(entropy, 4), f"right_from_{start}": round(right, 4)}
+    return figures
 
 
 HELP = """Train the embedded student: `python -m visual_spec.training.distilled --shapes FOLDER --out FOLDER`.

@@ -171,8 +171,8 @@ def _noises(log_law: Tensor, codes: Tensor, tokens: Tensor, around: Tensor, sett
     """Noise [N, M, D] that the flows of laws [N, V] take to tokens [N], chosen by noise [N, M, D]."""
     each = around.shape[1]
     flow = Flow(log_law.repeat_interleave(each, 0), codes, settings.candidates, settings.flow_steps)
-    found = flow.noise(codes[tokens].repeat_interleave(each, 0), around.flatten(0, 1))
-    return found.unflatten(0, (-1, each))
+    noises = flow.noise(codes[tokens].repeat_interleave(each, 0), around.flatten(0, 1))
+    return noises.unflatten(0, (-1, each))
 
 
 def drawn_pairs(

@@ -277,7 +277,7 @@ def generators(seed: int, count: int) -> list[torch.Generator]:
 def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, guidance: float, count: int = 8) -> dict:
     """Tokens per target call on held-out prompts, a batch of `count`, by sampler."""
     condition = pipe.make_condition(held_out_prompts(count, seed=1))
-    found = {}
+    rates = {}
     for name, sampler in (("chain", DraftedSampler()), ("tree", TreeSampler())):
         result = sampler(
             pipe.transformer,
@@ -288,11 +288,11 @@ def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, guidance: float,
             batch_size=count,
         )
         settings = {key: value for key, value in sampler.config.items() if not key.startswith("_")}
-        found[name] = {
+        rates[name] = {
             **settings,
             "tokens_per_call": round(float(result.trace.tokens_per_call.mean()), 3),
         }
-    return {"guidance_scale": guidance, "prompts": count, **found}
+    return {"guidance_scale": guidance, "prompts": count, **rates}
 
 
 @dataclass(kw_only=True)

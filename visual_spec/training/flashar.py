@@ -216,11 +216,13 @@ def held_out_losses(
 ) -> dict[str, float]:
     """Return the cross entropy in nats a token on held-out pictures, merged and of the lower head alone."""
     words, tokens = tokenize_dataset(vq_model, encoder, count, 777, held_out=True, side=model.grid.width)
-    forced, found = Pass(model), []
+    forced, losses = Pass(model), []
     for word_ids, token_ids in zip(words.split(20), tokens.split(20), strict=True):
-        told = encoder(word_ids.to(model.device))
-        found.append([loss.item() for loss in forced.losses(model, token_ids.long().to(model.device), told)])
-    merged, below = np.mean(found, 0)
+        conditions = encoder(word_ids.to(model.device))
+        losses.append(
+            [loss.item() for loss in forced.losses(model, token_ids.long().to(model.device), conditions)]
+        )
+    merged, below = np.mean(losses, 0)
     return {"held_out_loss": round(float(merged), 4), "held_out_loss_below": round(float(below), 4)}
 
 

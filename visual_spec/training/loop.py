@@ -276,8 +276,8 @@ class Trainer:
             network.train()
         for step in range(checkpoint.resume(), steps):
             batch = [part.to(device) if isinstance(part, Tensor) else part for part in batches(step)]
-            found = loss_of(*batch)
-            minimised, shown, *more = found if isinstance(found, tuple) else (found, found)
+            terms = loss_of(*batch)
+            minimised, shown, *more = terms if isinstance(terms, tuple) else (terms, terms)
             self.descend(minimised, step)
             if after is not None:
                 after(step, *more)

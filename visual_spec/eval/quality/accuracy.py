@@ -43,10 +43,10 @@ def summarise(hits: Sequence[dict[str, bool]]) -> dict[str, Any]:
     """
     if not hits:
         raise ValueError("no samples to summarise; run the evaluation first")
-    names = dict.fromkeys(name for found in hits for name in found)
+    names = dict.fromkeys(name for answers in hits for name in answers)
     return {
-        "all_correct": rate([all(found.values()) for found in hits]),
-        "mean_attribute": share_figure([sum(found.values()) / len(found) for found in hits]),
+        "all_correct": rate([all(answers.values()) for answers in hits]),
+        "mean_attribute": share_figure([sum(answers.values()) / len(answers) for answers in hits]),
         "attributes": {name: rate([f[name] for f in hits if name in f]) for name in names},
     }
 

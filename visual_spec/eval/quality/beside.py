@@ -65,19 +65,19 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
     }
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(comparison: dict[str, Any]) -> str:
     """The comparison in sentences."""
-    same = found["same_samples"]
-    text = f"{same['hits']} of {same['total']} samples are, byte for byte, equal to {found['beside']}."
-    if found["differing"]:
-        text += f" The sets also differ in {', '.join(found['differing'])}."
-    text += f" {found['statement']}"
-    if found["kept"] is False:
+    same = comparison["same_samples"]
+    text = f"{same['hits']} of {same['total']} samples are, byte for byte, equal to {comparison['beside']}."
+    if comparison["differing"]:
+        text += f" The sets also differ in {', '.join(comparison['differing'])}."
+    text += f" {comparison['statement']}"
+    if comparison["kept"] is False:
         text += " This promise is broken."
-    if found["promise"] == LOSSY and found["divergence"] is None:
+    if comparison["promise"] == LOSSY and comparison["divergence"] is None:
         text += " It measured nothing of how far."
-    if found["divergence"] is not None:
-        moved, sample = found["divergence"], found["moved_mass"]
+    if comparison["divergence"] is not None:
+        moved, sample = comparison["divergence"], comparison["moved_mass"]
         text += f" Divergence, as it measured: {moved['value']:.4f} of a tested token, {sample['value']:.3f} summed "
         text += "over a sample."
     return text

@@ -101,11 +101,11 @@ def read_settings(
     controls = known.controls if args.controls is None else args.controls
     samplers = known.others if args.samplers is None else args.samplers
     more = () if beside is None else (beside.plain, *(beside.others if args.samplers is None else ()))
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for text in (known.plain, *controls, *samplers, *more):
         setting = parse_setting(text, masked_law if is_masked(text) else law, args.seed)
-        found.setdefault(json.dumps(setting.describe(), sort_keys=True), setting)
-    return list(found.values())
+        settings.setdefault(json.dumps(setting.describe(), sort_keys=True), setting)
+    return list(settings.values())
 
 
 def run(args: argparse.Namespace) -> int:

@@ -127,14 +127,14 @@ class _Run:
     @cached_property
     def shared(self) -> dict[str, Any]:
         """What all sets have in common."""
-        found = {
+        facts = {
             "model": self.model,
             "weights": weights_of(self.pipe),
             "batch_size": self.batch_size,
             "dtype": str(self.pipe.transformer.dtype).removeprefix("torch."),
             "device": self.pipe.device.type,
         }
-        return found | ({"sampling_rate": self.pipe.sampling_rate} if self.pipe.medium == "audio" else {})
+        return facts | ({"sampling_rate": self.pipe.sampling_rate} if self.pipe.medium == "audio" else {})
 
     def check(self, rank: int, shards: int, alone: int) -> None:
         """Refuse sizes out of range."""
@@ -185,13 +185,13 @@ class _Run:
         if not rounds:
             return {}
         path, texts = self.folder / "alone.json", [setting.text for setting in self.settings]
-        found = _read_timings(path, texts, rounds)
-        if found is None and measure:
+        stored = _read_timings(path, texts, rounds)
+        if stored is None and measure:
             self.report(f"timing {rounds} {self.words.samples} of each setting at batch 1")
             seconds = time_alone(self.pipe, self.settings, self.task.prompts, rounds)
-            found = {"settings": texts, "pictures": rounds, **seconds}
-            write_atomically(path, json.dumps(found, indent=1) + "\n", overwrite=True)
-        return found
+            stored = {"settings": texts, "pictures": rounds, **seconds}
+            write_atomically(path, json.dumps(stored, indent=1) + "\n", overwrite=True)
+        return stored
 
     def keep_references(self) -> None:
         """Write the true samples, and what the tokenizer makes of them: the best that samplers of its tokens reach."""
@@ -281,17 +281,17 @@ def time_alone(
     Returns:
         seconds and processor_seconds, both `[setting][round]`.
     """
-    found: dict[str, list[list[float]]] = {
+    seconds: dict[str, list[list[float]]] = {
         kind: [[] for _ in settings] for kind in ("seconds", "processor_seconds")
     }
     for number in range(-1, rounds):
         index = max(number, 0)
         for place in list(range(len(settings)))[:: -1 if number % 2 else 1]:
             arrays = draws.draw(pipe, settings[place], prompts[index : index + 1], index)
-            for kind, values in found.items():
+            for kind, values in seconds.items():
                 if number >= 0:
                     values[place].append(float(arrays[kind]))
-    return found
+    return seconds
 
 
 def _read_timings(path: Path, texts: list[str], rounds: int) -> dict[str, Any] | None:

@@ -64,8 +64,8 @@ def _in_parts(size: int, part: Extract) -> Extract:
 
     @torch.no_grad()
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = [part(samples, start, min(start + size, end)) for start in range(first, end, size)]
-        return {name: torch.cat([one[name] for one in found]) for name in found[0]}
+        parts = [part(samples, start, min(start + size, end)) for start in range(first, end, size)]
+        return {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
 
     return extract
 
@@ -231,13 +231,15 @@ def clip_features(setup: Setup) -> Extractor:
         pictures = torch.from_numpy(samples.pictures(first, end, setup.size)).permute(0, 3, 1, 2)
         inputs = processor(images=list(pictures), return_tensors="pt").to(setup.device)
         image = F.normalize(_pooled(model.get_image_features(**inputs)).float(), dim=-1)
-        found = {"features": image.cpu()}
+        features = {"features": image.cpu()}
         if samples.prompts is not None:
             texts = samples.prompts[first:end]
             tokens = processor(text=texts, return_tensors="pt", padding=True, truncation=True)
             text = _pooled(model.get_text_features(**tokens.to(setup.device)))
-            found["scores"] = (100 * (image * F.normalize(text.float(), dim=-1)).sum(-1)).clamp_min(0).cpu()
-        return found
+            features["scores"] = (
+                (100 * (image * F.normalize(text.float(), dim=-1)).sum(-1)).clamp_min(0).cpu()
+            )
+        return features
 
     return _in_parts(setup.batch_size, part), [model], _resize_variant(setup.size)
 
@@ -308,11 +310,11 @@ def clap_features(setup: Setup) -> Extractor:
     scorer = ClapScorer(str(folder), device=setup.device, batch_size=setup.batch_size)
 
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = []
+        rows = []
         for place, (clip, rate) in enumerate(samples.clips(first, end)):
             # A long clip is cut at a place drawn for it alone.
-            found.append(scorer.embed_audio([clip], rate, seed=first + place))
-        part = {"features": torch.cat(found)}
+            rows.append(scorer.embed_audio([clip], rate, seed=first + place))
+        part = {"features": torch.cat(rows)}
         if samples.prompts is not None:
             part["scores"] = (part["features"] * scorer.embed_text(samples.prompts[first:end])).sum(-1)
         return part
@@ -324,8 +326,8 @@ def mel_features(setup: Setup) -> Extractor:
     """Mean and spread of mel bands: no network."""
 
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = [MelStatistics(rate)(clip[None]) for clip, rate in samples.clips(first, end)]
-        return {"features": torch.cat(found)}
+        rows = [MelStatistics(rate)(clip[None]) for clip, rate in samples.clips(first, end)]
+        return {"features": torch.cat(rows)}
 
     return extract, [], ""
 
@@ -525,7 +527,7 @@ def _pairs(setup: Setup, compared: Callable[[Tensor, Tensor], dict[str, Tensor]]
         )
         if one.shape != other.shape:
             raise ValueError(
-                f"pictures of {samples.path} have {list(one.shape[2:])} pixels, those of {beside.path} "
+                f"pictures of {samples.path} have {list(one.shape[2:])} pixels, pictures of {beside.path} "
                 f"{list(other.shape[2:])}; pass --size N"
             )
         return compared(one, other)

@@ -66,12 +66,12 @@ class SampleFiles:
         if (path / "run.json").is_file():
             raise ValueError(f"{path} is not complete: it has no manifest.jsonl yet; run sample to its end")
         endings = tuple(ending for kind in MEDIA.values() for ending in kind)
-        found = sorted(p.relative_to(path) for p in path.rglob("*") if p.suffix.lower() in endings)
-        kinds = sorted({_medium(file.suffix) for file in found})
+        files = sorted(p.relative_to(path) for p in path.rglob("*") if p.suffix.lower() in endings)
+        kinds = sorted({_medium(file.suffix) for file in files})
         if len(kinds) != 1:
             what = f"files of {' and '.join(kinds)}" if kinds else f"no {', '.join(endings)} files"
             raise ValueError(f"{path} holds {what}; pass a folder of pictures, of clips, or of videos")
-        names = [file.as_posix() for file in found]
+        names = [file.as_posix() for file in files]
         for name in names:
             inside(path, name, path)
         return cls(path, tuple(names))
@@ -159,19 +159,19 @@ class SampleFiles:
         """
         if not self.files:
             assert self._array is not None
-            found = list(self._array[first:end])
+            pictures = list(self._array[first:end])
         else:
-            found = [read_picture(self.path / file) for file in self.files[first:end]]
+            pictures = [read_picture(self.path / file) for file in self.files[first:end]]
         if size is not None:
-            found = [resized(picture, size) for picture in found]
-        for place, picture in enumerate(found):
-            if picture.shape != found[0].shape:
+            pictures = [resized(picture, size) for picture in pictures]
+        for place, picture in enumerate(pictures):
+            if picture.shape != pictures[0].shape:
                 name = self.files[first + place] if self.files else first + place
                 raise ValueError(
                     f"{self.path}: {name} has {picture.shape[1]} x {picture.shape[0]} pixels, others "
-                    f"{found[0].shape[1]} x {found[0].shape[0]}; pass --size N"
+                    f"{pictures[0].shape[1]} x {pictures[0].shape[0]}; pass --size N"
                 )
-        return np.stack(found)
+        return np.stack(pictures)
 
     def clips(self, first: int, end: int) -> Iterator[tuple[Tensor, int]]:
         """Mono clips [samples] with their rate in Hz."""
@@ -251,15 +251,15 @@ class FeatureFolder:
         mine = self.chunks(samples)[rank::shards]
         for number, (first, end) in enumerate(mine, 1):
             if self._read(samples, first, end) is None:
-                found = {name: rows.numpy() for name, rows in self.extract(samples, first, end).items()}
-                for name, rows in found.items():
+                arrays = {name: rows.numpy() for name, rows in self.extract(samples, first, end).items()}
+                for name, rows in arrays.items():
                     if len(rows) != end - first or not np.isfinite(rows).all():
                         raise ValueError(
                             f"{samples.path}: {self.key} gave {name} {list(rows.shape)} for {end - first} samples, or "
                             "nan; its network is damaged or another one"
                         )
                 buffer = io.BytesIO()
-                np.savez(buffer, **found)  # pyright: ignore[reportArgumentType]
+                np.savez(buffer, **arrays)  # pyright: ignore[reportArgumentType]
                 write_atomically(self._file(samples, first), buffer.getvalue(), overwrite=True)
                 report(f"{samples.path}: features of {end} samples; chunk {number} of {len(mine)}")
 
@@ -274,13 +274,13 @@ class FeatureFolder:
     def _read(self, samples: SampleFiles, first: int, end: int) -> dict[str, np.ndarray] | None:
         """A chunk; None where there is none, or a damaged one."""
         try:
-            found = read_npz(self._file(samples, first))
+            arrays = read_npz(self._file(samples, first))
         except (OSError, ValueError):
             return None
         whole = all(
-            rows.ndim and len(rows) == end - first and rows.dtype.kind == "f" for rows in found.values()
+            rows.ndim and len(rows) == end - first and rows.dtype.kind == "f" for rows in arrays.values()
         )
-        return found if found and whole else None
+        return arrays if arrays and whole else None
 
     def _file(self, samples: SampleFiles, first: int) -> Path:
         return self.path / f"{self.key}-{samples.fingerprint}-{first:06d}.npz"

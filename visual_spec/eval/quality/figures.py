@@ -82,7 +82,7 @@ def figures_of(
         coverage}, against the true samples of the same prompts, and with `kernels` kernel_to_real, kernel_to_plain (see
         `audio.kernel_figure`); divergence and moved_mass: what `DivergenceMeter` measures a tested token and a sample,
         means over batches and over samples, None for a sampler that has none; identical_samples: how many are, byte
-        for byte, those of plain decoding, None where not promised; wall_clock: {batch_size, seconds_per_picture and
+        for byte, plain decoding's, None where not promised; wall_clock: {batch_size, seconds_per_picture and
         speed_up at that batch, alone_seconds and alone_speed_up at batch 1 or None}, quantiles p20, p50 and p80, the
         each speed-up of one batch or round; processor_time: the same in seconds of the processor, which others on the
         machine do not change, None unless `on_processor`. cache: of a next-scale pipeline, bytes of keys and values a
@@ -91,12 +91,12 @@ def figures_of(
         references: {tokenizer: accuracy and features of `tokenizer`}.
     """
 
-    def compared(found: Judged, plain: Judged | None = None) -> dict[str, Any]:
-        strata = found.samples.prompts
+    def compared(judged: Judged, plain: Judged | None = None) -> dict[str, Any]:
+        strata = judged.samples.prompts
         return {
             name: compare_features(
                 real[name],
-                found.features[name],
+                judged.features[name],
                 None if plain is None else plain.features[name],
                 strata=strata,
                 kernel=kernels,
@@ -105,7 +105,7 @@ def figures_of(
         }
 
     rows = []
-    for index, (setting, found) in enumerate(zip(settings, drawn, strict=True)):
+    for index, (setting, one) in enumerate(zip(settings, drawn, strict=True)):
         seconds = {}
         if alone is not None:
             seconds = {
@@ -113,32 +113,32 @@ def figures_of(
             }
         rows.append(
             {
-                **setting_figures(setting, settings[0], found, drawn[0]),
-                "accuracy": found.accuracy,
-                "features": compared(found, drawn[0]),
-                **clocks_of(found, drawn[0], seconds, on_processor=on_processor),
-                "cache": cache_figures(found, drawn[0]),
-                "peak_memory": max(found.batches("peak_memory"), default=None),
+                **setting_figures(setting, settings[0], one, drawn[0]),
+                "accuracy": one.accuracy,
+                "features": compared(one, drawn[0]),
+                **clocks_of(one, drawn[0], seconds, on_processor=on_processor),
+                "cache": cache_figures(one, drawn[0]),
+                "peak_memory": max(one.batches("peak_memory"), default=None),
             }
         )
     reference = {"accuracy": tokenizer.accuracy, "features": compared(tokenizer)}
     return {"references": {"tokenizer": reference}, "rows": rows}
 
 
-def setting_figures(setting: Setting, first: Setting, found: Judged, plain: Judged) -> dict[str, Any]:
+def setting_figures(setting: Setting, first: Setting, judged: Judged, plain: Judged) -> dict[str, Any]:
     """What a setting is, what it promises, and its calls; see `figures_of`.
 
     Args:
         first: plain decoding, and `plain` its samples.
     """
-    exact = all(found.batches("lossless"))
+    exact = all(judged.batches("lossless"))
     calls, divergence, moved, heads = (
-        found.each("calls"), found.batches("divergence"), found.each("moved_mass"), found.each("head_calls")
+        judged.each("calls"), judged.batches("divergence"), judged.each("moved_mass"), judged.each("head_calls")
     )  # fmt: skip
     own = _laws_of(setting.sampler) == _laws_of(first.sampler)
     same = setting.sampler.identical and setting.plan.same_model and exact and own
     # With `exact_width` the tokens equal plain decoding with `exact_width`.
-    kept = all(found.batches("promises")) and _exact_width(setting) == _exact_width(first)
+    kept = all(judged.batches("promises")) and _exact_width(setting) == _exact_width(first)
     promised = same and (setting.law, setting.seed) == (first.law, first.seed)
     return {
         "name": setting.text,
@@ -147,12 +147,12 @@ def setting_figures(setting: Setting, first: Setting, found: Judged, plain: Judg
         "lossless": bool(setting.sampler.lossless) and exact and own,
         "identical": bool(setting.sampler.identical) and exact and kept and own,
         "samples": len(calls),
-        "tokens_per_call": ratio_figure([found.times[0]["length"]] * len(calls), calls),
+        "tokens_per_call": ratio_figure([judged.times[0]["length"]] * len(calls), calls),
         "speed_up_calls": ratio_figure(plain.each("calls"), calls),
         "head_calls": mean_figure(heads) if heads else None,
         "divergence": mean_figure(divergence) if divergence else None,
         "moved_mass": mean_figure(moved) if moved else None,
-        "identical_samples": same_samples(found, plain) if promised else None,
+        "identical_samples": same_samples(judged, plain) if promised else None,
     }
 
 
@@ -161,13 +161,13 @@ def _exact_width(setting: Setting) -> bool:
 
 
 def clocks_of(
-    found: Judged, plain: Judged, alone: dict[str, tuple[list[float], list[float]]], *, on_processor: bool
+    judged: Judged, plain: Judged, alone: dict[str, tuple[list[float], list[float]]], *, on_processor: bool
 ) -> dict[str, Any]:
     """wall_clock and processor_time of a setting; see `figures_of`."""
 
     def clocked(kind: str) -> dict[str, Any]:
-        seconds = found.batches(kind), plain.batches(kind)
-        return clock_figures(found.times[0]["samples"], seconds, alone.get(kind))
+        seconds = judged.batches(kind), plain.batches(kind)
+        return clock_figures(judged.times[0]["samples"], seconds, alone.get(kind))
 
     return {
         "wall_clock": clocked("seconds"),
@@ -175,10 +175,10 @@ def clocks_of(
     }
 
 
-def same_samples(found: Judged, plain: Judged) -> int:
+def same_samples(judged: Judged, plain: Judged) -> int:
     """How many samples are equal, byte for byte."""
     names = ("crc32", "bytes")
-    pairs = zip(found.samples.lines, plain.samples.lines, strict=True)
+    pairs = zip(judged.samples.lines, plain.samples.lines, strict=True)
     return sum(all(one[name] == other[name] for name in names) for one, other in pairs)
 
 
@@ -206,16 +206,16 @@ def _laws_of(sampler: Any) -> Any:
     return getattr(sampler, "law_settings", None) or {}
 
 
-def cache_figures(found: Judged, plain: Judged) -> dict[str, float] | None:
+def cache_figures(drawn: Judged, plain: Judged) -> dict[str, float] | None:
     """Bytes of keys and values a picture, at most over batches; see `figures_of`."""
-    if not found.batches("cache_held"):
+    if not drawn.batches("cache_held"):
         return None
 
     def largest(judged: Judged, name: str) -> float:
         return max(judged.batches(name)) / judged.times[0]["samples"]
 
-    held, whole = largest(found, "cache_held"), largest(plain, "cache_held")
-    return {"held": held, "peak": largest(found, "cache_peak"), "share": held / whole if whole else 1.0}
+    held, whole = largest(drawn, "cache_held"), largest(plain, "cache_held")
+    return {"held": held, "peak": largest(drawn, "cache_peak"), "share": held / whole if whole else 1.0}
 
 
 def compare_features(
@@ -232,15 +232,15 @@ def compare_features(
         strata: what each sample was asked for; see `published.deal`.
         kernel: kernel audio distances too.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, other in (("real", real), ("plain", plain)):
         if other is not None:
-            found[f"frechet_to_{name}"] = frechet_of_pairs(drawn, other, strata)
+            figures[f"frechet_to_{name}"] = frechet_of_pairs(drawn, other, strata)
             if kernel:
-                found[f"kernel_to_{name}"] = kernel_figure(other, drawn)
+                figures[f"kernel_to_{name}"] = kernel_figure(other, drawn)
     most = len(real) - 1
     return (
-        found
+        figures
         | precision_recall(real, drawn, neighbours=min(3, most))
         | density_coverage(real, drawn, neighbours=min(5, most))
     )

@@ -18,7 +18,7 @@ from visual_spec.models.core.checkpoints import fill, read_checkpoint
 
 _FILES = "HPS_v2*.pt"
 _MEAN, _SPREAD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
-_NAMES = (  # open_clip's, and those of transformers
+_NAMES = (  # open_clip's, and transformers'
     (r"^visual\.class_embedding$", "vision_model.embeddings.class_embedding"),
     (r"^visual\.conv1\.", "vision_model.embeddings.patch_embedding."),
     (r"^visual\.positional_embedding$", "vision_model.embeddings.position_embedding.weight"),

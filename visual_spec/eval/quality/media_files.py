@@ -58,8 +58,8 @@ def read_clip(path: Path) -> tuple[Tensor, int]:
         ImportError: soundfile is missing (extra `audio`), for other files than WAV of 16 bits.
     """
     with open_regular(path) as file:
-        found = _wave(file) or _by_soundfile(file, path)
-    samples, rate = found
+        content = _wave(file) or _by_soundfile(file, path)
+    samples, rate = content
     if not len(samples) or not 1 <= rate <= _MOST_RATE or not np.isfinite(samples).all():
         raise ValueError(
             f"{path} has {len(samples)} samples at {rate} Hz, or nan; run sample again, or remove it"
@@ -134,12 +134,12 @@ def _stacked(frames: Iterator[np.ndarray]) -> np.ndarray:
     Raises:
         ValueError: no frames, of several sizes, or too many pixels in all.
     """
-    found: list[np.ndarray] = []
+    stack: list[np.ndarray] = []
     for frame in frames:
-        found.append(frame)
-        if len(found) * frame.shape[0] * frame.shape[1] > _MOST_VIDEO:
+        stack.append(frame)
+        if len(stack) * frame.shape[0] * frame.shape[1] > _MOST_VIDEO:
             raise ValueError(f"more than {_MOST_VIDEO} pixels in all")
-    return _checked(np.stack(found))
+    return _checked(np.stack(stack))
 
 
 def _checked(frames: np.ndarray) -> np.ndarray:

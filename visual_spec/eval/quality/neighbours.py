@@ -51,11 +51,11 @@ class _Points:
 
     def true_squares(self, rows: Tensor, other: _Points, columns: Tensor) -> Tensor:
         """Squared distances of pairs [P], from their differences."""
-        found = [
+        squares = [
             (self.exact[one] - other.exact[two]).square().sum(1)
             for one, two in zip(rows.split(_PAIRS), columns.split(_PAIRS), strict=True)
         ]
-        return torch.cat(found) if found else self.squares.new_zeros(0)
+        return torch.cat(squares) if squares else self.squares.new_zeros(0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def precision_recall(
     k-th nearest real picture. Recall: the same with the sets exchanged.
 
     An interval counts what other points would change, and what other balls would: it is Wilson's for a variance that is
-    the binomial one and that of a jackknife over balls, by the points that no other ball holds. It held the mean of a
+    the binomial variance and a jackknife over balls, by the points that no other ball holds. It held the mean of a
     law in 96 to 100 % of simulated sets, so it is wide, up to twice; with the balls as given it held it in 58 to 94 %.
 
     Args:
@@ -169,12 +169,12 @@ def _full_precision() -> Iterator[None]:
 
 
 def _chunks(count: int, what: str, report: Report) -> Iterator[slice]:
-    told = 0
+    reported = 0
     for first in range(0, count, _ROWS):
         yield slice(first, min(first + _ROWS, count))
         done = min(first + _ROWS, count)
-        if count >= _TOLD and done - told >= count / 10:
-            told = done
+        if count >= _TOLD and done - reported >= count / 10:
+            reported = done
             report(f"{what} of {done:,} of {count:,} samples")
 
 
@@ -188,12 +188,12 @@ def _kth_squares(points: _Points, neighbours: int, report: Report) -> Tensor:
         least[torch.arange(len(places), device=least.device), places] = math.inf
         bound, nearest = least.topk(kept, largest=False)
         true = points.true_squares(places.repeat_interleave(kept), points, nearest.flatten())
-        found = true.reshape(-1, kept).kthvalue(neighbours, dim=1).values
+        squares = true.reshape(-1, kept).kthvalue(neighbours, dim=1).values
         if kept < len(points) - 1:
             # What is no candidate lies at least as far as the last one may.
-            for row in (bound[:, -1] < found).nonzero()[:, 0].tolist():
-                found[row] = _kth_of_all(points, rows.start + row, neighbours)
-        parts.append(found)
+            for row in (bound[:, -1] < squares).nonzero()[:, 0].tolist():
+                squares[row] = _kth_of_all(points, rows.start + row, neighbours)
+        parts.append(squares)
     return torch.cat(parts)
 
 

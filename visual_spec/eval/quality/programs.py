@@ -148,13 +148,13 @@ def main(path: str, device: str, threads: int, descriptor: int) -> None:
 
 
 def _answered(network: Any, videos: Tensor, device: str) -> bytes:
-    given = videos.permute(0, 4, 1, 2, 3).float().to(device)  # [B, 3, T, H, W]
+    inputs = videos.permute(0, 4, 1, 2, 3).float().to(device)  # [B, 3, T, H, W]
     try:
-        found = network(given, rescale=True, resize=True, return_features=True)
-        if not isinstance(found, Tensor):
-            return _FAILED + f"returned a {type(found).__name__}, not a tensor".encode()
+        output = network(inputs, rescale=True, resize=True, return_features=True)
+        if not isinstance(output, Tensor):
+            return _FAILED + f"returned a {type(output).__name__}, not a tensor".encode()
         buffer = io.BytesIO()
-        np.save(buffer, found.float().cpu().numpy(), allow_pickle=False)
+        np.save(buffer, output.float().cpu().numpy(), allow_pickle=False)
     except Exception as error:
         return _FAILED + f"failed ({_reason(error)})".encode()
     return _FEATURES + buffer.getvalue()

@@ -6,7 +6,7 @@
 | `*.jsonl` | one object a line, its `prompt`, `caption` or `text`; GenEval's `evaluation_metadata.jsonl` by its `tag` |
 | `*.csv`, `*.tsv` | the column `prompt`, `caption` or `text`, in any case; PartiPrompts is such a file |
 | `*.json` | COCO captions: the first caption of every picture, in the order of their ids; or a list of prompts |
-| `VBench_full_info.json` | VBench: every prompt once, and those of its dimension temporal_flickering five times |
+| `VBench_full_info.json` | VBench: every prompt once, and prompts of its dimension temporal_flickering five times |
 | a folder of `*.txt` | DPG-Bench: one prompt a file, in the order of their names |
 | `classes` | no file: the classes of a class model in turn, as often as it takes; `imagenet` says the same |
 
@@ -119,19 +119,19 @@ def read_prompts(source: str, class_names: Sequence[str] | None = None) -> Promp
             f"{path}: prompts are read from {', '.join(readers)} files and from folders of .txt files."
         )
     try:
-        found = readers[path.suffix](path)
+        prompts = readers[path.suffix](path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
-    return _checked(found, path)
+    return _checked(prompts, path)
 
 
-def _checked(found: PromptSet, path: Path) -> PromptSet:
-    if not found.texts:
+def _checked(prompts: PromptSet, path: Path) -> PromptSet:
+    if not prompts.texts:
         raise ValueError(f"{path} holds no prompts.")
-    for number, text in enumerate(found.texts):
+    for number, text in enumerate(prompts.texts):
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{path}: prompt {number + 1} is {text!r}; every prompt needs some text.")
-    return found
+    return prompts
 
 
 def _lines(path: Path) -> PromptSet:

@@ -311,8 +311,8 @@ def kernel_inception_distance(
     if size < 3:
         raise ValueError(f"{len(drawn)} and {len(reference)} samples given; KID needs at least 3 of each")
     function = _fidelity("metric_kid").kid_features_to_metric
-    found = function(drawn.float(), reference.float(), kid_subset_size=size, verbose=False)
-    mean, spread = (found[f"kernel_inception_distance_{name}"] for name in ("mean", "std"))
+    figures = function(drawn.float(), reference.float(), kid_subset_size=size, verbose=False)
+    mean, spread = (figures[f"kernel_inception_distance_{name}"] for name in ("mean", "std"))
     sets = [features.float().to(device) for features in (drawn, reference)]
     error = Sums.of(sets[0], sets[1], cubic_kernel, paired=False).error()
     reach = Z_95 * math.hypot(error, spread / math.sqrt(_SUBSETS))
@@ -337,8 +337,8 @@ def inception_score(logits: Tensor) -> Figure:
     """
     if len(logits) < _SPLITS:
         raise ValueError(f"{len(logits)} samples given; the Inception score splits them into ten parts")
-    found = _fidelity("metric_isc").isc_features_to_metric(logits)
-    mean, spread = (found[f"inception_score_{name}"] for name in ("mean", "std"))
+    figures = _fidelity("metric_isc").isc_features_to_metric(logits)
+    mean, spread = (figures[f"inception_score_{name}"] for name in ("mean", "std"))
     reach = _T_95 * spread / math.sqrt(_SPLITS - 1)  # the spread is over N, not N - 1
     return {"value": mean, "low": mean - reach, "high": mean + reach}
 
@@ -361,13 +361,13 @@ def inception_score_adm(logits: Tensor, strata: Sequence[str] | None = None, *, 
     parts = torch.arange(len(logits)) // split
 
     def score(kept: Tensor) -> float:
-        found = []
+        scores = []
         for part in range(int(parts[-1]) + 1):
             rows = logs[kept & (parts == part)]
             if len(rows):
                 mean = rows.exp().mean(0)
-                found.append(math.exp((rows.exp() * (rows - mean.log())).nansum(1).mean().item()))
-        return math.fsum(found) / len(found)
+                scores.append(math.exp((rows.exp() * (rows - mean.log())).nansum(1).mean().item()))
+        return math.fsum(scores) / len(scores)
 
     count = min(GROUPS, len(logits) // 2)
     dealt = deal(len(logits), count, strata)

@@ -93,16 +93,16 @@ def run(args: argparse.Namespace) -> int:
     setting = parse_setting(
         known.plain if args.sampler is None else args.sampler, known.law_with(), args.seed
     )
-    found = _by_ray(args, known.facts, setting, prompts) if by_ray else _here(args)
-    if found is None:
+    summary = _by_ray(args, known.facts, setting, prompts) if by_ray else _here(args)
+    if summary is None:
         print("this process is done; other processes have samples to draw", file=sys.stderr)
         return 0
     print(
-        f"{found['samples']} samples in {found['folder']}: {found['calls_mean']:.1f} calls and "
-        f"{found['seconds_per_sample']:.3f} s each"
+        f"{summary['samples']} samples in {summary['folder']}: {summary['calls_mean']:.1f} calls and "
+        f"{summary['seconds_per_sample']:.3f} s each"
     )
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(summary))
     return 0
 
 

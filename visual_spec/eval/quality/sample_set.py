@@ -196,13 +196,13 @@ class SampleSet:
 
     def finish(self) -> dict[str, Any] | None:
         """Join the lines once all batches are there, and return what they sum up to; None as long as some are not."""
-        found: list[dict[str, Any]] = []
+        manifest: list[dict[str, Any]] = []
         for first in self.batches:
             lines = self.done(first)
             if lines is None:
                 return None
-            found += lines
-        found = found[: self.num]
+            manifest += lines
+        manifest = manifest[: self.num]
         if self.prompts.layout != FLAT:
             self._write_layout()
         times = [
@@ -211,13 +211,13 @@ class SampleSet:
         write_atomically(
             self.folder / TIMES, "".join(json.dumps(time) + "\n" for time in times), overwrite=True
         )
-        text = "".join(json.dumps(line) + "\n" for line in found)
+        text = "".join(json.dumps(line) + "\n" for line in manifest)
         write_atomically(self.folder / MANIFEST, text, overwrite=True)
         drawn = sum(time["samples"] for time in times)
         return {
             "folder": str(self.folder),
             "samples": self.num,
-            "calls_mean": sum(line["calls"] for line in found) / len(found),
+            "calls_mean": sum(line["calls"] for line in manifest) / len(manifest),
             "seconds_per_sample": sum(time["seconds"] for time in times) / drawn,
         }
 

@@ -136,7 +136,7 @@ class Scoring:
 
     def wanted(self) -> list[tuple[str, SampleFiles]]:
         """Extractors and the sets that they see."""
-        found: list[tuple[str, SampleFiles]] = []
+        pairs: list[tuple[str, SampleFiles]] = []
         for metric in (METRICS[name] for name in self.metrics):
             sets = [self.drawn]
             if metric.reference and self.reference is not None and len(self.reference):
@@ -144,13 +144,13 @@ class Scoring:
                     sets.append(self.reference)
             if metric.distance and self.beside is not None:
                 sets.append(self.beside)
-            found += [(metric.features, one) for one in sets if (metric.features, one) not in found]
-        return found
+            pairs += [(metric.features, one) for one in sets if (metric.features, one) not in pairs]
+        return pairs
 
     def features(self, name: str, samples: SampleFiles, kind: str = "features") -> Tensor:
-        found = self.extractor(name).read(samples)
-        assert found is not None, "not complete"
-        return found[kind]
+        features = self.extractor(name).read(samples)
+        assert features is not None, "not complete"
+        return features[kind]
 
     def notes(self) -> list[str]:
         """What is to be known of the sets: sizes of pictures that differ."""
@@ -158,21 +158,21 @@ class Scoring:
         if self.drawn.medium != "image" or self.setup.size is not None:
             return []
         height, width = self.drawn.pictures(0, 1).shape[1:3]
-        found = []
+        notes = []
         for other in others:
             high, wide = other.pictures(0, 1).shape[1:3]
             if (high, wide) != (height, width):
-                found.append(
-                    f"pictures of {self.drawn.path} have {width} x {height} pixels, those of {other.path} {wide} x "
+                notes.append(
+                    f"pictures of {self.drawn.path} have {width} x {height} pixels, pictures of {other.path} {wide} x "
                     f"{high}, which moves every figure; --size N resizes both"
                 )
-        return found
+        return notes
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
     def figures(self, report: Report = lambda text: None) -> dict[str, Any]:
         """All figures by name."""
-        found: dict[str, Any] = {}
+        document: dict[str, Any] = {}
         for metric in (METRICS[name] for name in self.metrics):
             facts: dict[str, Any] = {"interval": metric.interval, "samples": len(self.drawn)}
             facts |= {"extractor": metric.features, "weights": self.extractor(metric.features).hash}
@@ -182,8 +182,8 @@ class Scoring:
             if metric.each:
                 self.each[metric.figure] = figures
                 figures = {metric.figure: _mean(figures.double())}
-            found |= {title: {**facts, **figure} for title, figure in figures.items()}
-        return found
+            document |= {title: {**facts, **figure} for title, figure in figures.items()}
+        return document
 
     def _sets(self, metric: Metric, report: Report) -> Sets:
         return Sets(

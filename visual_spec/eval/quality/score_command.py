@@ -124,19 +124,19 @@ def run(args: argparse.Namespace) -> int:
         if drawn.medium != "image":
             raise ValueError(f"--write-npz is for pictures; {drawn.path} holds {drawn.medium}")
         drawn.write_npz(refuse_existing(args.write_npz, False))
-    found = score(work, report=progress, **share(args))
-    if found is None:
+    document = score(work, report=progress, **share(args))
+    if document is None:
         print("this process is done; other processes have features to extract", file=sys.stderr)
         return 0
-    write_atomically(out / "scores.json", json.dumps(found, indent=1) + "\n", overwrite=True)
-    write_atomically(out / "scores.csv", scores_csv(found["figures"]), overwrite=True)
-    write_atomically(out / "scores.tex", scores_latex(found["figures"]), overwrite=True)
+    write_atomically(out / "scores.json", json.dumps(document, indent=1) + "\n", overwrite=True)
+    write_atomically(out / "scores.csv", scores_csv(document["figures"]), overwrite=True)
+    write_atomically(out / "scores.tex", scores_latex(document["figures"]), overwrite=True)
     if work.each and drawn.prompts is not None:
         write_atomically(out / "prompts.csv", prompts_csv(drawn.prompts, work.each), overwrite=True)
-    print(score_table(found))
+    print(score_table(document))
     if args.json:
-        print(json.dumps(found))
-    return int((found["comparison"] or {}).get("kept") is False)
+        print(json.dumps(document))
+    return int((document["comparison"] or {}).get("kept") is False)
 
 
 def score_table(document: dict[str, Any]) -> str:

@@ -97,10 +97,10 @@ def read_times(folder: Path, name: str = TIMES) -> list[dict[str, Any]]:
     Raises:
         ValueError, OSError: as `read_objects`; no batch.
     """
-    found = _refused_again(read_objects, inside(folder, name, folder), _TIME, BATCH_FACTS)
-    if not found:
+    times = _refused_again(read_objects, inside(folder, name, folder), _TIME, BATCH_FACTS)
+    if not times:
         raise ValueError(f"{folder / name} is empty{_AGAIN}")
-    return found
+    return times
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
@@ -112,10 +112,10 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
     path = inside(folder, SCORES, folder)
     if not path.exists():
         return None
-    found = read_object(path, {"figures": OBJECT}, {"reference": TEXT | NULL})
-    for name, figure in found["figures"].items():
+    scores = read_object(path, {"figures": OBJECT}, {"reference": TEXT | NULL})
+    for name, figure in scores["figures"].items():
         checked(figure, f"{path}: {name}", _FIGURE)
-    return {"reference": None, **found}
+    return {"reference": None, **scores}
 
 
 def _refused_again(read: Any, path: Path, *kinds: Any) -> Any:

@@ -120,7 +120,7 @@ def _common_distance(sets: Sequence[ScoredSet]) -> str | None:
     known = [
         name
         for name in DISTANCES
-        if all((found := one.figure(name)) and math.isfinite(found["value"]) for one in sets)
+        if all((figure := one.figure(name)) and math.isfinite(figure["value"]) for one in sets)
     ]
     return known[0] if known and len(sets) > 1 else None
 

@@ -116,8 +116,10 @@ def frechet_shapes(sets: Sets) -> Figures:
 
 def precision_recall(sets: Sets) -> Figures:
     """Precision and recall."""
-    found = neighbours.precision_recall(sets.truth(), sets.features(), device=sets.device, report=sets.report)
-    return dict(found)
+    figures = neighbours.precision_recall(
+        sets.truth(), sets.features(), device=sets.device, report=sets.report
+    )
+    return dict(figures)
 
 
 def inception_score(sets: Sets) -> Figures:
@@ -125,8 +127,8 @@ def inception_score(sets: Sets) -> Figures:
 
 
 def kernel_inception(sets: Sets) -> Figures:
-    found = published.kernel_inception_distance(sets.features(), sets.truth(), device=sets.device)
-    return {sets.figure: found}
+    figure = published.kernel_inception_distance(sets.features(), sets.truth(), device=sets.device)
+    return {sets.figure: figure}
 
 
 def kernel_audio(sets: Sets) -> Figures:
@@ -137,9 +139,9 @@ def kernel_audio(sets: Sets) -> Figures:
 
 def parsed(sets: Sets) -> Figures:
     """Shares of samples with all attributes of their prompts, of attributes, and of samples with each attribute."""
-    found = summarise(hits_of(sets.features()))
-    each = {f"attribute_{name}": figure for name, figure in found["attributes"].items()}
-    return {sets.figure: found["all_correct"], "attributes_correct": found["mean_attribute"], **each}
+    summary = summarise(hits_of(sets.features()))
+    each = {f"attribute_{name}": figure for name, figure in summary["attributes"].items()}
+    return {sets.figure: summary["all_correct"], "attributes_correct": summary["mean_attribute"], **each}
 
 
 def scores(sets: Sets) -> Tensor:

@@ -46,8 +46,8 @@ def classes_task(count: int, image_size: int) -> Task:
 
 def tunes_task(count: int) -> Task:
     """The captions of `tunes` that no trainer sees (`held_out_prompts`), and the clips they describe."""
-    found, waves = tunes_synth.sample_dataset(count, 0, held_out=True)
-    return Task([tunes.caption(tune) for tune in found], waves)
+    pieces, waves = tunes_synth.sample_dataset(count, 0, held_out=True)
+    return Task([tunes.caption(tune) for tune in pieces], waves)
 
 
 def motion_task(count: int) -> Task:

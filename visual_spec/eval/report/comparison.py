@@ -37,7 +37,7 @@ def compare(
         done: called with the index of a job and its row, as soon as it is there.
 
     Returns:
-        A row a job. Seconds are those of the decoding, from prefill to the last token, after one sample of warm-up
+        A row a job. Seconds count the decoding, from prefill to the last token, after one sample of warm-up
         for each sampler. A sampler with `exact_width` is compared with plain decoding with `exact_width`, and timed
         beside plain decoding without it.
 

@@ -306,7 +306,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     Raises:
         ValueError: a file that is not a result of `visual-spec eval`, or lacks a part of one.
     """
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for path in paths:
         try:
             document = read_object(path, most=2**30)
@@ -318,12 +318,12 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
         document["sheet"] = _sheet(path)
         # Wall clock of another batch, device or type of numbers does not compare: that is another section.
         key = json.dumps(document["settings"], sort_keys=True)
-        if key in found:
-            names = {row["name"] for row in found[key]["rows"]}
-            found[key]["rows"] += [row for row in document["rows"] if row["name"] not in names]
+        if key in results:
+            names = {row["name"] for row in results[key]["rows"]}
+            results[key]["rows"] += [row for row in document["rows"] if row["name"] not in names]
         else:
-            found[key] = document
-    return list(found.values())
+            results[key] = document
+    return list(results.values())
 
 
 def _check_complete(document: dict[str, Any], path: Path) -> None:

@@ -149,17 +149,17 @@ def _tiles(rows: Sequence[ComparisonRow]) -> list[tuple[str, str, str]]:
             (f"seconds a {sample}", f"{seconds / count:.2f}", ""),
             (f"reference: one {first.unit} a call", f"{plain_calls / count:g}", cost),
         ]
-    found = [("model calls", str(calls), f"instead of {plain_calls}")]
+    tiles = [("model calls", str(calls), f"instead of {plain_calls}")]
     if first.scales is None:
         committed = sum(len(row.commit_call) for row in rows)
-        found.insert(0, (f"{first.unit}s per call", f"{committed / calls:.2f}", ""))
+        tiles.insert(0, (f"{first.unit}s per call", f"{committed / calls:.2f}", ""))
     if all(row.speed_up for row in rows):
-        found.append(("wall clock of decoding", f"{plain_seconds / seconds:.2f}x", "as fast"))
+        tiles.append(("wall clock of decoding", f"{plain_seconds / seconds:.2f}x", "as fast"))
     same = sum(row.identical for row in rows)
     if not first.drafts and first.scales is None and same < count:
-        return [*found, ("law", "its own", first.output_law)]
+        return [*tiles, ("law", "its own", first.output_law)]
     codes = "codes" if first.medium == "audio" else "tokens"
-    return [*found, (f"same {codes} as plain", str(same), f"of {count}")]
+    return [*tiles, (f"same {codes} as plain", str(same), f"of {count}")]
 
 
 def _pictures(row: ComparisonRow) -> dict[str, Any]:

@@ -54,10 +54,10 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         raise ValueError(
             f"--random-weights with --model {args.model}; of MAR pass one of {', '.join(SIZES)}."
         )
-    given = [name for name in _OTHERS if getattr(args, name) is not None]
-    if given:
+    others = [name for name in _OTHERS if getattr(args, name) is not None]
+    if others:
         raise ValueError(
-            f"--{given[0].replace('_', '-')} given; MAR of official size is measured by the schedules "
+            f"--{others[0].replace('_', '-')} given; MAR of official size is measured by the schedules "
             f"{', '.join(f'{calls} x {levels}' for calls, levels in SCHEDULES)} with guidance {GUIDANCE:g}. Leave it "
             "out."
         )
@@ -198,18 +198,18 @@ def measure_calls(
             setting = Setting(name, sampler, TokenLaw(guidance_scale=GUIDANCE), 0)
             measure.reset_peak_memory(device)
             with _kernels(kernels):
-                found = time_sampler(setting, model, labels, batch_size, runs, warmup)
-            found["peak_memory_bytes"] = measure.peak_memory(device)
+                timed = time_sampler(setting, model, labels, batch_size, runs, warmup)
+            timed["peak_memory_bytes"] = measure.peak_memory(device)
             forget(model)  # its memory would count for the next row
             parts = costs(model, sampler, batch_size)
             floor = 1000 * sum(max(size / bandwidth, flops / peak) for size, flops in parts.values())
-            found |= counted_row(model, sampler, batch_size, f"{steps} x {levels}, {name}")
-            found |= dict(floor_ms_per_call=floor, floor_share=floor / found["ms_per_call"]["p50"])
-            found["ms_per_image"] = {
-                key: value * steps / batch_size for key, value in found["ms_per_call"].items()
+            timed |= counted_row(model, sampler, batch_size, f"{steps} x {levels}, {name}")
+            timed |= dict(floor_ms_per_call=floor, floor_share=floor / timed["ms_per_call"]["p50"])
+            timed["ms_per_image"] = {
+                key: value * steps / batch_size for key, value in timed["ms_per_call"].items()
             }
-            rows.append(found)
-            report(f"batch {batch_size}, {found['name']}: {found['ms_per_call']['p50']:.2f} ms per call")
+            rows.append(timed)
+            report(f"batch {batch_size}, {timed['name']}: {timed['ms_per_call']['p50']:.2f} ms per call")
         for row in rows[begun:]:
             row["speed_up"] = rows[begun]["ms_per_image"]["p50"] / row["ms_per_image"]["p50"]
     return rows
@@ -218,8 +218,8 @@ def measure_calls(
 def costs(model: MARTransformer, sampler: SomeCalls, batch_size: int) -> dict[str, tuple[float, float]]:
     """Bytes and operations of a call, a mean over the timed ones, of each of its parts: trunk, modulations, levels.
 
-    Bytes are those of the weights, read once by the trunk and by the modulations and once a level by the rest of the
-    head, and of the modulations, written and read once. Operations are two a weight and row, and those of attention.
+    Bytes count the weights, read once by the trunk and by the modulations and once a level by the rest of the
+    head, and of the modulations, written and read once. Operations are two a weight and row, and attention's.
     The rest of a head whose weights fit into the second-level cache can be faster than its bytes say.
     """
     config, head = model.config, model.head
@@ -234,7 +234,7 @@ def costs(model: MARTransformer, sampler: SomeCalls, batch_size: int) -> dict[st
     of_levels = sum(weight.numel() for weight in head.step_weights() or [])
     of_modulations = sum(parameter.numel() for parameter in head.parameters()) - of_levels
 
-    found = {"trunk": (0.0, 0.0), "modulations": (0.0, 0.0), "levels": (0.0, 0.0)}
+    costs_by_part = {"trunk": (0.0, 0.0), "modulations": (0.0, 0.0), "levels": (0.0, 0.0)}
     for number in chosen:
         tokens, levels, seen = (
             shapes[number].count,
@@ -252,8 +252,11 @@ def costs(model: MARTransformer, sampler: SomeCalls, batch_size: int) -> dict[st
             "levels": (levels * of_levels * size, 2 * of_levels * modulated),
         }
         for name, (more, work) in here.items():
-            found[name] = found[name][0] + more / len(chosen), found[name][1] + work / len(chosen)
-    return found
+            costs_by_part[name] = (
+                costs_by_part[name][0] + more / len(chosen),
+                costs_by_part[name][1] + work / len(chosen),
+            )
+    return costs_by_part
 
 
 @contextmanager

@@ -89,18 +89,19 @@ def refuse_what_does_not_fit(
     parts = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in needed.items())
     remedy = "pass a smaller --model, --dtype bfloat16, or smaller --batch-sizes and --windows."
     if at is not None:
-        found = what_fits(at, available, batch_size, window)
-        if found is None:
+        fitting = what_fits(at, available, batch_size, window)
+        if fitting is None:
             least = sum(at(1, 1).values()) / 1e9
             remedy = (
                 f"one sample with window 1 needs {least:.1f} GB: pass a smaller --model, or --dtype bfloat16."
             )
-        elif found[1] == window:
-            remedy = (
-                f"with window {window} the largest batch that fits is {found[0]}: pass smaller --batch-sizes."
-            )
+        elif fitting[1] == window:
+            remedy = f"with window {window} the largest batch that fits is {fitting[0]}: pass smaller --batch-sizes."
         else:
-            remedy = f"at batch 1 the largest window that fits is {found[1]}: pass smaller --batch-sizes and --windows."
+            remedy = (
+                f"at batch 1 the largest window that fits is {fitting[1]}: pass smaller --batch-sizes and "
+                "--windows."
+            )
     raise DoesNotFit(
         f"this needs {total / 1e9:.1f} GB ({parts}), and {device} has {available / 1e9:.1f} GB free; {remedy}"
     )
@@ -215,12 +216,12 @@ def device_events(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     profiler.stop()
-    found = [
+    events = [
         (event.name, (event.time_range.start, event.time_range.end))
         for event in profiler.events() or []
         if event.device_type.name == kind and not getattr(event, "is_user_annotation", False)
     ]
-    return found, calls
+    return events, calls
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -249,19 +249,19 @@ def measure_calls(
         name: str, window: int, law: TokenLaw, time_it: Callable[[], dict[str, Any]], **more: Any
     ) -> None:
         measure.reset_peak_memory(model.device)
-        found = time_it()
-        found["peak_memory_bytes"] = measure.peak_memory(model.device)
+        row = time_it()
+        row["peak_memory_bytes"] = measure.peak_memory(model.device)
         weights, cache = costs[law.guided]
         flops = official.call_flops(weights, batch_size=batch_size, guided=law.guided, window=window)
         rows.append(
             {
                 **dict(name=name, window=window, batch_size=batch_size, guidance_scale=law.guidance_scale),
                 **dict(tokens=tokens, weight_bytes=weights, cache_bytes=cache, flops_per_call=flops),
-                **found,
+                **row,
                 **more,
             }
         )
-        p50 = found["ms_per_call"]["p50"]
+        p50 = row["ms_per_call"]["p50"]
         report(f"batch {batch_size}, {name}, window {window}: {p50:.2f} ms per call")
 
     for baseline in baselines:
@@ -353,15 +353,15 @@ def _time_baseline(
     slots: int,
 ) -> dict[str, Any]:
     """The same of a baseline, whose phases are not known."""
-    found = [
+    times = [
         time_baseline(baseline, official, law, batch_size=batch_size, slots=max(slots, 3))
         for _ in range(warmup + runs)
     ][warmup:]
     return {
-        "seconds": [seconds for seconds, _, _ in found],
-        "calls": [calls for _, calls, _ in found],
-        "ms_per_call": quantiles([1000 * seconds / calls for seconds, calls, _ in found]),
-        "prefill_ms": quantiles([1000 * prefill for _, _, prefill in found])["p50"],
+        "seconds": [seconds for seconds, _, _ in times],
+        "calls": [calls for _, calls, _ in times],
+        "ms_per_call": quantiles([1000 * seconds / calls for seconds, calls, _ in times]),
+        "prefill_ms": quantiles([1000 * prefill for _, _, prefill in times])["p50"],
         "phase_ms_per_call": {},
         "gap_ms_per_call": None,
     }

@@ -1,6 +1,6 @@
 """Models of official size without their checkpoints: built and counted on the meta device, filled with random weights.
 
-LlamaGen is our own class. Janus-Pro, Lumina-mGPT and Emu3 are transformers' classes behind the adapters that
+LlamaGen is our own class. Janus-Pro, Lumina-mGPT and Emu3 are transformers' classes under the adapters that
 `visual_spec.accelerate` uses. Sizes are as in the released configurations; the text before a picture is 64 ids.
 """
 

@@ -44,12 +44,12 @@ def points_of(rows: Sequence[dict[str, Any]], bandwidth: float, peak: float) -> 
         bandwidth: bytes per second.
         peak: operations per second.
     """
-    found = []
+    points = []
     for row in rows:
         if row["flops_per_call"] is None:
             continue
         intensity = row["flops_per_call"] / (row["weight_bytes"] + row["cache_bytes"])
-        found.append(
+        points.append(
             Point(
                 name=f"{row['name']}, batch {row['batch_size']}, window {row['window'] or 1}",
                 intensity=intensity,
@@ -57,7 +57,7 @@ def points_of(rows: Sequence[dict[str, Any]], bandwidth: float, peak: float) -> 
                 roof=min(peak, intensity * bandwidth),
             )
         )
-    return found
+    return points
 
 
 def draw_roofline(points: Sequence[Point], bandwidth: float, peak: float, title: str) -> Any:

@@ -161,18 +161,18 @@ def with_graphs(settings: Sequence[Setting], device: torch.device, *, recordable
     """
     if device.type != "cuda":
         return list(settings)
-    found = []
+    rows = []
     for setting in settings:
         config = sampler_settings(setting.sampler)
         kind = type(setting.sampler)
         config.pop("class")
         if "graph" not in config or "graph" in parse_sampler(setting.text)[1]:
-            found.append(setting)
+            rows.append(setting)
             continue
         for graph in (False, True) if recordable else (False,):
             text = with_setting(setting.text, f"graph={str(graph).lower()}")
-            found.append(replace(setting, text=text, sampler=kind(**{**config, "graph": graph})))
-    return found
+            rows.append(replace(setting, text=text, sampler=kind(**{**config, "graph": graph})))
+    return rows
 
 
 def time_settings(

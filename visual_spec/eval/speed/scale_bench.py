@@ -75,8 +75,8 @@ def count_settings(
             stages, guided = pipe.stages(law=setting.law), setting.law.guided
             cost = scale_cost.count_decode(stages, guided=guided, schedule=setting.sampler.schedule)
             caches = caches_of(drawn_stages(setting.sampler, stages), 1, guided, dtype)
-        for batch_size, found in zip(batch_sizes, rows, strict=True):
-            found.append(
+        for batch_size, group in zip(batch_sizes, rows, strict=True):
+            group.append(
                 {
                     "name": setting.text,
                     "plan": setting.plan.describe(),
@@ -87,7 +87,7 @@ def count_settings(
                     "cache_peak_per_image": max(cache.peak for cache in caches),
                 }
             )
-    return [row for found in rows for row in found]
+    return [row for group in rows for row in group]
 
 
 class ScaleBenchDecoder(BenchDecoder):

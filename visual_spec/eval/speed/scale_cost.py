@@ -37,7 +37,7 @@ class ScaleCost:
         flops: of all matrix products: two for a multiplication and an addition.
         weight_bytes: weights read from memory, each once a forward; of tables only the rows that are looked up, which
             is next to nothing, are left out.
-        cache_bytes: keys and values that attention reads, with those of the current map: each once a forward.
+        cache_bytes: keys and values that attention reads, the current map's among them: each once a forward.
         forwards: of all models.
     """
 
@@ -214,12 +214,12 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = _place(result)[0] if isinstance(result, Tensor) else None
-        for given in (one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))):
-            if isinstance(given, Tensor):
-                place = _place(given)[0]
+        for value in (one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))):
+            if isinstance(value, Tensor):
+                place = _place(value)[0]
                 # A view reads nothing; of a table of positions the part that is added is read.
                 if place in self._weights and place != made:
-                    self.note(given)
+                    self.note(value)
         return result
 
     def note(self, tensor: Tensor, *, attended: bool = False) -> None:

@@ -106,12 +106,12 @@ def curve_table(rows: Sequence[dict[str, Any]], unit: str = "tokens") -> str:
     cells = {(row["guidance_scale"], row["name"], row["window"]): row for row in rows}
     lines = []
     for scale, name in dict.fromkeys((row["guidance_scale"], row["name"]) for row in rows):
-        found = [cells.get((scale, name, window)) for window in windows]
+        cells_of_row = [cells.get((scale, name, window)) for window in windows]
         values = [
             "-" if one is None else f"{one[f'{unit}_per_call']:.2f} +- {one['standard_error']:.2f}"
-            for one in found
+            for one in cells_of_row
         ]
-        measured = [one for one in found if one is not None]
+        measured = [one for one in cells_of_row if one is not None]
         same = [one["identical_samples"] for one in measured]
         counted = "-" if None in same else f"{sum(same)} of {sum(one['samples'] for one in measured)}"
         lines.append([f"{scale:g}", name, *values, counted])

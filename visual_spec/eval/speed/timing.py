@@ -69,7 +69,7 @@ def time_rounds(
         decode: (setting, condition, first sample) -> what was decoded, and its seconds.
     """
     seconds, busy_seconds, calls = ([[] for _ in range(count)] for _ in range(3))
-    found = Rounds(seconds, busy_seconds, calls, [0] * count, [0] * count)
+    times = Rounds(seconds, busy_seconds, calls, [0] * count, [0] * count)
     for _ in range(warmup):
         condition = prepare(0)
         for index in range(count):
@@ -85,18 +85,18 @@ def time_rounds(
             busy = time.process_time()
             drawn[index], elapsed = decode(index, condition, first)
             busy, own = time.process_time() - busy, drawn[index].processor_seconds
-            found.seconds[index].append(elapsed)
+            times.seconds[index].append(elapsed)
             if device.type == "cpu":
-                found.processor_seconds[index].append(busy if own is None else own)
-            found.calls[index].append(drawn[index].calls.tolist())
-            found.peak[index] = max(found.peak[index], measure.peak_memory(device))
+                times.processor_seconds[index].append(busy if own is None else own)
+            times.calls[index].append(drawn[index].calls.tolist())
+            times.peak[index] = max(times.peak[index], measure.peak_memory(device))
         for index in order:
             one, plain = drawn[index].tokens, drawn[0].tokens
             # Clips of another model may have another length; tokens may be vectors.
             same = (one == plain).flatten(1).all(1) if one.shape == plain.shape else torch.zeros(0)
-            found.identical[index] += int(same.sum())
+            times.identical[index] += int(same.sum())
         report(f"round {number + 1} of {runs}")
-    return found
+    return times
 
 
 def facts_of(setting: Setting) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def load_language_model(
         source: `state_dict.bin`, or the folder that holds it.
         kind: of the model in the settings, "transformer_lm" or "transformer_lm_magnet".
         allowed: settings of this kind, and the values that transformers' modules compute.
-        dtype: dtype of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps the file's.
         num_heads: attention heads, for a file without settings; the weights do not determine them.
 
     Returns:
@@ -101,10 +101,10 @@ def load_language_model(
     path = named_file(source, LANGUAGE_MODEL)
     weights, config = unpack(path, read_content(path, KEEP))
     name, _ = _READERS[kind]
-    if (found := config("lm_model", kind)) != kind:
-        other = _READERS.get(found) if isinstance(found, str) else None
+    if (stated := config("lm_model", kind)) != kind:
+        other = _READERS.get(stated) if isinstance(stated, str) else None
         raise ValueError(
-            f"{path} holds a {shown(found)}, not {name}'s {kind!r}"
+            f"{path} holds a {shown(stated)}, not {name}'s {kind!r}"
             + (
                 f"; it is a {other[0]}, loaded by {other[1]}."
                 if other
@@ -131,12 +131,12 @@ def kind_of(source: str | os.PathLike) -> str:
     """
     path = named_file(source, LANGUAGE_MODEL)
     _, config = unpack(path, read_content(path, KEEP))
-    found = config("lm_model")
-    if not isinstance(found, str) or found not in _READERS:
+    stated = config("lm_model")
+    if not isinstance(stated, str) or stated not in _READERS:
         raise ValueError(
-            f"{path} holds a {shown(found)} of audiocraft; those that are read are {' and '.join(_READERS)}."
+            f"{path} holds a {shown(stated)} of audiocraft; those that are read are {' and '.join(_READERS)}."
         )
-    return _READERS[found][0]
+    return _READERS[stated][0]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -232,13 +232,13 @@ def _language_model(
 
 def _split(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights with queries, keys and values apart, which stand one below the other in one matrix."""
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for key, value in weights.items():
         if key.endswith(".in_proj_weight"):
             start = key.removesuffix("in_proj_weight")
-            found |= {
+            renamed |= {
                 f"{start}{name}_proj.weight": part for name, part in zip("qkv", value.chunk(3), strict=False)
             }
         else:
-            found[key] = value
-    return found
+            renamed[key] = value
+    return renamed

@@ -43,10 +43,10 @@ class TrainingSettings:
     def refuse_others(self, allowed: Mapping[str, Iterable[Any]]) -> None:
         """Refuse settings that change the meaning of the weights. Missing settings have their usual values."""
         nothing = object()
-        found = {name: self(name, nothing) for name in allowed}
+        stated = {name: self(name, nothing) for name in allowed}
         wrong = [
             f"{name}={shown(value)} instead of {next(iter(allowed[name]))!r}"
-            for name, value in found.items()
+            for name, value in stated.items()
             if value is not nothing and value not in allowed[name]
         ]
         if wrong:

@@ -2,7 +2,7 @@
 
 The decoder is a convolution, an LSTM, and convolutions up to the sampling rate. The LSTM carries a state from frame to
 frame; everything else looks a few frames to either side. So a stream keeps that state and those frames, and its waves
-are exactly those of decoding the whole clip: chunks need no cross-fading.
+are exactly what decoding the whole clip gives: chunks need no cross-fading.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_codec(codec: Any) -> None:
     if others:
         raise ValueError(
             f"the codec has {', '.join(others)}, so its frames depend on the clip as a whole; pass one with "
-            f"{', '.join(f'{name}={value!r}' for name, value in wanted.items())}, such as that of MusicGen."
+            f"{', '.join(f'{name}={value!r}' for name, value in wanted.items())}, such as MusicGen's."
         )
 
 
@@ -42,7 +42,7 @@ def check_codec(codec: Any) -> None:
 def encode_waves(codec: Any, waves: Tensor) -> Tensor:
     """Return codes, long [B, K, T], of waves [B, C, N] at the codec's rate.
 
-    For stereo, each codebook of the left channel comes before that of the right channel, as in MusicGen.
+    For stereo, each codebook of the left channel comes before the right channel's, as in MusicGen.
 
     Raises:
         ValueError: as in `check_codec`; or the waves have another shape, or are not finite.
@@ -54,12 +54,12 @@ def encode_waves(codec: Any, waves: Tensor) -> Tensor:
         raise ValueError("the waves hold nan or infinity; pass finite samples, in [-1, 1].")
     batch, channels, _ = waves.shape
     with at_hand(codec):
-        found = codec.encode(
+        encoded = codec.encode(
             rearrange(waves, "b c n -> (b c) 1 n").to(codec.device, codec.dtype),
             bandwidth=codec.config.target_bandwidths[-1],  # all codebooks
             return_dict=True,
         ).audio_codes[0]  # [B * C, K / C, T]
-    return rearrange(found, "(b c) k t -> b (k c) t", b=batch)
+    return rearrange(encoded, "(b c) k t -> b (k c) t", b=batch)
 
 
 def decode_codes(codec: Any, codes: Tensor, channels: int = 1) -> Tensor:
@@ -70,7 +70,7 @@ def decode_codes(codec: Any, codes: Tensor, channels: int = 1) -> Tensor:
 class StreamingDecoder:
     """Decodes a clip in stretches, to the same waves as decoding it whole (up to the rounding of sums).
 
-    The output is `delay` frames behind the input until the last stretch.
+    The output lags `delay` frames until the last stretch.
 
     Args:
         codec: an `EncodecModel`.

@@ -71,7 +71,7 @@ class MusicgenColumnModel(MusicgenModules):
 
     Args:
         model, padding: see `MusicgenModules`.
-        num_frames: T, frames of the clip, including those of a prompt.
+        num_frames: T, frames of the clip, a prompt's among them.
         prompt_frames: P, how many of them the condition gives.
         pattern: the layout; None: MusicGen's delay.
 
@@ -168,7 +168,7 @@ class MusicgenColumnModel(MusicgenModules):
         )
         scratch = (0, 0, 0, window)
         forced = F.pad(self._forced(condition, batch_size), scratch, value=self.special_id)
-        given = F.pad(forced[:, : self.first_step], (0, 0, 1, 0), value=self.special_id)  # [B, 1 + P', K]
+        columns = F.pad(forced[:, : self.first_step], (0, 0, 1, 0), value=self.special_id)  # [B, 1 + P', K]
         places = torch.arange(1 + self.first_step, device=self.device)
         positions = self.position_table(prefix + 1 + self.num_steps).to(states)
         state = MusicgenState(
@@ -188,10 +188,10 @@ class MusicgenColumnModel(MusicgenModules):
         if state.stacks is not None:
             state.held = forced.clone()
             every = torch.arange(self.first_step, device=self.device).expand(batch_size, -1)
-            given[:, 1:] = state.stacks.columns(forced, every)
+            columns[:, 1:] = state.stacks.columns(forced, every)
         if prefix:
             self._run_at(state, states + positions[:prefix], torch.arange(-prefix, 0, device=self.device), 0)
-        rows = given.repeat(2, 1, 1) if guided else given
+        rows = columns.repeat(2, 1, 1) if guided else columns
         features = self._step(state, rows, places.expand(len(rows), -1), 1 + self.first_step)
         state.logits = self.score(features[:, -1:])[:, 0]
         return state
@@ -226,7 +226,7 @@ class MusicgenColumnModel(MusicgenModules):
     def _run_at(
         self, state: MusicgenState, embeddings: Tensor, places: Tensor, num_places: int
     ) -> list[Tensor]:
-        """The layers' outputs for embeddings [R, W, dim] at places [R, W] or [W]; those of a prefix are below 0."""
+        """The layers' outputs for embeddings [R, W, dim] at places [R, W] or [W]; places of a prefix are below 0."""
         at = (places + state.prefix).expand(len(embeddings), -1)
         cache = state.cache.self_attention_cache
         assert isinstance(cache, SlotCache)
@@ -239,7 +239,7 @@ class MusicgenColumnModel(MusicgenModules):
         return self.run(embeddings, seen, state.states, state.seen, state.cache)
 
     def codes(self, tokens: Tensor, condition: TextCondition) -> Tensor:
-        """Return codes [B, K, T] of decoded columns [B, grid.width, K], starting with those of the prompt."""
+        """Return codes [B, K, T] of decoded columns [B, grid.width, K], starting with the prompt's."""
         sequence = self._forced(condition, len(tokens))
         sequence[:, self.first_step :] = torch.where(
             self.valid.to(self.device), tokens.to(self.device), sequence[:, self.first_step :]

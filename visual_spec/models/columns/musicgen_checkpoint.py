@@ -69,7 +69,7 @@ def load_musicgen(
         text_encoder: the T5 that the checkpoint names (`t5-base` for music), or its folder or Hub id.
         codec: in place of the folder's.
         dtype: of the decoder and the projection: float32, because the model is loaded onto the CPU, where audiocraft
-            computes in float32. None keeps that of the file (float16 for official ones).
+            computes in float32. None keeps the file's (float16 for official ones).
         num_heads: attention heads, for a file without settings; the weights do not determine them.
 
     Raises:

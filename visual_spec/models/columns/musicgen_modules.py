@@ -1,7 +1,7 @@
 """The modules of MusicGen (Copet et al. 2023), around transformers' own classes: conditions, and the decoder's layers.
 
 A MusicGen reads the states of a text encoder by cross-attention. A MusicGen Melody has them in front of the codes,
-behind the chroma of a tune (section 2.4).
+after the chroma of a tune (section 2.4).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class MusicgenModules:
         states that are seen. Of a Melody, the prefix: the chroma in front of the text, all of it seen.
 
         An unconditional row has zero states, so its cross-attention adds nothing (MusicGen section 2.3 drops the text);
-        or those of the negative caption where the condition has one. `dropped`, bool [B], marks rows that are
+        or the negative caption's where the condition has one. `dropped`, bool [B], marks rows that are
         unconditional (training for guidance).
         """
         states, mask = self._text_states(condition)

@@ -3,7 +3,7 @@
 A neural audio codec gives K tokens a frame, one of each codebook. A language model over them must choose which tokens
 it predicts together: all of a frame (parallel), one by one (flat), or each codebook some frames after the previous one
 (delay). Copet et al., "Simple and controllable music generation", NeurIPS 2023, section 2.2, name these choices. Here
-four numbers per codebook express all of them, and those of other models.
+four numbers per codebook express all of them, and other models' patterns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CodebookPattern:
     counts from there (audiocraft's layouts have one step more).
 
     Args:
-        delays: frames by which each codebook lags behind the first of its pass. A frame of a codebook with lag d shares
+        delays: frames by which each codebook follows the first of its pass. A frame of a codebook with lag d shares
             its step with the frame d later of a codebook without lag.
         levels: the inner step, from 0, of each codebook within a frame. Codebooks of one level share their steps, and
             have one delay if there are other levels.
@@ -72,10 +72,10 @@ class CodebookPattern:
                 )
             _check_counted("levels", [self.levels[k] for k in members])
             for level in {self.levels[k] for k in members}:
-                found = {self.delays[k] for k in members if self.levels[k] == level}
-                if len(found) > 1 and any(self.levels[k] != level for k in members):
+                delays = {self.delays[k] for k in members if self.levels[k] == level}
+                if len(delays) > 1 and any(self.levels[k] != level for k in members):
                     raise ValueError(
-                        f"level {level} holds delays {sorted(found)}; where there are several levels, pass codebooks "
+                        f"level {level} holds delays {sorted(delays)}; where there are several levels, pass codebooks "
                         "of one level the same delay."
                     )
 
@@ -123,8 +123,8 @@ class CodebookPattern:
             delays: delays of the codebooks after the first; None: none.
         """
         others = whole("codebooks", codebooks) - 1
-        behind = (0,) * others if delays is None else tuple(delays)
-        return cls((0, *behind), (0,) * codebooks, (0, *(1,) * others))
+        lags = (0,) * others if delays is None else tuple(delays)
+        return cls((0, *lags), (0,) * codebooks, (0, *(1,) * others))
 
     @classmethod
     def grouped(cls, codebooks: int, group_size: int) -> CodebookPattern:

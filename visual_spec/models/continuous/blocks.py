@@ -1,4 +1,4 @@
-"""The layer of MAR's encoder and decoder, which the causal model has as well: that of a vision transformer."""
+"""The layer of MAR's encoder and decoder, which the causal model has as well: a vision transformer's."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Block(nn.Module):
         return self.finish(x, query, key, value, mask)
 
     def finish(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """The rest of `forward`, behind the projections of normalised `x`; keys and values may be of other places."""
+        """The rest of `forward`, after the projections of normalised `x`; keys and values may be of other places."""
         x = x + self.attn.attend(query, key, value, mask)
         return x + self.mlp(self.norm2(x))
 
@@ -107,7 +107,7 @@ def embed_labels(
     guided: bool = False,
     dropped: Tensor | None = None,
 ) -> Tensor:
-    """Embeddings [R, dim] of labels [B], or of no class where there are none; when guided, the null class's behind.
+    """Embeddings [R, dim] of labels [B], or of no class where there are none; when guided, the null class's after them.
 
     Args:
         null: [1, dim], of no class.

@@ -31,7 +31,7 @@ from visual_spec.models.core.settings import Count, register_to_config
 
 @dataclass
 class CausalLatentState(ConditionedState):
-    """Static cache of one decoding run; `conditions` are those of slot 0.
+    """Static cache of one decoding run; `conditions` belong to slot 0.
 
     Attributes:
         window: the largest number of slots that one call will score.
@@ -60,7 +60,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A next-token model of continuous tokens on a square grid.
 
     Slots count tokens in the order of decoding; `places` says where on the grid they stand. What is fed at a slot is
-    its token; the condition that comes out is of the slot behind it, whose place is told along.
+    its token; the condition that comes out is of the next slot, whose place is an input too.
 
     Args:
         grid_size: tokens per side.
@@ -109,7 +109,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         if order is not None and sorted(order) != list(range(length)):
             raise ValueError(f"the order is no permutation of the places 0 to {length - 1}; name each once.")
         self.token_dim = token_dim
-        # Learned by place, so by slot as well: a model knows one order only. Row `length` stands behind the last token.
+        # Learned by place, so by slot as well: a model knows one order only. Row `length` stands after the last token.
         self.class_emb = nn.Embedding(num_classes, dim)
         self.fake_latent = nn.Parameter(torch.zeros(1, dim))
         self.prefix_embed = nn.Parameter(torch.zeros(prefix_length, dim))
@@ -201,7 +201,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         return prefix + first
 
     def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Tokens [R, W, d] at slots [R, W] as `[R, W, dim]`, with their place and that of the slot behind."""
+        """Tokens [R, W, d] at slots [R, W] as `[R, W, dim]`, with their place and the next slot's."""
         hidden = self.z_proj_ln(self.z_proj(tokens) + self.place_embed[self.places[slots]])
         return hidden + self.next_place_embed[self.places[slots + 1]]
 

@@ -42,15 +42,15 @@ def respaced_levels(num_steps: int, count: int = TRAINING_LEVELS) -> list[int]:
     """
     num_steps = whole("num_steps", num_steps, Within(1, count))
     stride = 1.0 if num_steps == 1 else (count - 1) / (num_steps - 1)
-    place, found = 0.0, []
+    place, levels = 0.0, []
     for _ in range(num_steps):
-        found.append(round(place))
+        levels.append(round(place))
         place += stride
-    return found
+    return levels
 
 
 class DiffusionSchedule:
-    """MAR's chain: noise prediction, and a variance between that of the posterior and that of the level.
+    """MAR's chain: noise prediction, and a variance between the posterior's and the level's.
 
     The head returns the noise in a point, d numbers, and d numbers v from -1 to 1 that interpolate the logarithm of the
     variance (Nichol and Dhariwal 2021, section 3.1). The levels are `num_steps` of the 1000 of training; `times` are
@@ -120,9 +120,9 @@ class DiffusionSchedule:
 
     def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
         """See `LevelSchedule`. `output [..., 2 d]`: the noise or the velocity, then v."""
-        found, fraction = output.chunk(2, -1)
+        noise, fraction = output.chunk(2, -1)
         of_x, of_output = self._table[index][..., :2].unsqueeze(-1).unbind(-2)  # each [1], or [..., 1]
-        return of_x * x - of_output * found, fraction
+        return of_x * x - of_output * noise, fraction
 
     def toward(self, x: Tensor, index: int | Tensor, token: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
         """See `LevelSchedule`. `rest`: v."""
@@ -148,11 +148,11 @@ class DiffusionSchedule:
         """Loss [N] of a head's `output [N, 2 d]` at points that `noised` made.
 
         Squared error of the noise or the velocity, a mean over the numbers, and the divergence in bits of the level's
-        law from that of the true posterior, of which v alone learns (Nichol and Dhariwal 2021, section 3.1).
+        law from the true posterior, of which v alone learns (Nichol and Dhariwal 2021, section 3.1).
         """
-        found, fraction = output.chunk(2, -1)
+        predicted, fraction = output.chunk(2, -1)
         point = self.noised(tokens, index, noise)
-        mean, sigma = self.kernel(point, index, torch.cat([found.detach(), fraction], -1))
+        mean, sigma = self.kernel(point, index, torch.cat([predicted.detach(), fraction], -1))
         table = self._table[index].unsqueeze(-1)
         true_mean = table[:, 2] * tokens + table[:, 3] * point
         true_log = table[:, 4]  # [N, 1]
@@ -161,7 +161,7 @@ class DiffusionSchedule:
         divergence = 0.5 * (log - true_log - 1.0 + (true_log - log).exp() + apart)
         share, of_noise = self._forward[index].unsqueeze(-1).unbind(-2)
         wanted = share * noise - of_noise * tokens if self.velocity else noise
-        return (found - wanted).square().mean(-1) + divergence.mean(-1) / math.log(2.0)
+        return (predicted - wanted).square().mean(-1) + divergence.mean(-1) / math.log(2.0)
 
 
 class FlowSchedule:
@@ -173,8 +173,8 @@ class FlowSchedule:
 
     Args:
         num_steps: steps, 1 to 1000.
-        eta: share of the noise of the ancestral chain, that of the posterior of the point behind given the token; None
-            or 0: Euler steps.
+        eta: share of the noise of the ancestral chain, whose law is the posterior of the next point given the token;
+            None or 0: Euler steps.
 
     Raises:
         ValueError: as `respaced_levels` and `ChainSettings`.
@@ -187,14 +187,12 @@ class FlowSchedule:
         shares = torch.arange(1, num_steps + 1, dtype=torch.float64) / num_steps
         self._shares = shares.float()
         self.times = (TRAINING_LEVELS * shares).float()
-        behind = shares - 1.0 / num_steps
+        later = shares - 1.0 / num_steps
         sigma = (
-            (eta or 0.0)
-            * behind
-            * (1.0 - ((1.0 - shares) * behind / ((1.0 - behind) * shares)).square()).sqrt()
+            (eta or 0.0) * later * (1.0 - ((1.0 - shares) * later / ((1.0 - later) * shares)).square()).sqrt()
         )
-        rest = (behind.square() - sigma.square()).clamp_min(0.0).sqrt()  # of the noise that is foretold
-        of_start, of_point = 1.0 - behind - rest * (1.0 - shares) / shares, rest / shares
+        rest = (later.square() - sigma.square()).clamp_min(0.0).sqrt()  # of the noise that is foretold
+        of_start, of_point = 1.0 - later - rest * (1.0 - shares) / shares, rest / shares
         self._fixed = torch.stack([of_start, of_point, sigma], -1).float()
         none = torch.zeros_like(sigma)
         self.laws = torch.stack([of_start + of_point, -of_start * shares, none, none, sigma], -1)
@@ -207,7 +205,7 @@ class FlowSchedule:
         return self
 
     def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LevelSchedule`. `output [..., d]`: the velocity. Nothing is behind the prediction: rest is [..., 0]."""
+        """See `LevelSchedule`. `output [..., d]`: the velocity. Nothing else is needed: rest is [..., 0]."""
         return x - self._shares[index].unsqueeze(-1) * output, output[..., :0]
 
     def toward(self, x: Tensor, index: int | Tensor, token: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:

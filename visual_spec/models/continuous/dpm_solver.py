@@ -114,5 +114,5 @@ def _agrees(solver: LinearSolver, scheduler: Any, num_steps: int) -> bool:
     want = noise
     for time in own.timesteps:
         want = own.step(slopes * want + offsets, time, want).prev_sample
-    found = solver.solve(noise, lambda index, sample: slopes * sample + offsets)
-    return bool(torch.isclose(found, want, rtol=1e-6, atol=1e-6).all())
+    solved = solver.solve(noise, lambda index, sample: slopes * sample + offsets)
+    return bool(torch.isclose(solved, want, rtol=1e-6, atol=1e-6).all())

@@ -1,6 +1,6 @@
 """The network that draws a token from its condition: an MLP whose norms the condition and the time modulate.
 
-It is MAR's (Li et al. 2024, section 3.3 and appendix B; the modulation is that of DiT, Peebles and Xie 2023). Three
+It is MAR's (Li et al. 2024, section 3.3 and appendix B; the modulation is DiT's, Peebles and Xie 2023). Three
 fifths of its weights turn condition and time into modulations, and neither changes with the point x. So a sampler
 computes the modulations of all levels in one product before the loop, and `denoise` is what is left to do in it.
 """
@@ -62,7 +62,7 @@ class FinalLayer(nn.Module):
 
 
 class DiffusionHead(nn.Module):
-    """The head. Parameter names are those of the official checkpoints under `diffloss.net`.
+    """The head. Parameters are named as in the official checkpoints under `diffloss.net`.
 
     Args:
         token_dim: numbers of a token, d.
@@ -95,7 +95,7 @@ class DiffusionHead(nn.Module):
     def _modulate(self, mixed: Tensor) -> Tensor:
         hidden = F.silu(mixed)
         layers = [*self.res_blocks, self.final_layer]
-        # [1] is the linear layer behind the SiLU, which all layers share.
+        # [1] is the linear layer after the SiLU, which all layers share.
         return torch.cat([layer.adaLN_modulation[1](hidden) for layer in layers], -1)  # pyright: ignore
 
     def denoise(self, x: Tensor, modulations: Tensor) -> Tensor:

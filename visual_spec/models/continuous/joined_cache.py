@@ -114,7 +114,7 @@ class _JoinedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [n B, H, 1, D] behind what each row holds. Returns what is read, [n B, H, size, D]."""
+        """Write [n B, H, 1, D] after what each row holds. Returns what is read, [n B, H, size, D]."""
         assert self.keys is not None and self.values is not None
         for number, length in enumerate(self.lengths):
             rows = self._rows(number)

@@ -1,7 +1,7 @@
 """MAR: a masked autoencoder over continuous tokens, and a diffusion head (Li et al. 2024, sections 3.3 and 3.4).
 
 One class serves the embedded sizes and the official checkpoints; parameter names are the official keys. An encoder
-reads the tokens that are known, behind some places that hold the class; a decoder reads its output, with a learned
+reads the tokens that are known, after some places that hold the class; a decoder reads its output, with a learned
 vector in place of each hidden token, and gives every slot the condition z from which the head draws its token.
 
 The model is bidirectional, so nothing can be cached from call to call without changing its law (`mar_reuse` does), and

@@ -39,7 +39,7 @@ def load_mar_checkpoint(
     Args:
         source: the file, a safetensors file of its weights, or a state dict with official keys.
         num_heads: of a size that is none of `PRESETS`, which cannot be read off the weights.
-        dtype: of the weights; None keeps that of the file.
+        dtype: of the weights; None keeps the file's.
 
     Raises:
         ValueError, OSError: as `read_content`; weights that are not MAR's; missing, unexpected or mis-shaped keys,
@@ -54,7 +54,7 @@ def load_kl16_checkpoint(source: Given, *, dtype: torch.dtype | None = None, **c
 
     Args:
         source: the file, a safetensors file of its weights, or a state dict with its keys, latent diffusion's.
-        dtype: of the weights; None keeps that of the file.
+        dtype: of the weights; None keeps the file's.
         config: arguments of `AutoencoderKL` that differ from `KL16`, e.g. `block_out_channels` of a tokenizer trained
             elsewhere.
 
@@ -99,12 +99,12 @@ _PARTS = {"block": "resnets", "attn": "attentions"}
 
 
 def kl16_layout(levels: int = 5) -> KeyLayout:
-    """Latent diffusion's names of the weights of a KL autoencoder, and those of diffusers.
+    """Latent diffusion's names of the weights of a KL autoencoder, and diffusers'.
 
     diffusers' own conversion leaves out the attention inside of a level, and drops keys that it does not know.
 
     Args:
-        levels: of resolution. Latent diffusion counts those of the decoder from full resolution, diffusers from the
+        levels: of resolution. Latent diffusion counts the decoder's from full resolution, diffusers from the
             latents.
     """
     return KeyLayout(

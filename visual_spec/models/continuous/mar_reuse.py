@@ -1,4 +1,4 @@
-"""What a full call of MAR leaves for the calls behind it, which compute few of its places (ReCAP).
+"""What a full call of MAR leaves for the calls after it, which compute few of its places (ReCAP).
 
 A full call holds the keys and values of every layer by place. A local call feeds the encoder the tokens that were drawn
 since, and the decoder the places of its group; both attend to what is held, and replace it at their own places (ReCAP,
@@ -53,7 +53,7 @@ class Held:
     """What local calls go on from.
 
     Attributes:
-        seen: bool [R, P], places that the encoder has read: those of the class, and known tokens.
+        seen: bool [R, P], places that the encoder has read: of the class, and of known tokens.
         inputs: [R, P, dim], of the decoder, without its positions.
         encoder, decoder: what their layers hold.
     """

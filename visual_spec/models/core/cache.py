@@ -107,7 +107,7 @@ class Places:
         return self.rows.to(device), self.slots.to(device)
 
     def write(self, held: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [R, W, H, D] into those of a layer [R, H, S, D]. Returns views of what it reads."""
+        """Write keys and values [R, W, H, D] into a layer's [R, H, S, D]. Returns views of what it reads."""
         at = self.on(held[0].device) if self.run is None else (slice(None), self.run)
         for whole, new in zip(held, (keys, values), strict=True):
             whole.transpose(1, 2)[at] = new
@@ -205,7 +205,7 @@ class WindowCache:
     empty. A query at p sees the sink and the positions above p - `window`, up to p.
 
     A prompt belongs to the front of the sink. Keys may be rotated before they are stored, or when they are read: by
-    `positions`, or by others that the model derives from them, such as those of a sink that follows the window.
+    `positions`, or by others that the model derives from them, such as a sink's that follows the window.
 
     Args:
         held: a cache of sink + window + width - 1 places (`WindowCache.allocate`).
@@ -345,7 +345,7 @@ class KeyValues:
         return KeyValues(*(_gathered(part, places) for part in self.parts()))
 
     def selected(self, rows: Tensor) -> KeyValues:
-        """Return those of the rows long [N]."""
+        """Return the rows long [N]."""
         return KeyValues(*(part[rows] for part in self.parts()))
 
 
@@ -370,7 +370,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
 class EvictingCache:
     """Layers that grow by appended keys and are cut to a budget. The rows of a batch advance together.
 
-    Only final keys are appended. Keys that may still change, such as those of a draft or of a block that is being
+    Only final keys are appended. Keys that may still change, such as a draft's or a block's that is being
     denoised, are `joined` for one call and never evicted.
 
     Args:

@@ -54,7 +54,7 @@ class Checkpoint:
     Attributes:
         path: path of the file.
         weights: tensors by official key.
-        arguments: those of the training run, if the file holds them.
+        arguments: the training run's, if the file holds them.
     """
 
     path: Path
@@ -159,8 +159,8 @@ def _load_torch(path: Path, mapped: bool, keep: str, known: list[Any]) -> Any:
             ) from error
         shown = reason[:160].strip() or type(error).__name__
         raise ValueError(
-            f"{path} is truncated or damaged, or no PyTorch checkpoint ({shown}); compare its size with that of the "
-            "original, and copy or download it again."
+            f"{path} is truncated or damaged, or no PyTorch checkpoint ({shown}); compare its size with "
+            "the original's, and copy or download it again."
         ) from error
 
 
@@ -191,7 +191,7 @@ def unpack_checkpoint(path: Path, content: Any) -> Checkpoint:
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}; pass a file with a dict of weights.")
-    inner = next((found for place in _CONTAINERS if (found := _at(content, place)) is not None), content)
+    inner = next((held for place in _CONTAINERS if (held := _at(content, place)) is not None), content)
     tensors = {key: value for key, value in inner.items() if isinstance(value, Tensor)}
     if not tensors or (inner is content and len(tensors) < len(inner)):
         names = ", ".join(repr(".".join(place)) for place in _CONTAINERS)
@@ -239,7 +239,7 @@ def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]
         )
     # torch.compile wraps any module, whole models or single layers; DDP wraps the whole model.
     wrapped = all(key.replace("_orig_mod.", "").startswith("module.") for key in tensors)
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         kind = _strange_layout(tensor)
         if kind:
@@ -247,11 +247,11 @@ def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]
                 f"{name}: {key} is {kind}; save the model with dense weights of one floating dtype, and pass that file."
             )
         bare = key.replace("_orig_mod.", "").removeprefix("module." if wrapped else "")
-        if bare in found:
+        if bare in weights:
             raise ValueError(f"{name} has {bare} twice, once as {key}; pass a file with one set of weights.")
-        found[bare] = tensor.detach()
-    _refuse_expanded(found, name)
-    return _untied(found)
+        weights[bare] = tensor.detach()
+    _refuse_expanded(weights, name)
+    return _untied(weights)
 
 
 def _strange_layout(tensor: Tensor) -> str:
@@ -324,7 +324,7 @@ def fill(
     or copied because they share memory or stand at odd addresses (`align_weights`).
 
     Args:
-        weights: exactly those of the model's state dict, except constants.
+        weights: exactly the model's state dict, except constants.
         name: name of their source, for errors.
         what: name of what they should fit, for errors; the model's class if empty.
         constants: buffers of official files that the model computes itself. They may be missing but not differ.
@@ -339,8 +339,8 @@ def fill(
     if difference := Difference.between(weights, shapes):
         raise ValueError(f"{name} does not fit {what or type(model).__name__}: {difference}.")
     for key, constant in constants.items():
-        found = weights[key]
-        if not found.is_meta and not torch.equal(found.double(), constant.double()):
+        stored = weights[key]
+        if not stored.is_meta and not torch.equal(stored.double(), constant.double()):
             raise ValueError(
                 f"{name}: {key} is a constant, and has other values than this library computes with; pass the "
                 "official file."

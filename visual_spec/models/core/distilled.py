@@ -37,7 +37,7 @@ class DistilledAnswer(NamedTuple):
 
     Attributes:
         logits: [B, N, V], of slots that hold codes; at least float32.
-        vectors: [B, M, D], the tokens of the slots behind these.
+        vectors: [B, M, D], the tokens of the slots after these.
     """
 
     logits: Tensor

@@ -47,7 +47,7 @@ class ChainSettings:
 class LevelSchedule(Protocol):
     """A chain of normal laws, steered by what a head returns.
 
-    Level i takes a point to the next; a chain starts at level `num_steps - 1` and ends behind level 0. All points may
+    Level i takes a point to the next; a chain starts at level `num_steps - 1` and ends after level 0. All points may
     have leading axes, `[..., d]`.
 
     Attributes:
@@ -64,7 +64,7 @@ class LevelSchedule(Protocol):
     laws: Tensor
 
     def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The token [..., d] that a head's output [..., outputs] at points `x [..., d]` foretells, and what is behind
+        """The token [..., d] that a head's output [..., outputs] at points `x [..., d]` foretells, and what comes with
         the prediction in the output, [..., rest].
 
         Args:
@@ -173,7 +173,7 @@ class ReusingLatentModel(MaskedLatentModel, Protocol):
 def guided(output: Tensor, scale: float | Tensor, token_dim: int) -> Tensor:
     """Classifier-free guidance of a head's output `[..., 2 N, outputs]`, conditional rows first: `[..., N, outputs]`.
 
-    The prediction is u + scale (c - u); what is behind it (the share of variance) is the conditional row's.
+    The prediction is u + scale (c - u); what comes with it (the share of variance) is the conditional row's.
 
     Args:
         scale: one for all, or [N, 1].

@@ -65,12 +65,12 @@ class KeyLayout:
             ValueError, OSError: as in `read_checkpoint`; or a needed weight is missing.
         """
         if isinstance(source, Mapping):
-            given, name = plain_weights(source, "the state dict"), "the state dict"
+            weights, name = plain_weights(source, "the state dict"), "the state dict"
         else:
             keep = f'{{"{self.container}": c["{self.container}"]}}' if self.container else self.keep
-            found = read_by(source, self.unpack or self._contained, keep)
-            given, name = found.weights, str(found.path)
-        return self.translated(given, name), name
+            checkpoint = read_by(source, self.unpack or self._contained, keep)
+            weights, name = checkpoint.weights, str(checkpoint.path)
+        return self.translated(weights, name), name
 
     def _contained(self, path: Path, content: Any) -> Checkpoint | None:
         if not self.container or not isinstance(content, Mapping):
@@ -85,15 +85,15 @@ class KeyLayout:
             )
         return unpack_checkpoint(path, {"model": weights})
 
-    def translated(self, given: Mapping[str, Tensor], name: str) -> Weights:
+    def translated(self, official: Mapping[str, Tensor], name: str) -> Weights:
         """Return weights with official keys under our names; arguments and errors as `read`."""
         weights: Weights = {}
-        for key, value in given.items():
+        for key, value in official.items():
             if any(re.fullmatch(pattern, key) for pattern in self.dropped):
                 continue
             ours = self.key(key)
             # If a name occurs twice, one weight keeps its official name and is listed as unexpected.
-            weights[key if ours != key and (ours in given or ours in weights) else ours] = value
+            weights[key if ours != key and (ours in official or ours in weights) else ours] = value
         absent = [
             key
             for key, axes in self.needed.items()
@@ -144,7 +144,7 @@ def vqgan_sizes(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
 def known_heads(
     presets: Mapping[str, Mapping[str, Any]], dim: int, layers: int, asked: int | None, name: str
 ) -> int:
-    """Return the number of attention heads, which no weight tells: as asked, else that of the preset of this size.
+    """Return the number of attention heads, which no weight tells: as asked, else the preset's of this size.
 
     Args:
         name: what to call the file in errors.

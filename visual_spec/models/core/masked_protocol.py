@@ -103,7 +103,7 @@ class FrameModel(HidingModel, Protocol):
         ...
 
     def write(self, state: Any, tokens: Tensor) -> None:
-        """Make these tokens what later frames see of the next frame, and go on to the frame behind it.
+        """Make these tokens what later frames see of the next frame, and go on to the frame after it.
 
         Args:
             tokens: long [B, N], or [R, N] where conditional and unconditional rows see other ones; the mask id where

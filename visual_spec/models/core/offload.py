@@ -80,15 +80,15 @@ def _entry(method: Callable[..., Any], *, leaves: bool) -> Callable[..., Any]:
 
 def _hooked(root: nn.Module) -> list[nn.Module]:
     """The modules of a model that have hooks. Runs at every call of a model, so it is kept light."""
-    found, waiting = [], [root]
+    hooked, waiting = [], [root]
     while waiting:
         module = waiting.pop()
         if module is not None:
             own = module.__dict__
             if "_hf_hook" in own or "_diffusers_hook" in own:
-                found.append(module)
+                hooked.append(module)
             waiting.extend(own["_modules"].values())
-    return found
+    return hooked
 
 
 @contextmanager

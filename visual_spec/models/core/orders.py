@@ -56,7 +56,7 @@ class TrainedOrderModel(NextTokenModel, Protocol):
 
         The cache is written by slot, and the slot also gives the rotary index. A position sees the condition, itself,
         and the places in `seen`. K learned tokens (PAR's transition tokens) have the ids V to V + K - 1 and the places
-        L to L + K - 1 behind the grid.
+        L to L + K - 1 after the grid.
 
         Args:
             tokens: long [B, W], W <= the window of the prefill.
@@ -133,7 +133,7 @@ class AnyOrderModel(Protocol):
 
 
 def hidden_after(num_tokens: int, num_steps: int) -> list[int]:
-    """How many slots are still hidden behind each step of the published schedule.
+    """How many slots are still hidden after each step of the published schedule.
 
     The last number is 1, as published, although the last step takes all that is left: guidance reads it.
 
@@ -141,12 +141,12 @@ def hidden_after(num_tokens: int, num_steps: int) -> list[int]:
         ValueError: a number of steps that is not in 1 to `num_tokens`.
     """
     num_steps = whole("num_steps", num_steps, Within(1, num_tokens), ", the number of tokens")
-    left, found = num_tokens, []
+    left, counts = num_tokens, []
     for step in range(num_steps):
         share = math.cos(math.pi / 2 * (step + 1) / num_steps)
         left = max(1, min(left - 1, math.floor(num_tokens * share)))
-        found.append(left)
-    return found
+        counts.append(left)
+    return counts
 
 
 def step_slots(order: Tensor, num_steps: int) -> list[Tensor]:

@@ -23,7 +23,7 @@ _GROUPS = {
 
 
 def fuse_projections(model: nn.Module) -> None:
-    """Join the projections of self-attention, and those of gated layers, in place.
+    """Join the projections of self-attention, and of gated layers, in place.
 
     Outputs are the same up to the rounding of a matrix product. No weight is stored twice. State dicts keep the keys of
     separate projections: files are written and read as before. Parameters are new ones, so an optimizer made earlier no
@@ -37,21 +37,21 @@ def fuse_projections(model: nn.Module) -> None:
         ValueError: there is nothing to join; or the projections are not plain linear layers of one dtype and device,
             all with a bias or all without. Then nothing is changed.
     """
-    found: list[tuple[nn.Module, tuple[str, ...]]] = []
+    groups: list[tuple[nn.Module, tuple[str, ...]]] = []
     for path, layer in model.named_modules():
         names = _GROUPS.get(path.rpartition(".")[2], ())
         parts = [getattr(layer, name, None) for name in names]
         if not names or None in parts or isinstance(parts[0], JoinedProjections):
             continue
         _check(path, names, parts)
-        found.append((layer, names))
-    if not found:
+        groups.append((layer, names))
+    if not groups:
         raise ValueError(
             f"{type(model).__name__} holds no layer with projections to join ("
             + "; ".join(f"{layer}: {', '.join(names)}" for layer, names in _GROUPS.items())
             + "); pass a model that does, and only once."
         )
-    for layer, names in found:
+    for layer, names in groups:
         joined = JoinedProjections([getattr(layer, name) for name in names], names)
         setattr(layer, names[0], joined)
         for index, name in enumerate(names[1:], 1):

@@ -297,7 +297,7 @@ def check_raster(slots: Tensor, predicted: Tensor | None, num_tokens: int) -> No
         row, position = wrong[0].tolist()
         raise ValueError(
             f"asked to predict slot {int(predicted[row, position])} where slot {int(slots[row, position])} is fed; a "
-            "model that was trained in raster order predicts the slot behind. Use a raster or row order, or a model "
+            "model that was trained in raster order predicts the next slot. Use a raster or row order, or a model "
             "that was trained for this one."
         )
 
@@ -334,7 +334,7 @@ def checked_stop(maps: Sequence[Tensor], stop: int | None, scales: Sequence[Side
     stop = count if stop is None else stop
     if not len(maps) < stop <= count:
         raise ValueError(
-            f"{len(maps)} maps and stop={stop} given; stop must lie behind scale {len(maps)}, which they predict, "
+            f"{len(maps)} maps and stop={stop} given; stop must lie after scale {len(maps)}, which they predict, "
             f"and this model has {count} scales"
         )
     return stop
@@ -530,7 +530,7 @@ class ColumnModel(Protocol):
     def __call__(self, state: Any, tokens: Tensor, steps: Tensor) -> Tensor:
         """Feed columns and score the steps that follow them.
 
-        The cache is written by step, like that of a `NextTokenModel` by slot: feeding another column at a step undoes a
+        The cache is written by step, as a `NextTokenModel`'s by slot: feeding another column at a step undoes a
         rejected one, and each row advances at its own pace. No host synchronisation.
 
         Args:

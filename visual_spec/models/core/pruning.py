@@ -14,14 +14,14 @@ class Pruning:
     """The share of the places of each scale that goes through the layers (FastVAR, Guo et al. 2025).
 
     Args:
-        shares: of the scales from 0 on, each in (0, 1]; later scales are whole. That of scale 0 is 1.
+        shares: of the scales from 0 on, each in (0, 1]; later scales are whole. Scale 0 has 1.
         depth: the part of the depth that is pruned: layer l of L if depth[0] <= l / L < depth[1].
     """
 
     shares: tuple[float, ...]
     depth: tuple[float, float] = (0.0, 1.0)
 
-    def behind(self, first: int) -> Pruning:
+    def starting_at(self, first: int) -> Pruning:
         """Return the same with scales up to `first` whole: a prefill that ends there runs all of them."""
         return replace(self, shares=(1.0,) * (first + 1) + self.shares[first + 1 :])
 
@@ -40,10 +40,10 @@ class Pruning:
 
     def sources(self, scales: Sequence[Side]) -> dict[int, int]:
         """Return for every pruned scale the one that it is restored from: the last whole scale before it."""
-        found, whole = {}, 0
+        sources, whole = {}, 0
         for scale, (side, kept) in enumerate(zip(scales, self.kept(scales), strict=True)):
             if kept < area_of(side):
-                found[scale] = whole
+                sources[scale] = whole
             else:
                 whole = scale
-        return found
+        return sources

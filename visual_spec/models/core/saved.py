@@ -156,7 +156,7 @@ def check_loaded(model: torch.nn.Module, name: str) -> None:
 
 
 def check_folder(folder: Path, model: type[ModelMixin], variant: str | None = None) -> None:
-    """Refuse a folder whose weights are not those of the model that its config.json describes. Reads headers only.
+    """Refuse a folder whose weights do not fit the model that its config.json describes. Reads headers only.
 
     Args:
         folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
@@ -182,7 +182,7 @@ def check_folder(folder: Path, model: type[ModelMixin], variant: str | None = No
 
 
 def check_transformers_folder(folder: Path, model: Any, variant: str | None = None) -> None:
-    """Refuse a folder whose weights are not those of the model of transformers that its config.json describes.
+    """Refuse a folder whose weights do not fit the model of transformers that its config.json describes.
 
     Reads headers only. As `check_folder`, and before the model is loaded; `check_transformers_model` looks at it then.
 
@@ -212,7 +212,7 @@ def check_transformers_folder(folder: Path, model: Any, variant: str | None = No
     built = _built(folder, model.__name__, build)
     held = sum(value.numel() for value in weights.values())
     made = sum(value.numel() for value in built.buffers())
-    if made > 64 * max(held, 2**20):  # tables that are computed, such as those of positions
+    if made > 64 * max(held, 2**20):  # tables that are computed, such as positions'
         raise ValueError(
             f"{folder}/config.json makes tables of {made} numbers for weights of {held}; copy or download it again."
         )
@@ -294,11 +294,11 @@ def _check_dtypes(
     expected: Mapping[str, Tensor],
     castable: Sequence[torch.dtype],
 ) -> None:
-    for key, found in weights.items():
+    for key, stored in weights.items():
         wanted = expected[key].dtype
-        if found.dtype != wanted and not (wanted in FLOATING and found.dtype in castable):
+        if stored.dtype != wanted and not (wanted in FLOATING and stored.dtype in castable):
             raise ValueError(
-                f"{folder}: {key} is of {found.dtype}, where the model computes with floating weights of at least 16 "
+                f"{folder}: {key} is of {stored.dtype}, where the model computes with floating weights of at least 16 "
                 "bits; nothing is cast without being asked. Copy or download it again."
             )
 
@@ -347,7 +347,7 @@ def _read_headers(
 ) -> dict[str, Tensor]:
     """Return the weights of a folder without their values, on the meta device."""
     name = re.compile(rf"{stem}{re.escape('.' + variant) if variant else ''}(-\d+-of-\d+)?\.safetensors")
-    found: dict[str, Tensor] = {}
+    headers: dict[str, Tensor] = {}
     for path in sorted(path for path in folder.glob("*.safetensors") if name.fullmatch(path.name)):
         if not path.is_file():
             raise ValueError(f"{path} is no regular file.")
@@ -356,13 +356,13 @@ def _read_headers(
                 for key in file.keys():  # noqa: SIM118
                     part = file.get_slice(key)
                     dtype = {**_FLOATING, **_OTHERS}.get(part.get_dtype(), torch.complex128)
-                    found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+                    headers[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
         except Exception as error:  # a damaged header can raise any error
             reason = " ".join(str(error).split())[:160]
             raise ValueError(
                 f"{path} is truncated or damaged ({reason}); copy or download it again."
             ) from error
-    return found
+    return headers
 
 
 def check_finite(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:

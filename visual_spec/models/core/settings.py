@@ -178,8 +178,8 @@ def settings_of(init: Callable[..., None]) -> dict[str, DeclaredSetting]:
     """The settings that a constructor declares, by name."""
     hints = get_type_hints(init, include_extras=True)
     parameters = list(inspect.signature(init).parameters.values())[1:]
-    found = [_setting(one, hints[one.name]) for one in parameters if one.name in hints]
-    return {one.name: one for one in found if set(one.kinds) <= _KINDS}
+    settings = [_setting(one, hints[one.name]) for one in parameters if one.name in hints]
+    return {one.name: one for one in settings if set(one.kinds) <= _KINDS}
 
 
 def _setting(parameter: inspect.Parameter, hint: Any) -> DeclaredSetting:

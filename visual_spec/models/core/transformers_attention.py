@@ -1,4 +1,4 @@
-"""Attention of a window behind the decoders of transformers models.
+"""Attention of a window inside the decoders of transformers models.
 
 transformers passes a mask of the whole static cache to its attention, and repeats keys and values where several heads
 share them. Within `window_calls` a decoder uses `window_attention` in place of it, which needs neither.

@@ -90,18 +90,18 @@ def one_size(image_sizes: Any) -> tuple[int, int]:
     pairs = list(sizes) if isinstance(sizes, (list, tuple)) else []
     if pairs and isinstance(pairs[0], int):
         pairs = [pairs]
-    given = [tuple(pair) if isinstance(pair, (list, tuple)) else pair for pair in pairs]
-    if not given or not all(
-        isinstance(pair, tuple) and [type(n) for n in pair] == [int, int] for pair in given
+    sides = [tuple(pair) if isinstance(pair, (list, tuple)) else pair for pair in pairs]
+    if not sides or not all(
+        isinstance(pair, tuple) and [type(n) for n in pair] == [int, int] for pair in sides
     ):
         raise ValueError(
             f"image_sizes={image_sizes}; pass (height, width) in tokens, one pair, or one a sample."
         )
-    if len(set(given)) > 1:
+    if len(set(sides)) > 1:
         raise ValueError(
             f"image_sizes={sizes}; the pictures of a batch have one size, draw others in another batch."
         )
-    return given[0]
+    return sides[0]
 
 
 def filled(ids: Tensor, drawn: Tensor, placeholder: int) -> Tensor:

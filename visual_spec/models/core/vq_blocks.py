@@ -276,10 +276,10 @@ class PictureTokenizer(SavedModel, ModelMixin, ConfigMixin):
         """Return token ids long `[B, h * w]` as `[B, h, w]`.
 
         Args:
-            size: h and w; None: those of `image_size`.
+            size: h and w; None: `image_size`'s.
 
         Raises:
-            ValueError: the number of tokens is not that of the grid, or an id is outside the codebook.
+            ValueError: the number of tokens does not fit the grid, or an id is outside the codebook.
         """
         height, width = size or (self.tokens_per_side, self.tokens_per_side)
         count = self.config["codebook_size"]

@@ -5,7 +5,7 @@ section 3) also reads some of the target's earlier layers, and uses the drafter'
 yet. Here a token is a column of K codes. MusicGen's heads are linear, so
 
 * one state per column is enough for all codebooks, which are independent given the earlier columns;
-* the logits of classifier-free guidance are those of guided features, u + s (c - u). So the drafter continues from
+* the logits of classifier-free guidance are the logits of guided features, u + s (c - u). So the drafter continues from
   guided features, in one row a sample, where its target needs two. Its logits are already guided.
 
 The columns of a wave depend closely on each other (phase, and in a delay pattern the codes of one frame), so a draft
@@ -60,7 +60,7 @@ class ColumnBlock(nn.Module):
 
 @dataclass
 class ColumnEagleState(DecodeState):
-    """The drafter's state of one decode. Places are those of `MusicgenState`.
+    """The drafter's state of one decode. Places are as in `MusicgenState`.
 
     Attributes:
         target, beside: the model, and its own state.
@@ -85,7 +85,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     The embeddings, positions and heads are the target's.
 
     Args:
-        vocab_size, num_codebooks, dim, num_layers: those of the target (`ColumnEagleDrafter.for_target`).
+        vocab_size, num_codebooks, dim, num_layers: the target's (`ColumnEagleDrafter.for_target`).
         taps: the target's layers, counted from 1, whose output is read in addition to the last one's.
         num_blocks, num_heads, ffn_dim: sizes of the drafter.
 

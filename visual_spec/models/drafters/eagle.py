@@ -70,10 +70,10 @@ def check_sizes(drafter: Any, sizes: Mapping[str, Any], trainer: str) -> None:
     """
     differing = {name: size for name, size in sizes.items() if drafter.config[name] != size}
     if differing:
-        given = ", ".join(f"{name}={size}" for name, size in differing.items())
+        listed = ", ".join(f"{name}={size}" for name, size in differing.items())
         made = ", ".join(f"{name}={drafter.config[name]}" for name in differing)
         raise ValueError(
-            f"this drafter was made for a target of {made}, and got one of {given}; pass the drafter that was trained "
+            f"this drafter was made for a target of {made}, and got one of {listed}; pass the drafter that was trained "
             f"for this target (python -m visual_spec.training.{trainer})."
         )
 
@@ -85,7 +85,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     tokens, with 2-D rotary positions. It needs no caption: the features already depend on it.
 
     Args:
-        vocab_size, dim, num_heads, grid_size, norm_eps: those of the target (`EagleDrafter.for_target`).
+        vocab_size, dim, num_heads, grid_size, norm_eps: the target's (`EagleDrafter.for_target`).
     """
 
     _no_split_modules = ["TransformerBlock"]

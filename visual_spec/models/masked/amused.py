@@ -60,10 +60,10 @@ def clip_condition(
         ids = tokenizer(
             list(texts), return_tensors="pt", padding="max_length", truncation=True, max_length=length
         )
-        found = text_encoder(
+        output = text_encoder(
             ids.input_ids.to(text_encoder.device), return_dict=True, output_hidden_states=True
         )
-        return found.text_embeds, found.hidden_states[-2]
+        return output.text_embeds, output.hidden_states[-2]
 
     return ClipCondition(*encode(prompts), *encode([negative_prompt]))
 
@@ -164,8 +164,8 @@ class AmusedVQModel(VQModel):
     @torch.no_grad()
     def encode_tokens(self, images: Tensor) -> Tensor:
         """Token ids `[B, h * w]`, raster order, of pictures `[B, 3, H, W]` in [-1, 1]."""
-        found: Any = self.encode((images + 1) / 2)  # it was trained on pictures in [0, 1]
-        return self.quantize(found.latents)[2][2].reshape(len(images), -1)
+        output: Any = self.encode((images + 1) / 2)  # it was trained on pictures in [0, 1]
+        return self.quantize(output.latents)[2][2].reshape(len(images), -1)
 
     @torch.no_grad()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
@@ -178,9 +178,9 @@ class AmusedVQModel(VQModel):
                 self.half()
         side = round(tokens.shape[1] ** 0.5)
         shape = (len(tokens), side, side, self.config["latent_channels"])
-        found: Any = self.decode(
+        output: Any = self.decode(
             tokens.unflatten(1, (side, side)),  # pyright: ignore[reportArgumentType]
             force_not_quantize=True,
             shape=shape,
         )
-        return 2 * found.sample.clamp(0, 1) - 1
+        return 2 * output.sample.clamp(0, 1) - 1

@@ -24,7 +24,7 @@ from visual_spec.models.core.settings import register_to_config
 class CausalLayer(SavedModel, ModelMixin, ConfigMixin):
     """Scores the tokens of a group one given the other; see `SelfSpeculativeMaskedSampler`.
 
-    A fresh layer returns the features as they are, so its law is that of the masked model.
+    A fresh layer returns the features as they are, so its law is the masked model's.
 
     Args:
         feature_dim: C, width of the features before the model's head.
@@ -119,9 +119,9 @@ def _near_first(heads: int, side: int) -> Tensor:
     """
     around = ((0, 1), (1, 0), (0, -1), (-1, 0))
     at = torch.arange(1.0 - side, side)
-    found = []
+    slots = []
     for head in range(heads):
         kind = head % 8
         (row, column), rate = (around[kind], 2.0) if kind < 4 else ((0, 0), 2.0 ** (4 - kind))
-        found.append(-rate * ((at - row).abs()[:, None] + (at - column).abs()))
-    return torch.stack(found)
+        slots.append(-rate * ((at - row).abs()[:, None] + (at - column).abs()))
+    return torch.stack(slots)

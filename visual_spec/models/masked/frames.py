@@ -4,7 +4,7 @@ After Lumos-1 (Yuan et al., arXiv 2507.08801, sections 3.1 and 3.3): a decoder o
 the very slots they stand at. A frame is drawn from hidden tokens, and reads what the cache holds of the frames before.
 The last row of the token embedding is the mask.
 
-Rotary table and place embeddings are those of our LlamaGen over frames, not Lumos-1's MM-RoPE; so this class reads no
+Rotary table and place embeddings are our LlamaGen's over frames, not Lumos-1's MM-RoPE; so this class reads no
 official weights.
 """
 
@@ -32,7 +32,7 @@ class FrameState(MaskedState):
     """One batch between two calls.
 
     Attributes:
-        held: keys and values of the prefix and of all frames, by slot; those of the next frame are written again by
+        held: keys and values of the prefix and of all frames, by slot; the next frame's are written again by
             every call.
         frames: how many frames are written for good.
     """
@@ -48,10 +48,10 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A `FrameModel` over the frames of a clip.
 
     Args:
-        vocab_size: number of image codes. The mask has the id behind them.
+        vocab_size: number of image codes. The mask has the next id.
         dim, num_layers, num_heads, grid_size, num_frames, prefix_length, num_classes, caption_dim: as of
             `LlamaGenTransformer`; at least two frames.
-        feed_forward_dim: hidden width of the SwiGLU layers; None: that of `LlamaGenTransformer`.
+        feed_forward_dim: hidden width of the SwiGLU layers; None: `LlamaGenTransformer`'s.
 
     Raises:
         ValueError: fewer than two frames, or as `LlamaGenTransformer`.

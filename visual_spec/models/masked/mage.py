@@ -177,7 +177,7 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
     ) -> Tensor:
         """Logits `[B, L, V]` of every slot, given `tokens [B, L, 1]` with the mask id where they are hidden.
 
-        `keep` and `places` are those of `ReusingMaskedModel`. The class place is computed in every call, because it
+        `keep` and `places` are as in `ReusingMaskedModel`. The class place is computed in every call, because it
         stands for the hidden tokens.
         """
         ids = F.pad(tokens[..., 0], (1, 0), value=self.config["class_id"])  # [B, 1 + L]
@@ -222,18 +222,18 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     def _room(self, rows: int, size: int) -> tuple[StaticCache, StaticCache]:
         """Empty caches of so many places, of the encoder and of the decoder."""
-        found = []
+        sizes = []
         for blocks, dim, heads in (
             (self.blocks, self.config["dim"], self.config["num_heads"]),
             (self.decoder_blocks, self.config["decoder_dim"], self.config["decoder_heads"]),
         ):
             shape = (len(blocks), rows, heads, size, dim // heads)
-            found.append(StaticCache.allocate(self.decoder_pos_embed_learned, shape))
-        return found[0], found[1]
+            sizes.append(StaticCache.allocate(self.decoder_pos_embed_learned, shape))
+        return sizes[0], sizes[1]
 
 
 def _through(blocks: nn.ModuleList, hidden: Tensor, cache: StaticCache | None) -> Tensor:
-    """`hidden [B, W, dim]` behind the layers; with a cache, places also see what it holds of the others."""
+    """`hidden [B, W, dim]` after the layers; with a cache, places also see what it holds of the others."""
     for index, block in enumerate(blocks):
         if cache is None:
             hidden = block(hidden)
@@ -258,12 +258,12 @@ def load_mage_checkpoint(
 ) -> MageTransformer:
     """The model of an official file, such as `mage-vitb-1600.pth`, or of a state dict with its keys.
 
-    Weights that generation does not read are dropped: those of the tokenizer, `vqgan.*`, among them.
+    Weights that generation does not read are dropped, the tokenizer's (`vqgan.*`) among them.
 
     Args:
         source: the file, the result of `read_checkpoint`, or a state dict.
         num_heads: of a size that is none of `PRESETS`; like the three after it, it cannot be read off the weights.
-        dtype: of the weights; None keeps that of the file.
+        dtype: of the weights; None keeps the file's.
 
     Raises:
         ValueError, OSError: as `read_checkpoint`; weights that are not MAGE's; keys that are missing, unexpected or

@@ -1,6 +1,6 @@
 """MAGE's tokenizer: the VQGAN that MaskGIT was published with (Chang et al. 2022), in its PyTorch layout.
 
-Its blocks differ from those of taming-transformers: most convolutions have no bias, the encoder halves pictures by
+Its blocks differ from taming-transformers': most convolutions have no bias, the encoder halves pictures by
 averaging, and there is no attention. A block that changes the width adds its residual to a projection of that residual,
 not of its input. Parameter names are the official keys.
 """
@@ -194,7 +194,7 @@ def load_mage_tokenizer(
         source: the file, the result of `read_checkpoint`, or a state dict.
         image_size: side of the pictures in pixels.
         norm_groups: cannot be read off the weights.
-        dtype: of the weights; None keeps that of the file.
+        dtype: of the weights; None keeps the file's.
 
     Raises:
         ValueError, OSError: as `read_checkpoint`; weights that are not this tokenizer's; keys that are missing,

@@ -55,7 +55,7 @@ class MagnetSettings:
 
     @property
     def num_frames(self) -> int:
-        """T, frames of a clip: those of whole spans, as in audiocraft. A clip of 10 s has 498 of 500."""
+        """T, frames of a clip: whole spans, as in audiocraft. A clip of 10 s has 498 of 500."""
         return round(self.duration * self.frame_rate) // self.span * self.span
 
 
@@ -83,7 +83,7 @@ def load_magnet(
     Args:
         source: `state_dict.bin`, or the folder that holds it.
         dtype: dtype of the weights: float32, because the model is loaded onto the CPU, where audiocraft computes in
-            float32. None keeps that of the file (float16 for official ones).
+            float32. None keeps the file's (float16 for official ones).
         num_heads: attention heads, for a file without settings; the weights do not determine them.
 
     Raises:

@@ -242,8 +242,8 @@ class AcousticNetwork(SavedModel, ModelMixin, ConfigMixin):
             lead: [B, S - L, dim], what leads in.
         """
         assert state.semantic is not None
-        told = self.cond_emb(state.semantic) + self.layer_emb.weight[stage]  # [B, S, dim]
-        x = torch.cat([lead, self.embed_codes(codes)], 1) + self.diff_estimator.cond_mlp(told)
+        conditions = self.cond_emb(state.semantic) + self.layer_emb.weight[stage]  # [B, S, dim]
+        x = torch.cat([lead, self.embed_codes(codes)], 1) + self.diff_estimator.cond_mlp(conditions)
         return _wide(self.to_logits[stage](_guided(self.diff_estimator, x, state)))
 
 
@@ -277,7 +277,7 @@ class AcousticCondition:
 
     Attributes:
         semantic: long [Q + L], the semantic codes of the prompt and what follows.
-        prompts: long [Q, K], the prompt's acoustic codes; the L frames behind are decoded.
+        prompts: long [Q, K], the prompt's acoustic codes; the L frames after it are decoded.
         guidance_scale, guidance_rescale: see `SemanticCondition`.
     """
 
@@ -294,7 +294,7 @@ class AcousticCondition:
 
 @dataclass
 class SpeechState(MaskedState):
-    """One batch during decoding. R = 2B with guidance: the rows behind see neither phones nor prompt; else B.
+    """One batch during decoding. R = 2B with guidance: the last B rows see neither phones nor prompt; else B.
 
     Attributes:
         lead: [B, S - L, dim], what leads in, by the network of the stage.
@@ -337,7 +337,7 @@ class _SpeechDecoder(nn.Module):
         return next(self.parameters()).device
 
     def given(self, lengths: Sequence[int], device: torch.device | None = None) -> Tensor:
-        """Return the sampler's `given`, long [B, L, K]: what is behind the end of a sample is not decoded."""
+        """Return the sampler's `given`, long [B, L, K]: what lies after the end of a sample is not decoded."""
         ends = torch.tensor(lengths, device=device)[:, None]
         there = torch.arange(self.grid.width, device=device) < ends  # [B, L]
         return torch.where(there, self.mask_id, 0)[..., None].repeat(1, 1, self.grid.codebooks)
@@ -511,7 +511,7 @@ def check_networks(first: AcousticNetwork, rest: AcousticNetwork) -> None:
     for name in ("vocab_size", "semantic_codes"):
         if first.config[name] != rest.config[name]:
             raise ValueError(
-                f"the network of the first codebook has {name}={first.config[name]}, and that of the rest "
+                f"the network of the first codebook has {name}={first.config[name]}, and the network of the rest "
                 f"{rest.config[name]}; load both of one model."
             )
 

@@ -12,10 +12,10 @@ from visual_spec.models.core.layouts import KeyLayout, count_parts, loaded
 from visual_spec.models.masked.maskgct import AcousticNetwork, SemanticNetwork
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 
-# By which weights each kind of file is told; files hold others, too.
+# Weights that tell each kind of file; files hold others, too.
 _LAYOUTS = {
-    kind: KeyLayout(f"{kind} of MaskGCT", "the official file", dict.fromkeys(told, 0), tuple(dropped))
-    for kind, told, *dropped in (
+    kind: KeyLayout(f"{kind} of MaskGCT", "the official file", dict.fromkeys(telling, 0), tuple(dropped))
+    for kind, telling, *dropped in (
         ("semantic network", ("phone_emb.weight", "to_logit.weight")),
         ("acoustic network", ("layer_emb.weight", "token_emb.0.weight")),
         ("acoustic encoder", ("block.0.weight_v", "block.1.block.0.block.0.alpha")),
@@ -33,8 +33,8 @@ _LAYOUTS = {
 
 def kind_of(checkpoint: Checkpoint) -> str | None:
     """Return which of MaskGCT's files it is, a key of `_LAYOUTS`; None: another model's."""
-    found = [kind for kind, layout in _LAYOUTS.items() if layout.needed.keys() <= checkpoint.weights.keys()]
-    return found[0] if found else None
+    kinds = [kind for kind, layout in _LAYOUTS.items() if layout.needed.keys() <= checkpoint.weights.keys()]
+    return kinds[0] if kinds else None
 
 
 def load_semantic_network(
@@ -44,8 +44,8 @@ def load_semantic_network(
 
     Args:
         source: the file, or the result of `read_checkpoint`.
-        num_heads: cannot be read off the weights; the default is that of the official ones.
-        dtype: of the weights; None keeps that of the file.
+        num_heads: cannot be read off the weights; the default is the official one.
+        dtype: of the weights; None keeps the file's.
 
     Raises:
         ValueError, OSError: as `read_checkpoint`; another model's file; or keys that are missing, unexpected or
@@ -166,7 +166,7 @@ def load_semantic_codec(
 
 def _folded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with their norms: each `weight_v`, scaled to the length `weight_g` by row, is a `weight`."""
-    found = {key: value for key, value in weights.items() if not key.endswith((".weight_g", ".weight_v"))}
+    folded = {key: value for key, value in weights.items() if not key.endswith((".weight_g", ".weight_v"))}
     for key, direction in weights.items():
         if not key.endswith(".weight_v"):
             continue
@@ -174,8 +174,8 @@ def _folded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if length is None:
             raise ValueError(f"the weights hold {key}, and no {key[:-1]}g; pass the official file.")
         norm = direction.flatten(1).norm(dim=1).view_as(length)
-        found[key.removesuffix("_v")] = direction * (length / norm)
-    return found
+        folded[key.removesuffix("_v")] = direction * (length / norm)
+    return folded
 
 
 def _encoder(blocks: int) -> KeyLayout:

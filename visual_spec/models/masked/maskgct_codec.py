@@ -1,6 +1,6 @@
 """MaskGCT's codecs: of acoustic codes (encoder, quantiser, Vocos), and of semantic ones (Wang et al., ICLR 2025).
 
-Acoustic codes are those of 24 kHz waves, 50 frames a second: an encoder of convolutions (that of DAC, Kumar et al.
+Acoustic codes are of 24 kHz waves, 50 frames a second: an encoder of convolutions (DAC's, Kumar et al.
 2023), residual codebooks in few dimensions, and a decoder that predicts a spectrum for each frame (Vocos, Siuzdak
 2023). Semantic codes are one codebook over features of a speech model, w2v-BERT 2.0's layer 17, normalised by the mean
 and deviation of its training data.
@@ -56,11 +56,11 @@ class ResidualCodebooks(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Codes long [B, K, T] of `x [B, dim, T]`."""
-        found, left = [], x
+        codes, left = [], x
         for book in self.quantizers:
-            found.append(book.encode(left))  # pyright: ignore[reportCallIssue]
-            left = left - book.decode(found[-1])  # pyright: ignore[reportCallIssue]
-        return torch.stack(found, 1)
+            codes.append(book.encode(left))  # pyright: ignore[reportCallIssue]
+            left = left - book.decode(codes[-1])  # pyright: ignore[reportCallIssue]
+        return torch.stack(codes, 1)
 
     def decode(self, codes: Tensor) -> Tensor:
         """[B, dim, T] of codes long [B, K, T]."""

@@ -176,7 +176,7 @@ class AdaNorm(nn.Module):
 class TiedHead(nn.Module):
     """Scores tokens with the rows of their embedding; only the bias is its own.
 
-    The last row and the last bias are those of the mask, which is never a token: it gets no score.
+    The last row and the last bias belong to the mask, which is never a token: it gets no score.
     """
 
     def __init__(self, outputs: int):
@@ -200,12 +200,12 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A `MaskedModel` over a square grid of image tokens. The defaults are the official base model's at 256 pixels.
 
     Args:
-        vocab_size: number of image codes. The mask has the id behind them.
+        vocab_size: number of image codes. The mask has the next id.
         dim, num_layers, num_heads: width, depth and attention heads; `PRESETS` lists the official sizes.
         grid_size: tokens per side (16 and 24 for official 256 and 384 pixel models).
-        proj: 2 merges squares of 2 x 2 tokens before the layers and splits them behind, an option of the official
+        proj: 2 merges squares of 2 x 2 tokens before the layers and splits them afterwards, an option of the official
             code; 1 does not, as the released models.
-        registers: learned places behind the tokens that hold none.
+        registers: learned places after the tokens that hold none.
         num_classes: set for a class-conditional model (1000 in the official ones), else None.
         caption_dim, prefix_length: set for a model of captions: width of their features, and words of the longest.
 
@@ -332,7 +332,7 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Return the condition of all layers `[R, dim]`, words `[R, T, dim]`, and their mask, bool `[R, T]`.
 
         Args:
-            guided: whether unconditional rows come behind the conditional ones.
+            guided: whether unconditional rows follow the conditional ones.
             dropped: bool [B], rows whose condition is replaced by none (training for guidance).
         """
         device = self.tok_emb.weight.device
@@ -357,8 +357,8 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
             if guided and condition.negative is not None:  # it takes the place of "no caption"
                 parts = [condition, condition.negative]
                 dropped = torch.cat([dropped[:batch_size], torch.zeros_like(dropped[batch_size:])])
-            told = self.caption.cap_proj(torch.cat([part.features for part in parts]).to(words.dtype))
-            words = torch.where(dropped[:, None, None], words, told)
+            captions = self.caption.cap_proj(torch.cat([part.features for part in parts]).to(words.dtype))
+            words = torch.where(dropped[:, None, None], words, captions)
             mask = dropped[:, None] | torch.cat([part.mask for part in parts])
         weights = mask.to(words.dtype)
         mean = (words * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
@@ -412,7 +412,7 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
     ) -> Tensor:
         """Logits `[R, L, V]` of every slot, given `tokens [B, L, 1]` with the mask id where they are hidden.
 
-        `keep` and `places` are those of `ReusingMaskedModel`. The registers are computed in every call.
+        `keep` and `places` are as in `ReusingMaskedModel`. The registers are computed in every call.
         """
         tokens = tokens[..., 0]
         if state.guided:

@@ -29,12 +29,12 @@ def load_maskgit_checkpoint(
 ) -> MaskedImageTransformer:
     """The transformer of an official file, such as `ImageNet_384_large.pth`, or of a state dict with its keys.
 
-    Its tokens are those of LlamaGen's class-conditional VQ-16, `vq_ds16_c2i.pt`.
+    Its tokens come from LlamaGen's class-conditional VQ-16, `vq_ds16_c2i.pt`.
 
     Args:
         source: the file, the result of `read_checkpoint`, or a state dict.
         num_heads: of a size that is none of `PRESETS`, which cannot be read off the weights.
-        dtype: of the weights; None keeps that of the file.
+        dtype: of the weights; None keeps the file's.
 
     Raises:
         ValueError, OSError: as `read_checkpoint`; weights that are not MaskGIT's, a head that differs from the

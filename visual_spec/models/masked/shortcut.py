@@ -1,4 +1,4 @@
-"""A shortcut: one block that makes the features of a masked model's next call from those of its last one.
+"""A shortcut: one block that makes the features of a masked model's next call from the features of its last one.
 
 After MIGM-Shortcut (2602.23996). Between two calls only a few tokens become known, and the features that the head reads
 move smoothly. The block reads the last features, the tokens that were kept since, and the hidden share. It is narrower

@@ -54,10 +54,10 @@ _EPSILON = 1e-6  # of every norm
 
 @dataclass(kw_only=True)
 class InfinityState(VARState):
-    """The state of one decode: that of VAR, and what was read of the captions.
+    """The state of one decode: VAR's, and what was read of the captions.
 
     Attributes:
-        text_keys, text_values: `[layers, R, H, T, D]`, those of the captions.
+        text_keys, text_values: `[layers, R, H, T, D]`, of the captions.
         text_mask: bool `[R, 1, 1, T]`, the words of each row.
         rotations: `[L, D / 2, 2]`, cosines and sines of every place.
     """
@@ -297,8 +297,8 @@ class InfinityTransformer(ScaleTransformer):
         one. `dropped`, bool `[B]`, marks rows that lose their caption (training for guidance).
 
         Returns:
-            The pooled caption `[R, dim]`; its words `[R, T, dim]`; bool `[R, T]`, the mask of words. T is that of the
-            longest caption of the batch.
+            The pooled caption `[R, dim]`; its words `[R, T, dim]`; bool `[R, T]`, the mask of words. The longest
+            caption of the batch has T words.
         """
         negative = condition.negative
         features, mask = self._words(condition)

@@ -61,7 +61,7 @@ def load_infinity_checkpoint(
         scales: places per side of each map; no weight depends on them, but a model is trained for some picture sizes
             (`infinity_8b_512x512_weights` for `scales_for(512)`).
         rope_grid: see `InfinityTransformer`.
-        dtype: dtype of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps the file's.
 
     Raises:
         ValueError, OSError: as in `read_checkpoint`; or the weights are not Infinity's; or keys are missing, unexpected
@@ -105,17 +105,17 @@ def _shards(index: Path) -> list[str]:
         ) from error
 
 
-def _numbered(given: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def _numbered(official: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return the weights with their layers numbered from the first: official ones are in chunks of equal size.
 
     Raises:
         ValueError: the chunks have unequal sizes, so a layer is missing, perhaps the last.
     """
-    chunked = {key: match for key in given if (match := _CHUNK.match(key))}
+    chunked = {key: match for key in official if (match := _CHUNK.match(key))}
     layers: dict[int, set[int]] = {}
     for match in chunked.values():
         layers.setdefault(int(match[1]), set()).add(int(match[2]))
-    sizes = {chunk: len(found) for chunk, found in sorted(layers.items())}
+    sizes = {chunk: len(numbers) for chunk, numbers in sorted(layers.items())}
     per_chunk = max(sizes.values(), default=0)
     if set(sizes) != set(range(len(sizes))) or min(sizes.values(), default=0) < per_chunk:
         raise ValueError(
@@ -129,7 +129,7 @@ def _numbered(given: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
             return key
         return f"blocks.{int(match[1]) * per_chunk + int(match[2])}.{key[match.end() :]}"
 
-    return {ours(key): value for key, value in given.items()}
+    return {ours(key): value for key, value in official.items()}
 
 
 def _config(weights: Mapping[str, Tensor]) -> dict[str, Any]:

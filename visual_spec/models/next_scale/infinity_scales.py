@@ -109,8 +109,8 @@ def size_by_name(path: str | os.PathLike) -> int | None:
         if name == stem or name.startswith(f"{stem}."):
             return size
     sides = set(re.findall(r"(?<!\d)(\d+)x(\d+)(?!\d)", name))
-    found = {int(height) for height, width in sides if height == width}
-    return found.pop() if len(sides) == 1 and found <= SIZES.keys() and found else None
+    squares = {int(height) for height, width in sides if height == width}
+    return squares.pop() if len(sides) == 1 and squares <= SIZES.keys() and squares else None
 
 
 def scales_by_name(size: int | None, path: str | os.PathLike, ratio: float = 1.0) -> tuple[Side, ...]:

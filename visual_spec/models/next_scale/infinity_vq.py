@@ -55,11 +55,11 @@ class BitwiseVQModel(
         channel_multipliers: width per resolution level; the picture shrinks by 2 between levels.
         blocks_per_level: residual blocks per encoder level; the decoder has one more.
         scales: side of each token map, or (height, width), coarse to fine; `scales_for` gives the official ones.
-        patchify: a place of a token map covers 2 x 2 of the latent map, and so has 4 d bits: those of channel 0 at its
-            four corners in raster order, then those of channel 1, and so on. Used by the official 8B.
+        patchify: a place of a token map covers 2 x 2 of the latent map, and so has 4 d bits: channel 0 at its
+            four corners in raster order, then channel 1, and so on. Used by the official 8B.
         norm_groups: groups of each GroupNorm; None normalises every position separately.
 
-    The defaults are those of the official `infinity_vae_d32reg.pth` at 1024 pixels.
+    The defaults are the official ones of `infinity_vae_d32reg.pth` at 1024 pixels.
 
     Raises:
         ValueError: there are no scales, or the sides are not ordered coarse to fine.
@@ -220,7 +220,7 @@ def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def is_infinity_vq(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys may be of Infinity's tokenizer: those of a VQGAN without codes."""
+    """Whether these keys may be of Infinity's tokenizer: a VQGAN's without codes."""
     return any(key.startswith("encoder.down.0.") for key in weights)
 
 
@@ -234,7 +234,7 @@ def load_infinity_vq_checkpoint(
 
     Args:
         source: the file, the result of `read_checkpoint`, or a state dict.
-        dtype: dtype of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps the file's.
         config: other constructor arguments of `BitwiseVQModel`, e.g. `scales=scales_for(512)`: one file serves all
             picture sizes.
 

@@ -90,7 +90,7 @@ class ScaleBudget:
         Args:
             scales: tokens per side of each map.
             num_layers: layers of the model.
-            share: share of the full cache, that of all scales but the last, in (0, 1].
+            share: share of the full cache, which holds all scales but the last, in (0, 1].
             drafters: the drafter layers, by scale. At a scale without drafters, layers share equally.
             decay: what refiners lose with each scale from the first at which the budget binds, as a part of an equal
                 share. They never get less than the observation window. In the published tables of a tenth they lose
@@ -198,9 +198,9 @@ class CacheBytes:
     """Bytes of keys and values in one decode.
 
     Attributes:
-        by_scale: bytes held from earlier scales while each scale is predicted; 0 for those of the prefill.
+        by_scale: bytes held from earlier scales while each scale is predicted; 0 for the prefill's.
         held: the largest of them, equal to `ScaleState.cache_bytes`.
-        joined: the largest transient copy: cached keys and values of one layer joined with those of the current map.
+        joined: the largest transient copy: cached keys and values of one layer joined with the current map's.
         peak: the most at any time: the caches of all layers, some before and some after this scale, and the copies of
             the current layer.
         full: held by an uncompressed cache.

@@ -74,7 +74,7 @@ class WholeCache:
     """A cache of everything, in slots that are allocated once and written by scale.
 
     Args:
-        held: its slots are those of all scales before the last one to be predicted.
+        held: its slots belong to all scales before the last one to be predicted.
         offsets: the first slot of each scale.
         pruned: layers that get a part of the places of some scales; they leave their last slots unused.
     """
@@ -201,7 +201,7 @@ class CompressedCache(EvictingCache):
 class CompressedVAR:
     """A next-scale transformer that decodes with a compressed cache: a `ScaleModel` over the same tokens.
 
-    If the budget binds, its law is not that of the model. Scale 0 reads no cache, so the distance is measured by
+    If the budget binds, its law is not the model's. Scale 0 reads no cache, so the distance is measured by
     `ScaleWiseSampler(measure=True)` with [Stage(model, range(1)), Stage(compressed, range(1, K))]. A scale cannot be
     fed twice.
 
@@ -348,10 +348,10 @@ def find_drafters(importance: Tensor, scales: Sequence[int], count: int) -> dict
     pairs = sorted(
         (float(standard[k, layer]), k, layer) for k in scales for layer in range(importance.shape[1])
     )
-    found: dict[int, list[int]] = {}
+    drafters: dict[int, list[int]] = {}
     for _, scale, layer in pairs[:count]:
-        found.setdefault(scale, []).append(layer)
-    return {scale: sorted(found[scale]) for scale in sorted(found)}
+        drafters.setdefault(scale, []).append(layer)
+    return {scale: sorted(drafters[scale]) for scale in sorted(drafters)}
 
 
 def calibrate(

@@ -2,14 +2,14 @@
 
 FastVAR (Guo et al. 2025, arXiv 2503.23367) prunes every sub-layer (attention, cross-attention, feed-forward) of a
 large map by itself. The places whose input is farthest from the mean of the map go through it: score |x - mean(x)|^2,
-summed over the channels, in every row alone. Elsewhere its output, with AdaLN's gain, is that of the same sub-layer at
+summed over the channels, in every row alone. Elsewhere its output, with AdaLN's gain, comes from the same sub-layer at
 the last whole map, resized by area. Pruned places of attention have neither queries nor keys nor values, so that later
 maps do not see them.
 
 Below float64, rounding may decide between places of equal scores, such as those of a map of one code.
 
 Departures from the published code: maps need not be squares, and the map that is restored from is the last whole one
-(there: that of side 24, which is the last whole one).
+(there: side 24, the last whole one).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PrunedMaps:
         """Return the output `[R, places, dim]` of a sub-layer for all places.
 
         Args:
-            scales: those of `x [R, places, dim]`. Only a scale that is fed alone is pruned.
+            scales: the scales of `x [R, places, dim]`. Only a scale that is fed alone is pruned.
             part: number of the sub-layer in its layer.
         """
         if layer not in self.layers:

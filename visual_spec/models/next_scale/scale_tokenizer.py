@@ -98,7 +98,7 @@ class MultiscaleTokenizer(SavedModel):
         """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of tokens `[B, L]`.
 
         Raises:
-            ValueError: the number of tokens is not that of the scales, or an id is outside the codebook.
+            ValueError: the number of tokens does not fit the scales, or an id is outside the codebook.
         """
         parts = self._split(tokens)
         low, high = int(tokens.min()), int(tokens.max())

@@ -257,9 +257,9 @@ class ScaleTransformer(SavedModel, ModelMixin, ConfigMixin):
         kept = stop - 1 if len(maps) < stop - 1 else 0
         pruned = None
         if pruning is not None:
-            pruned = PrunedMaps(pruning.behind(len(maps)), self.scales, len(self.blocks))
-        given: Any = dict(fed=len(maps) + 1 if kept else 0, stop=stop, pruned=pruned)
-        hidden, state = self._begin(condition, maps, kept, cache, guided=guided, **given)
+            pruned = PrunedMaps(pruning.starting_at(len(maps)), self.scales, len(self.blocks))
+        settings: Any = dict(fed=len(maps) + 1 if kept else 0, stop=stop, pruned=pruned)
+        hidden, state = self._begin(condition, maps, kept, cache, guided=guided, **settings)
         hidden = self._run(state, hidden, range(len(maps) + 1))
         state.logits = self._logits(hidden[:, self.offsets[len(maps)] :], state.head_modulation)
         return state
@@ -270,20 +270,20 @@ class ScaleTransformer(SavedModel, ModelMixin, ConfigMixin):
         maps: Sequence[Tensor],
         kept: int = 0,
         cache: ScaleCache | None = None,
-        **given: Any,
+        **settings: Any,
     ) -> tuple[Tensor, Any]:
         """Return the inputs of the known scales, and a state whose own cache has room for the first `kept` scales.
 
         Args:
-            given: arguments of `read`; and fields of the state, `fed`, `stop`, `pruned`.
+            settings: arguments of `read`; and fields of the state, `fed`, `stop`, `pruned`.
         """
-        guided, dropped = given.pop("guided", False), given.pop("dropped", None)
+        guided, dropped = settings.pop("guided", False), settings.pop("dropped", None)
         vector, more = self.read(condition, guided=guided, dropped=dropped)
         hidden = self._embed(vector, maps)
         if cache is None:
             heads = self.config["num_heads"]
             shape = (len(self.blocks), len(vector), heads, self.offsets[kept], self.config["dim"] // heads)
-            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets, given["pruned"])
+            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets, settings["pruned"])
         return hidden, self.state_kind(
             logits=hidden,  # until there are
             guided=guided,
@@ -291,7 +291,7 @@ class ScaleTransformer(SavedModel, ModelMixin, ConfigMixin):
             modulations=self._modulations(vector),
             head_modulation=self.head_nm.modulation(vector),
             **more,
-            **given,
+            **settings,
         )
 
     @loads_weights
@@ -324,7 +324,7 @@ class ScaleTransformer(SavedModel, ModelMixin, ConfigMixin):
 
         Args:
             maps: the input maps `[B, D, n, n]` of scales 1 on, from `ScaleTokenizer.next_map` on the true canvas: all
-                of them, or those of the scales that a drafter is trained for.
+                of them, or of the scales that a drafter is trained for.
             condition: of B samples.
             dropped: bool `[B]`, rows that lose their condition.
         """

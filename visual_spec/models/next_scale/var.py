@@ -271,7 +271,7 @@ def load_var_checkpoint(
         source: the file, the result of `read_checkpoint`, or a state dict.
         scales: tokens per side of each map; needed only for a file without the level of each slot, and with other
             scales than the official ones.
-        dtype: dtype of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps the file's.
 
     Raises:
         ValueError, OSError: as in `read_checkpoint`; or the weights are not VAR's; or keys are missing, unexpected or
@@ -318,15 +318,15 @@ def _read_scales(
     else:
         fitting = [known for known in SCALES.values() if sum(side * side for side in known) == length]
         held = fitting[0] if fitting else None
-    found = tuple(asked) if asked is not None else held
-    if found is None:
+    scales = tuple(asked) if asked is not None else held
+    if scales is None:
         raise ValueError(
             f"{name} has {length} slots in {count} scales and does not tell their sides; pass `scales`, for example "
             f"{SCALES[256]}."
         )
-    if len(found) != count or sum(side * side for side in found) != length or (held or found) != found:
+    if len(scales) != count or sum(side * side for side in scales) != length or (held or scales) != scales:
         raise ValueError(
-            f"scales {found} have {sum(side * side for side in found)} slots, but {name} has {length} slots in {count} "
-            f"scales{f' of sides {held}' if held and held != found else ''}."
+            f"scales {scales} have {sum(side * side for side in scales)} slots, but {name} has {length} slots in "
+            f"{count} scales{f' of sides {held}' if held and held != scales else ''}."
         )
-    return found
+    return scales

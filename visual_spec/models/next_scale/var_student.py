@@ -138,16 +138,16 @@ class VARStudent(SavedModel, ModelMixin, ConfigMixin):
         places = torch.arange(1 + self.offsets[-1], device=self.device)
         levels = torch.stack([places > start for start in self.starts]).sum(0)  # 0: the class; k: scale k - 1
         hidden = torch.cat([classes[:, None] + self.pos_start, words], 1)  # [B, 1 + L, dim]
-        told = self.n_d_embed((places <= known).long())[None]  # [1, 1 + L, dim]
-        hidden = hidden + self.lvl_embed(levels) + self.pos_1LC + told
+        roles = self.n_d_embed((places <= known).long())[None]  # [1, 1 + L, dim]
+        hidden = hidden + self.lvl_embed(levels) + self.pos_1LC + roles
         mask = (levels[:, None] > levels) | (places[:, None] == places)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
 
         for index, (block, layer_told) in enumerate(zip(self.blocks, self.layerwise_n_d_embed, strict=False)):
-            hidden = block(hidden, state.table[:, index], attend, between=layer_told(told))
-        hidden = (hidden + self.layerwise_n_d_embed[-1](told))[:, 1:]  # position i is that of slot i
+            hidden = block(hidden, state.table[:, index], attend, between=layer_told(roles))
+        hidden = (hidden + self.layerwise_n_d_embed[-1](roles))[:, 1:]  # position i is slot i's
         split = max(known, self.first_continuous)
         logits = self.head(modulated(hidden[:, known:split], *self.head_nm.modulation(classes).unbind(1)))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -199,7 +199,7 @@ def load_var_student(source: Source, *, dtype: torch.dtype | None = None, **conf
 
     Args:
         source: the file, or what `unpack_var_student` made of it.
-        dtype: of the weights; None keeps that of the file.
+        dtype: of the weights; None keeps the file's.
         config: constructor arguments that the weights do not tell: `first_continuous` and `restart` of a size that is
             none of `STUDENTS`, or other ones than published; `scales` other than the official ones.
 
@@ -226,19 +226,19 @@ def _constants(model: VARStudent) -> dict[str, Tensor]:
     return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **biases}
 
 
-def _config(weights: Mapping[str, Tensor], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config(weights: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     dim, token_dim = weights["word_embed.weight"].shape
     layers = count_parts(weights, "blocks.")
     sizes = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
     preset = sizes.get((layers, dim), {})
-    unknown = [key for key in ("first_continuous", "restart") if key not in preset and key not in given]
+    unknown = [key for key in ("first_continuous", "restart") if key not in preset and key not in arguments]
     if unknown:
         known = ", ".join(f"{key} ({s['num_layers']} layers of {s['dim']})" for key, s in STUDENTS.items())
         raise ValueError(
             f"{name} has {layers} layers of {dim}, and the released students are {known}; pass "
             f"{' and '.join(unknown)} for another one, which cannot be read off the weights."
         )
-    length, scales = weights["pos_1LC"].shape[1] - 1, tuple(given.get("scales", SCALES[256]))
+    length, scales = weights["pos_1LC"].shape[1] - 1, tuple(arguments.get("scales", SCALES[256]))
     if sum(side * side for side in scales) != length:
         raise ValueError(
             f"{name} has {length} slots, and scales {scales} have {sum(side * side for side in scales)}; pass `scales`."
@@ -253,5 +253,5 @@ def _config(weights: Mapping[str, Tensor], name: str, given: Mapping[str, Any]) 
         "scales": scales,
         "first_continuous": preset.get("first_continuous"),
         "restart": preset.get("restart"),
-        **given,
+        **arguments,
     }

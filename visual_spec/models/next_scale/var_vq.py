@@ -79,7 +79,7 @@ class MultiscaleVQModel(
             separately and there is no attention (see `visual_spec.models.next_token.llamagen_vq.VQModel`). Tokens still
             depend on the whole picture, through the coarse scales.
 
-    The defaults are those of the official `vae_ch160v4096z32.pth` for pictures of 256 pixels.
+    The defaults are the official ones of `vae_ch160v4096z32.pth` for pictures of 256 pixels.
 
     Raises:
         ValueError: there are fewer than two scales, or the sides are not ordered coarse to fine.
@@ -234,7 +234,7 @@ def load_var_vq_checkpoint(
 
     Args:
         path: path of the file. No code in it is run (`weights_only`).
-        dtype: dtype of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps the file's.
         config: constructor arguments of `MultiscaleVQModel` that the weights do not determine, such as
             `scales=SCALES[512]` of `visual_spec.models.next_scale.var`: one file serves both picture sizes.
 

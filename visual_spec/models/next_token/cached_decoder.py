@@ -172,7 +172,7 @@ class CachedDecoder:
 
     @property
     def device(self) -> torch.device:
-        """The device of the input tokens: that of the embedding, or the one that offloading moves it to."""
+        """The device of the input tokens: the embedding's, or the one that offloading moves it to."""
         target = getattr(getattr(self.table, "_hf_hook", None), "execution_device", None)
         return self.table.weight.device if target is None else torch.device(target)
 
@@ -252,7 +252,7 @@ class CachedDecoder:
         )
 
     def _allocate(self, rows: int, batch_size: int, length: int, window: int) -> SlotCache:
-        """Return an empty cache for prompts of this length, and the picture behind them."""
+        """Return an empty cache for prompts of this length, and the picture after them."""
         # Slots run up to num_tokens + window - 1, with at most one row end per slot; a tree uses two places a node.
         config, num_places = self.decoder.config, length + self.length + 2 * window + 1
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

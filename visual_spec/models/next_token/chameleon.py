@@ -87,7 +87,7 @@ class ChameleonImageModel(CachedDecoder):
             prompt: text; the start of the picture (in Lumina-mGPT also its size) is added if the prompt lacks it.
             layout: "chameleon" or "lumina-mgpt"; None takes the one of the checkpoint's config.
             image_sizes: (height, width) in tokens, for "lumina-mgpt" only.
-            negative: the unconditional prompt. None is that of the official programs: the start of the text and of
+            negative: the unconditional prompt. None is the official programs': the start of the text and of
                 the picture (Chameleon), or the start of the picture and its size (Lumina-mGPT).
             pixel_values: pictures in the prompt, as the processor makes them.
 

@@ -1,6 +1,6 @@
-"""The picture decoder of Chameleon, Anole and Lumina-mGPT, that of VQGAN (Esser et al. 2021). transformers lacks it.
+"""The picture decoder of Chameleon, Anole and Lumina-mGPT, which is VQGAN's (Esser et al. 2021). transformers lacks it.
 
-Parameter names are those of the official `vqgan.ckpt`.
+Parameters are named as in the official `vqgan.ckpt`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
             path: `vqgan.ckpt`, a `.safetensors` file, or a folder of them (an Anole checkpoint that holds
                 `model.vqmodel.decoder.*`). Other tensors in it are ignored.
             config: the `vq_config` of the transformers model; None is the official size.
-            dtype: dtype of the weights; None keeps that of the file.
+            dtype: dtype of the weights; None keeps the file's.
 
         Raises:
             FileNotFoundError: there is no such file, or the folder has no safetensors.
@@ -108,7 +108,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise FileNotFoundError(f"{path} is no file, and no folder with .safetensors files.")
-    found: dict[str, Tensor] = {}
+    official: dict[str, Tensor] = {}
     for file in files:
         if file.suffix == ".safetensors":
             # One file at a time: beside the decoder such files hold a language model.
@@ -116,8 +116,8 @@ def _read(path: Path) -> dict[str, Tensor]:
                 held = {key: tensors.get_tensor(key) for key in tensors.keys() if _official(key)}  # noqa: SIM118
         else:
             held = read_checkpoint(file).weights
-        found |= {name: value for key, value in held.items() if (name := _official(key)) is not None}
-    return found
+        official |= {name: value for key, value in held.items() if (name := _official(key)) is not None}
+    return official
 
 
 def _official(key: str) -> str | None:

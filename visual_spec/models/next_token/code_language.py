@@ -30,12 +30,12 @@ def code_ranges(codes: Any) -> Ranges:
     Raises:
         ValueError: another kind of value, an empty range, or ranges that overlap; names it.
     """
-    given = [codes] if isinstance(codes, Sequence) and codes and isinstance(codes[0], int) else codes
+    listed = [codes] if isinstance(codes, Sequence) and codes and isinstance(codes[0], int) else codes
     advice = "pass (first, last + 1), or a list of such pairs that do not overlap"
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise ValueError(f"codes={codes!r}; {advice}.")
     ranges = []
-    for pair in given:
+    for pair in listed:
         whole = isinstance(pair, Sequence) and [type(bound) for bound in pair] == [int, int]
         if not whole or not 0 <= pair[0] < pair[1]:
             raise ValueError(f"codes={codes!r}: {pair!r} is no range of ids; {advice}.")
@@ -201,11 +201,11 @@ def why_not(model: Any) -> str | None:
         first = Prompt(ids[:, :2], torch.ones_like(ids[:, :2]))
         state = read.prefill(ImagePrompt(first), batch_size=1, guided=False, window=_TRIED - 2)
         slots = torch.arange(_TRIED - 2, device=ids.device)[None]
-        found = torch.cat([state.logits[:, None], read(state, ids[:, 2:], slots)], 1)
+        logits = torch.cat([state.logits[:, None], read(state, ids[:, 2:], slots)], 1)
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, NotImplementedError) as error:
         return f"its decoder does not take a window with a mask and a cache of ours ({error})"
     least = _NEAR.get(own.dtype, 0.05) * float(own.abs().max())
-    apart = float((own.to(found) - found).abs().max())
+    apart = float((own.to(logits) - logits).abs().max())
     if not apart <= least:
-        return f"its logits are not those of its decoder and head alone (apart by {apart:.2g})"
+        return f"its logits are not its decoder's and head's alone (apart by {apart:.2g})"
     return None

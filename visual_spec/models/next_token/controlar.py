@@ -200,7 +200,7 @@ class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
         seen: Tensor | None = None,
         predicted: Tensor | None = None,
     ) -> Tensor:
-        """As `LlamaGenTransformer.forward`: what is fed at a slot gets the control of the slot behind it."""
+        """As `LlamaGenTransformer.forward`: what is fed at a slot gets the control of the next slot."""
         return self.transformer(state, tokens, slots, visible, seen, predicted)
 
     def keep(self, state: LlamaGenState, nodes: Tensor, slots: Tensor) -> None:
@@ -238,13 +238,13 @@ def load_controlar_checkpoint(
         source: the file, or the result of `read_checkpoint`.
         image_size: side of the pictures in pixels, where a call names no other size; None: what the file was trained
             for, 768 for multi-resolution files.
-        dtype: of the weights; None keeps that of the file.
+        dtype: of the weights; None keeps the file's.
         control_resample: see the class; None: "nearest" for a file that is named after Canny edges or segmentation,
             else "bicubic".
 
     Raises:
         ValueError, OSError: as in `read_checkpoint`, `recognise`; keys of the control are
-            missing, unexpected or mis-shaped; or the pictures are larger than those of the training.
+            missing, unexpected or mis-shaped; or the pictures are larger than in training.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     name = str(checkpoint.path)
@@ -258,8 +258,8 @@ def load_controlar_checkpoint(
     codes = drawing.get("tok_embeddings.weight")
     if codes is not None and _UNREAD in drawing and drawing[_UNREAD].shape == codes.shape:
         del drawing[_UNREAD]
-    found = Checkpoint(checkpoint.path, drawing, checkpoint.arguments)
-    architecture = recognise(found)
+    renamed = Checkpoint(checkpoint.path, drawing, checkpoint.arguments)
+    architecture = recognise(renamed)
     rotary = _trained_side(weights.get(_TABLE), name)
     size = TOKEN * rotary if image_size is None else image_size
     if size % TOKEN or not 0 < size <= TOKEN * rotary:

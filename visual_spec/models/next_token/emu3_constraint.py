@@ -1,6 +1,6 @@
 """The constraint of Emu3's documented `generate`, a `prefix_allowed_tokens_fn`, read as the layout of one picture.
 
-Emu3 (Wang et al. 2024) draws a picture of fixed height and width: rows of image tokens with a forced token behind each,
+Emu3 (Wang et al. 2024) draws a picture of fixed height and width: rows of image tokens with a forced token after each,
 and forced tokens at the end. transformers leaves this layout to a function of the caller, which is asked at every step
 which tokens are allowed. Here it is asked before the picture is drawn, with made-up pictures, and again with the
 picture that was drawn: if it gives the same answers, the picture follows the law that the function defines.
@@ -29,16 +29,16 @@ class Emu3Constraint:
         prompts: long [B, P], the rows that it is asked about.
         most: tokens that `generate` makes at most.
         image_ids: ids of all image tokens.
-        row_end: id behind each row.
+        row_end: id after each row.
         closing: ids that end a picture, the last of which ends the decode.
 
     Attributes:
         height, width: of the picture in tokens.
-        new_tokens: tokens that `generate` makes. Behind the last row they may lack the closing ones, if `most` ends
+        new_tokens: tokens that `generate` makes. After the last row they may lack the closing ones, if `most` ends
             there.
 
     Raises:
-        NoLayoutError: some step allows neither one token nor all image tokens; or the steps are not those of one
+        NoLayoutError: some step allows neither one token nor all image tokens; or the steps are not of one
             picture, the same for all rows and whatever was drawn.
     """
 
@@ -73,7 +73,7 @@ class Emu3Constraint:
         rows = ([None] * self.width + [row_end]) * self.height
         if not self.width or steps not in (rows, [*rows, *closing]):
             raise NoLayoutError(
-                f"its {len(steps)} steps are not rows that end with {row_end} and, behind them, {closing}"
+                f"its {len(steps)} steps are not rows that end with {row_end} and, after them, {closing}"
             )
         self.new_tokens = len(steps)
 
@@ -102,18 +102,22 @@ class Emu3Constraint:
         return steps
 
     def _ask(self, row: int, ids: Tensor) -> int | None:
-        found = self._allowed(row, ids)
-        if self._all is not None and found is self._all[0] and len(found) == self._all[1]:
+        allowed = self._allowed(row, ids)
+        if self._all is not None and allowed is self._all[0] and len(allowed) == self._all[1]:
             return None  # tens of thousands of ids, which are not read again
         try:
-            tokens = set(found.reshape(-1).tolist()) if isinstance(found, Tensor) else {int(t) for t in found}
+            tokens = (
+                set(allowed.reshape(-1).tolist())
+                if isinstance(allowed, Tensor)
+                else {int(t) for t in allowed}
+            )
         except (TypeError, ValueError, RuntimeError) as error:
-            raise NoLayoutError(f"it returns a {type(found).__name__}, which is no list of ids") from error
+            raise NoLayoutError(f"it returns a {type(allowed).__name__}, which is no list of ids") from error
         if tokens == self._image_ids:
-            self._all = found, len(found)
+            self._all = allowed, len(allowed)
             return None
         if len(tokens) != 1:
             raise NoLayoutError(
-                f"for row {row} it allows {len(tokens)} tokens behind {len(ids)}, neither one nor all image tokens"
+                f"for row {row} it allows {len(tokens)} tokens after {len(ids)}, neither one nor all image tokens"
             )
         return tokens.pop()

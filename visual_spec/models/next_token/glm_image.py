@@ -89,7 +89,7 @@ class GlmImageStage(CachedDecoder):
             grids = list(image_grid_thw.split(images_per_sample.tolist()))
         shapes = set()
         for ids, mask, own in zip(prompt.ids, prompt.mask, grids, strict=True):
-            pictures = int(((ids == model.config.image_end_token_id) & mask).sum())  # those of the prompt
+            pictures = int(((ids == model.config.image_end_token_id) & mask).sum())  # of the prompt
             shapes.add(tuple((h, w) for _, h, w in reversed(own[pictures:].tolist())))
         if len(shapes) > 1 or () in shapes:
             raise ValueError(

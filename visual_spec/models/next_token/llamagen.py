@@ -179,7 +179,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Make the parameters that only models of an order have."""
 
     def initialise(self) -> None:
-        """Draw the initial weights, but for those of the unconditional caption."""
+        """Draw the initial weights, but for the unconditional caption's."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
@@ -196,7 +196,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     @property
     def learned_tokens(self) -> int:
-        """K, learned tokens that have ids and places behind those of the picture."""
+        """K, learned tokens whose ids and places follow the picture's."""
         return 0
 
     @property
@@ -477,7 +477,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         return features, hidden
 
     def _allocate(self, hidden: Tensor, batch_size: int, window: int) -> StaticCache:
-        """Return an empty cache for a prefix [R, T, dim] and the slots behind it."""
+        """Return an empty cache for a prefix [R, T, dim] and the slots after it."""
         (rows, prefix, dim), heads = hidden.shape, self.config["num_heads"]
         shape = (len(self.layers), rows, heads, prefix + self.num_places(window), dim // heads)
         sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
@@ -485,7 +485,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         return StaticCache.allocate(hidden, shape)
 
     def num_places(self, window: int) -> int:
-        """Return the places of the cache behind the prefix."""
+        """Return the places of the cache after the prefix."""
         return self.grid.num_tokens + self.learned_tokens + window
 
     def _reads_windows(self, hidden: Tensor) -> bool:

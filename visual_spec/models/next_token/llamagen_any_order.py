@@ -78,9 +78,9 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         (rows, length, _), places = prefix.shape, cache.num_slots
         asked = asked.to(prefix.device)
         asked = asked.repeat(rows // len(asked), 1)  # [R, P]
-        told = table[asked.clamp(max=len(table) - 1)]  # [R, P, D / 2, 2]
-        turns = turns_of(torch.cat([self.unturned(table).expand(rows, length, -1, -1), told], 1))
-        hidden = torch.cat([prefix, self.instructions(told)], 1)
+        rotations = table[asked.clamp(max=len(table) - 1)]  # [R, P, D / 2, 2]
+        turns = turns_of(torch.cat([self.unturned(table).expand(rows, length, -1, -1), rotations], 1))
+        hidden = torch.cat([prefix, self.instructions(rotations)], 1)
         own = _instruction_places(cache, length, asked)
         positions = torch.arange(length, device=prefix.device)
         at = torch.cat([positions.expand(rows, -1), own], 1)  # [R, T + P]
@@ -128,8 +128,8 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         places = length + slots[:, :fed]
         seen = torch.cat([seen, seen[:, :fed].scatter(2, places[..., None], True)], 1)  # [R, W + F, S]
         table = state.rotary[slots.clamp(max=len(state.rotary) - 1)]  # [R, W, D / 2, 2]
-        told = self.instructions(table)
-        hidden = torch.cat([told, self.tok_embeddings(tokens)], 1)  # [R, W + F, dim]
+        instructions = self.instructions(table)
+        hidden = torch.cat([instructions, self.tok_embeddings(tokens)], 1)  # [R, W + F, dim]
         cache.at(torch.cat([own, places], 1), cache.num_slots)
         turns = turns_of(torch.cat([table, table[:, :fed]], 1))
         features = self._read(cache, hidden, seen, turns, state.prefix_mask)

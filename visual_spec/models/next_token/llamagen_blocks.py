@@ -28,8 +28,8 @@ def rotary_table(
     """Return cosines and sines `[frames * side * side, head_dim / 2, 2]`.
 
     Half of the pairs rotate by row, half by column. With several frames, the slowest quarter of both halves rotates by
-    frame instead, at frequencies that halve from 1 on: within a frame the table is almost that of one frame, so weights
-    of a picture model are a good start.
+    frame instead, at frequencies that halve from 1 on: within a frame the table is almost a picture's, so weights of a
+    picture model are a good start.
     """
     half = head_dim // 2
     frequencies = base ** -(torch.arange(0, half, 2)[: half // 2].to(dtype) / half)  # [head_dim / 4]
@@ -275,7 +275,7 @@ def entered(hidden: Tensor, side: Tensor | None, layer: int, num_layers: int, sl
 
     Args:
         side: `[R, G, L + 1, dim]`, by slot; the last, of no slot, are zero. None: there are none.
-        slots: long `[R, W]`, where each position is fed; it predicts the slot behind, those past the grid none. None:
+        slots: long `[R, W]`, where each position is fed; it predicts the next slot, past the grid none. None:
             the prefix, whose last position predicts slot 0, and the others none.
     """
     if side is None:

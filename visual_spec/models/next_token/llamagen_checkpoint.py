@@ -1,7 +1,7 @@
 """Official LlamaGen, NAR, FlashAR, PAR and RandAR checkpoint files: recognise them, check every key, build the model.
 
 The keys and shapes of a file determine its architecture. A NAR file (arXiv 2503.10696) has the keys of LlamaGen, blocks
-of the lower head behind those of the trunk, and `medusa_norm` and `medusa_output`, the lower head itself. A FlashAR
+of the lower head after the trunk's, and `medusa_norm` and `medusa_output`, the lower head itself. A FlashAR
 file (2605.09430) has these and `hv_gate_mlp`, the gate between the heads; the arguments of its training say where the
 lower head's blocks leave the trunk. A PAR file (2412.15119) has learned tokens,
 `spe_tok_embeddings`, one for each region but the first. A RandAR file (2412.01827) has one embedding for its position
@@ -41,7 +41,7 @@ _NAMES = {
     ANY_ORDER: "RandAR-{}",
 }
 
-# A size that NAR has beside those of LlamaGen.
+# A size that NAR has beside LlamaGen's.
 _NAR_M = {"M": {"num_layers": 18, "num_heads": 16, "dim": 1024}}
 
 # Keys that no model of ours has: computed from the grid, or a usage counter of training.
@@ -97,11 +97,11 @@ class Architecture:
 def known_architectures() -> list[Architecture]:
     """Return the official architectures: every transformer preset for classes and captions, and the tokenizers."""
     captions = dict(num_classes=None, caption_dim=CAPTION_DIM, prefix_length=CAPTION_LENGTH)
-    found = []
+    architectures = []
     for preset in llamagen.PRESETS:
-        found.append(transformer_architecture(preset, num_classes=NUM_CLASSES))
-        found.append(transformer_architecture(preset, **captions))
-    return found + [tokenizer_architecture(preset) for preset in llamagen_vq.PRESETS]
+        architectures.append(transformer_architecture(preset, num_classes=NUM_CLASSES))
+        architectures.append(transformer_architecture(preset, **captions))
+    return architectures + [tokenizer_architecture(preset) for preset in llamagen_vq.PRESETS]
 
 
 def transformer_architecture(preset: str, **changes: Any) -> Architecture:
@@ -171,7 +171,7 @@ def draws_classes(weights: Mapping[str, Tensor]) -> bool:
 
 
 def is_tokenizer(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys may be of one of the tokenizers; those of other VQGANs have the codes, too."""
+    """Whether these keys may be of one of the tokenizers; other VQGANs' have the codes, too."""
     return "quantize.embedding.weight" in weights
 
 
@@ -227,15 +227,15 @@ def find_image_size(checkpoint: Checkpoint, patch_size: int, image_size: int | N
     Raises:
         ValueError: no size is given or found, it is not a multiple of the patch, or the file contradicts it.
     """
-    table, given = checkpoint.weights.get("freqs_cis"), checkpoint.arguments
+    table, arguments = checkpoint.weights.get("freqs_cis"), checkpoint.arguments
     sizes = "|".join(map(str, IMAGE_SIZES))
     in_name = re.search(rf"(?<!\d)({sizes})(?!\d)", checkpoint.path.stem)
     held = None
     if table is not None:
         prefix = checkpoint.weights.get("cls_embedding.uncond_embedding")
         held = round((len(table) - (1 if prefix is None else len(prefix))) ** 0.5) * patch_size
-    elif "image_size" in given:
-        held = int(given["image_size"]) // int(given.get("downsample_size", 16)) * patch_size
+    elif "image_size" in arguments:
+        held = int(arguments["image_size"]) // int(arguments.get("downsample_size", 16)) * patch_size
     if held is not None and image_size not in (None, held):
         raise ValueError(
             f"image_size={image_size} given, but {checkpoint.path} was trained for {held} pixels; pass {held}, or "
@@ -261,7 +261,7 @@ def build(
     """Return the model of a recognised file. Its weights stay mapped to the file unless `dtype` converts them.
 
     Args:
-        dtype: dtype of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps the file's.
         changes: further constructor arguments: grid_size or image_size.
     """
     with torch.device("meta"):
@@ -282,7 +282,7 @@ def load_transformer(
         source: the file, or the result of `read_checkpoint`.
         image_size: side of the pictures in pixels; None: see `find_image_size`.
         patch_size: pixels per token side: 16, or 8 for a model over VQ-8 tokens.
-        dtype: dtype of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps the file's.
 
     Raises:
         ValueError, OSError: as in `read_checkpoint`, `recognise` and `find_image_size`.
@@ -299,17 +299,17 @@ def _branch(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, int
     Raises:
         ValueError: the arguments of the training contradict the number of blocks.
     """
-    given, config = checkpoint.arguments, architecture.config
+    arguments, config = checkpoint.arguments, architecture.config
     if "branch_layers" not in config:
         return {}
-    own, trained = config["branch_layers"], given.get("medusa_attention_num", -1)
+    own, trained = config["branch_layers"], arguments.get("medusa_attention_num", -1)
     if trained >= 0 and trained != own:
         raise ValueError(
             f"{checkpoint.path} was trained with medusa_attention_num={trained}, but has {own} blocks after the "
             f"{config['num_layers']} of {architecture.name}; pass the file as its training wrote it."
         )
-    start = given.get("vertical_start_layer", -1)
-    if given.get("vertical_start_last_minus_depth"):
+    start = arguments.get("vertical_start_layer", -1)
+    if arguments.get("vertical_start_last_minus_depth"):
         start = config["num_layers"] - own
     return {"branch_start": min(start, config["num_layers"])} if start >= 0 else {}
 
@@ -320,7 +320,7 @@ def load_tokenizer(source: Source, *, image_size: int = 256, dtype: torch.dtype 
     Args:
         source: the file, or the result of `read_checkpoint`.
         image_size: side of the pictures that `decode_tokens` makes; no weight depends on it.
-        dtype: dtype of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps the file's.
 
     Raises:
         ValueError, OSError: as in `read_checkpoint` and `recognise`.
@@ -355,10 +355,10 @@ def _of_kind(checkpoint: Checkpoint, model: type[ModelMixin]) -> Architecture:
 def official_defaults(model: LlamaGenTransformer) -> dict[str, Any]:
     """Return the guidance scale and top-k of the official sampling code.
 
-    NAR: scale 7.5 for text and 2.0 for classes, no top-k. PAR, FlashAR and RandAR: those of LlamaGen.
+    NAR: scale 7.5 for text and 2.0 for classes, no top-k. PAR, FlashAR and RandAR: LlamaGen's.
 
     Text: scale 7.5 and top-k 1000. Classes: no top-k, and the scale of the published FID (README of LlamaGen): 2.0 for
-    B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published scale take that of the next smaller size.
+    B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published scale take the scale of the next smaller size.
     """
     text = model.config["caption_dim"] is not None
     if model.trained_order == "nar":

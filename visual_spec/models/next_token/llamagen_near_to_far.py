@@ -52,7 +52,7 @@ class LlamaGenNearToFar(LlamaGenTransformer):
     """A `TrainedOrderModel` of order "nar" or "flashar".
 
     Args:
-        branch_layers: blocks of each head but the right one, after those of the trunk.
+        branch_layers: blocks of each head but the right one, after the trunk's.
         branch_start: block of the trunk before which these blocks leave it; None: after the last.
 
     For the others see `LlamaGenTransformer`.

@@ -13,9 +13,9 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 
 
 class LlamaGenRegions(LlamaGenTransformer):
-    """A `TrainedOrderModel` of order "par4" or "par16". Learned tokens have ids and places behind those of the picture.
+    """A `TrainedOrderModel` of order "par4" or "par16". Ids and places of learned tokens follow the picture's.
 
-    Their keys vanish, like those of the prefix.
+    Their keys vanish, like the prefix's.
     """
 
     def add_parts(self) -> None:

@@ -1,6 +1,6 @@
 """LlamaGen's students of Distilled Decoding 1: 256 tokens in one call or two (Liu et al. 2024, arXiv 2412.17153).
 
-LlamaGen's layers, but a position reads the very token that it answers for, or its noise: the positions behind the class
+LlamaGen's layers, but a position reads the very token that it answers for, or its noise: the positions after the class
 stand for the slots. Attention is causal and includes the position itself. A learned vector tells tokens from noise.
 Parameter names are the official keys.
 
@@ -197,7 +197,7 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         return self._head(self._run(self._begin(condition), vectors, known))
 
     def _run(self, state: DistilledState, vectors: Tensor, known: Tensor) -> Tensor:
-        """Return what the heads read `[B, L, dim]`, position i that of slot i; `known` long `[B]`."""
+        """Return what the heads read `[B, L, dim]`, position i for slot i; `known` long `[B]`."""
         words = self.tok_embeddings(vectors.to(state.prefix.dtype))
         hidden, length = torch.cat([state.prefix, words], 1), state.prefix.shape[1]  # [B, T + L, dim]
         places = torch.arange(hidden.shape[1], device=hidden.device)
@@ -260,7 +260,7 @@ def load_llamagen_student(
 
     Args:
         source: the file, or what `unpack_student` made of it.
-        dtype: of the weights; None keeps that of the file.
+        dtype: of the weights; None keeps the file's.
         config: constructor arguments that the weights do not tell: `num_heads`, `first_continuous` and `restart` of a
             size that is none of `STUDENTS`, `grid_size` of another than 16.
 
@@ -273,12 +273,12 @@ def load_llamagen_student(
     return loaded(LlamaGenStudent, settings, weights, name, what="student of LlamaGen", dtype=dtype)
 
 
-def _config(weights: Mapping[str, Tensor], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config(weights: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     dim, token_dim = weights["tok_embeddings.weight"].shape
     layers = count_parts(weights, "layers.")
     sizes = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
     preset = sizes.get((layers, dim))
-    if preset is None and "num_heads" not in given:
+    if preset is None and "num_heads" not in arguments:
         known = ", ".join(f"{name} ({s['num_layers']} layers of {s['dim']})" for name, s in STUDENTS.items())
         raise ValueError(
             f"{name} has {layers} layers of {dim}, and the released students are {known}; pass num_heads, "

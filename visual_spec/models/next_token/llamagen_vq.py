@@ -113,7 +113,7 @@ class VQModel(PictureTokenizer):
         """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of token ids `[B, h * w]`.
 
         Args:
-            size: h and w; None: those of `image_size`.
+            size: h and w; None: `image_size`'s.
 
         Raises:
             ValueError: as in `ids_in_grid`.

@@ -84,7 +84,7 @@ class T5Features(ModelMixin, ConfigMixin):
             loading: revision, token, cache_dir, local_files_only, variant and device_map are passed on to transformers.
 
         Raises:
-            ValueError: the folder has no configuration, or that of another model.
+            ValueError: the folder has no configuration, or another model's.
             OSError: raised by transformers for a Hub id that is not available.
         """
         from transformers import AutoConfig, AutoTokenizer, T5EncoderModel

@@ -1,7 +1,7 @@
 """Wan of diffusers, made causal over chunks of frames from outside.
 
 Self-Forcing (2506.08009) trains Wan 2.1 to draw chunk by chunk: frames of a chunk see each other and all frames before
-them. Weights and modules are those of `WanTransformer3DModel`; only self-attention differs. So its attention processors
+them. Weights and modules are `WanTransformer3DModel`'s; only self-attention differs. So its attention processors
 are replaced: inside a call of `CausalWan` they read the cache and the chunk, elsewhere they do what the plain ones do.
 
 Cached keys are rotated whenever they are read, five times a chunk. A rotated copy would double the memory of keys.
@@ -255,7 +255,7 @@ class CausalWan:
     def forward(
         self, state: CausalState, latents: Tensor, timestep: float | Tensor, commit: bool = False
     ) -> Tensor:
-        """The flow [B, C, f, H, W] of a noisy chunk behind the frames in the cache.
+        """The flow [B, C, f, H, W] of a noisy chunk after the frames in the cache.
 
         Args:
             latents: [B, C, f, H, W] at the noise level of `timestep`, from 1000 (noise) to 0 (clean).

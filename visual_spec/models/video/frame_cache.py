@@ -57,7 +57,7 @@ class FrameCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def append(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        """Add tokens [B, n, ...] behind all others."""
+        """Add tokens [B, n, ...] after all others."""
         self.keys = torch.cat([self.keys, keys], 1)
         self.values = torch.cat([self.values, values], 1)
         self.places = torch.cat([self.places, places], 1)
@@ -170,7 +170,7 @@ class DeepForcing:
 
     When the frames would exceed `window`, they are cut to `budget`. What is neither sink nor recent is ranked token by
     token: by the product of its rotated key with the sum of the rotated queries of the recent frames, over all heads,
-    without softmax. The queries are those of the chunk's first call and of the clean pass of the chunk before it.
+    without softmax. The queries come from the chunk's first call and from the clean pass of the chunk before it.
 
     Source: "Deep Forcing", 2512.05081, sections on deep sink and participative compression; Self-Forcing's weights as
     they are.
@@ -224,13 +224,13 @@ class DeepForcing:
 
 @dataclass(frozen=True)
 class FutureAnchor:
-    """The first frames are held `ahead` frames behind the end of the chunk, as where the clip is heading; and a window.
+    """The first frames are held `ahead` frames after the end of the chunk, as where the clip is heading; and a window.
 
     Source: "Lookahead Anchoring", 2510.23581; there the model is tuned for it. A larger distance lets motion go freer.
 
     Args:
-        anchors: frames at the beginning that are held ahead: those of `context` if the rollout gets one.
-        ahead: how many frames behind the chunk's last one the first anchor lies, at least 1.
+        anchors: frames at the beginning that are held ahead: `context`'s if the rollout gets one.
+        ahead: how many frames after the chunk's last one the first anchor lies, at least 1.
         window: frames that attention reads, anchors and the chunk at hand included.
     """
 
@@ -261,10 +261,10 @@ class HeadBudgets:
 
     def groups(self) -> dict[CachePolicy, list[int]]:
         """The heads of each policy."""
-        found: dict[CachePolicy, list[int]] = {}
+        heads: dict[CachePolicy, list[int]] = {}
         for head, policy in enumerate(self.policies):
-            found.setdefault(policy, []).append(head)
-        return found
+            heads.setdefault(policy, []).append(head)
+        return heads
 
 
 # By their names in the second argument of `visual_spec.accelerate`.

@@ -1,6 +1,6 @@
 """Files of causal students of Wan as diffusers' `WanTransformer3DModel`: Self-Forcing and those with its layout.
 
-All have the keys of Wan's own program behind a prefix "model.", and where FSDP saved them names of its wrappers in the
+All have the keys of Wan's own program after a prefix "model.", and where FSDP saved them names of its wrappers in the
 keys; Wan's official files have no prefix, and are read as well. What differs is where the weights stand:
 
 | release | file | weights |
@@ -91,11 +91,11 @@ def load_self_forcing(
         lora: a file of low-rank changes to add to the weights, or its content.
         lora_scale: alpha / rank of these, which the file does not tell; 1 of LongLive.
         head_dim: channels of a head, which the file does not tell.
-        dtype: to cast the weights to; None keeps that of the file.
+        dtype: to cast the weights to; None keeps the file's.
 
     Raises:
         FileNotFoundError, IsADirectoryError, ValueError: there is no such file, it needs pickle, or its keys are not
-            those of a Wan; the message lists missing, unexpected and mis-shaped ones, by their names in diffusers.
+            a Wan's; the message lists missing, unexpected and mis-shaped ones, by their names in diffusers.
     """
     weights, name = _WAN.read(source)
     if lora is not None:

@@ -19,7 +19,7 @@ from visual_spec.serving.vllm.start import windows_of
 
 
 class ServedJanus(LlamaForCausalLM):
-    """Janus: vLLM's Llama, whose ids of pictures lie above those of text, with the head of pictures."""
+    """Janus: vLLM's Llama, whose ids of pictures lie above the text's, with the head of pictures."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         from transformers import JanusVQVAEConfig

@@ -55,7 +55,7 @@ class Prompts(Protocol):
     """Prompts as ids: `PromptIds`, `ModelPrompts`."""
 
     def of(self, prompt: Any, /) -> Sequence[list[int]]:
-        """Return the ids of a prompt, and those of the prompt that guidance leads away from."""
+        """Return the ids of a prompt, and of the prompt that guidance leads away from."""
         ...
 
 
@@ -107,7 +107,7 @@ def draw_tokens(
     """Draw pictures by a `vllm.LLM`, all at once: long [B, L], the ids of a pipeline for the same seeds.
 
     Args:
-        length: places of a request, those of row ends included (`Served.places`). `Served.codes` reads ids of a model
+        length: places of a request, row ends included (`Served.places`). `Served.codes` reads ids of a model
             that has some, or several grids.
 
     Raises:

@@ -16,13 +16,13 @@ from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 
-# The sizes of heads that vLLM's attention on CPUs has; those of its other backends are among them.
+# The sizes of heads that vLLM's attention on CPUs has; its other backends' are among them.
 _HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _LONGEST_WINDOW = 129  # vLLM tests at most 128 drafts
 
 
 class PromptIds:
-    """Prompts of a LlamaGen as token ids, above those of its codebook.
+    """Prompts of a LlamaGen as token ids, above its codebook's.
 
     Captions: the ids of the caption encoder's words, padding first; then the places of the learned prefix that stands
     for no caption. Classes: their numbers; the last is no class.
@@ -45,7 +45,7 @@ class PromptIds:
             self.end = self.first + self.words + self.length
 
     def of(self, prompt: str | int) -> tuple[list[int], list[int]]:
-        """Return the ids of a prompt, and those of the prompt that guidance leads away from: none.
+        """Return the ids of a prompt, and of the prompt that guidance leads away from: none.
 
         Args:
             prompt: a caption, or the number of a class.

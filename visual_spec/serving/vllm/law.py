@@ -64,9 +64,9 @@ class PictureLaw(FirstInterface, SecondInterface):
             "n": params.n == 1,
         }
         if wrong := [name for name, right in changed.items() if not right]:
-            given = ", ".join(f"{name}={getattr(params, name)}" for name in wrong)
+            listed = ", ".join(f"{name}={getattr(params, name)}" for name in wrong)
             raise ValueError(
-                f"{given} of the engine for a picture; pass temperature=0, no penalties and n=1 there. The law of a "
+                f"{listed} of the engine for a picture; pass temperature=0, no penalties and n=1 there. The law of a "
                 "picture, its temperature too, stands in extra_args."
             )
 

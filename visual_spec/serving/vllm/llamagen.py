@@ -1,7 +1,7 @@
 """LlamaGen as a model of vLLM: our blocks on vLLM's attention, and captions or classes as prompt tokens.
 
 The ids of prompts lie above the codebook (`folder.PromptIds`). A caption is read whole by the caption encoder, so a
-prompt comes in one piece. All prompts have the same length, that of the prefix, as slots are counted from its end. The
+prompt comes in one piece. All prompts have the prefix's length, as slots are counted from its end. The
 padding of a shorter caption must not be seen, and vLLM's attention has no mask for single keys. So heads have channels
 more than the model's, which hold zeros, but for one: 1 in all queries, and in the keys of padding a number so negative
 that their weight is exactly 0.
@@ -86,7 +86,7 @@ class ServedLlamaGen(nn.Module):
         return torch.where(broken, 0, input_ids)
 
     def _prompts(self, ids: Tensor) -> Tensor:
-        """Return embeddings [P * T, dim] of the ids of P whole prompts, one behind the other."""
+        """Return embeddings [P * T, dim] of the ids of P whole prompts, one after the other."""
         length = self.transformer.prefix_length
         rows = ids.view(-1, length) - self.ids.first  # [P, T]
         embedding = self.transformer.cls_embedding
@@ -147,6 +147,6 @@ class ServedLlamaGen(nn.Module):
         Raises:
             RuntimeError: a name is missing or unknown.
         """
-        own, given = dict(self.state_dict()), dict(weights)
-        self.load_state_dict({name: own[name] for name in own if name.startswith("attentions.")} | given)
+        own, official = dict(self.state_dict()), dict(weights)
+        self.load_state_dict({name: own[name] for name in own if name.startswith("attentions.")} | official)
         return set(own)

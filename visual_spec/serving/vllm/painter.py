@@ -64,8 +64,8 @@ class VllmPainter:
         self.length, self.pictures = pipe.transformer.grid.num_tokens, pictures
         with tempfile.TemporaryDirectory() as folder:
             save_for_vllm(pipe, folder)
-            given = engine_arguments(folder, window=window, requests=2 * pictures, **more)
-            self.engine = LLMEngine.from_engine_args(EngineArgs(**given))
+            arguments = engine_arguments(folder, window=window, requests=2 * pictures, **more)
+            self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._asked: queue.Queue[tuple[str, _Job | None]] = queue.Queue()
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[int, _Job] = {}

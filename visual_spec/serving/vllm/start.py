@@ -22,9 +22,9 @@ def fits() -> bool:
 
 def settings_of(vllm_config: Any) -> dict[str, Any] | None:
     """Return `visual_spec` of `--additional-config`, or else of the model; None: it does not serve pictures."""
-    given = vllm_config.additional_config
-    given = given.get("visual_spec") if isinstance(given, dict) else None
-    return given or getattr(vllm_config.model_config.hf_config, "visual_spec", None)
+    settings = vllm_config.additional_config
+    settings = settings.get("visual_spec") if isinstance(settings, dict) else None
+    return settings or getattr(vllm_config.model_config.hf_config, "visual_spec", None)
 
 
 def windows_of(vllm_config: Any) -> Windows | None:

@@ -75,7 +75,7 @@ class ModelPrompts:
         self.kind = kind
 
     def of(self, prompt: Mapping[str, Any]) -> tuple[list[int], ...]:
-        """Return the ids of a prompt, and with guidance those of the prompt that it leads away from.
+        """Return the ids of a prompt, and with guidance the ids of the prompt that it leads away from.
 
         Args:
             prompt: what the model's processor makes of one prompt to be drawn.
@@ -87,8 +87,8 @@ class ModelPrompts:
         ids, mask = more.pop("input_ids"), more.pop("attention_mask", None)
         if len(ids) != 1 or more.get("pixel_values") is not None:
             raise ValueError(f"{len(ids)} prompts with {', '.join(more)}; pass one prompt, of text only.")
-        given = Prompt(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool())
-        _, condition = self.kind.plan(self.model, given, guided=self.guided, **more)
+        conditional = Prompt(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool())
+        _, condition = self.kind.plan(self.model, conditional, guided=self.guided, **more)
         both = [condition.prompt, condition.unconditional][: 1 + self.guided]
         return tuple(own.ids[own.mask].tolist() for own in both if own is not None)
 
