@@ -286,8 +286,8 @@ def test_sizes_that_differ_are_told(tmp_path, small_network, capsys):
     )
     asked = ["score", str(drawn), "--reference", str(true)]
     assert main(asked) == 0
-    assert "24 x 24 pixels, those of" in (printed := capsys.readouterr().out) and "16 x 16" in printed
-    assert main([*asked, "--size", "16"]) == 0 and "pixels, those of" not in capsys.readouterr().out
+    assert "24 x 24 pixels, pictures of" in (printed := capsys.readouterr().out) and "16 x 16" in printed
+    assert main([*asked, "--size", "16"]) == 0 and "x 24 pixels" not in capsys.readouterr().out
 
 
 def test_a_truncated_picture_is_named(tmp_path, small_network):

@@ -252,7 +252,7 @@ def test_guided_laws_other_networks_and_one_token_a_call_are_refused(semantic, a
             guided=False,
         )
     other = AcousticNetwork(1, CODES + 1, SEMANTIC, DIM, 1, HEADS)
-    with pytest.raises(ValueError, match="vocab_size=25, and that of the rest 24"):
+    with pytest.raises(ValueError, match="vocab_size=25, .* 24;"):
         AcousticDecoder(other, rest, 24)
     with pytest.raises(ValueError, match="multiple of twice the heads"):
         AcousticNetwork(1, CODES, SEMANTIC, 10, 1, 2)
