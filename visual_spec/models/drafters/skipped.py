@@ -25,7 +25,7 @@ def skip_layers(model: LlamaGenTransformer, kept: Sequence[int]) -> LlamaGenTran
         ValueError: no block, one that the model lacks or out of order, or a model with a second head.
     """
     kept = list(kept)
-    if model.branched or not kept or kept != sorted({*kept} & {*range(len(model.layers))}):
+    if model.num_answers > 1 or not kept or kept != sorted({*kept} & {*range(len(model.layers))}):
         raise ValueError(
             f"kept={kept} of a {type(model).__name__} with {len(model.layers)} blocks; pass rising numbers from 0 to "
             f"{len(model.layers) - 1}, of a model with one head"
