@@ -78,7 +78,7 @@ _MASKED_PICTURES = (
 FAMILIES = (
     Family(
         "LlamaGen", RASTER_TREE_ORDER, _PICTURES,
-        (*_LLAMAGEN, *_CAPTIONS, "drafters.eagle:EagleDrafter", "drafters.mulo:MultiscaleDrafter"),
+        (*_LLAMAGEN, *_CAPTIONS, "drafters.eagle:EagleDrafter", "drafters.local_speculation:MultiscaleDrafter"),
         plain="autoregressive", fast="speculative-jacobi", drafters=_JACOBI, load="ClassImagePipeline.from_official",
         layout=FileLayout((replace(_GPT, recognise=f"{_AT}:draws_captions", pipeline="ImagePipeline"), _GPT, _VQ),
             size="image_size", tokenizer=_NEEDS_VQ),
@@ -296,7 +296,7 @@ FAMILIES = (
     Family(
         "MAR", (CONTINUOUS,), ("LatentImagePipeline",),
         ("continuous.mar:MARTransformer", "continuous.causal:CausalLatentTransformer"), stored_as="canvas",
-        plain="continuous", shorter="continuous:head_steps=25", measured="eval.defaults:latent_settings",
+        plain="continuous", shorter="continuous:head_steps=25", measured="eval.defaults:continuous_settings",
         load="LatentImagePipeline.from_official",
         layout=FileLayout((
             OfficialFile("transformer", "MAR", "continuous.mar_checkpoint:is_mar",

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.models.drafters.mulo import MultiscaleDrafter, TokenUpsampler
+from visual_spec.models.drafters.local_speculation import MultiscaleDrafter, TokenUpsampler
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder

@@ -23,7 +23,7 @@ from visual_spec.models.continuous import blocks as continuous_blocks
 from visual_spec.models.continuous import causal as continuous_causal
 from visual_spec.models.continuous import mar as continuous_mar
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
-from visual_spec.models.drafters.mulo import MultiscaleDrafter
+from visual_spec.models.drafters.local_speculation import MultiscaleDrafter
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_student import VARStudent

@@ -218,7 +218,7 @@ def masked_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) 
     return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), (fewer,))
 
 
-def latent_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
+def continuous_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
     """The settings of a model of continuous tokens: its rivals at lower cost, and every rule of speculation.
 
     Rules that compare densities may need noise that the model's chain does not have, or none. Then plain decoding with

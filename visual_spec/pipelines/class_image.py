@@ -16,7 +16,7 @@ from visual_spec.pipelines.token_image import TokenImagePipeline
 if TYPE_CHECKING:
     from visual_spec.models.core.checkpoints import Source
     from visual_spec.models.drafters.eagle import EagleDrafter
-    from visual_spec.models.drafters.mulo import MultiscaleDrafter
+    from visual_spec.models.drafters.local_speculation import MultiscaleDrafter
     from visual_spec.models.next_token.llamagen import LlamaGenTransformer
     from visual_spec.models.next_token.llamagen_vq import VQModel
     from visual_spec.pipelines.repaint import Pictures

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.drafters.mulo import MultiscaleDrafter, TokenUpsampler
+from visual_spec.models.drafters.local_speculation import MultiscaleDrafter, TokenUpsampler
 from visual_spec.samplers.core import base
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise, draw_keys

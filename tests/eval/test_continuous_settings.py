@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
-from visual_spec.eval.defaults import latent_settings
+from visual_spec.eval.defaults import continuous_settings
 from visual_spec.eval.quality.figures import kind_of
 from visual_spec.eval.settings import parse_setting
 from visual_spec.records import PipelineFacts
@@ -22,7 +22,7 @@ def settings_of(model: Any, index: Any = PAIR, plain: str = "continuous") -> Any
     facts = PipelineFacts(
         "image", "tokens", (CONTINUOUS,), plain, "head-speculation", {"guidance_scale": 2.0}
     )
-    return latent_settings(facts, index, lambda part: dict(model.config))
+    return continuous_settings(facts, index, lambda part: dict(model.config))
 
 
 def test_rivals_and_rules_of_a_masked_model():
