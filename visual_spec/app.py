@@ -75,7 +75,7 @@ def _pictures(here: list[Any]) -> tuple[Any, Any]:
 
 
 def _words(here: list[Any], stage: str) -> str:
-    """How many calls each side made, and, at the end, whether both drew the same picture."""
+    """Return how many calls each side made, and, at the end, whether both drew the same picture."""
     lines = []
     for name, output in zip(("accelerated", "plain"), here, strict=True):
         if output is not None:

@@ -106,7 +106,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _add_media(generate: argparse.ArgumentParser) -> None:
-    """What only some models take: texts to avoid, pictures, and what music and clips have."""
+    """Return what only some models take: texts to avoid, pictures, and what music and clips have."""
     generate.add_argument(
         "--negative-prompt", metavar="TEXT", help="what guidance leads away from, in place of no prompt"
     )

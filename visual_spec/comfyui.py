@@ -91,7 +91,7 @@ class _Generate:
         guidance_scale: float = -1.0,
         temperature: float = -1.0,
     ) -> Any:
-        """What the pipeline makes, as tensors; sample i has seed + i, so it can be made again alone."""
+        """Return what the pipeline makes, as tensors; sample i has seed + i, so it can be made again alone."""
         if model.medium not in self.media:
             raise ValueError(
                 f"this model makes {model.medium}, and this node {' or '.join(self.media)}; use the other node."

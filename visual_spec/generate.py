@@ -352,7 +352,7 @@ def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
 
 
 def _another_sampler(pipe: Any) -> str:
-    """What to do to compare with plain decoding where that is the fastest."""
+    """Return what to do to compare with plain decoding where that is the fastest."""
     name = pipe.facts.shorter_sampler or f"{SLOWER}, or a --masked model"
     alone = all(entry.name == pipe.plain_sampler for entry in fitting(pipe.calls))
     return "no other sampler fits it, so leave --compare out" if alone else f"name --sampler {name}"
@@ -370,7 +370,7 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _lengths(args: argparse.Namespace, medium: str) -> dict[str, Any]:
-    """What the options say about the length of a clip, by the names of the medium's pipelines."""
+    """Return what the options say about the length of a clip, by the names of the medium's pipelines."""
     if medium == "video":
         lengths = {"num_frames": args.frames}
     else:
@@ -402,7 +402,7 @@ def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None
 
 
 def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
-    """What a call takes beside prompts and law: texts to avoid, and pictures, read from their files.
+    """Return what a call takes beside prompts and law: texts to avoid, and pictures, read from their files.
 
     Raises:
         ValueError: the pipeline takes no such thing, or a file is no picture.
@@ -473,7 +473,7 @@ def _load(args: argparse.Namespace) -> Any:
 
 
 def _facts(document: dict[str, Any]) -> dict[str, Any]:
-    """What the page says about the run: the scalars of the document, and the sampler's settings."""
+    """Return what the page says about the run: the scalars of the document, and the sampler's settings."""
     facts = {name: value for name, value in document.items() if not isinstance(value, (dict, list))}
     settings = document["sampler"]
     return {**facts, "sampler": ", ".join(f"{name}={value}" for name, value in settings.items())}

@@ -125,7 +125,7 @@ def new_layer(model: MaskedImageTransformer, dim: int | None = None, num_heads: 
 def groups_of(
     model: MaskedImageTransformer, condition: Any, tokens: Tensor, order: Tensor, known: Tensor, places: int
 ) -> Groups:
-    """What the layer learns from pictures of which the model sees the first tokens of an order.
+    """Return what the layer learns from pictures of which the model sees the first tokens of an order.
 
     Args:
         condition: of the model, or None.

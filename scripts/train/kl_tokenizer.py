@@ -187,7 +187,7 @@ def normalise(model: AutoencoderKL, pictures: np.ndarray) -> None:
 
 @torch.no_grad()
 def judge(model: AutoencoderKL, count: int = 240) -> dict:
-    """What held-out pictures look like after reconstruction from samples of their latents.
+    """Return what held-out pictures look like after reconstruction from samples of their latents.
 
     Returns:
         psnr_db: mean peak signal-to-noise ratio in dB. class_after: share of pictures of which the parser still reads

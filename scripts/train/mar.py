@@ -206,7 +206,7 @@ def _step_loss(
 
 
 def hidden_count(length: int, settings: LatentTraining, rng: np.random.Generator) -> int:
-    """How many slots of each picture of a batch are hidden."""
+    """Return how many slots of each picture of a batch are hidden."""
     share = 0.0
     while not settings.hidden_share <= share <= 1.0:
         share = 1.0 - abs(rng.normal()) * settings.hidden_spread

@@ -69,7 +69,7 @@ class Scene:
 
     @property
     def is_group(self) -> bool:
-        """Whether the objects are copies of one kind, captioned by their count."""
+        """Return whether the objects are copies of one kind, captioned by their count."""
         return self.relation is None and len(self.objects) > 1
 
 

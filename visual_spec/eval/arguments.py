@@ -83,7 +83,7 @@ def _set_level(level: int) -> None:
 
 
 def is_quiet() -> bool:
-    """Whether the command was asked to say nothing beside its output."""
+    """Return whether the command was asked to say nothing beside its output."""
     return logger.getEffectiveLevel() > logging.WARNING
 
 

@@ -48,7 +48,7 @@ def image_bytes(figure: Any, kind: str) -> bytes:
 
 
 def inline_svg(figure: Any, prefix: str) -> str:
-    """A figure as a part of a page: as wide as the page, in the page's colours, its ids told apart by `prefix`."""
+    """A figure as a part of a page: as wide as the page, in the page's colours, its ids made unique by `prefix`."""
     drawing = image_bytes(figure, "svg").decode()
     content = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
     content = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", content, count=1)

@@ -57,7 +57,7 @@ class ModelSettings:
 
     @property
     def masked(self) -> bool:
-        """Whether the model fills in hidden codes."""
+        """Return whether the model fills in hidden codes."""
         return MASKED in self.facts.calls
 
     @property
@@ -206,7 +206,7 @@ def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -
 
 
 def masked_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
-    """Of a masked model of sound: decoding as it was saved, and with half of the steps."""
+    """The settings of a masked model of sound: decoding as it was saved, and with half of the steps."""
     from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
     from visual_spec.samplers.masked.masked import MaskedSampler
 
@@ -286,7 +286,7 @@ def continuous_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Re
 
 
 def is_masked(text: str) -> bool:
-    """Whether a setting decodes a masked model."""
+    """Return whether a setting decodes a masked model."""
     name = text.partition(":")[0].strip()
     return any(entry.name == name and entry.calls == MASKED for entry in SAMPLERS)
 
@@ -297,7 +297,7 @@ def with_setting(text: str, setting: str) -> str:
 
 
 def _holds(index: Mapping[str, Any], component: str) -> bool:
-    """Whether a pipeline was saved with this component: one that it lacks is null, missing, or a pair of nulls."""
+    """Whether a pipeline was saved with this component. One that it lacks is null, missing, or a pair of nulls."""
     return tuple(index.get(component) or (None, None)) != (None, None)
 
 

@@ -69,7 +69,7 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
 
 
 def _scale_facts(pipe: Any, setting: Setting, trace: Any, batch_size: int) -> dict[str, np.ndarray]:
-    """What is kept of the caches of a next-scale decode; nothing for other pipelines."""
+    """Return what is kept of the caches of a next-scale decode; nothing for other pipelines."""
     if not isinstance(trace, ScaleTrace):
         return {}
     # One cache is freed before the next is allocated, but for the first one's where distances are measured by it.
@@ -111,7 +111,7 @@ def caches_of(
 
 
 def through_tokenizer(pipe: Any, samples: np.ndarray) -> np.ndarray:
-    """What the tokenizer, or the codec, makes of true samples, as `media.show` gives them; no call is spent."""
+    """Return what the tokenizer, or the codec, makes of true samples, as `media.show` gives them; no call is spent."""
     arrays = _stored(pipe, medium_of(pipe).encode(pipe, samples))
     return show(pipe, arrays[stored_name(arrays)])
 

@@ -123,7 +123,7 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def environment_line(environment: dict[str, Any]) -> str:
-    """One line that says where the numbers come from."""
+    """Return one line that says where the numbers come from."""
     parts = [environment["device_name"]]
     if environment["device"] == "cpu":
         parts.append(f"{environment['threads']} threads, load {environment['load_average']}")

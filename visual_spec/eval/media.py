@@ -17,7 +17,7 @@ from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.pipelines.audio_stream import WaveStream
 from visual_spec.pipelines.video_files import pixels_of
 
-_STRETCH = 0.5  # seconds that are decoded at once, as `AudioPipeline` does unless it is told otherwise
+_STRETCH = 0.5  # seconds that are decoded at once, as `AudioPipeline` does by default
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def stored_samples(pipe: Any, output: Any) -> Tensor:
 
 
 def show(pipe: Any, stored: np.ndarray) -> np.ndarray:
-    """What stored samples look or sound like, as `Medium.show` gives it."""
+    """Return what stored samples look or sound like, as `Medium.show` gives it."""
     return medium_of(pipe).show(pipe, stored)
 
 

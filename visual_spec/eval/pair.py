@@ -49,18 +49,18 @@ class MaskedPair:
 
     @property
     def fast_sampler(self) -> str:
-        """Belongs to the masked model, as it was saved."""
+        """The fast setting: the masked model's, as it was saved."""
         return self.masked.fast_sampler if self.medium == "image" else self.masked.plain_sampler
 
     @property
     def components(self) -> dict[str, Any]:
-        """Those of both."""
+        """The parts of both models."""
         more = {f"masked_{name}": part for name, part in self.masked.components.items()}
         return {**self.first.components, **more}
 
     @property
     def drafter(self) -> Any:
-        """That of the model that decodes in order."""
+        """The drafter of the model that decodes in order."""
         return self.first.drafter
 
     @drafter.setter
@@ -74,16 +74,16 @@ class MaskedPair:
         return self.masked if calls == MASKED else self.first
 
     def set_progress_bar_config(self, **settings: Any) -> None:
-        """As `DiffusionPipeline.set_progress_bar_config`, of both."""
+        """Set the progress bars of both."""
         for pipe in (self.first, self.masked):
             pipe.set_progress_bar_config(**settings)
 
     def check_sampler(self) -> None:
-        """As `VisualPipeline.check_sampler`."""
+        """Refuse a sampler that does not fit, as `VisualPipeline.check_sampler`."""
         self._with_sampler(lambda player: player.check_sampler())
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
-        """As a call of the pipeline that decodes."""
+        """Call the pipeline that decodes."""
         return self._with_sampler(lambda player: player(*args, **settings))
 
     def _with_sampler(self, act: Any) -> Any:

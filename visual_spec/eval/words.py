@@ -23,32 +23,32 @@ class Words:
 
     @property
     def unit(self) -> str:
-        """What a call commits, in the singular."""
+        """Return what a call commits, in the singular."""
         return self.units.removesuffix("s")
 
     @property
     def samples(self) -> str:
-        """What is drawn or played, in the plural."""
+        """Return what is drawn or played, in the plural."""
         return MEDIA[self.medium].samples
 
     @property
     def truth(self) -> str:
-        """What the true samples are called."""
+        """Return what the true samples are called."""
         return MEDIA[self.medium].truth
 
     @property
     def caches(self) -> bool:
-        """Whether settings differ in the size of caches rather than in calls."""
+        """Return whether settings differ in the size of caches rather than in calls."""
         return self.units == "scales"
 
     @property
     def whole(self) -> str:
-        """What is right if every attribute is."""
+        """Return what is right if every attribute is."""
         return "class" if self.caches else "whole prompt"
 
     @property
     def kernels(self) -> bool:
-        """Whether kernel distances are told beside Frechet distances."""
+        """Return whether kernel distances stand beside Frechet distances."""
         return self.medium == "audio"
 
 

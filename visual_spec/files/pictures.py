@@ -1,6 +1,6 @@
 """Pictures, masks and control pictures as numbers: from files of bounded size, and from PIL, arrays and tensors.
 
-What a picture's numbers mean is told by its kind: 8 bits count from 0 to 255, floats from 0 to 1, and no other numbers
+A picture's kind says what its numbers mean: 8 bits count from 0 to 255, floats from 0 to 1, and no other numbers
 are pictures. Values in another range are refused, not cut off: they are of another scale.
 """
 

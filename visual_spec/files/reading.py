@@ -143,7 +143,7 @@ LIST = Kind("a list", lambda value: isinstance(value, list))
 
 
 def parse(text: str, where: str) -> Any:
-    """What a text of JSON says.
+    """Return what a text of JSON says.
 
     Raises:
         ValueError: no JSON, or too many parts within each other; names `where`.

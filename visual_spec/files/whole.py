@@ -21,7 +21,7 @@ _SWEPT: set[tuple[int, str]] = set()  # (process, folder)
 
 
 def is_running(process: int) -> bool:
-    """Return whether there is such a process on this machine; True where that cannot be told."""
+    """Return whether there is such a process on this machine; True where that is unknown."""
     if os.name != "posix":  # elsewhere signal 0 ends a process
         return True
     try:

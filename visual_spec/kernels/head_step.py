@@ -125,7 +125,7 @@ def head_step_reference(
 def law_step(
     x: Tensor, output: Tensor, scales: Tensor | None, law: Tensor, noise: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `head_step` does after the head's `output [R, d or 2 d]`: guidance, law, draw."""
+    """Return what `head_step` does after the head's `output [R, d or 2 d]`: guidance, law, draw."""
     centre, rest = output[:, : x.shape[1]], output[: len(x), x.shape[1] :]
     if scales is not None:
         centre, other = centre.chunk(2)

@@ -1,4 +1,4 @@
-"""A `Painter` that draws by Ray Serve: any pipeline of pictures, on as many replicas as Ray is told to keep.
+"""A `Painter` that draws by Ray Serve: any pipeline of pictures, on as many replicas as Ray keeps.
 
 Batching, replicas, autoscaling and the restart of a lost replica are Ray's. A picture depends on its prompt, law and
 seed only, so one that was lost with its replica is asked for once more, and comes out the same.

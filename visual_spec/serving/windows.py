@@ -181,7 +181,7 @@ class Windows:
 
     @property
     def handles(self) -> set[Hashable]:
-        """Those of all requests."""
+        """The handles of all requests."""
         return set(self._requests)
 
     def next_drafts(self, handle: Hashable) -> list[int]:
@@ -341,7 +341,7 @@ class Windows:
         return WindowMemory.begin(1, self.served.grids[number].num_tokens, self.num_drafts + 1, device)
 
     def _place(self, rows: Rows, other: bool = False) -> Hashable:
-        """What the rows of a request share with nobody; `other`: what the other member's rows have."""
+        """Return what the rows of a request share with nobody; `other`: what the other member's rows have."""
         request = self._requests[rows.handle]
         if request.pair is None:
             return rows.handle
@@ -351,7 +351,7 @@ class Windows:
         return "pair", request.pair, role, rows.place, rows.count
 
     def _ends(self, rows: Rows, request: PictureRequest, other: Rows | None) -> bool:
-        """Whether a request ends here; says why, unless its picture is complete."""
+        """Return whether a request ends here; says why, unless its picture is complete."""
         served = self.served
         if served.exact_prompt and rows.prompt not in (None, served.prompt_tokens):
             logger.warning(

@@ -101,7 +101,7 @@ def test_no_matrix_of_all_distances_is_held(monkeypatch):
 
     monkeypatch.setattr(quality._Points, "least_squares", watched)
     told = []
-    monkeypatch.setattr(quality, "_TOLD", 6000)
+    monkeypatch.setattr(quality, "_REPORTED", 6000)
     real, drawn = sample(6000, 8, 64), sample(6000, 8, 65)
     precision_recall(real, drawn, report=told.append)
     assert max(held) == 512 * 6000 * 4 and len(held) == 4 * 12

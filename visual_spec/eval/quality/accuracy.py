@@ -23,7 +23,7 @@ ATTRIBUTES = tuple(
 
 
 def hits_of(attributes: Tensor) -> list[dict[str, bool]]:
-    """What a parser said of each sample, from what `extractors.parsed_attributes` keeps of it, [N, A]."""
+    """Return what a parser said of each sample, from what `extractors.parsed_attributes` keeps of it, [N, A]."""
     return [
         {name: value == 1 for name, value in zip(ATTRIBUTES, row, strict=True) if value >= 0}
         for row in attributes.tolist()

@@ -1,4 +1,4 @@
-"""How far apart two sets of clips are by the kernel of given embeddings, and how close a clip is to a text.
+"""How far apart two sets of clips are by a kernel of their embeddings, and how close a clip is to a text.
 
 The Frechet audio distance (Kilgour et al. 2019) is `published.frechet_distance` of VGGish embeddings. Distances under
 different embeddings, or of sets of different size, do not compare (Gui et al. 2024): say the extractor, the sizes and
@@ -37,7 +37,7 @@ def kernel_audio_distance(reference: Tensor, drawn: Tensor, *, bandwidth: float 
             more. Values under different bandwidths do not compare.
 
     Raises:
-        ValueError: as `frechet_distance`, or a bandwidth that is not above 0, given or found.
+        ValueError: as `frechet_distance`, or a bandwidth that is not above 0.
     """
     return _sums(reference, drawn, bandwidth, paired=False).value() * _KAD_SCALE
 
@@ -73,7 +73,7 @@ def _sums(reference: Tensor, drawn: Tensor, bandwidth: float | None, *, paired: 
 
 
 def _bandwidth(reference: Tensor, bandwidth: float | None) -> float:
-    """As given, or the median distance of the reference; refused unless above 0."""
+    """The bandwidth that is passed, or the median distance of the reference; refused unless above 0."""
     if bandwidth is None:
         step = math.ceil(len(reference) / _MEDIAN_ROWS)
         bandwidth = torch.pdist(reference[::step]).median().item()

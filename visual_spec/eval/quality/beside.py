@@ -1,6 +1,6 @@
 """A set of samples compared with another one for the same prompts and seeds, such as plain decoding's.
 
-What is told of the sampler is what it promised while it drew, as the manifest keeps it. The promise speaks of plain
+The statement about the sampler is what it promised while it drew, as the manifest keeps it. The promise speaks of plain
 decoding with the same law; where the two sets differ in more than the sampler, it says nothing about them.
 """
 
@@ -27,7 +27,7 @@ _SAMPLER = {"sampler", "drafter", "plan"}  # what may differ between the two
 
 
 def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
-    """What the manifests of two sets say; their prompts and seeds are the same.
+    """Return what the manifests of two sets say; their prompts and seeds are the same.
 
     Returns:
         beside: the folder of the other set; same_samples: the share of samples that are equal byte for byte, with its

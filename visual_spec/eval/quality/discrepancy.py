@@ -60,7 +60,7 @@ class Sums:
 
     @classmethod
     def of(cls, first: Tensor, second: Tensor, kernel: Kernel, *, paired: bool) -> Sums:
-        """Of features [N, D] and [M, D]."""
+        """Sum the kernel over features [N, D] and [M, D]."""
         own = tuple(
             torch.cat([kernel(row[None], row[None])[0].double() for row in points])
             for points in (first, second)

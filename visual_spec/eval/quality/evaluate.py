@@ -121,12 +121,12 @@ class _Run:
 
     @property
     def words(self) -> Words:
-        """What its samples are called."""
+        """Return what its samples are called."""
         return Words(self.pipe.medium, self.pipe.unit)
 
     @cached_property
     def shared(self) -> dict[str, Any]:
-        """What all sets have in common."""
+        """Return what all sets have in common."""
         facts = {
             "model": self.model,
             "weights": weights_of(self.pipe),
@@ -295,7 +295,7 @@ def time_alone(
 
 
 def _read_timings(path: Path, texts: list[str], rounds: int) -> dict[str, Any] | None:
-    """What `alone.json` holds, if it is of these settings and as many rounds; else None."""
+    """Return what `alone.json` holds, if it is of these settings and as many rounds; else None."""
     if not path.exists():
         return None
     try:

@@ -85,11 +85,11 @@ class SampleFiles:
 
     @property
     def prompts(self) -> list[str] | None:
-        """What each sample was asked for, as the manifest says."""
+        """Return what each sample was asked for, as the manifest says."""
         return [line["prompt"] for line in self.lines] if self.lines else None
 
     def moments(self, names: tuple[str, ...]) -> Gaussian | None:
-        """What an `.npz` file states under the names of a mean and of a covariance, where it does.
+        """Return what an `.npz` file states under the names of a mean and of a covariance, where it does.
 
         Raises:
             ValueError: they are not finite, or do not fit.

@@ -41,7 +41,7 @@ def load_shapes_features(folder: str | Path | None = None) -> ShapesFeatures:
 
 
 def find_inception() -> Path | None:
-    """Where PyTorch's cache keeps the Inception weights of torch-fidelity, if it does. Downloads nothing."""
+    """Return where PyTorch's cache keeps the Inception weights of torch-fidelity, if it does. Downloads nothing."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
     return path if path.exists() else None
 

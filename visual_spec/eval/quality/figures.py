@@ -126,7 +126,7 @@ def figures_of(
 
 
 def setting_figures(setting: Setting, first: Setting, judged: Judged, plain: Judged) -> dict[str, Any]:
-    """What a setting is, what it promises, and its calls; see `figures_of`.
+    """Return what a setting is, what it promises, and its calls; see `figures_of`.
 
     Args:
         first: plain decoding, and `plain` its samples.
@@ -176,7 +176,7 @@ def clocks_of(
 
 
 def same_samples(judged: Judged, plain: Judged) -> int:
-    """How many samples are equal, byte for byte."""
+    """Return how many samples are equal, byte for byte."""
     names = ("crc32", "bytes")
     pairs = zip(judged.samples.lines, plain.samples.lines, strict=True)
     return sum(all(one[name] == other[name] for name in names) for one, other in pairs)

@@ -70,7 +70,7 @@ def load_preference(folder: str | Path) -> tuple[Any, Any]:
 
 
 def pixels(pictures: Tensor, side: int) -> Tensor:
-    """What the network sees [N, 3, side, side] of pictures [N, 3, H, W] of 0 to 255.
+    """Return what the network sees [N, 3, side, side] of pictures [N, 3, H, W] of 0 to 255.
 
     Resized by the shorter side, bicubic with antialiasing as current torchvision does for tensors, and cut to the
     middle. Values that overshoot stay.

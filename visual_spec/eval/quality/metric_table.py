@@ -27,7 +27,7 @@ class Metric:
             high} and maybe a note; or, with `each`, the value of every sample [N].
         interval: what the interval is.
         reference, prompts, beside: whether it needs true samples, prompts, and another set for the same seeds.
-        distance: whether it is a Frechet distance, whose difference to another set is told and which pages draw.
+        distance: whether it is a Frechet distance, whose difference to another set is reported and which pages draw.
         moments: names of the mean and the covariance that ADM's reference files state of these features; (): none.
     """
 

@@ -24,7 +24,7 @@ _ROWS = 512  # of a distance matrix held at once: 100 MB for 50,000 samples
 _PAIRS = 4096  # whose differences are held at once
 _CANDIDATES = 16  # more than the neighbours asked for, whose distances are computed from differences
 _TIE = 1e-12  # relative; distances this close are equal
-_TOLD = 10_000  # samples from which progress is told
+_REPORTED = 10_000  # samples from which progress is reported
 
 
 class _Points:
@@ -46,7 +46,7 @@ class _Points:
         return norms * (1 - self.error) - 2 * self.rough[rows] @ other.rough.T
 
     def slack(self, rows: Tensor, other: _Points, columns: Tensor) -> Tensor:
-        """How far `least_squares` may lie below the true squared distances of pairs, [P]."""
+        """Return how far `least_squares` may lie below the true squared distances of pairs, [P]."""
         return 4 * self.error * (self.squares[rows] + other.squares[columns])
 
     def true_squares(self, rows: Tensor, other: _Points, columns: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def precision_recall(
 
     Args:
         device: where the distances are computed.
-        report: is told how far the work is, of 10,000 samples or more.
+        report: is called with how far the work is, of 10,000 samples or more.
 
     Raises:
         ValueError: as `frechet_distance` and `kth_neighbour`.
@@ -173,7 +173,7 @@ def _chunks(count: int, what: str, report: Report) -> Iterator[slice]:
     for first in range(0, count, _ROWS):
         yield slice(first, min(first + _ROWS, count))
         done = min(first + _ROWS, count)
-        if count >= _TOLD and done - reported >= count / 10:
+        if count >= _REPORTED and done - reported >= count / 10:
             reported = done
             report(f"{what} of {done:,} of {count:,} samples")
 
@@ -221,7 +221,7 @@ def _cover(centres: _Points, points: _Points, neighbours: int, report: Report) -
 
 
 def _inside(centres: _Points, rows: slice, points: _Points, radii: Tensor) -> Tensor:
-    """Whether point j lies in the ball of centre i, bool [R, M]; decided in double precision."""
+    """Return whether point j lies in the ball of centre i, bool [R, M]; decided in double precision."""
     least = centres.least_squares(rows, points)
     radius = radii[rows, None].float()
     inside = least <= radius * (1 + 2.0**-22)

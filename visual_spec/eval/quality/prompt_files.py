@@ -76,7 +76,7 @@ class PromptSet:
         return sample // self.per_prompt % len(self.texts)
 
     def asked(self, sample: int) -> str:
-        """What the pipeline is asked for."""
+        """Return what the pipeline is asked for."""
         return (self.labels or self.texts)[self.of(sample)]
 
 

@@ -2,8 +2,9 @@
 
 The Frechet distance grows with the noise in its moments, so resamples with repetition lie above the value itself. Its
 interval therefore comes from a delete-a-group jackknife (Efron and Stein 1981): the samples are dealt into groups, each
-is left out in turn, and value +- 1.96 standard errors is told. The moments of a group are summed once, so the interval
-costs one eigendecomposition a group. Roots of its eigenvalues are less precise than the value, alike in all groups.
+is left out in turn, and the value is reported +- 1.96 standard errors. The moments of a group are summed once, so the
+interval costs one eigendecomposition a group. Roots of its eigenvalues are less precise than the value, alike in all
+groups.
 Sums are in double precision.
 
 The interval is about the mean distance of sets of this size, which lies above the distance of the laws. The limit of
@@ -81,7 +82,7 @@ class Gaussian:
 
     @classmethod
     def of(cls, features: Tensor) -> Gaussian:
-        """Of features [N, D]; the covariance is the unbiased one. Its root never passes through squares."""
+        """The moments of features [N, D]; the covariance is the unbiased one. Its root never passes through squares."""
         check_features(features, features)
         features = features.double()
         mean = features.mean(0)
@@ -90,7 +91,7 @@ class Gaussian:
 
     @classmethod
     def of_moments(cls, mean: Tensor, covariance: Tensor) -> Gaussian:
-        """Of a mean [D] and a covariance [D, D], whose eigenvalues below zero are rounding."""
+        """The Gaussian of a mean [D] and a covariance [D, D], whose eigenvalues below zero are rounding."""
         values, vectors = torch.linalg.eigh(covariance)
         return cls(mean, values.clamp_min(0).sqrt()[:, None] * vectors.T)
 
@@ -266,13 +267,13 @@ class _Groups:
         return whole, without
 
     def distance(self, groups: range) -> float:
-        """Of the samples of some groups."""
+        """The distance of the samples of some groups."""
         places = list(groups)
         size = sum(self.sizes[place] for place in places)
         return self._distance(size, self.sums[places].sum(0), self.squares[places].sum(0))
 
     def _distance(self, size: int, total: Tensor, square: Tensor) -> float:
-        """Of `size` samples, by the sums of their features less the centre, and of their squares."""
+        """The distance of `size` samples, by the sums of their features less the centre, and of their squares."""
         mean, root = total / size, self.reference.root
         covariance = (square - size * torch.outer(mean, mean)) / (size - 1)
         inner = torch.linalg.eigvalsh(root @ covariance @ root.T).clamp_min(0).sqrt().sum()

@@ -31,7 +31,7 @@ def require_ray() -> Any:
 class _Drawer:
     """An actor: the pipeline, and a batch of samples a row.
 
-    Bad input and full disks are told in the rows: Ray would wrap what is raised, and start a refused actor again.
+    Bad input and full disks are reported in the rows: Ray would wrap what is raised, and start a refused actor again.
     """
 
     def __init__(self, make: Callable[[], SampleSet]) -> None:

@@ -159,7 +159,7 @@ def _by_ray(
 
 
 def class_names(pipe: Any) -> list[str] | None:
-    """What the classes of a pipeline are called, or their numbers; None where it draws none."""
+    """Return what the classes of a pipeline are called, or their numbers; None where it draws none."""
     count = getattr(pipe, "num_classes", None)
     if count is None:
         return None

@@ -127,7 +127,7 @@ class SampleSet:
         settle(self.folder / RUN, self.facts())
 
     def _drawn_before(self) -> int:
-        """How many samples the lines of batches in the folder go up to."""
+        """Return how many samples the lines of batches in the folder go up to."""
         indices = []
         for path in (self.folder / BATCHES).glob("*.jsonl"):
             with suppress(ValueError, LookupError, TypeError):  # a damaged one is drawn again
@@ -179,7 +179,7 @@ class SampleSet:
         return lines if whole else None
 
     def _place(self, name: str) -> Path:
-        """Where a file of the set is written: in its folder, through no link."""
+        """Return where a file of the set is written: in its folder, through no link."""
         return inside(self.folder, name, self.folder)
 
     def file_of(self, index: int) -> str:
@@ -222,7 +222,7 @@ class SampleSet:
         }
 
     def _write_layout(self) -> None:
-        """What the scorers of GenEval, DPG-Bench and VBench read beside the samples."""
+        """Return what the scorers of GenEval, DPG-Bench and VBench read beside the samples."""
         for turn in range(self.num // self.prompts.per_prompt):
             prompt = self.prompts.of(turn * self.prompts.per_prompt)
             if self.prompts.layout == GENEVAL:
@@ -351,7 +351,7 @@ def file_bytes(pipe: Any, sample: np.ndarray) -> bytes:
 
 
 def all_whole(folder: Path, lines: Sequence[dict[str, Any]]) -> bool:
-    """Whether the files of all lines of a manifest have their checksums.
+    """Return whether the files of all lines of a manifest have their checksums.
 
     Raises:
         OSError, ValueError: a file that is not there, or no regular one.

@@ -113,7 +113,7 @@ class Scoring:
         self.run()
 
     def run(self) -> dict[str, Any] | None:
-        """What fixed the samples, where `visual-spec sample` drew them.
+        """Return what fixed the samples, where `visual-spec sample` drew them.
 
         Raises:
             ValueError, OSError: as `read_run`.
@@ -153,7 +153,7 @@ class Scoring:
         return features[kind]
 
     def notes(self) -> list[str]:
-        """What is to be known of the sets: sizes of pictures that differ."""
+        """Return what is to be known of the sets: sizes of pictures that differ."""
         others = [one for one in (self.reference, self.beside) if one is not None and len(one)]
         if self.drawn.medium != "image" or self.setup.size is not None:
             return []
@@ -245,7 +245,7 @@ def score(
 
 
 def key(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes two samples a pair."""
+    """Return what makes two samples a pair."""
     return line["index"], line["prompt"], line["seed"]
 
 

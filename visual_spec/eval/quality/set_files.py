@@ -82,7 +82,7 @@ def read_manifest(folder: Path, name: str = MANIFEST, *, whole: bool = False) ->
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What fixed the samples of a set.
+    """Return what fixed the samples of a set.
 
     Raises:
         ValueError, OSError: as `read_object`.
@@ -104,7 +104,7 @@ def read_times(folder: Path, name: str = TIMES) -> list[dict[str, Any]]:
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """What `visual-spec score` wrote into the folder of a set; None where it wrote nothing.
+    """Return what `visual-spec score` wrote into the folder of a set; None where it wrote nothing.
 
     Raises:
         ValueError, OSError: as `read_object`.
@@ -119,7 +119,7 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
 
 
 def _refused_again(read: Any, path: Path, *kinds: Any) -> Any:
-    """What `read` returns; its refusals say what to do."""
+    """Return what `read` returns; its refusals say what to do."""
     try:
         return read(path, *kinds)
     except ValueError as error:

@@ -160,7 +160,7 @@ def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:
 
 
 def _shown(path: Path) -> tuple[bytes, str, tuple[int, int]]:
-    """What the page holds of a sample, its kind, and its width and height, at most `_SIDE` pixels."""
+    """Return what the page holds of a sample, its kind, and its width and height, at most `_SIDE` pixels."""
     kind = _KINDS[path.suffix]
     if kind.startswith("audio"):
         return read_regular(path), kind, (0, 0)

@@ -30,7 +30,7 @@ class Sets:
         read: (set, kind) -> features [N, D], or scores [N], of that kind.
         moments: of the reference, where it states the moments of these features.
         device: where large matrices are multiplied.
-        report: is told how far long work is.
+        report: is called with how far long work is.
     """
 
     figure: str
@@ -43,7 +43,7 @@ class Sets:
     report: Report = lambda text: None
 
     def features(self, kind: str = "features") -> Tensor:
-        """Of the drawn samples."""
+        """Features of the drawn samples."""
         return self.read(self.drawn, kind)
 
     def truth(self) -> Tensor:
@@ -52,7 +52,7 @@ class Sets:
         return self.read(self.reference, "features")
 
     def gaussian(self) -> Gaussian:
-        """Of the reference: as it states them, else of its features."""
+        """The moments of the reference: as it states them, else of its features."""
         return self.moments or Gaussian.of(self.truth())
 
 
@@ -86,7 +86,7 @@ def _frechet(
     needed = published.limit_size(drawn.shape[1])
     note = "grows as samples get fewer, so only sets of one size compare"
     if limit is None:
-        note += f"; its limit of many samples is told from {needed} samples on"
+        note += f"; its limit of many samples is reported from {needed} samples on"
     figures: Figures = {sets.figure: figure | {"note": note}}
     if limit is not None:
         figures[f"{sets.figure}_infinity"] = limit | {

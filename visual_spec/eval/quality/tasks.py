@@ -57,7 +57,7 @@ def motion_task(count: int) -> Task:
 
 
 def task_of(pipe: Any, count: int) -> Task:
-    """What a pipeline is asked for: captions, or classes where it draws the classes of `shapes`.
+    """Return what a pipeline is asked for: captions, or classes where it draws the classes of `shapes`.
 
     Raises:
         ValueError: a pipeline that draws or plays something else.

@@ -350,7 +350,7 @@ def _check_complete(document: dict[str, Any], path: Path) -> None:
 
 
 def _section(document: dict[str, Any], charts: list[Any]) -> dict[str, Any]:
-    """What the template shows of a document."""
+    """Return what the template shows of a document."""
     extractors = list(document["rows"][0]["features"])
     return {"document": document, "words": words_of(document), "extractors": extractors, "charts": charts}
 

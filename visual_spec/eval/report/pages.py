@@ -132,7 +132,7 @@ _TITLES = {"image": "decoding", "video": "video", "audio": "music"}
 
 
 def _kind(row: ComparisonRow) -> str:
-    """What the other decoding is called."""
+    """Return what the other decoding is called."""
     return "masked" if row.entry_call is not None or row.reference else "accelerated"
 
 

@@ -104,7 +104,7 @@ class ComparisonRow:
 
     @property
     def unit(self) -> str:
-        """What a call commits one or more of."""
+        """Return what a call commits one or more of."""
         return "column" if self.medium == "audio" else "token"
 
     @property
@@ -126,7 +126,7 @@ class ComparisonRow:
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """What was seen, and its tone: "same", "other", or "differs" for a promise that was broken.
+        """Return what was seen, and its tone: "same", "other", or "differs" for a promise that was broken.
 
         Pixels are compared here, tokens are as `identical` says.
         """
@@ -153,14 +153,14 @@ class ComparisonRow:
 
     @property
     def map_title(self) -> str:
-        """What the map shows."""
+        """Return what the map shows."""
         if self.scales is not None:
             return "who drew which scale"
         return "what cost a model call" if self.drafts else f"which call drew which {self.unit}"
 
     @property
     def map_caption(self) -> str:
-        """What the map shows, in numbers."""
+        """Return what the map shows, in numbers."""
         if self.scales is not None:
             sizes = [f"{size / 2**10:.0f}" for size in (self.scales.plain_cache, self.scales.fast_cache)]
             return f"{self.scales.drafted} of {len(self.scales.sides)} scales; cache {' -> '.join(sizes)} KiB"

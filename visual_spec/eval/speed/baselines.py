@@ -97,7 +97,7 @@ class Marks:
 
     @property
     def tokens(self) -> int:
-        """How many were drawn."""
+        """Return how many were drawn."""
         return len(self.moments)
 
     def between(self, first: int | None, last: int) -> float:

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
 
 
 def counted_row(model: MARTransformer, sampler: SomeCalls, batch_size: int, name: str) -> dict[str, Any]:
-    """What is known of a row without running it; see `measure_calls`."""
+    """Return what is known of a row without running it; see `measure_calls`."""
     parts, steps = costs(model, sampler, batch_size), sampler.num_steps(model)
     return dict(
         name=name,

@@ -56,7 +56,7 @@ def in_windows(text: str, windows: Sequence[int]) -> list[str]:
 
 
 def has_window(text: str) -> bool:
-    """Whether the sampler of a setting has a window."""
+    """Return whether the sampler of a setting has a window."""
     return "window" in sampler_class(by_name(parse_sampler(text)[0]))().config
 
 

@@ -192,7 +192,7 @@ def busy_ms_per_call(
 def device_events(
     decode: Callable[[Callable[[int, Tensor], Any]], Any], device: torch.device
 ) -> tuple[list[tuple[str, tuple[float, float]]], int]:
-    """What PyTorch's profiler saw of a decode after its prefill, and the number of calls.
+    """Return what PyTorch's profiler saw of a decode after its prefill, and the number of calls.
 
     Args:
         decode: as of `busy_ms_per_call`.
@@ -241,7 +241,7 @@ def phase_figures(
     device: torch.device,
     busy_ms: float | None = None,
 ) -> dict[str, Any]:
-    """What a call spends its time on, medians over rounds.
+    """Return what a call spends its time on, medians over rounds.
 
     Args:
         seconds: of every round, the prefill left out, and phase `MEASURE` (as in a trace).

@@ -311,7 +311,7 @@ def add_picture_times(rows: Sequence[dict[str, Any]]) -> None:
 def time_sampler(
     setting: Setting, middle: Any, condition: Any, batch_size: int, runs: int, warmup: int
 ) -> dict[str, Any]:
-    """What was measured of a sampler: see `measure_calls`.
+    """Return what was measured of a sampler: see `measure_calls`.
 
     Args:
         middle: the model, or a part of its grid.
@@ -368,7 +368,7 @@ def _time_baseline(
 
 
 def acceptance_statement(probability: float) -> dict[str, Any]:
-    """What the document says about where acceptance comes from."""
+    """Return what the document says about where acceptance comes from."""
     return {
         "measured": False,
         "profile": "constant",

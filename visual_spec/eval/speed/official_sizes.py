@@ -66,7 +66,7 @@ class OfficialModel:
 
     @property
     def parameters(self) -> int:
-        """How many there are, with the picture's decoder where it is part of the released model."""
+        """Return how many there are, with the picture's decoder where it is part of the released model."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def needed_bytes(

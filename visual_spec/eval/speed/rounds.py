@@ -273,11 +273,11 @@ class BenchDecoder:
         return settings
 
     def loops(self) -> list[Any]:
-        """What else decodes."""
+        """Return what else decodes."""
         return []
 
     def condition(self, first: int) -> Any:
-        """What the samples from index `first` on are drawn from: their prompts."""
+        """Return what the samples from index `first` on are drawn from: their prompts."""
         return [self.prompts[(first + index) % len(self.prompts)] for index in range(self.batch_size)]
 
     def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
@@ -285,11 +285,11 @@ class BenchDecoder:
         raise NotImplementedError
 
     def exact(self, setting: Setting) -> bool:
-        """Whether what was decoded kept what the sampler promises."""
+        """Return whether what was decoded kept what the sampler promises."""
         return True
 
     def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
-        """What was measured of a setting; `best`: seconds of the fastest plain decoding."""
+        """Return what was measured of a setting; `best`: seconds of the fastest plain decoding."""
         raise NotImplementedError
 
     def without_cache(self, plain: Setting) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class ClipDecoder(BenchDecoder):
         return Decoded(codes, torch.from_numpy(arrays["calls"]), busy), float(arrays["seconds"])
 
     def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
-        """What was measured of a setting.
+        """Return what was measured of a setting.
 
         Returns:
             What `summarise_row` gives, with `ms_per_clip` in place of `ms_per_image`, and `columns_per_call` as the
@@ -362,7 +362,7 @@ class TokenDecoder(BenchDecoder):
         return with_graphs(settings, self.pipe.device, recordable=can_record(state))
 
     def loops(self) -> list[Any]:
-        """What else decodes: the straight loop, where it fits the model."""
+        """Return what else decodes: the straight loop, where it fits the model."""
         straight = RASTER in self.pipe.calls and plain_loops.fits(self.pipe.transformer)
         return [self.decode_straight] if straight else []
 
@@ -410,7 +410,7 @@ class TokenDecoder(BenchDecoder):
         )
 
     def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
-        """What was measured of a setting.
+        """Return what was measured of a setting.
 
         Returns:
             What `summarise_row` gives; `tokens` of a sample; `phase_ms_per_call` and `gap_ms_per_call`, see

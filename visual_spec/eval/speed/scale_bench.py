@@ -131,7 +131,7 @@ class ScaleBenchDecoder(BenchDecoder):
         return bool(self.traces[setting.text].identical and setting.plan.same_model)
 
     def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
-        """What `summarise_row` gives, and `cache_held_measured`: bytes a picture that the trace tells."""
+        """Return what `summarise_row` gives, and `cache_held_measured`: bytes a picture that the trace tells."""
         sides = self.pipe.vq_model.scales
         stop = setting.sampler.schedule.at(len(sides)).stop_after
         tokens = sum(side * side for side in sides[: stop + 1])
@@ -209,7 +209,7 @@ def _timed(
     calibrated: bool,
     report: Report,
 ) -> Iterator[dict[str, Any]]:
-    """What every setting costs at every batch size, by the clock, in the order of `count_settings`."""
+    """Return what every setting costs at every batch size, by the clock, in the order of `count_settings`."""
     for settings in groups:
         for batch_size in args.batch_sizes:
             decoder = ScaleBenchDecoder(pipe, batch_size, calibrated=calibrated)

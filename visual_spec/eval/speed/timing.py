@@ -100,7 +100,7 @@ def time_rounds(
 
 
 def facts_of(setting: Setting) -> dict[str, Any]:
-    """What a document says of a setting beside its figures."""
+    """Return what a document says of a setting beside its figures."""
     return {
         "name": setting.name,
         "window": setting.window,
@@ -112,7 +112,7 @@ def facts_of(setting: Setting) -> dict[str, Any]:
 
 
 def promises_plain(setting: Setting, plain: Setting) -> bool:
-    """Whether a setting must have the tokens of plain decoding."""
+    """Return whether a setting must have the tokens of plain decoding."""
     return bool(setting.sampler.identical) and (setting.law, setting.seed) == (plain.law, plain.seed)
 
 

@@ -77,7 +77,7 @@ class DepthDecoder:
         raise NotImplementedError
 
     def embed(self, first: int, codes: Tensor, hidden: Tensor) -> Tensor:
-        """What stands after codes [B, n] of the steps from `first`, [B, n, C]."""
+        """Return what stands after codes [B, n] of the steps from `first`, [B, n, C]."""
         raise NotImplementedError
 
     def heads(self, first: int, hidden: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class DepthDecoder:
         raise NotImplementedError
 
     def tables(self, read: Tensor, start: int, end: int) -> dict[str, Any]:
-        """What layers read beside hidden states of the positions from `start` to `end`."""
+        """Return what layers read beside hidden states of the positions from `start` to `end`."""
         return {}
 
     def run(self, read: Tensor, start: int) -> Tensor:

@@ -90,7 +90,7 @@ class ConditionedState:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens and conditions are."""
+        """Return where tokens and conditions are."""
         return self.conditions.device
 
     def rows(self, samples: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class CausalLatentState(ConditionedState):
         )
 
     def buffers(self) -> list[Tensor]:
-        """What calls read and write in place."""
+        """Return what calls read and write in place."""
         return [self.keys, self.values]
 
 
@@ -194,7 +194,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         return self.norm(hidden)
 
     def _prefix(self, classes: Tensor) -> Tensor:
-        """What stands before the first token, [R, P, dim]; its last position is told the place of slot 0."""
+        """Return what stands before the first token, [R, P, dim]; its last position reads the place of slot 0."""
         prefix = classes[:, None] + self.prefix_embed
         first = torch.zeros_like(prefix)
         first[:, -1] = self.next_place_embed[self.places[:1]]

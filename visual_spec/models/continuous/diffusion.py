@@ -140,7 +140,7 @@ class DiffusionSchedule:
     # -- training: on a schedule of all levels ---------------------------------------------------------------------
 
     def noised(self, tokens: Tensor, index: Tensor, noise: Tensor) -> Tensor:
-        """What tokens [N, d] are at levels [N], with this noise [N, d] in them."""
+        """Return what tokens [N, d] are at levels [N], with this noise [N, d] in them."""
         share, of_noise = self._forward[index].unsqueeze(-1).unbind(-2)
         return share * tokens + of_noise * noise
 
@@ -220,7 +220,7 @@ class FlowSchedule:
         return self.toward(x, index, *self.predict(x, index, output))
 
     def noised(self, tokens: Tensor, index: Tensor, noise: Tensor) -> Tensor:
-        """What tokens [N, d] are at levels [N], with this noise [N, d] in them."""
+        """Return what tokens [N, d] are at levels [N], with this noise [N, d] in them."""
         share = self._shares[index][:, None]
         return (1.0 - share) * tokens + share * noise
 

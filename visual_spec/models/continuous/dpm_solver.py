@@ -38,7 +38,7 @@ class LinearSolver:
     """A deterministic multistep solver.
 
     Attributes:
-        times: the timestep of each step, as the network is told it.
+        times: the timestep of each step, as the network reads it.
         steps: their factors.
     """
 
@@ -107,7 +107,7 @@ def _read_step(probe: Any, time: Tensor) -> SolverStep:
 
 
 def _agrees(solver: LinearSolver, scheduler: Any, num_steps: int) -> bool:
-    """Whether the numbers do what the scheduler's own steps do, for outputs that depend on the sample."""
+    """Return whether the numbers do what the scheduler's own steps do, for outputs that depend on the sample."""
     own = copy.deepcopy(scheduler)
     own.set_timesteps(num_inference_steps=num_steps)
     slopes, offsets, noise = torch.linspace(-0.9, 1.1, 3 * 8, dtype=torch.float64).view(3, 8)

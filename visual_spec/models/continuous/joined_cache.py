@@ -36,7 +36,7 @@ class JoinedCache(Cache):
 
     @staticmethod
     def joinable(cache: Any) -> bool:
-        """Whether a cache is dynamic, and keeps every place of every layer."""
+        """Return whether a cache is dynamic, and keeps every place of every layer."""
         return (
             type(cache) is DynamicCache
             and not cache.offloading

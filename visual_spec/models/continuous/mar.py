@@ -59,7 +59,7 @@ class MARState(ConditionedState):
         self.held = None if self.held is None else self.held.select(rows)
 
     def buffers(self) -> list[Tensor]:
-        """What calls read in place."""
+        """Return what calls read in place."""
         return [self.conditions]
 
 
@@ -127,7 +127,7 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     @property
     def head(self) -> DiffusionHead:
-        """What draws a token from its condition."""
+        """Return what draws a token from its condition."""
         return self.diffloss["net"]  # pyright: ignore[reportReturnType]
 
     def schedule(self, num_steps: int, eta: float | None = None) -> DiffusionSchedule | FlowSchedule:

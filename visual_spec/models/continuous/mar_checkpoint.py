@@ -73,7 +73,7 @@ def load_kl16_checkpoint(source: Given, *, dtype: torch.dtype | None = None, **c
 
 
 def is_mar(weights: Mapping[str, Any]) -> bool:
-    """Whether these keys are of a MAR."""
+    """Return whether these keys are of a MAR."""
     return "diffusion_pos_embed_learned" in weights
 
 

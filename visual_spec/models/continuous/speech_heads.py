@@ -34,7 +34,7 @@ class SpeechHead(Protocol):
     """A head that is evaluated in two parts."""
 
     def embed(self, times: Tensor) -> Tensor:
-        """What the head makes of the times, [T, H]."""
+        """Return what the head makes of the times, [T, H]."""
         ...
 
     def modulations(self, condition: Tensor, embedded: Tensor) -> Modulations:

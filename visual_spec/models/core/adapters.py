@@ -32,7 +32,7 @@ def adapter_state(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether adapters are attached to layers, active or not, fused or not."""
+    """Return whether adapters are attached to layers, active or not, fused or not."""
     return any(_is_adapted(layer) for layer in model.modules())
 
 

@@ -286,7 +286,7 @@ class WindowCache:
 
     @property
     def places(self) -> Places:
-        """Where the next forward writes."""
+        """Return where the next forward writes."""
         return self.held.places
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """The interface between samplers and models of continuous tokens: their calls, their heads, and the chains of a token.
 
 A token is a vector of d numbers. A trunk gives each slot a condition z; a head draws the slot's token from z by a chain
-of normal laws (`LevelSchedule`), one head call a level. Two kinds of trunks exist. A causal one (`CausalLatentModel`)
-feeds tokens in its own order into a cache. A masked one (`MaskedLatentModel`) sees any set of known tokens, and has no
-cache.
+of normal laws (`LevelSchedule`), one head call a level. There are two kinds of models. A causal one
+(`CausalLatentModel`) feeds tokens in its own order into a cache. A masked one (`MaskedLatentModel`) sees any set of
+known tokens, and has no cache.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LevelSchedule(Protocol):
 
     Attributes:
         num_steps: how many levels it has.
-        times: [num_steps], what the head is told at each level.
+        times: [num_steps], what the head reads at each level.
         deterministic: whether no level adds noise.
         laws: float64 [num_steps, 5] on the CPU, the numbers `LAW_NUMBERS` of `visual_spec.kernels.head_step`, which are
             `kernel` as one linear form.
@@ -98,7 +98,7 @@ class LatentModel(Protocol):
 
     Attributes:
         token_dim: d.
-        chain: how it draws a token unless it is told otherwise.
+        chain: how it draws a token by default.
     """
 
     token_dim: int

@@ -1,4 +1,4 @@
-"""Layouts of official files as data: by which weights a file is told, which keys fall away, what the others become.
+"""Layouts of official files as data: which weights tell a file, which keys fall away, what the others become.
 
 A loader reads the weights of its `KeyLayout`, reads sizes off them (`count_parts`, `known_heads`), and `loaded` builds
 the model. Each key of a file ends in exactly one place: dropped by a pattern, or a weight of the model under its new

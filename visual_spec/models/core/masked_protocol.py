@@ -113,7 +113,7 @@ class FrameModel(HidingModel, Protocol):
 
 
 class TimedMaskedModel(MaskedModel, Protocol):
-    """A masked model that is told how far the decode is."""
+    """A masked model that reads how far the decode is."""
 
     def set_time(self, state: Any, past: float) -> None:
         """Hold the share of a codebook's steps that are over, from 0 at its first step, for the calls that follow."""

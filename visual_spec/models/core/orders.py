@@ -33,7 +33,7 @@ class TrainedOrderModel(NextTokenModel, Protocol):
     """A model of image tokens that was trained for an order of `samplers.orders.tables`.
 
     Its prefill predicts slot 0, or the P slots of the order's first step with logits [R, P, V]. A call feeds any slots,
-    and is told which slots to predict, and which position's head answers for each. Raster samplers refuse such a model;
+    and gets the slots to predict, and the position whose head answers for each. Raster samplers refuse such a model;
     `OrderedSampler` decodes it.
     """
 
@@ -133,7 +133,7 @@ class AnyOrderModel(Protocol):
 
 
 def hidden_after(num_tokens: int, num_steps: int) -> list[int]:
-    """How many slots are still hidden after each step of the published schedule.
+    """Return how many slots are still hidden after each step of the published schedule.
 
     The last number is 1, as published, although the last step takes all that is left: guidance reads it.
 

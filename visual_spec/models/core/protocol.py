@@ -515,7 +515,7 @@ class ColumnModel(Protocol):
 
     @property
     def valid(self) -> Tensor:
-        """Where a step holds a token: bool [S, K], on any device. (The transpose of `CodebookPattern.valid`.)"""
+        """Return where a step holds a token: bool [S, K], on any device. (The transpose of `CodebookPattern.valid`.)"""
         ...
 
     @property

@@ -323,7 +323,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _is_quantised(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether weights are quantised in a format of diffusers or transformers, which check them."""
+    """Return whether weights are quantised in a format of diffusers or transformers, which check them."""
     how = config.get("quantization_config")
     if how is not None and not isinstance(how, dict):
         raise ValueError(

@@ -43,7 +43,7 @@ class Within:
     none: str = ""
 
     def holds(self, number: float) -> bool:
-        """Whether a number is within."""
+        """Return whether a number is within."""
         return (
             math.isfinite(number)
             and (self.least is None or number >= self.least)
@@ -118,7 +118,7 @@ class DeclaredSetting:
 
     @property
     def allowed(self) -> str:
-        """What a value may be, in words."""
+        """Return what a value may be, in words."""
         limits = f" {self.within}" if str(self.within) else ""
         words: list[str] = []
         if int in self.kinds:

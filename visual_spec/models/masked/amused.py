@@ -33,7 +33,7 @@ class ClipCondition:
     Attributes:
         pooled, states: [B, C] and [B, T, D], the projected summary, and the states before the last layer.
         null_pooled, null_states: [1, C] and [1, T, D], or as many rows as prompts.
-        pixels_per_token: of the tokenizer that makes the pictures, whose size the model is told.
+        pixels_per_token: of the tokenizer that makes the pictures, whose size the model reads.
     """
 
     pooled: Tensor

@@ -102,7 +102,7 @@ class CausalLayer(SavedModel, ModelMixin, ConfigMixin):
         return features + self.proj_out(x).to(features.dtype)
 
     def _scores(self, slots: Tensor) -> Tensor:
-        """What is added to the scores of attention, `[R, H, G, 1 + G]`: by distance, -inf for later places."""
+        """Return what is added to the scores of attention, `[R, H, G, 1 + G]`: by distance, -inf for later places."""
         side, count = self.config["grid_size"], slots.shape[1]
         row, column = slots // side, slots % side
         down, right = (at[:, :, None] - at[:, None] + side - 1 for at in (row, column))  # [R, G, G]

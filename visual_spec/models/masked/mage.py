@@ -243,7 +243,7 @@ def _through(blocks: nn.ModuleList, hidden: Tensor, cache: StaticCache | None) -
 
 
 def is_mage(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys are of a MAGE."""
+    """Return whether these keys are of a MAGE."""
     return "token_emb.word_embeddings.weight" in weights
 
 

@@ -174,7 +174,7 @@ class MageVQModel(PictureTokenizer):
 
 
 def is_mage_tokenizer(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these are the keys of the tokenizer's own file, or of a file of MAGE, which holds it too."""
+    """Return whether these are the keys of the tokenizer's own file, or of a file of MAGE, which holds it too."""
     start = PREFIX if any(key.startswith(PREFIX) for key in weights) else ""
     return f"{start}encoder.down.0.block.0.conv1.weight" in weights and (
         f"{start}encoder.down.0.block.0.conv1.bias" not in weights

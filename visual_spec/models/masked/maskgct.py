@@ -333,7 +333,7 @@ class _SpeechDecoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return where the weights are."""
         return next(self.parameters()).device
 
     def given(self, lengths: Sequence[int], device: torch.device | None = None) -> Tensor:

@@ -20,7 +20,7 @@ _MASKGIT = KeyLayout(
 
 
 def is_maskgit(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys are of a MaskGIT of the Halton sampler."""
+    """Return whether these keys are of a MaskGIT of the Halton sampler."""
     return all(key in weights for key in ("cls_emb.weight", "tok_emb.weight", "pos_emb.weight"))
 
 

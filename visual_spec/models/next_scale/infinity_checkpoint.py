@@ -40,7 +40,7 @@ _CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
 
 
 def is_infinity(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys are of an Infinity."""
+    """Return whether these keys are of an Infinity."""
     return "cfg_uncond" in weights
 
 

@@ -220,7 +220,7 @@ def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def is_infinity_vq(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys may be of Infinity's tokenizer: a VQGAN's without codes."""
+    """Return whether these keys may be of Infinity's tokenizer: a VQGAN's without codes."""
     return any(key.startswith("encoder.down.0.") for key in weights)
 
 

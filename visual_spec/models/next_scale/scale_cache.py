@@ -240,7 +240,7 @@ class CompressedVAR:
 
     @property
     def lossless(self) -> bool:
-        """Whether the budget never binds, so that this is the model itself."""
+        """Return whether the budget never binds, so that this is the model itself."""
         return self.budget.held() == ScaleBudget.full(self.scales, self.budget.num_layers).held()
 
     def _cache(self, known: int, stop: int) -> ScaleCache:

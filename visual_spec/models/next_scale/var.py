@@ -235,7 +235,7 @@ _VAR = KeyLayout(
 
 
 def is_var(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys are of a VAR."""
+    """Return whether these keys are of a VAR."""
     return "pos_1LC" in weights
 
 

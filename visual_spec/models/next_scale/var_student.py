@@ -158,7 +158,7 @@ class VARStudent(SavedModel, ModelMixin, ConfigMixin):
 
 
 def is_var_student(weights: Mapping[str, Any]) -> bool:
-    """Whether these keys are of a student of VAR."""
+    """Return whether these keys are of a student of VAR."""
     return {"n_d_embed.weight", "layerwise_n_d_embed.0.weight", "pos_1LC"} <= weights.keys()
 
 

@@ -223,7 +223,7 @@ class MultiscaleVQModel(
 
 
 def is_var_vq(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys are of VAR's tokenizer."""
+    """Return whether these keys are of VAR's tokenizer."""
     return any(key.startswith("quantize.quant_resi.") for key in weights)
 
 

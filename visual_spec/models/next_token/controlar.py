@@ -221,7 +221,7 @@ _RENAMED = {
 
 
 def is_controlar(weights: Mapping[str, Any]) -> bool:
-    """Whether these keys are of a ControlAR."""
+    """Return whether these keys are of a ControlAR."""
     return "adapter_mlp.fc1.weight" in weights and "condition_layers.0.fc1.weight" in weights
 
 

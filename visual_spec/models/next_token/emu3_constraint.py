@@ -91,7 +91,7 @@ class Emu3Constraint:
                     )
 
     def _walk(self, row: int, prompt: Tensor, fill: Tensor, most: int) -> list[int | None]:
-        """What is allowed at each step: one token, or None for an image token, which `fill` gives."""
+        """Return what is allowed at each step: one token, or None for an image token, which `fill` gives."""
         ids = torch.cat([prompt, prompt.new_zeros(most)])
         steps: list[int | None] = []
         while len(steps) < most and (not steps or steps[-1] != self._last):

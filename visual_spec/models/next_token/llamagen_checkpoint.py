@@ -161,17 +161,17 @@ def name_of(checkpoint: Checkpoint) -> str:
 
 
 def draws_captions(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys are of a transformer of captions."""
+    """Return whether these keys are of a transformer of captions."""
     return "tok_embeddings.weight" in weights and "cls_embedding.uncond_embedding" in weights
 
 
 def draws_classes(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys are of a transformer of classes."""
+    """Return whether these keys are of a transformer of classes."""
     return "tok_embeddings.weight" in weights and not draws_captions(weights)
 
 
 def is_tokenizer(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these keys may be of one of the tokenizers; other VQGANs' have the codes, too."""
+    """Return whether these keys may be of one of the tokenizers; other VQGANs' have the codes, too."""
     return "quantize.embedding.weight" in weights
 
 

@@ -220,7 +220,7 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
 
 
 def is_llamagen_student(weights: Mapping[str, Any]) -> bool:
-    """Whether these keys are of a student of LlamaGen."""
+    """Return whether these keys are of a student of LlamaGen."""
     return {"n_d_embed.weight", "final_layer_conti.linear.weight", "tok_embeddings.weight"} <= weights.keys()
 
 

@@ -91,7 +91,7 @@ class CachePolicy(Protocol):
 
     @property
     def reach(self) -> int:
-        """How many frames beyond the last one a token may be placed."""
+        """Return how many frames beyond the last one a token may be placed."""
         ...
 
     def check(self, chunk: int) -> None:

@@ -67,12 +67,12 @@ _WAN = KeyLayout(
 
 
 def is_wan(checkpoint: Checkpoint) -> bool:
-    """Whether a file has the keys of Wan's own program."""
+    """Return whether a file has the keys of Wan's own program."""
     return any(key.endswith("time_projection.1.weight") for key in checkpoint.weights)
 
 
 def is_lora(checkpoint: Checkpoint) -> bool:
-    """Whether a file has low-rank changes of a Wan, as LongLive's `lora.pt`."""
+    """Return whether a file has low-rank changes of a Wan, as LongLive's `lora.pt`."""
     return any(".lora_A." in key and "blocks." in key for key in checkpoint.weights)
 
 

@@ -41,7 +41,7 @@ class ServedGlmImage(Glm4ForCausalLM, SupportsMRoPE):
     """The token stage of GLM-Image, from text: vLLM's GLM-4 with rotary positions of three axes.
 
     vLLM counts a request's positions upwards after its prompt, on all axes alike. Tokens of a grid count by row and
-    column, from the length of the prompt on. So a request is told to go on at a multiple of its prompt's length that
+    column, from the length of the prompt on. So a request goes on at a multiple of its prompt's length that
     no prompt reaches, and `forward` reads length and place from the position.
     """
 

@@ -14,7 +14,7 @@ _WINDOWS = "_visual_spec_windows"
 
 
 def fits() -> bool:
-    """Whether the installed vLLM is one that was run, of whatever build."""
+    """Return whether the installed vLLM is one that was run, of whatever build."""
     from vllm import __version__
 
     return __version__.split("+")[0] in FITS
