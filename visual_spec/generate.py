@@ -260,7 +260,7 @@ def _verdict(rows: Sequence[Any], medium: MediumFiles) -> int:
         laws = "; ".join(_joined([row.output_law for row in rows]))
         laws = with_near_ties(laws, sum(counts) if counts else None)
         same = sum(row.identical for row in rows)
-        some = f"{same} of {len(rows)} {medium.words.samples} are those of plain decoding" if same else ""
+        some = f"{same} of {len(rows)} {medium.words.samples} equal plain decoding's" if same else ""
         print(f"{some or 'Not what plain decoding draws with these seeds'}. The output is: {laws}.")
         if all(row.reference for row in rows):
             print(

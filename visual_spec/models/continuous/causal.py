@@ -172,7 +172,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
     def forward(self, state: CausalLatentState, tokens: Tensor, slots: Tensor) -> Tensor:
         """Feed tokens [B, W, d] at slots [B, W]; conditions z [R, W, dim], column w of slot `slots[b, w] + 1`.
 
-        Writes the cache at those slots and attends to the class and to all slots up to each token's own. Slots behind
+        Writes the cache at those slots and attends to the class and to all slots up to each token's own. Slots after
         the last one are allowed, up to the window; what comes out there means nothing.
         """
         if state.guided:

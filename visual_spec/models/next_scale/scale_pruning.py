@@ -6,7 +6,7 @@ summed over the channels, in every row alone. Elsewhere its output, with AdaLN's
 the last whole map, resized by area. Pruned places of attention have neither queries nor keys nor values, so that later
 maps do not see them.
 
-Below float64, rounding may decide between places of equal scores, such as those of a map of one code.
+Below float64, rounding may decide between places of equal scores, such as a map of one code has.
 
 Departures from the published code: maps need not be squares, and the map that is restored from is the last whole one
 (there: side 24, the last whole one).
