@@ -205,7 +205,7 @@ class FlowSchedule:
         return self
 
     def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LevelSchedule`. `output [..., d]`: the velocity. Nothing else is needed: rest is [..., 0]."""
+        """See `LevelSchedule`. `output [..., d]`: the velocity. Nothing follows the prediction: rest is [..., 0]."""
         return x - self._shares[index].unsqueeze(-1) * output, output[..., :0]
 
     def toward(self, x: Tensor, index: int | Tensor, token: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ class LevelSchedule(Protocol):
     laws: Tensor
 
     def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The token [..., d] that a head's output [..., outputs] at points `x [..., d]` foretells, and what comes with
+        """The token [..., d] that a head's output [..., outputs] at points `x [..., d]` foretells, and what follows
         the prediction in the output, [..., rest].
 
         Args:
@@ -173,7 +173,7 @@ class ReusingLatentModel(MaskedLatentModel, Protocol):
 def guided(output: Tensor, scale: float | Tensor, token_dim: int) -> Tensor:
     """Classifier-free guidance of a head's output `[..., 2 N, outputs]`, conditional rows first: `[..., N, outputs]`.
 
-    The prediction is u + scale (c - u); what comes with it (the share of variance) is the conditional row's.
+    The prediction is u + scale (c - u); what follows it (the share of variance) is the conditional row's.
 
     Args:
         scale: one for all, or [N, 1].
