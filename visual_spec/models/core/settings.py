@@ -219,9 +219,11 @@ def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def bound(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
+        arguments = signature.bind(self, *args, **kwargs).arguments
         declared = settings_of(init)
-        registered(**{key: declared[key].read(one) if key in declared else one for key, one in given.items()})
+        registered(
+            **{key: declared[key].read(one) if key in declared else one for key, one in arguments.items()}
+        )
 
     return bound
 
