@@ -116,7 +116,7 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between the keys of a file and those of an architecture."""
+    """The difference between the keys of a file and an architecture's."""
 
     missing: list[str]
     unexpected: list[str]
