@@ -343,3 +343,49 @@ def test_the_snippet_of_the_page_of_models(capsys):
 
 def test_the_end_may_be_among_the_codes():
     assert CodeLanguageModel(LLAMA, (40, 60), 45, new_tokens=3).end == 5
+
+
+LAWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filtered": dict(temperature=1.3, top_k=20, top_p=0.9),
+    "several": dict(top_p=0.8, num_return_sequences=2, no_repeat_ngram_size=2),
+    "all": dict(temperature=0.8, top_k=0, **SETTINGS["all"]),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampler", ["plain", "window 4", "window 16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_sampled_texts_are_those_of_generate_for_a_seed(kind, sampler, law):
+    """And the generator ends where `generate` leaves it, so a second text follows the first."""
+    model = LLAMA if kind == "llama" else language_model(kind)
+    second = dict(
+        negative_prompt_ids=NEGATIVE["input_ids"], negative_prompt_attention_mask=NEGATIVE["attention_mask"]
+    )
+    settings: dict[str, Any] = dict(do_sample=True, **LAWS[law], **(second if law == "all" else {}))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        want = [theirs(model, PROMPTS, **settings) for _ in range(2)]
+        torch.manual_seed(seed)
+        got = [ours(model, PROMPTS, SAMPLERS[sampler], **settings) for _ in range(2)]
+        for one, other in zip(want, got, strict=True):
+            assert torch.equal(one, other)
+    assert not torch.equal(want[0], want[1])
+
+
+def test_texts_without_an_end_leave_the_generator_as_generate_does():
+    settings = dict(codes=((45, 60),), end=None, do_sample=True, max_new_tokens=9)
+    torch.manual_seed(4)
+    want, after = theirs(LLAMA, PROMPTS, **settings), torch.rand(2)
+    for sampler in ("plain", "window 16"):
+        torch.manual_seed(4)
+        got = ours(LLAMA, PROMPTS, SAMPLERS[sampler], **settings | {"codes": [(45, 60)]})
+        assert torch.equal(got, want) and torch.equal(torch.rand(2), after)
+
+
+def test_a_sampler_that_keeps_the_law_alone_draws_by_keys():
+    """Acceptance "exact" does not keep tokens: the noise of slots would promise what it cannot hold."""
+    torch.manual_seed(4)
+    want = theirs(LLAMA, PROMPTS, do_sample=True)
+    torch.manual_seed(4)
+    assert not torch.equal(ours(LLAMA, PROMPTS, SAMPLERS["exact"], do_sample=True), want)

@@ -128,7 +128,10 @@ class LlamaGenNearToFar(LlamaGenTransformer):
             both = answered.all(1, keepdim=True)
             right = self.hv_gate_mlp(*heads).where(both, shares[0])
             shares = (right, 1 - right)
-        return sum(share * head for share, head in zip(shares, heads, strict=True))
+        merged = shares[0] * heads[0]
+        for share, head in zip(shares[1:], heads[1:], strict=True):
+            merged = merged + share * head
+        return merged
 
     def teacher_forced_heads(
         self,

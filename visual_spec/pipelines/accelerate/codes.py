@@ -5,7 +5,8 @@
     ids = model.generate(**tokenizer(prompt, return_tensors="pt"), do_sample=True, max_new_tokens=2000)
 
 `accelerate` hangs `generate` on the object and touches nothing else. It draws codes and the end only. The ids are those
-of `generate` with a processor that forbids every other id: the same greedy ids, and sampled ids of the same law.
+of `generate` with a processor that forbids every other id: greedy ones, and sampled ones after the same
+`torch.manual_seed`. Only a tie up to rounding can make a difference.
 """
 
 import functools
@@ -23,6 +24,7 @@ from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang,
 from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request, returned
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
+from visual_spec.samplers.core.drawn_noise import DrawnNoise
 from visual_spec.samplers.core.history import (
     HistoryRule,
     NoRepeatNgram,
@@ -125,7 +127,9 @@ def generate_codes(
         generation_config: in place of `model.generation_config`.
         logits_processor: of transformers, each a function of the text before a slot and of the slot's scores
             (`visual_spec.samplers.core.history.TextFunction`).
-        generator: one `torch.Generator` for the batch, or a list of one a text; None is PyTorch's default one.
+        generator: one `torch.Generator` for the batch, or a list of one a text. None: PyTorch's default one, used as
+            `torch.multinomial` uses it, so that sampled ids are those of `generate` for the seed
+            (`visual_spec.samplers.core.drawn_noise`), if the sampler is one that keeps tokens.
         callback: called after every target call, as (index, committed tokens [B]).
         streamer: of transformers; gets the prompt and then the tokens, as they are committed.
         sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
@@ -182,18 +186,24 @@ def generate_codes(
         negative.start = torch.full((len(input_ids),), length, device=input_ids.device)
     condition = ImagePrompt(prompt, negative).repeat(count)
     given, pad = input_ids.repeat_interleave(count, 0), config.pad_token_id
-    live = LiveStream(streamer, given)
+    live, sampler = LiveStream(streamer, given), model.sampler if sampler is None else sampler
+    noise = None
+    if generator is None and sampler.identical and law.temperature > 0:
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        noise = DrawnNoise(len(given), most, vocabulary, stage.ids_of, None, given.device)
     with live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], pad)):
-        result = (model.sampler if sampler is None else sampler)(
+        result = sampler(
             stage,
             condition,
             law=law,
-            generator=generator,
-            batch_size=len(condition.prompt.ids),
+            generator=generator if noise is None else noise,
+            batch_size=len(given),
             callback=callback,
         )
     model.last_trace = result.trace
     texts = stage.texts(result.tokens, pad).to(given.device)
+    if noise is not None:
+        noise.rewind(texts.shape[1])
     live.end(texts)
     ids = torch.cat([given, texts], 1)
     return returned(ids, config)

@@ -196,6 +196,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         keys: Tensor,
         watch: Stopwatch | None = None,
         cache: Any = None,
+        noise: CounterNoise | None = None,
         **parts: Any,
     ) -> Run:
         """Run the prefill, and set up what `prepare` and `step` read.
@@ -203,6 +204,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         Args:
             keys: int64 [B], one key a sample (`draw_keys`).
             cache: the model's state, if the prefill has been run.
+            noise: None: that of the keys.
             parts: the arguments listed by `takes`.
         """
         watch, given = watch or Stopwatch(), law
@@ -219,7 +221,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         checked = CheckedLaw(law, self.num_slots(model, parts), deferred=deferred, vocab_size=vocab)
         rule = self.rule(model, parts, device)
         ahead = self.window_of(model) + _AHEAD
-        noise = CounterNoise(keys, device, keep=ahead if device.type == "cpu" else 0)
+        noise = noise or CounterNoise(keys, device, keep=ahead if device.type == "cpu" else 0)
         run = Run(model, condition, len(keys), cache, checked, given, noise, watch, rule, parts)
         run.end, run.view = getattr(given, "end", None), self.view(model, device)
         run.fixed_width = self.fixed_width
@@ -281,7 +283,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         condition: Any,
         *,
         law: TokenLaw,
-        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | CounterNoise | None = None,
         batch_size: int = 1,
         callback: Callback | None = None,
         **parts: Any,
@@ -292,7 +294,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
             model: a model that answers the calls of this sampler.
             condition: what the model's `prefill` takes, `batch_size` rows of it.
             law: how logits become the distribution a token is drawn from.
-            generator: one `torch.Generator` for the batch, a list of one a sample, or None (PyTorch's default).
+            generator: one `torch.Generator` for the batch, a list of one a sample, or None (PyTorch's default); or
+                the noise itself.
             callback: called after every target call with the call's index (the prefill is 0) and the number of
                 committed slots of each sample, long [B], on the model's device. On CUDA the sampler notices the end one
                 call late, so it may call back once more after the last commit. If it returns `STOP`, the decode ends
@@ -309,16 +312,18 @@ class Sampler(SchedulerMixin, ConfigMixin):
         check_text_law(self, model, law)
         self.check(model, law, batch_size, parts)
         graph = self.config.get("graph", False)
-        # What reads the text may be any function of it, on the host.
-        recording = self.records_steps and wants_graph(graph, model) and not getattr(law, "reads_text", False)
-        keys, watch = draw_keys(generator, batch_size), Stopwatch()
+        noise, watch = generator if isinstance(generator, CounterNoise) else None, Stopwatch()
+        keys = generator.keys if isinstance(generator, CounterNoise) else draw_keys(generator, batch_size)
+        # What reads the text may be any function of it, on the host; so may noise that is no function of keys.
+        recording = noise is None and self.records_steps and not getattr(law, "reads_text", False)
+        recording = recording and wants_graph(graph, model)
         # What a recording depends on. Only the prefill uses `drafter_condition`.
         others = [part for name, part in parts.items() if name != "drafter_condition"]
         key: Any = (type(self), repr(sorted(self.config.items())), law, batch_size, *others)
         cache = prefill = None
         if recording:
             key, cache, prefill = self._prefilled(model, condition, key, law, batch_size, parts)
-        run = self.begin(model, condition, law, keys, watch, cache=cache, **parts)
+        run = self.begin(model, condition, law, keys, watch, cache=cache, noise=noise, **parts)
         state = self.prepare(run)
 
         def advance() -> None:

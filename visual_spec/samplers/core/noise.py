@@ -8,7 +8,7 @@ batch it was drawn in, on the window, or on the order in which slots were visite
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -105,6 +105,8 @@ class CounterNoise:
     `slots` are grid slots, int64 [B, W], at least 0 (the low 32 bits count). `stream` is the purpose of the draw.
     `round` gives fresh numbers to repeated draws for one slot: an int, or an int64 tensor [], [B], or [B, W].
     """
+
+    keyed: ClassVar[bool] = True  # whether a kernel can draw the own noise of slots from the keys
 
     def __init__(self, keys: Tensor, device: torch.device | str, *, keep: int = 0) -> None:
         if keys.dim() != 1 or keys.dtype != torch.int64:

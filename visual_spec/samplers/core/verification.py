@@ -327,7 +327,7 @@ def draw_tokens(
     law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, stream: int = TOKEN
 ) -> Tensor:
     """Return `noise.categorical(law(logits, slots, guided), slots, stream)`, by one kernel if it fits: long [B, N]."""
-    if not fits(logits):
+    if not (fits(logits) and noise.keyed):
         return noise.categorical(law(logits, slots, guided), slots, stream)
     from visual_spec.kernels.draw import draw  # kernels are imported where they run
 
@@ -349,7 +349,7 @@ def draw_near(
     Args:
         unit: from `rounding_unit`.
     """
-    if fits(logits):
+    if fits(logits) and noise.keyed:
         from visual_spec.kernels.draw import draw
 
         law.check_shape(logits, slots, guided)

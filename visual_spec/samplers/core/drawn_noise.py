@@ -1,0 +1,109 @@
+"""Noise of slots as `torch.multinomial` draws it, so that sampled tokens are those of a plain loop for a seed.
+
+A plain loop calls `torch.multinomial(p, 1)` once a slot. That draws exponential noise q for every row and id, and takes
+the id with the largest p / q. So the noise of a slot does not depend on the law, and can be drawn before the law is
+known. Slots are drawn in their order, all rows at once, whatever order a sampler visits them in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+
+
+class DrawnNoise(CounterNoise):
+    """Own noise of slots (stream `TOKEN`, round 0) from a torch generator; all other noise as of `CounterNoise`.
+
+    The generator moves as far as the slots that were asked for. `rewind` leaves it where a plain loop does.
+
+    Args:
+        batch_size: B, rows of the plain loop.
+        num_slots: most slots of a row. Later ones are scratch, and move no generator.
+        num_ids: ids that the plain loop draws among.
+        ids: long [V], those of the tokens.
+        generator: as that of `torch.multinomial`; None: the default one of the device.
+        device: of the logits.
+        dtype: of the probabilities of the plain loop.
+    """
+
+    keyed = False
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_slots: int,
+        num_ids: int,
+        ids: Tensor,
+        generator: torch.Generator | None,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if generator is None:
+            index = device.index if device.index is not None else 0
+            generator = (
+                torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
+            )
+        self.generator, self._shape, self._dtype = generator, (batch_size, num_ids), dtype
+        self._ids, self._num_slots = ids.to(device), num_slots
+        # Other noise must not move the generator.
+        keys = draw_keys(torch.Generator().manual_seed(generator.initial_seed()), batch_size)
+        super().__init__(keys, device)
+        self._rows = torch.arange(batch_size, device=device)
+        self._kept_slots: dict[int, Tensor] = {}  # noise [B, V] of the slots of the last call
+        self._states: list[Tensor] = []  # of the generator before each slot
+
+    def select(self, samples: Tensor) -> None:
+        super().select(samples)
+        self._rows = self._rows[samples]
+
+    def categorical(self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
+        if stream != TOKEN or not isinstance(round, int) or round:
+            return super().categorical(log_probs, slots, stream, round)
+        return (log_probs.exp() / self._exponential(slots)).argmax(-1)
+
+    def race(
+        self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0
+    ) -> tuple[Tensor, Tensor]:
+        if stream != TOKEN or not isinstance(round, int) or round:
+            return super().race(log_probs, slots, stream, round)
+        scores = log_probs - self._exponential(slots).log()
+        best = scores.topk(min(2, scores.shape[-1]), -1).values
+        margin = (
+            best[..., 0] - best[..., 1] if best.shape[-1] == 2 else torch.full_like(best[..., 0], torch.inf)
+        )
+        return self.categorical(log_probs, slots, stream), margin
+
+    def rewind(self, steps: int) -> None:
+        """Leave the generator as after the first `steps` slots."""
+        self._reach(steps)
+        if steps < len(self._states):
+            self.generator.set_state(self._states[steps])
+
+    def _exponential(self, slots: Tensor) -> Tensor:
+        """The noise [B, W, V] of slots long [B, W], of the rows that are left."""
+        slots = slots.clamp(max=self._num_slots - 1)
+        first, last = int(slots.min()), int(slots.max())
+        self._reach(last + 1)
+        self._kept_slots = {slot: self._noise(slot) for slot in range(first, last + 1)}
+        return torch.stack([*self._kept_slots.values()])[slots - first, self._rows[:, None]]
+
+    def _reach(self, slots: int) -> None:
+        """Draw the noise of the first `slots`, if that was not done."""
+        while len(self._states) < slots:
+            self._states.append(self.generator.get_state())
+            self._kept_slots[len(self._states) - 1] = self._draw()
+
+    def _noise(self, slot: int) -> Tensor:
+        """The noise [B, V] of a slot that was drawn before: kept, or drawn again."""
+        if slot not in self._kept_slots:
+            now = self.generator.get_state()
+            self.generator.set_state(self._states[slot])
+            self._kept_slots[slot] = self._draw()
+            self.generator.set_state(now)
+        return self._kept_slots[slot]
+
+    def _draw(self) -> Tensor:
+        noise = torch.empty(self._shape, dtype=self._dtype, device=self.generator.device)
+        return noise.exponential_(generator=self.generator).to(self._ids.device)[:, self._ids]
