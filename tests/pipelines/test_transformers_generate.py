@@ -20,6 +20,7 @@ from tests.tiny import seeded
 from visual_spec.pipelines.transformers_generate import generate
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 GRIDS = torch.tensor([[1, 3, 5], [1, 2, 3]])
 INPUTS: dict[str, dict[str, Any]] = {
@@ -229,3 +230,34 @@ def test_a_language_model_without_its_codes_is_refused():
         )
     with pytest.raises(TypeError, match="T5.*MusicgenForConditionalGeneration.*codes"):
         generate(torch.ones(1, 2).long(), model=T5ForConditionalGeneration(T5Config(**TINY_T5)))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_janus_draws_the_sampled_pictures_of_its_own_generate_for_a_seed(window, count):
+    model = tiny.janus()
+    settings = dict(INPUTS["janus"], **SAMPLING, num_return_sequences=count)
+    plainly = dict(generation_mode="image", guidance_scale=3.0)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        want, after = model.generate(**settings, **plainly), torch.rand(2)
+        sampler = AutoregressiveSampler() if window is None else SpeculativeJacobiSampler(window)
+        visual_spec.accelerate(model, sampler)
+        torch.manual_seed(seed)
+        got, ours_after = model.generate(**settings, **plainly), torch.rand(2)
+        visual_spec.restore(model)
+        assert torch.equal(got, want) and torch.equal(ours_after, after)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_custom_generate_writes_the_sampled_texts_of_generate_for_a_seed(kind):
+    """Every id is a code here, so that `generate` needs no processor."""
+    model = language_model(kind)
+    size = model.get_output_embeddings().weight.shape[0]
+    inputs, settings = texts([7, 7, 7]), dict(TEXTS, eos_token_id=END, num_return_sequences=2)
+    torch.manual_seed(5)
+    want = model.generate(**inputs, **settings)
+    torch.manual_seed(5)
+    own = dict(custom_generate=visual_spec.custom_generate, codes=(0, size), end=END, window=6)
+    assert torch.equal(model.generate(**inputs, **settings, **own), want)
+    assert model.last_trace.target_calls.min() < want.shape[1] - 7

@@ -89,6 +89,9 @@ class CachedDecoder:
     family = "this model"
     returns_prompt = True  # `output` starts with the prompt
     guidance_scale = 1.0  # default, if neither call nor generation config sets it
+    # Where `generate` draws one slot a step by `torch.multinomial`: among how many ids, which of them are the tokens'
+    # (long [V]), and in which precision. None: it draws otherwise.
+    plain_draws: tuple[int, Tensor, torch.dtype] | None = None
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class JanusImageModel(CachedDecoder):
             image_ids=list(range(codes)),
             grid=TokenGrid(side, side),
         )
+        self.plain_draws = (codes, torch.arange(codes), model.dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(tokens)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from visual_spec.samplers.core.drawn_noise import DrawnNoise
 from visual_spec.samplers.core.state import WATCHER
 
 # Arguments and settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed,
@@ -170,6 +171,19 @@ def bound_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             raise TypeError("both of inputs and input_ids given; pass one of them.")
         named["input_ids"] = prompt
     return bound | named
+
+
+def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) -> Any:
+    """The noise of a decode by a `CachedDecoder`: the generators that were passed, or, where there are none, that of
+    `torch.multinomial` from PyTorch's default one, if the model's own `generate` draws so and the sampler keeps tokens.
+
+    Args:
+        ids: long [B, T], the prompts.
+    """
+    if generator is not None or stage.plain_draws is None or not sampler.identical or law.temperature == 0:
+        return generator
+    num_ids, own, dtype = stage.plain_draws
+    return DrawnNoise(len(ids), stage.grid.num_tokens, num_ids, own, None, ids.device, dtype)
 
 
 def returned(sequences: Tensor, config: Any, kind: str = "GenerateDecoderOnlyOutput") -> Any:

@@ -21,7 +21,13 @@ from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, promise, unwrapped
-from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request, returned
+from visual_spec.pipelines.accelerate.arguments import (
+    LiveStream,
+    bound_arguments,
+    noise_of,
+    read_request,
+    returned,
+)
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.samplers.core.drawn_noise import DrawnNoise
@@ -187,22 +193,19 @@ def generate_codes(
     condition = ImagePrompt(prompt, negative).repeat(count)
     given, pad = input_ids.repeat_interleave(count, 0), config.pad_token_id
     live, sampler = LiveStream(streamer, given), model.sampler if sampler is None else sampler
-    noise = None
-    if generator is None and sampler.identical and law.temperature > 0:
-        vocabulary = model.get_output_embeddings().weight.shape[0]
-        noise = DrawnNoise(len(given), most, vocabulary, stage.ids_of, None, given.device)
+    noise = noise_of(stage, sampler, law, generator, given)
     with live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], pad)):
         result = sampler(
             stage,
             condition,
             law=law,
-            generator=generator if noise is None else noise,
+            generator=noise,
             batch_size=len(given),
             callback=callback,
         )
     model.last_trace = result.trace
     texts = stage.texts(result.tokens, pad).to(given.device)
-    if noise is not None:
+    if isinstance(noise, DrawnNoise):
         noise.rewind(texts.shape[1])
     live.end(texts)
     ids = torch.cat([given, texts], 1)

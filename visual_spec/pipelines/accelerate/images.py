@@ -28,9 +28,16 @@ from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.models.next_token.emu3_constraint import NoLayoutError
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, plain, unwrapped
-from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request, returned
+from visual_spec.pipelines.accelerate.arguments import (
+    LiveStream,
+    bound_arguments,
+    noise_of,
+    read_request,
+    returned,
+)
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.traces import joined_traces
+from visual_spec.samplers.core.drawn_noise import DrawnNoise
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import RASTER_TREE_ORDER
 
@@ -125,7 +132,8 @@ def generate_images(
         negative_prompt_ids, negative_prompt_attention_mask: the unconditional prompts [B, T'], for Chameleon,
             Lumina-mGPT and Emu3; left out, they are those of the official programs.
         generation_config: in place of `model.generation_config`.
-        generator: one `torch.Generator` for the batch, or a list of one a picture; None is PyTorch's default one.
+        generator: one `torch.Generator` for the batch, or a list of one a picture. None: PyTorch's default one; a Janus
+            uses it as `generate` does, so that sampled ids are those of `generate` for the seed.
         callback: called after every target call, as (index, committed tokens [B]).
         drafter: for samplers that need one: a smaller model of the same class; None is that of `accelerate`.
         streamer: of transformers; gets the prompt and then the tokens, as they are committed
@@ -171,20 +179,23 @@ def generate_images(
         helper = helper[0], helper[1].repeat(count)
     start = input_ids.shape[1] if stage.returns_prompt else 0
     live = LiveStream(streamer, input_ids.repeat_interleave(count, 0), stream_tokens)
-    traces = []
+    traces, sampler = [], model.sampler if sampler is None else sampler
     while True:
         more = {} if helper is None else {"drafter": helper[0], "drafter_condition": helper[1]}
+        noise = noise_of(stage, sampler, law, generator, condition.prompt.ids)
         with live.watching(functools.partial(_known, stage, condition, start)):
-            result = (model.sampler if sampler is None else sampler)(
+            result = sampler(
                 stage,
                 condition,
                 law=law,
-                generator=generator,
+                generator=noise,
                 batch_size=len(condition.prompt.ids),
                 callback=callback,
                 **more,
             )
         traces.append(result.trace)
+        if isinstance(noise, DrawnNoise):
+            noise.rewind(result.tokens.shape[1])
         following = stage.next_stage(condition, result.tokens)
         if following is None:
             break
