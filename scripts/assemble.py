@@ -99,6 +99,12 @@ RECIPES = {
         halved={**dict.fromkeys(("vq_model", "text_encoder", "drafter")), "transformer": ("", 2)},
     ),
     "shapes_nar": Recipe("ImagePipeline", "ordered", {"default_guidance_scale": 1.5}, OF_SHAPES),
+    "shapes_any": Recipe(
+        "ImagePipeline",
+        "any-order:order=halton,steps=64",
+        {"default_guidance_scale": 1.5, "default_temperature": 0.7},
+        OF_SHAPES,
+    ),
     "shapes_distilled": Recipe(
         "DistilledTextImagePipeline",
         "distilled:steps=2",
@@ -142,6 +148,7 @@ RECIPES = {
         CLIPS,
         {"vq_model": "shapes"},
     ),
+    "motion_nar": Recipe("VideoPipeline", "ordered", CLIPS, {"vq_model": "shapes", "text_encoder": "motion"}),
     "motion_masked": Recipe(
         "VideoPipeline", "frame-masked:steps=4,history_hidden=0.3", CLIPS, {"vq_model": "shapes"}
     ),

@@ -33,6 +33,8 @@ CANNOT = {
 # What `bench` measures beside plain decoding.
 SAMPLERS = dict.fromkeys(embedded_models(), "speculative-jacobi") | {
     "motion_masked": "frame-masked:steps=2",
+    "motion_nar": "ordered",
+    "shapes_any": "any-order:steps=4",
     "shapes_causal": "continuous:head_steps=5",
     "shapes_distilled": "distilled:steps=2",
     "shapes_mar": "continuous:steps=2",

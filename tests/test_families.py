@@ -57,6 +57,7 @@ def test_the_stub_for_editors_is_up_to_date():
     {
         "shapes": "LlamaGen",
         "shapes_nar": "NAR, FlashAR, PAR",
+        "shapes_any": "RandAR",
         "shapes_var": "VAR",
         "shapes_mar": "MAR",
         "shapes_masked": "MaskGIT",
@@ -65,6 +66,7 @@ def test_the_stub_for_editors_is_up_to_date():
         "tunes_masked": "MAGNeT",
         "motion": "LlamaGen of clips",
         "motion_masked": "frame-masked",
+        "motion_nar": "NAR, FlashAR, PAR",
         "motion_causal": "Self-Forcing",
     }.items(),
 )

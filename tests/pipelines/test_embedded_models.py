@@ -19,10 +19,12 @@ READERS = {"vq_model": "shapes", "text_encoder": "shapes"}
 # Its class, the calls it answers, the bytes of its own weights at most, and the parts in folders of others.
 MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
     "shapes_nar": ("ImagePipeline", "own order", 4e6, READERS),
+    "shapes_any": ("ImagePipeline", "any order", 3.2e6, READERS),
     "shapes_masked": ("MaskedImagePipeline", "masked", 7.7e6, READERS),
     "shapes_distilled": (
         "DistilledTextImagePipeline", "distilled", 3.4e6, {**READERS, "teacher": "shapes/transformer"},
     ),
+    "motion_nar": ("VideoPipeline", "own order", 3.6e6, {"vq_model": "shapes", "text_encoder": "motion"}),
     "motion_masked": ("VideoPipeline", "frames", 1.4e6, {"vq_model": "shapes"}),
     "motion_causal": ("ChunkVideoPipeline", "chunks", 1.5 * 2**20, {}),
     "tunes_masked": ("AudioPipeline", "masked", 4e6, {"codec": "tunes", "text_encoder": "tunes"}),
@@ -31,7 +33,9 @@ MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
 # docs/RESULTS.md, with room for few samples and another processor's rounding.
 DRAWN: dict[str, tuple[list[str], Any, int, float]] = {
     "shapes_nar": (shapes.held_out_prompts(8, seed=17), shapes_parser.score, 31, 0.6),
+    "shapes_any": (shapes.held_out_prompts(4, seed=17), shapes_parser.score, 64, 0.65),
     "shapes_masked": (shapes.held_out_prompts(4, seed=17), shapes_parser.score, 16, 0.7),
+    "motion_nar": (motion.held_out_prompts(4, seed=2), motion_parser.score, 30, 0.5),
     "motion_masked": (motion.held_out_prompts(8, seed=2), motion_parser.score, 16 * 4 + 15, 0.55),
     "tunes_masked": (tunes.held_out_prompts(4, seed=17), tunes_parser.score, 20 + 10 + 10 + 10, 0.65),
 }

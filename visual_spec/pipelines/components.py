@@ -24,12 +24,19 @@ _BASES = {
 }
 
 
+# Names of classes in folders that earlier versions saved.
+_FORMER = {"LlamaGenTwoHeads": "LlamaGenNearToFar"}
+
+
 def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
     """What model_index.json says, with our classes named by name, whatever module they lived in when it was saved.
 
     The class of the pipeline is its name alone; diffusers reads the pair ["pipeline", name].
     """
-    named = {name: [__name__, value[1]] if _is_ours(value) else value for name, value in index.items()}
+    named = {
+        name: [__name__, _FORMER.get(value[1], value[1])] if _is_ours(value) else value
+        for name, value in index.items()
+    }
     kind = index.get("_class_name")
     return named | {"_class_name": kind[-1]} if isinstance(kind, list | tuple) and kind else named
 
@@ -38,7 +45,7 @@ def _is_ours(value: Any) -> bool:
     pair = (
         isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
     )
-    return pair and value[0].startswith("visual_spec.") and value[1] in component_homes()
+    return pair and value[0].startswith("visual_spec.") and value[1] in {*component_homes(), *_FORMER}
 
 
 def registers(init: Callable[..., None]) -> Callable[..., None]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from visual_spec.samplers.core.drawn_noise import DrawnNoise
 from visual_spec.samplers.core.state import WATCHER
 
 # Arguments and settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed,
@@ -182,6 +181,8 @@ def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) ->
     """
     if generator is not None or stage.plain_draws is None or not sampler.identical or law.temperature == 0:
         return generator
+    from visual_spec.samplers.core.drawn_noise import DrawnNoise  # no picture of another model needs it
+
     num_ids, own, dtype = stage.plain_draws
     return DrawnNoise(len(ids), stage.grid.num_tokens, num_ids, own, None, ids.device, dtype)
 
