@@ -19,7 +19,7 @@ READERS = {"vq_model": "shapes", "text_encoder": "shapes"}
 # Its class, the calls it answers, the bytes of its own weights at most, and the parts in folders of others.
 MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
     "shapes_nar": ("ImagePipeline", "own order", 4e6, READERS),
-    "shapes_any": ("ImagePipeline", "any order", 3.2e6, READERS),
+    "shapes_any": ("ImagePipeline", "any-order", 3.2e6, READERS),
     "shapes_masked": ("MaskedImagePipeline", "masked", 7.7e6, READERS),
     "shapes_distilled": (
         "DistilledTextImagePipeline", "distilled", 3.4e6, {**READERS, "teacher": "shapes/transformer"},
