@@ -312,10 +312,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
         check_text_law(self, model, law)
         self.check(model, law, batch_size, parts)
         graph = self.config.get("graph", False)
-        noise, watch = generator if isinstance(generator, CounterNoise) else None, Stopwatch()
-        keys = generator.keys if isinstance(generator, CounterNoise) else draw_keys(generator, batch_size)
+        own: Any = generator if hasattr(generator, "keyed") else None  # noise in place of generators
+        keys, watch = draw_keys(generator, batch_size), Stopwatch()
         # What reads the text may be any function of it, on the host; so may noise that is no function of keys.
-        recording = noise is None and self.records_steps and not getattr(law, "reads_text", False)
+        recording = own is None and self.records_steps and not getattr(law, "reads_text", False)
         recording = recording and wants_graph(graph, model)
         # What a recording depends on. Only the prefill uses `drafter_condition`.
         others = [part for name, part in parts.items() if name != "drafter_condition"]
@@ -323,7 +323,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         cache = prefill = None
         if recording:
             key, cache, prefill = self._prefilled(model, condition, key, law, batch_size, parts)
-        run = self.begin(model, condition, law, keys, watch, cache=cache, noise=noise, **parts)
+        run = self.begin(model, condition, law, keys, watch, cache=cache, noise=own, **parts)
         state = self.prepare(run)
 
         def advance() -> None:

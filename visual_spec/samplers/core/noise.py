@@ -31,7 +31,9 @@ ORDER: Final = 8  # in which order a sample's slots are decoded
 REDRAFT: Final = 9  # drafts of a second source, in place of drafts of the same call
 
 
-def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, batch_size: int) -> Tensor:
+def draw_keys(
+    generator: torch.Generator | Sequence[torch.Generator] | CounterNoise | None, batch_size: int
+) -> Tensor:
     """Return one 64-bit key for each sample of a batch.
 
     All 64 bits of a seed count. PyTorch's generator on the CPU looks at the low 32 bits only; the high ones are mixed
@@ -39,7 +41,8 @@ def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, bat
 
     Args:
         generator: one generator (sample `b` gets its `b`-th draw, whatever the batch size), a list of one generator a
-            sample, or None for PyTorch's default CPU generator. The generator's device need not be the model's.
+            sample, or None for PyTorch's default CPU generator. The generator's device need not be the model's. Noise
+            has keys already.
         batch_size: number of samples, at least 1.
 
     Returns:
@@ -53,6 +56,8 @@ def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, bat
         raise ValueError(
             f"batch_size={batch_size}, but a batch holds at least 1 sample; pass batch_size >= 1."
         )
+    if isinstance(generator, CounterNoise):
+        return generator.keys
     if generator is None or isinstance(generator, torch.Generator):
         return torch.cat([_draw_key(generator) for _ in range(batch_size)])
     if not isinstance(generator, (list, tuple)):
