@@ -148,7 +148,12 @@ RECIPES = {
         CLIPS,
         {"vq_model": "shapes"},
     ),
-    "motion_nar": Recipe("VideoPipeline", "ordered", CLIPS, {"vq_model": "shapes", "text_encoder": "motion"}),
+    "motion_nar": Recipe(
+        "VideoPipeline",
+        "ordered",
+        {**CLIPS, "default_guidance_scale": 1.5},
+        {"vq_model": "shapes", "text_encoder": "motion"},
+    ),
     "motion_masked": Recipe(
         "VideoPipeline", "frame-masked:steps=4,history_hidden=0.3", CLIPS, {"vq_model": "shapes"}
     ),
