@@ -134,6 +134,13 @@ def load_refiner(name: str | os.PathLike, **kwargs: Any) -> Any:
     return _load_part(name, "refiner", embedded_refiners(), _REFINERS, **kwargs)
 
 
+def _is_one(saved_as: Any, classes: list[str]) -> bool:
+    """Return whether a class by its name is a subclass of one of these, as a near-to-far LlamaGen is."""
+    if saved_as not in components.component_homes():
+        return False
+    return issubclass(getattr(components, saved_as), tuple(getattr(components, name) for name in classes))
+
+
 def _load_part(
     name: str | os.PathLike, kind: str, embedded: list[str], classes: list[str], **kwargs: Any
 ) -> Any:
@@ -144,6 +151,6 @@ def _load_part(
             f"{', '.join(embedded) or missing_models() or '(none)'}."
         )
     saved_as = read_settings(folder / "config.json").get("_class_name")
-    if saved_as not in classes:
+    if saved_as not in classes and not _is_one(saved_as, classes):
         raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(classes)}.")
     return getattr(components, saved_as).from_pretrained(folder, **kwargs).eval()

@@ -52,6 +52,8 @@ class Within:
         )
 
     def __str__(self) -> str:
+        if self.least is not None and self.least == self.most:
+            return f"that is {_figure(self.least)}"
         if self.least is not None and self.most is not None:
             return f"from {_figure(self.least)} to {_figure(self.most)}"
         words = [] if self.least is None else [f"of at least {_figure(self.least)}"]
