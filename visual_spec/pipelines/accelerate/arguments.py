@@ -174,12 +174,15 @@ def bound_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) -> Any:
     """The noise of a decode by a `CachedDecoder`: the generators that were passed, or, where there are none, that of
-    `torch.multinomial` from PyTorch's default one, if the model's own `generate` draws so and the sampler keeps tokens.
+    `torch.multinomial` from PyTorch's default one, if the model's own `generate` draws so, on a CPU, and the sampler
+    keeps tokens.
 
     Args:
         ids: long [B, T], the prompts.
     """
-    if generator is not None or stage.plain_draws is None or not sampler.identical or law.temperature == 0:
+    by_keys = generator is not None or stage.plain_draws is None or not sampler.identical
+    # On a GPU such noise would keep calls from being recorded, and the host would wait in every one.
+    if by_keys or law.temperature == 0 or ids.device.type != "cpu":
         return generator
     from visual_spec.samplers.core.drawn_noise import DrawnNoise  # no picture of another model needs it
 

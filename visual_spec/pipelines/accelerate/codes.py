@@ -6,7 +6,7 @@
 
 `accelerate` hangs `generate` on the object and touches nothing else. It draws codes and the end only. The ids are those
 of `generate` with a processor that forbids every other id: greedy ones, and sampled ones after the same
-`torch.manual_seed`. Only a tie up to rounding can make a difference.
+`torch.manual_seed` on a CPU. Only a tie up to rounding can make a difference.
 """
 
 import functools
