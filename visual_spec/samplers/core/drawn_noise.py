@@ -23,7 +23,7 @@ class DrawnNoise(CounterNoise):
         num_slots: most slots of a row. Later ones are scratch, and move no generator.
         num_ids: ids that the plain loop draws among.
         ids: long [V], those of the tokens.
-        generator: as that of `torch.multinomial`; None: the default one of the device.
+        generator: as that of `torch.multinomial`; None: PyTorch's default one.
         device: of the logits.
         dtype: of the probabilities of the plain loop.
     """
@@ -40,11 +40,7 @@ class DrawnNoise(CounterNoise):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        if generator is None:
-            index = device.index if device.index is not None else 0
-            generator = (
-                torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
-            )
+        generator = torch.default_generator if generator is None else generator
         self.generator, self._shape, self._dtype = generator, (batch_size, num_ids), dtype
         self._ids, self._num_slots = ids.to(device), num_slots
         # Other noise must not move the generator.
