@@ -150,7 +150,7 @@ def _load_part(
             f"no {kind} {os.fspath(name)!r}; pass a folder written by save_pretrained, or an embedded one: "
             f"{', '.join(embedded) or missing_models() or '(none)'}."
         )
-    saved_as = read_settings(folder / "config.json").get("_class_name")
+    saved_as: Any = read_settings(folder / "config.json").get("_class_name")
     if saved_as not in classes and not _is_one(saved_as, classes):
         raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(classes)}.")
     return getattr(components, saved_as).from_pretrained(folder, **kwargs).eval()

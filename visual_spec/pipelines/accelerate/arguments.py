@@ -180,9 +180,9 @@ def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) ->
     Args:
         ids: long [B, T], the prompts.
     """
-    by_keys = generator is not None or stage.plain_draws is None or not sampler.identical
     # On a GPU such noise would keep calls from being recorded, and the host would wait in every one.
-    if by_keys or law.temperature == 0 or ids.device.type != "cpu":
+    plain = generator is None and ids.device.type == "cpu" and sampler.identical and law.temperature > 0
+    if stage.plain_draws is None or not plain:
         return generator
     from visual_spec.samplers.core.drawn_noise import DrawnNoise  # no picture of another model needs it
 
