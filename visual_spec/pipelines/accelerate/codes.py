@@ -28,9 +28,9 @@ from visual_spec.pipelines.accelerate.arguments import (
     read_request,
     returned,
 )
+from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
-from visual_spec.samplers.core.drawn_noise import DrawnNoise
 from visual_spec.samplers.core.history import (
     HistoryRule,
     NoRepeatNgram,
@@ -135,7 +135,7 @@ def generate_codes(
             (`visual_spec.samplers.core.history.TextFunction`).
         generator: one `torch.Generator` for the batch, or a list of one a text. None: PyTorch's default one, used as
             `torch.multinomial` uses it, so that sampled ids are those of `generate` for the seed
-            (`visual_spec.samplers.core.drawn_noise`), if the sampler is one that keeps tokens.
+            (`visual_spec.pipelines.accelerate.drawn_noise`), if the sampler is one that keeps tokens.
         callback: called after every target call, as (index, committed tokens [B]).
         streamer: of transformers; gets the prompt and then the tokens, as they are committed.
         sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.

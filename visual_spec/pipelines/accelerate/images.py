@@ -35,9 +35,9 @@ from visual_spec.pipelines.accelerate.arguments import (
     read_request,
     returned,
 )
+from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.traces import joined_traces
-from visual_spec.samplers.core.drawn_noise import DrawnNoise
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import RASTER_TREE_ORDER
 

@@ -64,12 +64,11 @@ class DrawnNoise(CounterNoise):
     ) -> tuple[Tensor, Tensor]:
         if stream != TOKEN or not isinstance(round, int) or round:
             return super().race(log_probs, slots, stream, round)
-        scores = log_probs - self._exponential(slots).log()
-        best = scores.topk(min(2, scores.shape[-1]), -1).values
-        margin = (
-            best[..., 0] - best[..., 1] if best.shape[-1] == 2 else torch.full_like(best[..., 0], torch.inf)
-        )
-        return self.categorical(log_probs, slots, stream), margin
+        noise = self._exponential(slots)
+        best = (log_probs - noise.log()).topk(min(2, log_probs.shape[-1]), -1).values
+        alone = torch.full_like(best[..., 0], torch.inf)
+        margin = best[..., 0] - best[..., 1] if best.shape[-1] == 2 else alone
+        return (log_probs.exp() / noise).argmax(-1), margin
 
     def rewind(self, steps: int) -> None:
         """Leave the generator as after the first `steps` slots."""
@@ -78,12 +77,17 @@ class DrawnNoise(CounterNoise):
             self.generator.set_state(self._states[steps])
 
     def _exponential(self, slots: Tensor) -> Tensor:
-        """The noise [B, W, V] of slots long [B, W], of the rows that are left."""
-        slots = slots.clamp(max=self._num_slots - 1)
-        first, last = int(slots.min()), int(slots.max())
-        self._reach(last + 1)
-        self._kept_slots = {slot: self._noise(slot) for slot in range(first, last + 1)}
-        return torch.stack([*self._kept_slots.values()])[slots - first, self._rows[:, None]]
+        """The noise [B, W, V] of slots long [B, W], of the rows that are left; 1 at scratch, which nobody reads."""
+        inside = slots < self._num_slots
+        asked = slots[inside].unique()
+        if not len(asked):
+            return torch.ones(*slots.shape, len(self._ids), dtype=self._dtype)
+        self._reach(int(asked[-1]) + 1)
+        # Rows may be far apart: what lies between them is not held, and drawn again when a row comes there.
+        self._kept_slots = {slot: self._noise(slot) for slot in asked.tolist()}
+        table = torch.stack([*self._kept_slots.values()])  # [S, B, V]
+        places = torch.searchsorted(asked, slots.clamp(max=int(asked[-1])).contiguous())
+        return table[places, self._rows[:, None]].masked_fill(~inside[..., None], 1)
 
     def _reach(self, slots: int) -> None:
         """Draw the noise of the first `slots`, if that was not done."""
