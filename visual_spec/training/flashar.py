@@ -97,18 +97,15 @@ class Pass:
     """
 
     def __init__(self, model: LlamaGenTransformer, grid: TokenGrid | None = None) -> None:
-        whole, device = (
-            order_of(model.trained_order, grid or model.grid).joined().to(model.device),
-            model.device,
-        )
+        device = model.device
+        whole = order_of(model.trained_order, grid or model.grid).joined().to(device)
         first = torch.zeros(1, dtype=torch.long, device=device)
         self.sources, self.seen = whole.sources, whole.seen[:, whole.sources]
         self.targets = torch.cat([first, whole.emitted])
         # Position 0 is the prefix, where all heads predict slot 0.
         rest = whole.answers.where(whole.answers < 0, whole.answers + 1)
-        rest = F.pad(
-            rest, (0, model.num_answers - rest.shape[1]), value=-1
-        )  # one frame of a clip: none is later
+        # In one frame of a clip nothing is later.
+        rest = F.pad(rest, (0, model.num_answers - rest.shape[1]), value=-1)
         self.answers = torch.cat([first.expand(1, model.num_answers), rest])
 
     def __call__(
