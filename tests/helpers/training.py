@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from visual_spec.training import tokens
 from visual_spec.training.loop import ResumePoint
 
 
@@ -77,3 +79,13 @@ def check_training(
         assert again["loss"] == record["loss"] and not (out / "resume.pt").exists()
         assert all(equal(one, other) for one, other in zip(whole, resumed, strict=True)), stop
     return record
+
+
+def shrink_pictures(monkeypatch: pytest.MonkeyPatch, trainer: Any, judge: str) -> None:
+    """Let the module of a trainer read pictures of 16 tokens, and its function `judge` few held-out ones."""
+    monkeypatch.setattr(
+        trainer,
+        "tokenize_dataset",
+        lambda *args, **more: tokens.tokenize_dataset(*args, **{"side": 4, **more}),
+    )
+    monkeypatch.setattr(trainer, judge, partial(getattr(trainer, judge), count=8))

@@ -1,6 +1,5 @@
 """Training of `shapes_any`: its start from a raster model, and a run that is killed."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,12 @@ import torch
 
 from scripts.train import any_order
 from scripts.train.any_order import AnyOrderTraining, start_from_raster, train_any_order
-from tests.helpers.training import check_training
+from tests.helpers.training import check_training, shrink_pictures
 from tests.tiny import tiny_readers
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
-from visual_spec.training import tokens
 
 SHORT = AnyOrderTraining(
     steps=40, batch_size=8, scenes=16, learning_rate=1e-2, caption_dropout=0.2, compile=False
@@ -30,13 +28,7 @@ def readers() -> tuple[CaptionEncoder, Any]:
 
 @pytest.fixture(autouse=True)
 def small_pictures(monkeypatch):
-    """16 tokens a picture, and few held-out ones."""
-    monkeypatch.setattr(
-        any_order,
-        "tokenize_dataset",
-        lambda *args, **more: tokens.tokenize_dataset(*args, **{"side": 4, **more}),
-    )
-    monkeypatch.setattr(any_order, "held_out_loss", partial(any_order.held_out_loss, count=8))
+    shrink_pictures(monkeypatch, any_order, "held_out_loss")
 
 
 def raster() -> LlamaGenTransformer:

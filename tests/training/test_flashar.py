@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers.training import check_training
+from tests.helpers.training import check_training, shrink_pictures
 from tests.tiny import tiny_readers
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.orders.tables import order_of
-from visual_spec.training import flashar, tokens
+from visual_spec.training import flashar
 from visual_spec.training.flashar import FlashTraining, Pass, start_from_raster, train_flashar
 
 SHORT = FlashTraining(
@@ -45,13 +44,7 @@ def readers() -> tuple[CaptionEncoder, VQModel]:
 
 @pytest.fixture(autouse=True)
 def small_pictures(monkeypatch):
-    """16 tokens a picture, and few held-out ones."""
-    monkeypatch.setattr(
-        flashar,
-        "tokenize_dataset",
-        lambda *args, **more: tokens.tokenize_dataset(*args, **{"side": 4, **more}),
-    )
-    monkeypatch.setattr(flashar, "held_out_losses", partial(flashar.held_out_losses, count=8))
+    shrink_pictures(monkeypatch, flashar, "held_out_losses")
 
 
 def raster(**more: Any) -> LlamaGenTransformer:
