@@ -7,28 +7,42 @@ from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from einops import repeat
 from torch import Tensor
 from transformers import (
     EncodecModel,
     MusicgenForCausalLM,
+    MusicgenForConditionalGeneration,
+    MusicgenMelodyForConditionalGeneration,
+    PreTrainedTokenizerBase,
+    T5EncoderModel,
 )
 
-from visual_spec.models.columns.encodec import encode_waves
+from visual_spec.models.columns.encodec import check_codec, encode_waves
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, text_condition
+from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.columns.stacks import check_stacked
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
-from visual_spec.pipelines.audio_parts import AudioParts
-from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
+from visual_spec.pipelines.audio_stream import WaveStream, Window, decode_windows, plan_windows
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.steps import Asked, StepCallback, planned_steps
-from visual_spec.pipelines.texts import Texts, check_words, tokenized
+from visual_spec.pipelines.texts import ReadsText, Texts, check_words, tokenized
+from visual_spec.samplers.registry import MASKED
 
 AudioListener = Callable[[Any, int, Tensor], Any]
 
+# Seconds of a window: no model is trained on an hour, and what a window needs is allocated at once.
+_LONGEST = 3600
 
-class AudioPipeline(AudioParts):
+
+class AudioPipeline(ReadsText):
     """Plays music from prompts.
 
     Args:
@@ -36,23 +50,23 @@ class AudioPipeline(AudioParts):
             `MusicgenForConditionalGeneration` or `MusicgenMelodyForConditionalGeneration`, which brings its own text
             encoder, projection and codec. None here, or for the sampler: the pipeline only encodes prompts
             (`encode_prompt`).
-        codec: an `EncodecModel`. None: that of a whole MusicGen.
-        text_encoder: `CaptionEncoder`, or an encoder of transformers beside its `tokenizer`. None: that of a whole
-            MusicGen; if there is none either, pass `prompt_embeds`.
+        codec: an `EncodecModel`. None: the codec of a whole MusicGen.
+        text_encoder: a `CaptionEncoder`, or an encoder of transformers with its `tokenizer`. None: the encoder of a
+            whole MusicGen; if there is none either, pass `prompt_embeds`.
         sampler: how columns of codes are decoded, `ColumnAutoregressiveSampler`, `ColumnJacobiSampler` or
-            `DraftedColumnSampler`; of a masked model `MaskedSampler`. Swap it freely (`pipe.sampler = ...`).
+            `DraftedColumnSampler`; for a masked model `MaskedSampler`. Swap it freely (`pipe.sampler = ...`).
         tokenizer: of a text encoder of transformers.
         drafter: what `DraftedColumnSampler` drafts with: a `ColumnEagleDrafter` trained for this transformer, or a
             smaller MusicGen over the same text features and codec. Set it freely (`pipe.drafter = ...`).
-        default_guidance_scale, default_temperature, default_top_k, default_top_p: those of `__call__` where it is given
-            none; saved with the pipeline.
+        default_guidance_scale, default_temperature, default_top_k, default_top_p: used where a call names none; saved
+            with the pipeline.
         max_audio_length_in_s: the length that the model was trained on. Longer clips are played by a sliding window.
         pattern: how the codebooks are laid out in steps, a name of `visual_spec.models.columns.patterns.LAYOUTS`.
         pattern_settings: arguments of the layout by name, such as {"group_size": 2} of "grouped" or {"levels": [0, 0,
             1, 1]} of "flat", two calls a frame.
         padding: what padding of a caption is to the decoder, see `MusicgenModules`.
         masked: whether the transformer was trained to fill in hidden codes (MAGNeT), rather than to go on.
-        reach: of a masked model, see `MagnetModel`.
+        reach: frames to either side that a masked model sees, see `MagnetModel`.
 
     Raises:
         TypeError: a component that could not be saved, or a transformer of another kind.
@@ -63,6 +77,47 @@ class AudioPipeline(AudioParts):
         >>> pipe = AudioPipeline.from_pretrained("tunes")
         >>> pipe("a slow sad organ melody in A minor").save("tune.wav")
     """
+
+    model_cpu_offload_seq = "text_encoder->drafter->transformer"
+    # A clip that is streamed is heard while it is decoded.
+    _exclude_from_cpu_offload = ["codec"]
+    _optional_components = ["codec", "text_encoder", "tokenizer", "drafter"]
+    _callback_tensor_inputs = ["lengths"]
+    _output_types = ("np", "pt", "latent")
+    _sample = "clip"
+    _output = AudioPipelineOutput
+    _each = "num_waveforms_per_prompt"
+    _unseen = "the music will not tell"
+    _fitting_drafter = (
+        "a ColumnEagleDrafter trained for this model (python -m visual_spec.training.column_drafter)"
+    )
+
+    codec: Any
+    tokenizer: Any
+
+    @registers
+    def __init__(
+        self,
+        transformer: MusicgenForCausalLM
+        | MusicgenForConditionalGeneration
+        | MusicgenMelodyForConditionalGeneration
+        | None,
+        codec: EncodecModel | None,
+        text_encoder: CaptionEncoder | T5EncoderModel | None,
+        sampler: SchedulerMixin | None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        default_guidance_scale: float = 3.0,
+        default_top_k: int = 0,
+        max_audio_length_in_s: float = 30.0,
+        pattern: str = "delay",
+        padding: str = "masked",
+        default_temperature: float = 1.0,
+        default_top_p: float = 1.0,
+        masked: bool = False,
+        reach: int | None = 5,
+        drafter: ColumnEagleDrafter | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
+        pattern_settings: dict[str, Any] | None = None,
+    ): ...
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -89,8 +144,7 @@ class AudioPipeline(AudioParts):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        chosen = sampler or make_sampler("columns")
-        return cls(model, None, None, chosen, tokenizer, **published | settings)
+        return cls(model, None, None, sampler or make_sampler("columns"), tokenizer, **published | settings)
 
     @classmethod
     def from_audiocraft(
@@ -106,7 +160,7 @@ class AudioPipeline(AudioParts):
     ) -> Self:
         """A pipeline around an official MusicGen or AudioGen checkpoint of audiocraft, mono or stereo.
 
-        It has the published law, and the treatment of padding of audiocraft.
+        It has the published law, and treats padding as audiocraft does.
 
         Args:
             source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
@@ -118,18 +172,10 @@ class AudioPipeline(AudioParts):
         Raises:
             FileNotFoundError, OSError, ValueError: as `visual_spec.models.columns.musicgen_checkpoint.load_musicgen`.
         """
-        from visual_spec.models.columns.musicgen_checkpoint import load_musicgen
+        from visual_spec.pipelines.families.musicgen import official_musicgen
 
-        loaded = load_musicgen(source, text_encoder, codec=codec, dtype=dtype)
-        own = loaded.settings
-        published: dict[str, Any] = dict(
-            default_guidance_scale=own.guidance_scale,
-            default_temperature=own.temperature,
-            default_top_k=own.top_k,
-            max_audio_length_in_s=own.duration,
-            padding="zeros",
-        )
-        return cls.from_musicgen(loaded.model, tokenizer, sampler, **published | settings)
+        model, published = official_musicgen(source, text_encoder, codec=codec, dtype=dtype)
+        return cls.from_musicgen(model, tokenizer, sampler, **published | settings)
 
     @classmethod
     def from_magnet(
@@ -148,17 +194,15 @@ class AudioPipeline(AudioParts):
         Audiocraft's `use_sampling=False` is the setting `greedy` of `MaskedSampler`.
 
         Args:
-            source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
-            text_encoder, tokenizer: the T5 that the checkpoint names (`t5-base` for music), as transformers loads it.
-            codec: in place of the folder's.
+            source, text_encoder, tokenizer, codec: as in `from_audiocraft`.
             dtype: of the transformer, which is loaded onto the CPU, where audiocraft computes in float32. Pass
-                torch.float16 for a GPU; None keeps that of the file, float16 of official ones.
+                torch.float16 for a GPU; None keeps the dtype of the file, float16 of official ones.
             settings: of the class, in place of the published ones.
 
         Raises:
             FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_audiocraft_codec`.
         """
-        from visual_spec.pipelines.magnet import official_magnet
+        from visual_spec.pipelines.families.musicgen import official_magnet
 
         model, codec, sampler, published = official_magnet(source, codec=codec, dtype=dtype)
         return cls(model, codec, text_encoder, sampler, tokenizer, **published | settings)
@@ -176,6 +220,117 @@ class AudioPipeline(AudioParts):
             )
         super().save_pretrained(save_directory, *args, **kwargs)
 
+    # -- what the components are ---------------------------------------------------------------------------------------
+
+    def _check_parts(self) -> None:
+        if self.transformer is None:
+            return  # it encodes prompts
+        modules = MusicgenModules(self._model, self.config["padding"])
+        if (pattern := self._pattern(modules.num_codebooks)) is not None and pattern.stacked:
+            check_stacked(pattern)
+        if self._codec is None:
+            return  # it makes codes, which nobody hears
+        check_codec(self._codec)
+        books = len(self._codec.quantizer.layers) * self.channels
+        size = self._codec.config.codebook_size
+        if (modules.num_codebooks, modules.vocab_size) != (books, size):
+            raise ValueError(
+                f"the transformer predicts {modules.num_codebooks} codebooks of {modules.vocab_size} codes, but the "
+                f"codec has {books} of {size}; load both from the same model."
+            )
+        length = self.config["max_audio_length_in_s"]
+        if not (length <= _LONGEST and self.max_frames >= 1):
+            raise ValueError(
+                f"max_audio_length_in_s={length}; pass the length that the model was trained on, at least one frame of "
+                f"{1 / self.frame_rate:g} s and at most {_LONGEST} s."
+            )
+
+    @property
+    def _model(self) -> Any:
+        """The transformer, uncompiled: its modules run, not its `forward`."""
+        return getattr(self.transformer, "_orig_mod", self.transformer)
+
+    @property
+    def _codec(self) -> Any:
+        return getattr(self._model, "audio_encoder", None) if self.codec is None else self.codec
+
+    @property
+    def _fills_in(self) -> bool:
+        """Whether the model fills in hidden codes, rather than going on."""
+        return MASKED in self.calls
+
+    @property
+    def channels(self) -> int:
+        """1, or 2 of a stereo model."""
+        config = self._model.config
+        return getattr(config, "decoder", config).audio_channels
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples per second."""
+        return self._codec.config.sampling_rate
+
+    @property
+    def samples_per_frame(self) -> int:
+        """Samples that a frame of codes becomes."""
+        return math.prod(self._codec.config.upsampling_ratios)
+
+    @property
+    def frame_rate(self) -> float:
+        """Frames of codes per second."""
+        return self.sampling_rate / self.samples_per_frame
+
+    @property
+    def max_frames(self) -> int:
+        """Frames of the longest clip that is played in one go."""
+        return round(self.config["max_audio_length_in_s"] * self.frame_rate)
+
+    def _pattern(self, codebooks: int) -> CodebookPattern | None:
+        """The layout of the configuration; None: the model's own delay, where both channels of stereo lag alike.
+
+        Raises:
+            ValueError: as `CodebookPattern.named`.
+        """
+        settings = dict(self.config["pattern_settings"] or {})
+        pattern = CodebookPattern.named(self.config["pattern"], codebooks, **settings)
+        return pattern if settings or self.config["pattern"] != "delay" else None
+
+    def _columns(self, model: Any, kept: int, new: int) -> MusicgenColumnModel:
+        """A MusicGen over a window of frames that are kept from before, and frames that are new."""
+        pattern = self._pattern(MusicgenModules(model).num_codebooks)
+        padding = self.config["padding"]
+        return MusicgenColumnModel(model, kept + new, prompt_frames=kept, padding=padding, pattern=pattern)
+
+    def _window(self, kept: int, new: int) -> Window:
+        """What decodes a window of frames that are kept from before, and frames that are new."""
+        model: Any
+        if self._fills_in:
+            padding, reach = self.config["padding"], self.config["reach"]
+            model = MagnetModel(self._model, kept + new, padding=padding, reach=reach)
+        else:
+            model = self._columns(self._model, kept, new)
+        return Window(kept, model, self.sampler_parts(kept, new))
+
+    def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
+        return None if self.transformer is None else self._window(0, self.max_frames)[1:]
+
+    def sampler_parts(self, kept: int = 0, new: int | None = None) -> dict[str, Any]:
+        """What the sampler asks for beside the model: a drafter, or the codes of each codebook.
+
+        Args:
+            kept, new: frames of the window: those kept from before, and those to decode (None: `max_frames`).
+        """
+        if getattr(self.sampler, "needs_drafter", False):
+            if isinstance(self.drafter, ColumnEagleDrafter):
+                return {"drafter": self.drafter}
+            return {"drafter": self._columns(self.drafter, kept, self.max_frames if new is None else new)}
+        if not getattr(self.sampler, "needs_codebook", False):
+            return {}
+        with at_hand(self._codec):
+            books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
+        # Both channels of stereo use the codec's codebooks, and their codes of one level stand side by side.
+        return {"codebook": repeat(books, "k v d -> (k c) v d", c=self.channels)}
+
     # -- input ---------------------------------------------------------------------------------------------------------
 
     def _checked(self, args: Mapping[str, Any]) -> Asked:
@@ -186,45 +341,26 @@ class AudioPipeline(AudioParts):
         stretch = args["stretch_in_s"]
         if not (math.isfinite(stretch) and stretch > 0):
             raise ValueError(f"stretch_in_s={stretch}; pass the seconds that are made audible at once.")
-        self._check_melody(args["melody_features"], asked.count)
-        clip = asked.known = self._clip(args)
+        if args["melody_features"] is not None:
+            from visual_spec.pipelines.families.musicgen import check_melody
+
+            check_melody(args["melody_features"], self._model, asked.count)
+        clip = asked.known = self._clip(args["audio"], args["sampling_rate"])
         if clip is not None and len(clip) not in (1, asked.count):
             raise ValueError(
                 f"audio holds {len(clip)} clips for {asked.count} prompts; pass one for all, or one for each prompt."
             )
         frames = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
-        self.plan(args["audio_length_in_s"], args["extend_stride_in_s"], frames)
+        asked.model = self.plan(args["audio_length_in_s"], args["extend_stride_in_s"], frames)
         return asked
 
-    def _clip(self, args: Mapping[str, Any]) -> Tensor | None:
+    def _clip(self, audio: Any, rate: int | None) -> Tensor | None:
         """The clip to go on from as [B or 1, C, N] at the codec's rate, or None."""
-        audio, rate = args["audio"], args["sampling_rate"]
-        if audio is None:
-            if rate is not None:
-                raise ValueError(f"sampling_rate={rate} given without audio; leave it out.")
-            return None
-        return prepare_clip(audio, rate, rate=self.sampling_rate, channels=self.channels)
-
-    def _check_words(self, texts: Texts) -> None:
-        own = getattr(self._model, "text_encoder", None)
-        encoder = own if self.text_encoder is None else self.text_encoder
-        check_words(encoder, self.tokenizer, texts.prompts + texts.negatives)
-
-    def _check_melody(self, features: Tensor | None, count: int) -> None:
-        if features is None:
-            return
-        chroma = getattr(self._model.config, "num_chroma", None)
-        if chroma is None:
-            raise ValueError(
-                "melody_features given, but this model follows no tune; load a MusicgenMelodyForConditionalGeneration, "
-                "or leave them out."
-            )
-        shape = tuple(features.shape)
-        if len(shape) != 3 or shape[0] not in (1, count) or not shape[1] or shape[2] != chroma:
-            raise ValueError(
-                f"melody_features of shape {shape} for {count} prompts; pass [1 or {count}, L, {chroma}], the "
-                "input_features of the model's processor."
-            )
+        if audio is not None:
+            return prepare_clip(audio, rate, rate=self.sampling_rate, channels=self.channels)
+        if rate is not None:
+            raise ValueError(f"sampling_rate={rate} given without audio; leave it out.")
+        return None
 
     def plan(
         self, audio_length_in_s: float | None, extend_stride_in_s: float | None, given_frames: int = 0
@@ -238,9 +374,8 @@ class AudioPipeline(AudioParts):
             ValueError: as `plan_windows`.
         """
         limit = self.config["max_audio_length_in_s"]
-        length = limit if audio_length_in_s is None else audio_length_in_s
         return plan_windows(
-            length,
+            limit if audio_length_in_s is None else audio_length_in_s,
             extend_stride_in_s,
             given_frames,
             limit=limit,
@@ -251,27 +386,26 @@ class AudioPipeline(AudioParts):
     def make_condition(
         self, prompt: str | list[str] | None = None, *, melody_features: Tensor | None = None, **kwargs: Any
     ) -> MusicCondition:
-        """As `ReadsText.make_condition`, with the chroma of the tunes, if given."""
-        return self._with_melody(super().make_condition(prompt, **kwargs), melody_features)
+        """As `ReadsText.make_condition`; `melody_features` as for a call."""
+        return _with_melody(super().make_condition(prompt, **kwargs), melody_features)
 
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> MusicCondition:
-        return self._with_melody(self._features(asked.source, asked.each), args["melody_features"])
-
-    def _with_melody(self, text: TextCondition, melody: Tensor | None) -> MusicCondition:
-        if melody is not None:
-            melody = melody.to(text.mask.device).repeat_interleave(len(text.mask) // len(melody), 0)
-        return MusicCondition(text.features, text.mask, melody=melody, negative=text.negative)
+        return _with_melody(self._features(asked.source, asked.each), args["melody_features"])
 
     def _features(self, texts: Texts, each: int) -> TextCondition:
         return texts.condition(self._encode, each, self._execution_device)
 
+    def _check_words(self, texts: Texts) -> None:
+        own = getattr(self._model, "text_encoder", None)
+        encoder = own if self.text_encoder is None else self.text_encoder
+        check_words(encoder, self.tokenizer, texts.prompts + texts.negatives)
+
     def _encode(self, texts: list[str]) -> TextCondition:
-        encoder = self.text_encoder
-        if hasattr(encoder, "word_ids"):
+        if hasattr(self.text_encoder, "word_ids"):
             return super()._encode(texts)
         inputs = tokenized(self.tokenizer, texts).to(self._execution_device)
-        owner = self._model if encoder is None else self
-        with at_hand(self._model if encoder is None else encoder):
+        owner, encoder = (self._model,) * 2 if self.text_encoder is None else (self, self.text_encoder)
+        with at_hand(encoder):
             return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
 
     # -- playing -------------------------------------------------------------------------------------------------------
@@ -347,53 +481,43 @@ class AudioPipeline(AudioParts):
         return self._run(locals())
 
     def _decode(self, args: Mapping[str, Any], asked: Asked, condition: MusicCondition) -> tuple[Any, ...]:
-        law, output_type, stretch, play = (
-            asked.law,
-            *(args[name] for name in ("output_type", "stretch_in_s", "callback_on_audio")),
+        known = self._known_codes(asked.known, len(condition.features))
+        made = {frames: self._window(*frames) for frames in set(asked.model)}
+        windows = [made[frames] for frames in asked.model]
+        self._num_timesteps = sum(
+            planned_steps(self.sampler, one.model, {}, one.model.grid.width) for one in windows
         )
-        given = self._given_codes(asked.known, len(condition.features))
-        windows = self.plan(args["audio_length_in_s"], args["extend_stride_in_s"], given.shape[-1])
-        frames = given.shape[-1] + sum(new for _, new in windows)
-        models = [self._window_model(kept + new, kept) for kept, new in windows]
-        self._num_timesteps = sum(planned_steps(self.sampler, one, {}, one.grid.width) for one in models)
-        stream = self._stream(frames, output_type, stretch, play)
+        stream = self._stream(args, known.shape[-1] + sum(new for _, new in asked.model))
         heard = self._listener(args, asked)
-        self._guidance_scale = law.guidance_scale
+        self._guidance_scale = asked.law.guidance_scale
         drafter = self.drafter if getattr(self.sampler, "needs_drafter", False) else None
         with at_hand(self._model, self._codec, drafter):
             codes, trace = decode_windows(
                 self.sampler,
-                self._window_model,
                 condition,
-                given,
+                known,
                 windows,
                 progress_bar=self.progress_bar,
                 stream=stream,
-                streamed=play is not None and not self._fills_in,
                 listener=lambda step, lengths: heard(step, lambda: int(lengths.min()), lengths=lengths),
-                law=law,
+                law=asked.law,
                 generator=args["generator"],
-                **self.sampler_parts(),
             )
         self.last_trace = trace
+        output_type = args["output_type"]
         waves: Any = codes if output_type == "latent" or stream is None else stream.waves()
         return waves.numpy() if output_type == "np" else waves, self.sampling_rate, codes, trace
 
-    def _stream(
-        self, frames: int, output_type: str, stretch_in_s: float, listener: AudioListener | None
-    ) -> WaveStream | None:
+    def _stream(self, args: Mapping[str, Any], frames: int) -> WaveStream | None:
         """What makes waves of the columns of this call; None where nobody hears them."""
-        if output_type == "latent" and listener is None:
+        play = args["callback_on_audio"]
+        if args["output_type"] == "latent" and play is None:
             return None
-        return WaveStream(
-            self._codec,
-            self.channels,
-            frames,
-            max(1, round(stretch_in_s * self.frame_rate)),
-            None if listener is None else lambda *heard: listener(self, *heard),
-        )
+        stretch = max(1, round(args["stretch_in_s"] * self.frame_rate))
+        listener = None if play is None else lambda *heard: play(self, *heard)
+        return WaveStream(self._codec, self.channels, frames, stretch, listener)
 
-    def _given_codes(self, clip: Tensor | None, batch_size: int) -> Tensor:
+    def _known_codes(self, clip: Tensor | None, batch_size: int) -> Tensor:
         """Codes [B, K, P] of the clip to go on from; P = 0 without one."""
         if clip is None:
             count = MusicgenModules(self._model).num_codebooks
@@ -401,3 +525,9 @@ class AudioPipeline(AudioParts):
         with at_hand(self._model if self.codec is None else self.codec):
             codes = encode_waves(self._codec, clip).to(self._execution_device)
         return codes.repeat_interleave(batch_size // len(codes), 0)
+
+
+def _with_melody(text: TextCondition, melody: Tensor | None) -> MusicCondition:
+    if melody is not None:
+        melody = melody.to(text.mask.device).repeat_interleave(len(text.mask) // len(melody), 0)
+    return MusicCondition(text.features, text.mask, melody=melody, negative=text.negative)

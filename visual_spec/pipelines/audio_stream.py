@@ -1,9 +1,9 @@
-"""Decoding of clips window by window, heard while it goes on: committed columns, and waves in equal stretches."""
+"""Clips decoded window by window and heard meanwhile: committed columns become waves, in equal stretches."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,13 +122,13 @@ def plan_windows(
     """The windows that a clip is decoded in: frames that are kept from before, and frames that are new.
 
     Args:
-        length: of the clip in seconds, what is given of it included.
+        length: of the clip in seconds, including the clip to go on from.
         stride: seconds that the window moves by, of a clip longer than `limit`.
         given_frames: of the clip to go on from.
         limit: seconds of a window, the length that the model was trained on.
         frame_rate: frames per second.
-        span: frames that are decoded together. Every window is one of whole spans, and what is left of the length is
-            dropped before the windows are planned: of 500 frames in spans of 3, 498 are decoded, as in audiocraft.
+        span: frames that are decoded together. Every window holds whole spans, and the rest of the length is dropped
+            before the windows are planned: of 500 frames in spans of 3, 498 are decoded, as in audiocraft.
 
     Raises:
         ValueError: a length of zero, or beyond the limit without a stride; a stride out of its range; a clip to go on
@@ -174,66 +174,64 @@ def plan_windows(
     return windows
 
 
+class Window(NamedTuple):
+    """What decodes a window of a clip.
+
+    Args:
+        kept: frames of the clip so far that the model goes on from.
+        model: over the frames that are kept and those that are new.
+        parts: what the sampler takes beside: a drafter, a codebook.
+    """
+
+    kept: int
+    model: MusicgenColumnModel | MagnetModel
+    parts: dict[str, Any]
+
+
 def decode_windows(
     sampler: Any,
-    make_model: Callable[[int, int], MusicgenColumnModel | MagnetModel],
     condition: MusicCondition,
-    given: Tensor,
-    windows: Sequence[tuple[int, int]],
+    codes: Tensor,
+    windows: Sequence[Window],
     *,
     progress_bar: Callable[..., Any],
     stream: WaveStream | None,
-    streamed: bool,
     listener: Callable[[int, Tensor], Any],
-    make_drafter: Callable[[int, int], Any] | None = None,
-    **parts: Any,
+    **settings: Any,
 ) -> tuple[Tensor, DecodeTrace]:
     """Decode a clip window by window: what is kept of the codes so far is the prompt of the next ones.
 
     Args:
         sampler: of columns, or of masked models.
-        make_model: takes the frames of a window, and how many of them are kept.
-        given: codes [B, K, P] to go on from; P may be 0.
-        windows: (frames kept, frames new) of each.
+        codes: long [B, K, P] to go on from; P may be 0.
         progress_bar: makes a tqdm bar of a total.
-        stream: gets the codes, after every window, or if `streamed` as soon as they are committed.
+        stream: gets the codes after every window; if it has a listener, it gets columns as soon as they are committed.
         listener: called as (call_index, lengths [B]) after every target call, both over all windows; returns `STOP` to
             end the decode.
-        make_drafter: of a sampler that drafts; takes what `make_model` takes.
-        parts: of `sampler.__call__`: law, generator, codebook.
+        settings: law and generator, as for `sampler.__call__`.
 
     Returns:
-        Codes [B, K, T], those given in front, and one trace of all windows. If the listener ends the decode, T is the
-        number of leading frames that are known of every clip.
+        Codes [B, K, T], which begin with `codes`, and one trace of all windows. If the listener ends the decode, T is
+        the number of leading frames that are known of every clip.
     """
-    models = {(kept, new): make_model(kept + new, kept) for kept, new in set(windows)}
-    batch_size, codes = len(condition.features), given
-    total = sum(models[window].grid.width for window in windows)
-    traces: list[DecodeTrace] = []
+    batch_size, traces = len(condition.features), []
+    total = sum(window.model.grid.width for window in windows)
     if stream is not None:
-        stream(given)
+        stream(codes)
     with progress_bar(total=batch_size * total) as bar:
         progress = DecodeProgress(bar, total, listener, unit="columns")
-        for window in windows:
-            model, kept = models[window], window[0]
+        for kept, model, parts in windows:
             before = codes.shape[-1] - kept  # frames that are out of sight
             known = replace(condition, codes=codes[..., before:])
             watched = None
             if isinstance(model, MagnetModel):
-                called: Any = (model, condition)
-                extra = {"given": model.given(codes[..., before:])}
+                call: Any = (model, condition)
+                parts = parts | {"given": model.given(codes[..., before:])}
             else:
-                watched = WatchedModel(model) if streamed else None
-                called, extra = (model if watched is None else watched, known), {}
-            if make_drafter is not None:
-                extra["drafter"] = make_drafter(sum(window), kept)
-            result = sampler(
-                *called,
-                batch_size=batch_size,
-                callback=_advance(progress, traces, stream, watched, known, before),
-                **extra,
-                **parts,
-            )
+                watched = None if stream is None or stream.listener is None else WatchedModel(model)
+                call = (watched or model, known)
+            callback = _advance(progress, traces, stream, watched, known, before)
+            result = sampler(*call, batch_size=batch_size, callback=callback, **parts, **settings)
             trace = result.trace
             decoded = model.codes(result.tokens, known)
             if trace.stopped:
@@ -242,11 +240,10 @@ def decode_windows(
             codes = torch.cat([codes, decoded[..., kept:]], -1)
             if stream is not None:
                 stream(codes[..., stream.received :])
-            if isinstance(model, MagnetModel):  # whose trace tells of what was kept, too
-                cut: dict[str, Any] = {
-                    name: getattr(trace, name)[:, kept:] for name in ("commit_call", "entry_call")
-                }
-                trace = replace(trace, **cut)
+            if isinstance(model, MagnetModel):  # its trace also counts the frames that were kept
+                trace = replace(
+                    trace, commit_call=trace.commit_call[:, kept:], entry_call=trace.entry_call[:, kept:]
+                )
             traces.append(trace)
             if trace.stopped:
                 if stream is not None:
@@ -257,7 +254,7 @@ def decode_windows(
 
 
 def frames_known(model: MusicgenColumnModel | MagnetModel, steps: int) -> int:
-    """Leading frames, those of the prompt included, that are known where the first `steps` steps are."""
+    """Leading frames, the prompt's included, that are known once the first `steps` steps are."""
     if isinstance(model, MagnetModel):
         return steps
     # Frames are heard in their order: one waits for all before it.
@@ -273,7 +270,7 @@ def _advance(
     known: MusicCondition,
     before: int,
 ) -> Callable[[int, Tensor], Any]:
-    """Sampler callback in a window after `earlier` ones: shows progress, and streams what is committed.
+    """The sampler's callback in a window after `earlier` ones: shows progress, and streams what is committed.
 
     Args:
         watched, known: the model of the window and its condition, where there is something to stream.

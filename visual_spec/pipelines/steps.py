@@ -26,7 +26,8 @@ class Asked:
         count: prompts or classes.
         each: samples of each of them; as `each_name` in the call.
         law: the law of a token, or of each scale.
-        model: what draws: the transformer, for the size that is asked for, or who draws which scales.
+        model: what draws: the transformer, for the size that is asked for, who draws which scales, or the windows of
+            music (`plan_windows`).
         known: the clip that music goes on from, or None.
         tensors: names of the tensors that the callback is given.
     """
