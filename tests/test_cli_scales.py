@@ -107,10 +107,10 @@ def test_one_model_is_the_same_pixel_for_pixel(model, tmp_path, capsys):
         (["--sampler", "autoregressive"], "AutoregressiveSampler, which does not fit a next-scale model"),
         (
             ["--window", "8"],
-            "the scale-wise sampler has no setting window; it takes cache_share; guided_until",
+            "the scale-wise sampler has no setting window; it takes cache_share: ",
         ),
         (["--guidance-until", "3"], "--guidance-until counts the tokens of a next-token model"),
-        (["--sampler", "scale-wise:num_draft_scales=9"], "num_draft_scales=9; pass an integer from 1 to 4"),
+        (["--sampler", "scale-wise:num_draft_scales=9"], "num_draft_scales=9; pass an integer from 0 to 4"),
         (["--sampler", "scale-wise:cache_share=0.2"], "pass a share of at least 0.6429"),
         (["--sampler", "scale-wise:refiner=nowhere"], "no refiner 'nowhere'"),
     ],

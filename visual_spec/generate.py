@@ -90,7 +90,7 @@ def generate(args: argparse.Namespace) -> int:
     chosen, settings = _asked_sampler(args), _given(args, LAW_SETTINGS)
     _check_before_loading(args, settings)
     pipe = _load(args)
-    name, sampler, plan = chosen or _fast_sampler(args, pipe)
+    name, sampler, refiner = chosen or _fast_sampler(args, pipe)
     if args.compare and pipe.comparable and chosen is None and pipe.fast_sampler == pipe.plain_sampler:
         same = f"{args.model} decodes plainly by default, and --compare would compare that with itself"
         raise ValueError(f"{same}; {_another_sampler(pipe)}.")
@@ -98,7 +98,6 @@ def generate(args: argparse.Namespace) -> int:
     if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
         sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
     inputs = _inputs(args, pipe)
-    _check(args, pipe, sampler, plan, inputs)
     document: dict[str, Any] = {
         "model": args.model,
         **({"masked": args.masked} if args.masked else {}),
@@ -108,12 +107,16 @@ def generate(args: argparse.Namespace) -> int:
         **({"frame_rate": pipe.frame_rate} if pipe.medium == "video" else {}),
         "sampler": {"name": name}
         | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
-        | plan.describe(),
+        | ({} if refiner is None else {"refiner": refiner}),
         **settings,
         **{name: str(value) if name in _PICTURES else value for name, value in _given(args, _INPUTS).items()},
     }
     run = _Generation(args, medium, pipe, jobs, files, settings | inputs, document)
-    status = run.compare(sampler, plan, reports) if args.compare else run.decode(sampler, plan)
+    from visual_spec.pipelines.loading import refined
+
+    with refined(pipe, refiner):
+        _check(args, pipe, sampler, inputs)
+        status = run.compare(sampler, reports) if args.compare else run.decode(sampler)
     if args.json:
         print(json.dumps(document))
     return status
@@ -131,7 +134,7 @@ class _Generation:
     given: dict[str, Any]
     document: dict[str, Any]
 
-    def decode(self, sampler: Any, plan: Any) -> int:
+    def decode(self, sampler: Any) -> int:
         """Decode in batches, write every sample as soon as it is there, and print a table."""
         from visual_spec.eval.draws import seeded
         from visual_spec.samplers.core.trace import with_near_ties
@@ -139,29 +142,28 @@ class _Generation:
         self.pipe.sampler = sampler
         medium, size, rows = self.medium, self.args.batch_size, []
         unit = medium.unit
-        with plan.on(self.pipe):
-            for start in range(0, len(self.jobs), size):
-                batch = self.jobs[start : start + size]
-                generators = seeded(batch[0][1], len(batch))
-                output = self.pipe([prompt for prompt, _ in batch], generator=generators, **self.given)
-                logger.debug("%s", output.trace.summary())
-                for index, (prompt, seed) in enumerate(batch):
-                    path = self.files[start + index]
-                    rate = getattr(output, medium.rate) if medium.rate else None
-                    content = medium.encode(getattr(output, medium.field)[index], rate, self.args.format)
-                    write_atomically(path, content, overwrite=self.args.overwrite)
-                    rows.append(
-                        {
-                            "prompt": prompt,
-                            "seed": seed,
-                            "file": str(path),
-                            "calls": int(output.trace.target_calls[index]),
-                            f"{unit}s_per_call": float(output.trace.tokens_per_call[index]),
-                            "batch_seconds": output.trace.seconds,
-                            "output_law": output.trace.output_law,
-                            **_near_ties(output.trace, index),
-                        }
-                    )
+        for start in range(0, len(self.jobs), size):
+            batch = self.jobs[start : start + size]
+            generators = seeded(batch[0][1], len(batch))
+            output = self.pipe([prompt for prompt, _ in batch], generator=generators, **self.given)
+            logger.debug("%s", output.trace.summary())
+            for index, (prompt, seed) in enumerate(batch):
+                path = self.files[start + index]
+                rate = getattr(output, medium.rate) if medium.rate else None
+                content = medium.encode(getattr(output, medium.field)[index], rate, self.args.format)
+                write_atomically(path, content, overwrite=self.args.overwrite)
+                rows.append(
+                    {
+                        "prompt": prompt,
+                        "seed": seed,
+                        "file": str(path),
+                        "calls": int(output.trace.target_calls[index]),
+                        f"{unit}s_per_call": float(output.trace.tokens_per_call[index]),
+                        "batch_seconds": output.trace.seconds,
+                        "output_law": output.trace.output_law,
+                        **_near_ties(output.trace, index),
+                    }
+                )
         self.document[medium.words.key] = rows
         lines = [
             [
@@ -177,7 +179,7 @@ class _Generation:
         print(plain_table(["file", "seed", "calls", f"{unit}s/call", "seconds (batch)", "output"], lines))
         return 0
 
-    def compare(self, sampler: Any, plan: Any, reports: list[Path]) -> int:
+    def compare(self, sampler: Any, reports: list[Path]) -> int:
         """Decode everything plainly too, write every sample as soon as it is there, then the reports; print a table."""
         from visual_spec.eval.report.comparison import compare
         from visual_spec.eval.report.drawing import png_bytes
@@ -190,7 +192,7 @@ class _Generation:
             content = medium.encode(row.fast, row.rate, self.args.format)
             write_atomically(self.files[index], content, overwrite=overwrite)
 
-        rows = compare(self.pipe, sampler, self.jobs, self.given, plan=plan, done=write)
+        rows = compare(self.pipe, sampler, self.jobs, self.given, done=write)
         *sheets, page, _ = reports
         for sheet in sheets:
             write_atomically(sheet, png_bytes(contact_sheet(rows)), overwrite=overwrite)
@@ -333,13 +335,12 @@ def _medium(args: argparse.Namespace) -> MediumFiles:
 
 
 def _asked_sampler(args: argparse.Namespace) -> tuple[str, Any, Any] | None:
-    """Name, sampler and plan that the options name; None where they name none."""
+    """Name, sampler and refiner that the options name; None where they name no sampler."""
     return None if args.sampler is None else _read_sampler(args, args.sampler)
 
 
 def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
-    from visual_spec.pipelines.sampler_text import parse_sampler
-    from visual_spec.pipelines.scale_plan import make_row
+    from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 
     name, settings = parse_sampler(text)
     parsed = parse_sampler(f"{name}:{','.join(args.settings)}")[1] if args.settings else {}
@@ -348,7 +349,9 @@ def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
         raise ValueError(
             f"{flags} given beside --sampler {text}, which sets that too; leave one of them out."
         )
-    return (name, *make_row(name, **(settings | parsed)))
+    settings |= parsed
+    refiner = settings.pop("refiner", None)
+    return name, make_sampler(name, **settings), refiner
 
 
 def _another_sampler(pipe: Any) -> str:
@@ -360,9 +363,9 @@ def _another_sampler(pipe: Any) -> str:
 
 def _fast_sampler(args: argparse.Namespace, pipe: Any) -> tuple[str, Any, Any]:
     """The fast sampler of a pipeline: as it was saved, where it was and the options change nothing about it."""
-    name, sampler, plan = _read_sampler(args, pipe.fast_sampler)
+    name, sampler, refiner = _read_sampler(args, pipe.fast_sampler)
     saved = type(pipe.sampler) is type(sampler) and not args.settings
-    return name, pipe.sampler if saved else sampler, plan
+    return name, pipe.sampler if saved else sampler, refiner
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -420,7 +423,7 @@ def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
     return inputs
 
 
-def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any, inputs: dict[str, Any]) -> None:
+def _check(args: argparse.Namespace, pipe: Any, sampler: Any, inputs: dict[str, Any]) -> None:
     """Refuse, before any work, what the pipeline has no use of."""
     if args.guidance_until is not None and pipe.unit == "scales":
         raise ValueError(
@@ -434,10 +437,7 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any, inputs:
     before, pipe.sampler = pipe.sampler, sampler
     try:
         pipe.check_sampler()
-        with plan.on(pipe):
-            pipe.check_inputs(
-                args.prompts, **_lengths(args, pipe.medium), **_given(args, LAW_SETTINGS), **inputs
-            )
+        pipe.check_inputs(args.prompts, **_lengths(args, pipe.medium), **_given(args, LAW_SETTINGS), **inputs)
     except TypeError as error:
         raise ValueError(str(error)) from error
     finally:

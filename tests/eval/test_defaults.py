@@ -56,7 +56,7 @@ def test_the_rows_of_a_model_follow_from_what_it_has(tmp_path):
             "autoregressive",
             "autoregressive: sampler is AutoregressiveSampler, which does not fit a next-scale",
         ),
-        ("scale-wise:num_draft_scales=7", "num_draft_scales=7; pass an integer from 1 to 4"),
+        ("scale-wise:num_draft_scales=7", "num_draft_scales=7; pass an integer from 0 to 4"),
     ],
 )
 def test_rows_that_do_not_fit(text, message):

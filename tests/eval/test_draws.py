@@ -15,7 +15,6 @@ from visual_spec.eval.media import codes_of, pictures_of, show
 from visual_spec.eval.settings import check_samplers, parse_setting
 from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.models.drafters.eagle import EagleDrafter
-from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
@@ -44,8 +43,8 @@ def test_a_row_as_it_is_written():
 def test_values_of_all_kinds(monkeypatch):
     found = {}
     monkeypatch.setattr(
-        "visual_spec.eval.settings.make_row",
-        lambda name, **settings: (found.update(settings), ScalePlan()),
+        "visual_spec.eval.settings.make_sampler",
+        lambda name, **settings: found.update(settings),
     )
     parse_setting("x:a=3,b=-0.5,c=true,d=None,e=word,f=4/2/2,g=4/,h=1e-3,i=a/2.5", LAW, 0)
     assert found == {
@@ -186,7 +185,7 @@ def test_unknown_drafters(tmp_path):
 def test_the_plan_of_a_row_holds_for_its_draws():
     pipe = tiny_scale_pipeline()
     arrays = draw(pipe, parse_setting("scale-wise:num_draft_scales=1", KINDS["scales"].law, 0), ["2"], 0)
-    assert not arrays["lossless"] and pipe.config["num_draft_scales"] is None
+    assert not arrays["lossless"] and pipe.sampler.config["num_draft_scales"] is None
 
 
 def test_codes_of_clips_are_those_of_the_codec():

@@ -71,7 +71,7 @@ def test_parts_become_a_folder(tmp_path, monkeypatch):
     pipe: Any = ScaleImagePipeline.from_pretrained(out)
     assert pipe.dtype == torch.float32 and pipe.label_ids("red circle") == [0] == pipe.label_ids("0")
     law = pipe.make_law()
-    assert (law.guidance_scale, law.top_k, law.top_p) == (1.5, 0, 1.0) and pipe.config[
+    assert (law.guidance_scale, law.top_k, law.top_p) == (1.5, 0, 1.0) and pipe.sampler.config[
         "num_draft_scales"
     ] == 3
     assert pipe.refiner_law(law).guidance_scale == 1.0

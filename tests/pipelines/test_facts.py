@@ -17,8 +17,7 @@ from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import read_facts
-from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, write_sampler
-from visual_spec.pipelines.scale_plan import make_row
+from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler, write_sampler
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.registry import SAMPLERS
@@ -154,11 +153,8 @@ def test_a_pipeline_says_what_it_is_loaded_and_saved(kind, tmp_path):
 def test_its_plain_and_its_fast_sampler_fit(kind):
     pipe = EXPECTED[kind][0]()
     for text in (pipe.plain_sampler, pipe.fast_sampler):
-        name, settings = parse_sampler(text)
-        pipe.sampler, plan = make_row(name, **settings)
+        pipe.sampler = read_sampler(text)
         pipe.check_sampler()
-        with plan.on(pipe):
-            pass
     plain = next(entry for entry in SAMPLERS if entry.plain and entry.calls in pipe.calls)
     assert parse_sampler(pipe.plain_sampler)[0] == plain.name
 

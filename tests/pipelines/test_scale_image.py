@@ -24,7 +24,6 @@ from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines import scale_image
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
-from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import CODE_LAW, Stage, code_stages
@@ -319,11 +318,10 @@ def test_calibration_draws_the_first_scales_at_their_own_temperature():
     )
     assert want != cold  # the temperature decides which layers draft
     assert pair.calibrate(labels, 0.7, num_drafters=3, generator=seeded(*labels))[0] == want
-    with ScalePlan("all", 0.7, num_drafters=3).on(pair):
-        assert pair.budget == want
+    pair.sampler = ScaleWiseSampler(num_draft_scales="all", cache_share=0.7, num_drafters=3)
+    assert pair.stages()[0].model.budget == want
     pair.register_to_config(warm_temperature=1.0)
-    with ScalePlan("all", 0.7, num_drafters=3).on(pair):
-        assert pair.budget == cold
+    assert pair.stages()[0].model.budget == cold
 
 
 # -- saving, loading --
@@ -342,7 +340,7 @@ def test_round_trip(tmp_path):
     index = json.loads((tmp_path / "pair" / "model_index.json").read_text())
     assert index["refiner"] == ["visual_spec.pipelines.components", "VARTransformer"]
     half = ScaleImagePipeline.from_pretrained(tmp_path / "pair", dtype=torch.bfloat16, refiner=None,
-                                              num_draft_scales=None)  # fmt: skip
+                                              sampler=ScaleWiseSampler())  # fmt: skip
     assert half.refiner is None and np.isfinite(half(0, output_type="np").images).all()
 
 
@@ -405,8 +403,8 @@ BAD_INPUT = {
     "label of another type": (dict(labels=[True]), TypeError, "label True is a bool"),
     "height": (dict(height=512), ValueError, "height=512, width=None, but this model draws 8 x 8 pixels"),
     "no refiner": (dict(num_draft_scales=2), ValueError, "has no refiner to draw the other scales"),
-    "split": (dict(num_draft_scales=5), ValueError, "num_draft_scales=5; pass an integer from 1 to 4"),
-    "no split": (dict(num_draft_scales=0), ValueError, "num_draft_scales=0; pass an integer from 1 to 4"),
+    "split": (dict(num_draft_scales=5), ValueError, "num_draft_scales=5; pass an integer from 0 to 4"),
+    "no split": (dict(num_draft_scales=0), ValueError, "num_draft_scales=0, but this pipeline has no refiner"),
     "a whole number": (dict(num_draft_scales=True), ValueError, "num_draft_scales=True; pass an integer"),
 }  # fmt: skip
 

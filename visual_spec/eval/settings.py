@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from visual_spec.models.core.settings import SEED, whole
-from visual_spec.pipelines.loading import load_drafter
-from visual_spec.pipelines.sampler_text import parse_sampler
-from visual_spec.pipelines.scale_plan import ScalePlan, make_row
+from visual_spec.pipelines.loading import load_drafter, refined
+from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.records import LAW_SETTINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
+from visual_spec.samplers.scales.stages import DIVISION
 
 BY_BATCH = "by batch"  # the window of a sampler without one of its own, which narrows in batches
 
@@ -31,7 +31,7 @@ class Setting:
         law: what it draws from.
         seed: of sample 0; sample i has seed + i.
         drafter: name or folder; None for the pipeline's own.
-        plan: who draws which scales, where a pipeline decodes by scales.
+        refiner: of a `ScaleImagePipeline`: name or folder; None for the pipeline's own.
     """
 
     text: str
@@ -39,7 +39,7 @@ class Setting:
     law: TokenLaw
     seed: int
     drafter: str | None = None
-    plan: ScalePlan = ScalePlan()
+    refiner: str | None = None
 
     @property
     def window(self) -> int | str | None:
@@ -64,25 +64,30 @@ class Setting:
         facts = {"sampler": sampler_settings(self.sampler), "law": self.pipeline_law, "seed": self.seed}
         if self.drafter is not None:
             facts["drafter"] = self.drafter
-        return facts | ({"plan": self.plan.describe()} if self.plan.describe() else {})
+        if self.refiner is not None:
+            facts["refiner"] = self.refiner
+        return facts
+
+    def same_models(self, other: Setting) -> bool:
+        """Whether the same models draw the same scales, with the same caches."""
+        return self.refiner == other.refiner and all(
+            self.sampler.config.get(name) == other.sampler.config.get(name) for name in DIVISION
+        )
 
     @contextmanager
-    def on(self, pipe: Any, *, calibrated: bool = True) -> Iterator[None]:
-        """Within, `pipe` has this sampler and drafter, and follows this plan; afterwards its own again.
-
-        Args:
-            calibrated: see `ScalePlan.on`.
+    def on(self, pipe: Any) -> Iterator[None]:
+        """Within, `pipe` has this sampler, drafter and refiner; afterwards its own again.
 
         Raises:
-            TypeError, ValueError: a sampler, drafter or plan that does not fit it.
+            TypeError, ValueError: a sampler, drafter or refiner that does not fit it.
         """
         before = pipe.sampler, pipe.drafter
         pipe.sampler = self.sampler
         if self.drafter is not None:
             pipe.drafter = _drafter(self.drafter, pipe.device, pipe.transformer.dtype)
         try:
-            pipe.check_sampler()
-            with self.plan.on(pipe, calibrated=calibrated):
+            with refined(pipe, self.refiner):
+                pipe.check_sampler()
                 yield
         finally:
             pipe.sampler, pipe.drafter = before
@@ -98,7 +103,7 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
 
     A setting belongs to the sampler; or it is guidance_scale, guidance_until, temperature, top_k, top_p or seed, which
     replaces the value in `law` or `seed`; or drafter, a name or folder that `load_drafter` takes (default: the
-    pipeline's own). `scale-wise` also takes the settings of `ScalePlan`. `parse_sampler` says how values are written.
+    pipeline's own), and so refiner. `parse_sampler` says how values are written.
 
     Raises:
         ValueError: text of another form, a setting twice, an unknown sampler or setting, or a value it refuses.
@@ -107,30 +112,27 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
     # `masked` has a temperature of its own, which is a word: falling. The law's is a number.
     own = [key for key, value in settings.items() if name == "masked" and isinstance(value, str)]
     changes = {key: settings.pop(key) for key in LAW_SETTINGS if key in settings and key not in own}
-    drafter = settings.pop("drafter", None)
+    drafter, refiner = (settings.pop(part, None) for part in ("drafter", "refiner"))
     own_seed = whole("seed", settings.pop("seed", seed), SEED, f" in sampler {text!r}")
-    sampler, plan = make_row(name, **settings)
+    sampler = make_sampler(name, **settings)
     own_law = TokenLaw(**{**asdict(law), **changes})
     if isinstance(sampler, ScaleWiseSampler) and own_law.guidance_until is not None:
         raise ValueError(
             f"guidance_until in sampler {text!r}; it counts tokens, and guidance of a next-scale model grows from "
             "scale to scale. Leave it out."
         )
-    return Setting(text.strip(), sampler, own_law, own_seed, drafter, plan)
+    return Setting(text.strip(), sampler, own_law, own_seed, drafter, refiner)
 
 
-def check_samplers(pipe: Any, settings: Sequence[Setting], *, calibrated: bool = True) -> None:
+def check_samplers(pipe: Any, settings: Sequence[Setting]) -> None:
     """Refuse a sampler that the pipeline cannot run, before any of them is run.
 
-    Args:
-        calibrated: see `ScalePlan.on`.
-
     Raises:
-        ValueError: as `VisualPipeline.check_sampler`, `load_drafter` and `ScalePlan.on`.
+        ValueError: as `VisualPipeline.check_sampler`, `load_drafter` and `load_refiner`.
     """
     for setting in settings:
         try:
-            with setting.on(pipe, calibrated=calibrated):
+            with setting.on(pipe):
                 pass
         except TypeError as error:
             raise ValueError(f"{setting.text}: {error}") from error

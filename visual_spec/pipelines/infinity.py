@@ -21,7 +21,7 @@ from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
-from visual_spec.samplers.scales.stages import Stage
+from visual_spec.samplers.scales.stages import Stage, check_alone
 
 if TYPE_CHECKING:
     from visual_spec.models.text.t5_features import T5Features
@@ -135,6 +135,15 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         """
         self.register_to_config(budget=self._saved_budget(budget, self.transformer))
         return self
+
+    def check_sampler(self) -> None:
+        """Refuse also settings of two models.
+
+        Raises:
+            TypeError, ValueError: as `VisualPipeline.check_sampler` and `check_alone`.
+        """
+        super().check_sampler()
+        check_alone(self.sampler)
 
     def _check_models(self) -> None:
         model, tokenizer = self.transformer, self.vq_model

@@ -1,6 +1,9 @@
 """Load a saved pipeline, or a drafter, without knowing its class."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,41 @@ def load_refiner(name: str | os.PathLike, **kwargs: Any) -> Any:
         ValueError: there is no refiner of this name, or the folder holds something else; says what is there.
     """
     return _load_part(name, "refiner", embedded_refiners(), _REFINERS, **kwargs)
+
+
+_REFINER_FACTS = ("refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
+
+
+@contextmanager
+def refined(pipe: Any, name: str | None) -> Iterator[None]:
+    """Within, the refiner of this name or folder draws, any scale and with the guidance of the others.
+
+    Afterwards, and with no name, the pipeline has its own.
+
+    Raises:
+        ValueError: as `load_refiner`, or a pipeline without refiners.
+    """
+    if name is None:
+        yield
+        return
+    if not set(_REFINER_FACTS) <= set(pipe.config):
+        raise ValueError(
+            f"refiner={name} given, which a {type(pipe).__name__} does not take; pass a ScaleImagePipeline, such as "
+            "shapes_var."
+        )
+    before, facts = pipe.refiner, {key: pipe.config[key] for key in _REFINER_FACTS}
+    try:
+        pipe.refiner = _refiner(name, pipe.device, pipe.transformer.dtype)
+        pipe.register_to_config(**dict.fromkeys(_REFINER_FACTS))
+        yield
+    finally:
+        pipe.refiner = before
+        pipe.register_to_config(**facts)
+
+
+@lru_cache(maxsize=8)
+def _refiner(name: str, device: Any, dtype: Any) -> Any:
+    return load_refiner(name).to(device, dtype)
 
 
 def _is_one(saved_as: Any, classes: list[str]) -> bool:

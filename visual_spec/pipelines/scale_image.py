@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,7 +22,6 @@ from visual_spec.pipelines.labels import DrawsClasses, Labels
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline, read_budget
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
-from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.pipelines.steps import Asked, StepCallback, check_generator
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.law import TokenLaw
@@ -34,6 +34,10 @@ from visual_spec.samplers.scales.stages import (
     Stage,
     code_stages,
 )
+
+_CALIBRATION_CLASSES = 10  # as many prompts as ScaleKV takes
+# Budgets of a model, by share, number of drafters, law, and temperature and number of the warm scales.
+_BUDGETS: WeakKeyDictionary[Any, dict[tuple[Any, ...], ScaleBudget]] = WeakKeyDictionary()
 
 
 class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
@@ -48,7 +52,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         default_guidance_scale, default_top_k, default_top_p: those of `__call__` where it is given none; saved with
             the pipeline. The official `cfg=1.5` is a guidance scale of 2.5.
         refiner: a smaller model over the same tokens, which draws the last scales; set it freely.
-        num_draft_scales: how many scales the transformer draws before the refiner takes over; None: all but two.
+        num_draft_scales: sets this setting of the sampler; earlier versions saved it here.
         budget, refiner_budget: what the models' caches may keep (ScaleKV), or what `ScaleBudget.to_dict` made of it;
             None: everything. `compress` sets them later.
         refiner_guidance_scale: guidance of the scales that the refiner draws, whatever that of the others is; 1 for one
@@ -95,19 +99,21 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         if not (math.isfinite(warm_temperature) and warm_temperature > 0):
             raise ValueError(f"warm_temperature={warm_temperature!r}; pass a finite number above 0.")
         whole("num_warm_scales", num_warm_scales, Within(0))
+        if num_draft_scales is not None:
+            self.sampler = type(sampler).from_config(sampler.config, num_draft_scales=num_draft_scales)
+            self.register_to_config(num_draft_scales=None)
         self.refiner_law(self.make_law())  # refuses a guidance scale that is none
 
     def _check_parts(self) -> None:
         super()._check_parts()
         config = self.config
-        first, split = config["refiner_first_scale"], config["num_draft_scales"]
         if self.transformer is not None:  # else it reads labels, or decodes tokens
             last = len(self.transformer.scales) - 1
-            if first is not None:
+            if (first := config["refiner_first_scale"]) is not None:
                 whole(
                     "refiner_first_scale", first, Within(1, last), ", the last scale, or None: it knows all"
                 )
-            if split is not None:
+            if (split := self._division("num_draft_scales")) is not None:
                 self._check_split(split)
         self.compress(config["budget"], config["refiner_budget"])
 
@@ -160,7 +166,9 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`."""
-        plain = write_sampler("scale-wise", ScalePlan.plain(settings).describe())
+        budgets = (settings.get("budget"), settings.get("refiner_budget"), sampler.get("cache_share"))
+        whole_cache = {} if budgets == (None, None, None) else {"cache_share": "off"}
+        plain = write_sampler("scale-wise", {"num_draft_scales": "all"} | whole_cache)
         stored = "canvas" if sampler.get("smooth") else "ids"
         return replace(super().facts_of(settings, sampler), plain_sampler=plain, stored_as=stored)
 
@@ -214,25 +222,26 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         condition = self.make_condition(labels)
         check_generator(generator, len(condition))
         laws = {self.transformer: law, self.refiner: self.refiner_law(law)}
+        more: dict[str, Any] = {"num_drafters": num_drafters, "decay": decay}
         with at_hand(self.transformer, self.refiner, self.vq_model):
             budgets = [
-                calibrate(
-                    model,
-                    self.vq_model,
-                    condition,
-                    sampler=self.warmed(self.sampler),
-                    law=laws[model],
-                    share=share,
-                    batch_size=len(condition),
-                    generator=generator,
-                    num_drafters=num_drafters,
-                    decay=decay,
-                )
+                self._calibrated(model, self.sampler, laws[model], share, condition, generator, **more)
                 for model in (self.transformer, self.refiner)
                 if model is not None
             ]
         self.maybe_free_model_hooks()
         return budgets[0], budgets[1] if len(budgets) > 1 else None
+
+    def _calibrated(
+        self, model: Any, sampler: Any, law: TokenLaw, share: float, condition: Any, noise: Any, **more: Any
+    ) -> ScaleBudget:
+        """The budget of one model, which draws the first scales at their own temperature, as in a call."""
+
+        def draw(observed: Any, *args: Any, **settings: Any) -> Any:
+            return sampler(self._warmed([Stage(observed, range(len(model.scales)))]), *args, **settings)
+
+        more |= dict(sampler=draw, law=law, share=share, batch_size=len(condition), generator=noise)
+        return calibrate(model, self.vq_model, condition, **more)
 
     def refiner_law(self, law: TokenLaw) -> TokenLaw:
         """The law of the refiner where that of the call is `law`.
@@ -240,8 +249,23 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         Raises:
             ValueError: a `refiner_guidance_scale` out of its range.
         """
-        own = self.config["refiner_guidance_scale"]
+        own = self._division("refiner_guidance_scale")
+        own = self.config["refiner_guidance_scale"] if own is None else own
         return law if own is None else replace(law, guidance_scale=own)
+
+    def _division(self, name: str) -> Any:
+        """A setting of the sampler that says who draws which scales; None where it has no such setting."""
+        return getattr(self.sampler, "config", {}).get(name)
+
+    def check_sampler(self) -> None:
+        """Refuse also a division of scales, or a share of the cache, that does not fit the models.
+
+        Raises:
+            TypeError, ValueError: as `VisualPipeline.check_sampler` and `stages`.
+        """
+        super().check_sampler()
+        if self.transformer is not None:
+            self.stages()
 
     def _check_models(self) -> None:
         tokenizer = self.vq_model
@@ -263,52 +287,84 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
                     "pass models of the same classes."
                 )
 
-    def _check_split(self, num_draft_scales: Any) -> None:
+    def _check_split(self, num_draft_scales: Any) -> int:
+        """How many scales are drawn before the refiner takes over, checked."""
         count = len(self.transformer.scales)
-        note = f", where {count} is the transformer alone"
-        whole("num_draft_scales", num_draft_scales, Within(1, count), note)
-        if self.refiner is None and num_draft_scales < count:
+        split = count if num_draft_scales == "all" else num_draft_scales
+        whole("num_draft_scales", split, Within(0, count), f", where {count} is the transformer alone")
+        if self.refiner is None and split < count:
             raise ValueError(
-                f"num_draft_scales={num_draft_scales}, but this pipeline has no refiner to draw the other scales; set "
+                f"num_draft_scales={split}, but this pipeline has no refiner to draw the other scales; set "
                 "pipe.refiner, or leave num_draft_scales out."
             )
         first = self.config["refiner_first_scale"]
-        if first is not None and num_draft_scales < first:
+        if first is not None and split < first:
             raise ValueError(
-                f"num_draft_scales={num_draft_scales}, but this refiner learned the scales from {first} on; pass an "
-                f"integer from {first} to {count}, or set another refiner and "
-                "pipe.register_to_config(refiner_first_scale=None)."
+                f"num_draft_scales={split}, but this refiner learned the scales from {first} on; pass an integer from "
+                f"{first} to {count}, or set another refiner and pipe.register_to_config(refiner_first_scale=None)."
             )
+        return split
 
-    def stages(self, num_draft_scales: int | None = None, *, law: TokenLaw | None = None) -> list[Stage]:
-        """The schedule that is decoded: who draws which scales, with which cache. See `__call__`.
-
-        `law` is that of the call; None: of the pipeline's defaults.
+    def stages(
+        self, num_draft_scales: int | str | None = None, *, law: TokenLaw | None = None
+    ) -> list[Stage]:
+        """Who draws which scales, with which cache, by the settings of the sampler. See `__call__`.
 
         With a sampler that measures, a compressed transformer is compared with itself uncompressed.
 
+        Args:
+            num_draft_scales: in place of the sampler's.
+            law: of the call; None: of the pipeline's defaults.
+
         Raises:
-            ValueError: scales to refine and no refiner, or a number out of range.
+            ValueError: scales to refine and no refiner, a number out of range, or a share of the cache that is too
+                small.
         """
-        count = len(self.transformer.scales)
-        split = num_draft_scales if num_draft_scales is not None else self.config["num_draft_scales"]
+        count, law = len(self.transformer.scales), law or self.make_law()
+        split = self._division("num_draft_scales") if num_draft_scales is None else num_draft_scales
         if split is None:
-            split = (
-                count if self.refiner is None else max(1, count - 2, self.config["refiner_first_scale"] or 1)
-            )
-        self._check_split(split)
-        large = self._compressed(self.transformer, self.budget)
+            known = self.config["refiner_first_scale"] or 1
+            split = count if self.refiner is None else max(known, count - 2)
+        split = self._check_split(split)
+        first, budget = self.transformer, self.budget
+        if split == 0:
+            first, budget, split = self.refiner, self.refiner_budget, count
+        large = self._cached(first, budget, self.make_law())
         if split == count:
             stages = [Stage(large, range(count))]
         else:
-            law = law or self.make_law()
-            own, small = self.refiner_law(law), self._compressed(self.refiner, self.refiner_budget)
+            own = self.refiner_law(law)
+            small = self._cached(self.refiner, self.refiner_budget, self.refiner_law(self.make_law()))
             stages = code_stages(large, small, split, small_law=None if own == law else own)
-        if self.budget is not None and self.sampler.config["measure"] and count > 1:
-            # Against the transformer with its whole cache, which draws scale 0 alike: nothing is read there.
+        if large is not first and self.sampler.config["measure"] and count > 1:
+            # Against the model with its whole cache, which draws scale 0 alike: nothing is read there.
             rest = [] if split == 1 else [Stage(large, range(1, split))]
-            stages = [Stage(self.transformer, range(1)), *rest, *stages[1:]]
+            stages = [Stage(first, range(1)), *rest, *stages[1:]]
         return self._warmed(stages)
+
+    def _cached(self, model: Any, budget: ScaleBudget | None, law: TokenLaw) -> Any:
+        """The model with the cache that the sampler leaves it, or `budget` where it does not say.
+
+        Args:
+            law: what the model draws from while its budget is calibrated.
+        """
+        share, count = self._division("cache_share"), self._division("num_drafters")
+        if share == "off":
+            return model
+        if share is not None and (count == 0 or model.device.type == "meta"):
+            budget = ScaleBudget.from_share(model.scales, model.config["num_layers"], share)
+        elif share is not None:
+            classes = min(_CALIBRATION_CLASSES, self.num_classes)
+            labels = self.make_condition([index * self.num_classes // classes for index in range(classes)])
+            budgets = _BUDGETS.setdefault(model, {})
+            key = share, count, law, self.config["warm_temperature"], self.config["num_warm_scales"]
+            if key not in budgets:
+                noise = [torch.Generator().manual_seed(index) for index in range(classes)]
+                budgets[key] = self._calibrated(
+                    model, ScaleWiseSampler(), law, share, labels, noise, num_drafters=count
+                )
+            budget = budgets[key]
+        return self._compressed(model, budget)
 
     def _warmed(self, stages: list[Stage]) -> list[Stage]:
         """The same schedule, with the first scales at their own temperature."""
@@ -324,14 +380,6 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             if end < stop:
                 warmed.append(replace(stage, scales=range(end, stop)))
         return warmed
-
-    def warmed(self, sampler: Callable[..., Any]) -> Callable[..., Any]:
-        """A sampler of single models that draws the first scales at their own temperature, as this pipeline does."""
-
-        def draw(model: Any, *args: Any, **settings: Any) -> Any:
-            return sampler(self._warmed([Stage(model, range(len(model.scales)))]), *args, **settings)
-
-        return draw
 
     # -- drawing -----------------------------------------------------------------------------------------------------
 
@@ -350,7 +398,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
-        num_draft_scales: int | None = None,
+        num_draft_scales: int | str | None = None,
         num_images_per_label: int | None = None,
         num_images_per_prompt: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -364,8 +412,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         Args:
             guidance_scale, temperature, top_k, top_p: see `TokenLaw`. With the sampler's ramp, guidance grows from
                 none at the first scale to this scale at the last.
-            num_draft_scales: how many scales the transformer draws before the refiner takes over (CoDe); None: the
-                pipeline's own; all: the transformer alone.
+            num_draft_scales: in place of the sampler's, see `ScaleWiseSampler`.
             output_type: as usual, or "latent": the canvas [B, D, h, w].
             callback_on_step_end: called after each scale as (pipeline, scale, tokens committed a picture, tensors).
                 `pipeline.decode_canvas(tensors["canvas"])` is the picture so far. If it returns a dictionary with a

@@ -7,7 +7,6 @@ import pytest
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from tests.tiny import seeded, tiny_pipeline
 from visual_spec.eval.report.comparison import compare
-from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
@@ -48,9 +47,9 @@ def test_the_sampler_is_put_back_after_an_error():
 
 def test_two_models_are_compared_with_the_first_one_alone():
     pipe: Any = tiny_scale_pipeline()
-    plan = ScalePlan(num_draft_scales=2, cache_share=0.7)
-    rows = compare(pipe, ScaleWiseSampler(), [("3", 9), ("1", 10)], {"top_k": 5}, plan=plan)
-    assert pipe.config["num_draft_scales"] is None and pipe.budget is None
+    sampler = ScaleWiseSampler(num_draft_scales=2, cache_share=0.7)
+    rows = compare(pipe, sampler, [("3", 9), ("1", 10)], {"top_k": 5})
+    assert pipe.sampler.config["num_draft_scales"] is None and pipe.budget is None
     for row, (label, seed) in zip(rows, [(3, 9), (1, 10)], strict=True):
         assert row.scales is not None
         plain = pipe(label, generator=seeded(seed), num_draft_scales=4, top_k=5)
@@ -65,10 +64,10 @@ def test_two_models_are_compared_with_the_first_one_alone():
         assert not row.identical and not row.promised
         assert row.headline == (f"{row.speed_up:.2f}x", "as fast")
         assert row.map_caption.startswith("2 of 4 scales; cache 7 -> ")
-    (same,) = compare(pipe, ScaleWiseSampler(), [("3", 9)], {}, plan=ScalePlan("all", 1.0))
+    (same,) = compare(pipe, ScaleWiseSampler(num_draft_scales="all", cache_share=1.0), [("3", 9)], {})
     assert same.identical and same.promised
     with pytest.raises(ValueError, match="num_draft_scales=9"):
-        compare(pipe, ScaleWiseSampler(), [("3", 9)], {}, plan=ScalePlan(9))
+        compare(pipe, ScaleWiseSampler(num_draft_scales=9), [("3", 9)], {})
 
 
 def test_a_broken_promise_is_seen():

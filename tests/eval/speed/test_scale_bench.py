@@ -86,7 +86,7 @@ def test_rounds_draw_their_own_classes_and_seeds(model, monkeypatch):
     monkeypatch.setattr(rounds, "time_rounds", kept)
     law = TokenLaw(guidance_scale=2.5, top_k=5)
     settings = [parse_setting(text, law, 40) for text in ("scale-wise:num_draft_scales=all", ROWS[1])]
-    decoder = scale_bench.ScaleBenchDecoder(pipe, 2, calibrated=True)
+    decoder = scale_bench.ScaleBenchDecoder(pipe, 2)
     rows = rounds.time_rows(decoder, settings, runs=5, warmup=0)
     for (index, first), tokens in seen.items():
         labels = [first % 5, (first + 1) % 5]
@@ -157,7 +157,7 @@ def test_official_sizes_have_random_weights_and_true_costs(capsys, name):
             ["--samplers", "autoregressive"],
             "autoregressive: sampler is AutoregressiveSampler, which does not",
         ),
-        (["--samplers", "scale-wise:num_draft_scales=9"], "num_draft_scales=9; pass an integer from 1 to 4"),
+        (["--samplers", "scale-wise:num_draft_scales=9"], "num_draft_scales=9; pass an integer from 0 to 4"),
         (["--samplers", "scale-wise:cache_share=0.1"], "share=0.1 leaves"),
         (["--runs", "3"], "--runs 3 given; pass at least 5"),
     ],

@@ -23,7 +23,7 @@ STATEMENTS = {
     LOSSY: "The sampler departs from the law of plain decoding.",
     UNKNOWN: "Nothing is promised.",
 }
-_SAMPLER = {"sampler", "drafter", "plan"}  # what may differ between the two
+_SAMPLER = {"sampler", "drafter", "refiner", "plan"}  # what may differ; "plan" was saved by earlier versions
 
 
 def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def setting_figures(setting: Setting, first: Setting, judged: Judged, plain: Jud
         judged.each("calls"), judged.batches("divergence"), judged.each("moved_mass"), judged.each("head_calls")
     )  # fmt: skip
     own = _laws_of(setting.sampler) == _laws_of(first.sampler)
-    same = setting.sampler.identical and setting.plan.same_model and exact and own
+    same = setting.sampler.identical and exact and own
     # With `exact_width` the tokens equal plain decoding with `exact_width`.
     kept = all(judged.batches("promises")) and _exact_width(setting) == _exact_width(first)
     promised = same and (setting.law, setting.seed) == (first.law, first.seed)
@@ -193,11 +193,11 @@ def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:
         return "plain"
     if not plain.sampler.lossless and sampler_settings(setting.sampler) == sampler_settings(plain.sampler):
         return "control"  # of a masked model, whose law is defined by its own decoding
-    if not (setting.sampler.lossless and setting.plan.same_model and exact):
+    if not (setting.sampler.lossless and exact):
         return "lossy"
     if _laws_of(setting.sampler) != _laws_of(plain.sampler):
         return "lossy"
-    same = type(setting.sampler) is type(plain.sampler) and setting.plan == plain.plan
+    same = type(setting.sampler) is type(plain.sampler) and setting.same_models(plain)
     return "control" if same or setting.law != plain.law else "lossless"
 
 

@@ -12,8 +12,7 @@ from tqdm import tqdm
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.report.rows import ComparisonRow, Scales
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.pipelines.sampler_text import parse_sampler
-from visual_spec.pipelines.scale_plan import ScalePlan, make_row
+from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers import registry
 from visual_spec.samplers.registry import MASKED
@@ -25,7 +24,6 @@ def compare(
     jobs: Sequence[tuple[str, int]],
     settings: Mapping[str, Any],
     *,
-    plan: ScalePlan | None = None,
     done: Callable[[int, Any], None] = lambda index, row: None,
 ) -> list[Any]:
     """Decode each (prompt, seed) plainly and with `sampler`, one sample at a time.
@@ -33,7 +31,6 @@ def compare(
     Args:
         pipe: its sampler is put back.
         settings: of a call of the pipeline: the law, of music also the length.
-        plan: who draws which scales, for a `ScaleImagePipeline`; None: its own.
         done: called with the index of a job and its row, as soon as it is there.
 
     Returns:
@@ -49,20 +46,15 @@ def compare(
             f"a {type(pipe).__name__} of this kind has one way to decode and nothing to compare it with; leave "
             "--compare out."
         )
-    plain, plain_plan = plain_decoding(pipe)
-    chosen_ones = [(plain, plain_plan), (sampler, plan or ScalePlan())]
+    plain = plain_decoding(pipe)
+    samplers = [plain, sampler]
     if sampler.config.get("exact_width"):
-        chosen_ones.append((plain.from_config(plain.config, exact_width=True), plain_plan))
-
-    def decode(chosen: tuple[Any, ScalePlan], prompt: str, seed: int) -> Any:
-        pipe.sampler = chosen[0]
-        with chosen[1].on(pipe):
-            return pipe(prompt, generator=seeded(seed, 1), **settings)
+        samplers.append(plain.from_config(plain.config, exact_width=True))
 
     rows, before = [], pipe.sampler
     # disable=None: no bar where the output is no terminal. The warm-up counts: it takes as long as a job.
     bar = tqdm(
-        total=len(chosen_ones) * (len(jobs) + 1),
+        total=len(samplers) * (len(jobs) + 1),
         desc="plain and accelerated",
         unit=" decodes",
         leave=False,
@@ -72,8 +64,9 @@ def compare(
         with bar:
             for index in range(-1, len(jobs)):
                 outputs = []
-                for chosen in chosen_ones:
-                    outputs.append(decode(chosen, *jobs[max(index, 0)]))
+                prompt, seed = jobs[max(index, 0)]
+                for pipe.sampler in samplers:
+                    outputs.append(pipe(prompt, generator=seeded(seed, 1), **settings))
                     bar.update()
                 if len(outputs) == 3:
                     seconds, exact = outputs[0].trace.seconds, outputs.pop()
@@ -87,14 +80,17 @@ def compare(
     return rows
 
 
-def plain_decoding(pipe: Any) -> tuple[Any, ScalePlan]:
-    """Sampler and plan of a pipeline's plain decoding.
+def plain_decoding(pipe: Any) -> Any:
+    """The sampler of a pipeline's plain decoding.
 
-    Where the pipeline has a sampler of that class, it is taken as it is: models differ in how their guidance grows.
+    Where the pipeline has a sampler of that class, its other settings stay: models differ in how their guidance grows.
     """
     name, settings = parse_sampler(pipe.plain_sampler)
-    sampler, plan = make_row(name, **settings)
-    return (pipe.sampler if type(pipe.sampler) is type(sampler) else sampler), plan
+    sampler, own = make_sampler(name, **settings), pipe.sampler
+    if type(own) is not type(sampler):
+        return sampler
+    changed = {key: value for key, value in settings.items() if own.config.get(key, value) != value}
+    return type(own).from_config(own.config, **changed) if changed else own
 
 
 def _row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:

@@ -226,7 +226,7 @@ def time_rows(
     )
 
     def plain(setting: Setting) -> bool:
-        same = type(setting.sampler) is type(first.sampler) and setting.plan == first.plan
+        same = type(setting.sampler) is type(first.sampler) and setting.same_models(first)
         return setting is first or (same and promises_plain(setting, first))
 
     best = min(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def count_settings(
     """
     rows: list[list[dict[str, Any]]] = [[] for _ in batch_sizes]
     for setting in settings:
-        with setting.on(pipe, calibrated=False):
+        with setting.on(pipe):
             stages, guided = pipe.stages(law=setting.law), setting.law.guided
             cost = scale_cost.count_decode(stages, guided=guided, schedule=setting.sampler.schedule)
             caches = caches_of(drawn_stages(setting.sampler, stages), 1, guided, dtype)
@@ -79,7 +80,6 @@ def count_settings(
             group.append(
                 {
                     "name": setting.text,
-                    "plan": setting.plan.describe(),
                     "batch_size": batch_size,
                     "guidance_scale": setting.law.guidance_scale,
                     **cost.in_batch(batch_size),
@@ -91,15 +91,10 @@ def count_settings(
 
 
 class ScaleBenchDecoder(BenchDecoder):
-    """Decodes pictures of the classes in turn, from the first scale to the finished canvas.
+    """Decodes pictures of the classes in turn, from the first scale to the finished canvas."""
 
-    Args:
-        calibrated: see `ScalePlan.on`.
-    """
-
-    def __init__(self, pipe: ScaleImagePipeline, batch_size: int, *, calibrated: bool) -> None:
+    def __init__(self, pipe: ScaleImagePipeline, batch_size: int) -> None:
         super().__init__(pipe, (), batch_size)
-        self.calibrated = calibrated
         self.traces: dict[str, Any] = {}
 
     def condition(self, first: int) -> torch.Tensor:
@@ -109,7 +104,7 @@ class ScaleBenchDecoder(BenchDecoder):
 
     def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
         generator = seeded(setting.seed + first, self.batch_size)
-        with setting.on(self.pipe, calibrated=self.calibrated):
+        with setting.on(self.pipe):
             stages = self.pipe.stages(law=setting.law)
 
             def work() -> Any:
@@ -128,7 +123,7 @@ class ScaleBenchDecoder(BenchDecoder):
         return Decoded(tokens, trace.target_calls), seconds
 
     def exact(self, setting: Setting) -> bool:
-        return bool(self.traces[setting.text].identical and setting.plan.same_model)
+        return bool(self.traces[setting.text].identical and setting.sampler.config["num_draft_scales"] != 0)
 
     def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
         """Return what `summarise_row` gives, and `cache_held_measured`: bytes a picture that the trace tells."""
@@ -168,7 +163,8 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         groups = read_groups(
             args, scale_settings(counted.facts, index, lambda part: counted.components[part].config)
         )
-    check_samplers(counted, groups[0], calibrated=False)
+        groups = [[_uncalibrated(setting) for setting in group] for group in groups]
+    check_samplers(counted, groups[0])
     facts = environment(device, dtype)
     for name in ("transformer", "refiner", "vq_model"):
         part = getattr(counted, name)
@@ -187,7 +183,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
             measure.refuse_what_does_not_fit(needed_bytes(counted, max(args.batch_sizes), guided), device)
             pipe = random_pipeline(sizes, dtype=dtype, device=device, seed=args.seed)
         assert pipe is not None  # of one kind or the other
-        for row, timed in zip(rows, _timed(args, pipe, groups, sizes is None, report), strict=True):
+        for row, timed in zip(rows, _timed(args, pipe, groups, report), strict=True):
             row.update(timed)
         # Last, because the buffers of this measurement would count as memory of the rows.
         facts["copy_bandwidth"] = measure.copy_bandwidth(device)
@@ -202,17 +198,24 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
     return {"kind": kind, "environment": facts, "rows": rows}, shown
 
 
+def _uncalibrated(setting: Setting) -> Setting:
+    """The setting with caches that the layers share alike: random weights have nothing to calibrate on."""
+    if setting.sampler.config.get("cache_share") in (None, "off"):
+        return setting
+    sampler = type(setting.sampler).from_config(setting.sampler.config, num_drafters=0)
+    return replace(setting, sampler=sampler)
+
+
 def _timed(
     args: argparse.Namespace,
     pipe: ScaleImagePipeline,
     groups: Sequence[Sequence[Setting]],
-    calibrated: bool,
     report: Report,
 ) -> Iterator[dict[str, Any]]:
     """Return what every setting costs at every batch size, by the clock, in the order of `count_settings`."""
     for settings in groups:
         for batch_size in args.batch_sizes:
-            decoder = ScaleBenchDecoder(pipe, batch_size, calibrated=calibrated)
+            decoder = ScaleBenchDecoder(pipe, batch_size)
             yield from time_rows(decoder, settings, runs=args.runs, warmup=args.warmup, report=report)
 
 

@@ -23,7 +23,6 @@ from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
-from visual_spec.pipelines.scale_plan import SCHEDULE
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.schedule import ScaleSchedule
 from visual_spec.samplers.scales.stages import Stage, prefill
@@ -104,6 +103,7 @@ def pipeline_on_meta(
     *,
     dtype: torch.dtype = torch.float32,
     kind: type[VARTransformer] = MetaVAR,
+    sampler: ScaleWiseSampler | None = None,
     **settings: Any,
 ) -> ScaleImagePipeline:
     """A pipeline on the meta device.
@@ -112,6 +112,7 @@ def pipeline_on_meta(
         transformer, vq_model, refiner: constructor arguments of its parts.
         dtype: of the weights.
         kind: class of the models.
+        sampler: default `ScaleWiseSampler()`.
         settings: of the pipeline.
     """
 
@@ -123,7 +124,7 @@ def pipeline_on_meta(
     return ScaleImagePipeline(
         build(kind, transformer),
         build(MultiscaleVQModel, vq_model),
-        ScaleWiseSampler(),
+        sampler or ScaleWiseSampler(),
         refiner=None if refiner is None else build(kind, refiner),
         **settings,
     )
@@ -132,13 +133,15 @@ def pipeline_on_meta(
 def like_on_meta(pipe: ScaleImagePipeline) -> ScaleImagePipeline:
     """The pipeline's shapes on the meta device, with its settings."""
     refiner = None if pipe.refiner is None else dict(pipe.refiner.config)
-    law = tuple(f"default_{name}" for name in ("guidance_scale", "top_k", "top_p"))
-    settings = {name: pipe.config[name] for name in SCHEDULE + law}
+    law = (f"default_{name}" for name in ("guidance_scale", "top_k", "top_p"))
+    names = ("budget", "refiner_budget", "refiner_guidance_scale", "refiner_first_scale", *law)
+    settings = {name: pipe.config[name] for name in names}
     return pipeline_on_meta(
         dict(pipe.transformer.config),
         dict(pipe.vq_model.config),
         refiner,
         dtype=pipe.transformer.dtype,
+        sampler=pipe.sampler,
         **settings,
     )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
-from visual_spec.models.core.settings import OneOf, register_to_config
+from visual_spec.models.core.settings import OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
@@ -27,6 +27,7 @@ from visual_spec.samplers.scales.reference import Reference, law_at_scale
 from visual_spec.samplers.scales.schedule import SCHEDULES, ScaleSchedule
 from visual_spec.samplers.scales.stages import (
     Stage,
+    check_alone,
     check_stages,
     drawn_stages,
     first_slots,
@@ -102,9 +103,17 @@ class ScaleWiseSampler(Sampler):
         schedule: what is left out at each scale: the name of a preset ("just-stop", "skipvar", "stagevar", "fastvar"),
             or values of `ScaleSchedule` by name, such as {"stop_after": 6, "guided_until": 5, "keep_share": [0.5]};
             None: nothing. A schedule that leaves something out is not lossless; one that does not changes nothing.
+        num_draft_scales: scales that the transformer draws before the refiner of the pipeline takes over (CoDe); "all":
+            the transformer alone; 0: the refiner alone; None: all but two, or what the refiner did not learn to draw.
+        refiner_guidance_scale: guidance of the scales that the refiner draws; None: what the pipeline says.
+        cache_share: part of the full cache that each model may keep (ScaleKV). The pipeline calibrates the budgets on
+            ten classes, with its default law; "off": uncompressed; None: the budgets of the pipeline.
+        num_drafters: of these budgets, see `visual_spec.models.next_scale.scale_cache.calibrate`. With 0 the layers
+            share alike, and nothing is calibrated.
 
     Raises:
-        ValueError: a flag is neither True nor False, or `ScaleSchedule` refuses a value.
+        ValueError: a value of another kind or out of range, `num_drafters` without `cache_share`, or `ScaleSchedule`
+            refuses a value.
     """
 
     takes = ("tokenizer",)
@@ -117,8 +126,16 @@ class ScaleWiseSampler(Sampler):
         smooth: bool = False,
         measure: bool = False,
         schedule: Annotated[str | Mapping[str, Any] | None, OneOf(tuple(SCHEDULES))] = None,
+        num_draft_scales: Annotated[int | str | None, Within(0), OneOf(("all",))] = None,
+        refiner_guidance_scale: float | None = None,
+        cache_share: Annotated[float | str | None, Within(above=0, most=1), OneOf(("off",))] = None,
+        num_drafters: Annotated[int | None, Within(0)] = None,
     ) -> None:
         ScaleSchedule.of(schedule)
+        if num_drafters is not None and cache_share is None:
+            raise ValueError(
+                f"num_drafters={num_drafters} without a cache_share; pass the part of the cache that is kept, too."
+            )
 
     @property
     def schedule(self) -> ScaleSchedule:
@@ -129,9 +146,9 @@ class ScaleWiseSampler(Sampler):
     def lossless(self) -> bool:
         """Whether samples of one model follow its law. Several models have no common law; see the trace.
 
-        With a schedule only if it leaves nothing out, whatever the number of scales.
+        With a schedule only if it leaves nothing out, whatever the number of scales. Not if the refiner draws alone.
         """
-        return not self.config["smooth"] and self.schedule.empty
+        return not self.config["smooth"] and self.schedule.empty and self.config["num_draft_scales"] != 0
 
     @property
     def identical(self) -> bool:
@@ -152,8 +169,8 @@ class ScaleWiseSampler(Sampler):
         """Decode a batch.
 
         Args:
-            model: a model for all scales, or a schedule of stages, whose models share the tokenizer. Successive stages
-                of one model share its cache.
+            model: a model for all scales, or stages, whose models share the tokenizer. Successive stages of one model
+                share its cache. Pipelines make the stages from the settings of the sampler.
             tokenizer: turns the tokens so far into the input map of the next scale.
             condition: what the `prefill` of every model takes, `batch_size` rows of it.
             law: how logits become the distribution a token is drawn from, unless a stage has its own. Slots count
@@ -167,9 +184,11 @@ class ScaleWiseSampler(Sampler):
             ValueError, TypeError: the request cannot be served.
             FloatingPointError: logits that define no law.
         """
-        stages = list(model) if isinstance(model, Sequence) else [Stage(model, range(len(tokenizer.scales)))]
+        if not isinstance(model, Sequence):
+            check_alone(self)
+            model = [Stage(model, range(len(tokenizer.scales)))]
         request: dict[str, Any] = dict(law=law, generator=generator, batch_size=batch_size, callback=callback)
-        result = super().__call__(stages, condition, tokenizer=tokenizer, **request)
+        result = super().__call__(list(model), condition, tokenizer=tokenizer, **request)
         assert isinstance(result, ScaleResult)
         return result
 

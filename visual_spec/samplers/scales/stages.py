@@ -26,6 +26,8 @@ VAR_LAW = TokenLaw(guidance_scale=2.5, top_k=900, top_p=0.96)
 CODE_LAW = TokenLaw(guidance_scale=2.5, top_k=600, top_p=0.96)
 CODE_DRAFT_SCALES = (6, 7, 8, 9)
 CODE_WARM_SCALES, CODE_WARM_TEMPERATURE = 7, 1.1  # the first scales, see `Stage.late_temperature`
+# Settings of a sampler that say which model draws which scales, and with which cache.
+DIVISION = ("num_draft_scales", "refiner_guidance_scale", "cache_share", "num_drafters")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,20 @@ def _check_split(large: ScaleModel, num_draft_scales: int) -> int:
     note = f": each of the two models draws at least one of the {count} scales"
     whole("num_draft_scales", num_draft_scales, Within(1, count - 1), note)
     return count
+
+
+def check_alone(sampler: Any) -> None:
+    """Refuse settings of two models and of compressed caches where one model draws, with the cache that it has.
+
+    Raises:
+        ValueError: names the settings.
+    """
+    asked = [name for name in DIVISION if sampler.config.get(name) not in (None, "all", "off")]
+    if asked:
+        raise ValueError(
+            f"{', '.join(asked)} given, but one model draws here; leave them out, pass stages, or set the sampler of a "
+            "ScaleImagePipeline, such as shapes_var."
+        )
 
 
 def draws_guided(stages: Sequence[Stage], guided: bool) -> bool:

@@ -6,13 +6,14 @@ import torch
 from tests.helpers.tiny_scales import SIDES, tiny_scale_pipeline, tiny_var
 from tests.tiny import seeded, tiny_pipeline
 from visual_spec.eval.defaults import scale_settings
-from visual_spec.models.next_scale import scale_cache
+from visual_spec.eval.report.comparison import plain_decoding
+from visual_spec.eval.settings import Setting, parse_setting
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
-from visual_spec.pipelines import loading
+from visual_spec.pipelines import loading, scale_image
 from visual_spec.pipelines.accelerate import accelerate
-from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
-from visual_spec.pipelines.scale_plan import ScalePlan, make_row
+from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 
@@ -21,27 +22,53 @@ def pipe():
     return tiny_scale_pipeline()
 
 
-def read(text: str):
-    name, settings = parse_sampler(text)
-    return make_row(name, **settings)
+def read(text: str) -> Setting:
+    return parse_setting(text, TokenLaw(), 0)
 
 
-def drawn(pipe, plan: ScalePlan, **settings):
-    with plan.on(pipe):
+def row(num_draft_scales=None, cache_share=None, refiner=None, **settings) -> Setting:
+    """The setting whose sampler says this."""
+    own = {"num_draft_scales": num_draft_scales, "cache_share": cache_share, **settings}
+    return Setting("scale-wise", ScaleWiseSampler(**own), TokenLaw(), 0, refiner=refiner)
+
+
+def drawn(pipe, setting: Setting, **settings):
+    with setting.on(pipe):
         return pipe([3, 1], generator=seeded(7, 8), output_type="latent", **settings)
 
 
-def test_a_row_is_a_sampler_and_a_plan():
-    sampler, plan = read("scale-wise:num_draft_scales=3,cache_share=0.7,measure=true,refiner=folder")
-    assert isinstance(sampler, ScaleWiseSampler) and sampler.config["measure"]
-    assert plan == ScalePlan(3, 0.7, "folder")
-    assert plan.describe() == {"num_draft_scales": 3, "cache_share": 0.7, "refiner": "folder"}
-    assert read("scale-wise:refiner=/some/folder")[1] == ScalePlan(refiner="/some/folder")
-    with pytest.raises(ValueError, match="refiner=3; pass"):
-        ScalePlan(refiner=3)  # pyright: ignore[reportArgumentType]
-    assert read("scale-wise")[1] == ScalePlan() and ScalePlan().describe() == {}
-    assert read("scale-wise:num_draft_scales=all,cache_share=off")[1] == ScalePlan("all", "off")
-    assert read("speculative-jacobi:window=4")[1] == ScalePlan()
+def test_one_text_says_who_draws_which_scales():
+    setting = read("scale-wise:num_draft_scales=3,cache_share=0.7,measure=true,refiner=folder")
+    config = setting.sampler.config
+    assert isinstance(setting.sampler, ScaleWiseSampler) and config["measure"]
+    assert (config["num_draft_scales"], config["cache_share"], setting.refiner) == (3, 0.7, "folder")
+    assert setting.describe()["refiner"] == "folder" and "refiner" not in read("scale-wise").describe()
+    assert read("scale-wise:refiner=/some/folder").refiner == "/some/folder"
+    assert read("scale-wise:num_draft_scales=all,cache_share=off").same_models(row("all", "off"))
+    for other in (row(3, 0.7), row(2, 0.7, "folder"), row(3, 0.6, "folder")):
+        assert not setting.same_models(other)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"num_draft_scales": 2}, {"cache_share": 0.7}, {"refiner_guidance_scale": 1.0}]
+)
+def test_one_model_cannot_be_divided(pipe, changed):
+    sampler = ScaleWiseSampler(**changed)
+    with pytest.raises(ValueError, match=f"{next(iter(changed))} given, but one model draws"):
+        sampler(pipe.transformer, pipe.vq_model, torch.tensor([1]), law=TokenLaw())
+
+
+def test_the_sampler_says_it_in_a_call_and_saved(pipe, tmp_path):
+    pipe.sampler = ScaleWiseSampler(num_draft_scales=3, refiner_guidance_scale=1.0)
+    output = pipe([3, 1], generator=seeded(7, 8))
+    assert output.trace.model_calls == (3, 1)
+    pipe.save_pretrained(tmp_path)
+    assert loading.load_pipeline(tmp_path)([3, 1], generator=seeded(7, 8)).tokens.equal(output.tokens)
+    former = tiny_scale_pipeline(
+        num_draft_scales=3, refiner_guidance_scale=1.0
+    )  # as earlier versions saved it
+    assert former.sampler.config["num_draft_scales"] == 3
+    assert former([3, 1], generator=seeded(7, 8)).tokens.equal(output.tokens)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +85,7 @@ def test_a_row_is_a_sampler_and_a_plan():
         ("scale-wise:cache_share=little", "cache_share='little'; pass"),
         (
             "scale-wise:window=3",
-            "has no setting window; it takes cache_share; guided_until",
+            "has no setting window; it takes cache_share: a finite number above 0 and at most 1, or 'off'",
         ),
         ("columns:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width: "),
         ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width: "),
@@ -72,33 +99,33 @@ def test_rows_that_cannot_be_read(text, message):
 @pytest.mark.parametrize("split", [1, 2, 3])
 def test_a_number_of_scales_is_that_of_the_call(pipe, split):
     want = pipe([3, 1], generator=seeded(7, 8), num_draft_scales=split)
-    found = drawn(pipe, ScalePlan(split))
+    found = drawn(pipe, row(split))
     assert found.tokens.equal(want.tokens) and found.trace.model_calls == (split, 4 - split)
 
 
 def test_one_model_alone(pipe):
     alone = tiny_scale_pipeline(pair=False)
     want = alone([3, 1], generator=seeded(7, 8))
-    assert drawn(pipe, ScalePlan("all")).tokens.equal(want.tokens)
-    small = drawn(pipe, ScalePlan(0))
+    assert drawn(pipe, row("all")).tokens.equal(want.tokens)
+    small = drawn(pipe, row(0))
     alone.transformer = pipe.refiner
     assert small.tokens.equal(alone([3, 1], generator=seeded(7, 8)).tokens)
     assert small.trace.model_calls == (4,) and small.trace.lossless  # of its own law
-    assert not ScalePlan(0).same_model and ScalePlan("all").same_model
+    assert not row(0).sampler.lossless and row("all").sampler.lossless
     assert not small.tokens.equal(want.tokens)
 
 
 def test_the_pipeline_is_as_it_was_afterwards(pipe, tmp_path):
     tiny_var(9, torch.float32, num_layers=1).save_pretrained(tmp_path / "other")
-    before = drawn(pipe, ScalePlan())
+    before = drawn(pipe, row())
     transformer, refiner = pipe.transformer, pipe.refiner
-    for plan in (ScalePlan(0), ScalePlan("all", 0.7), ScalePlan(3, 0.7, str(tmp_path / "other"))):
-        other = drawn(pipe, plan)
+    for setting in (row(0), row("all", 0.7), row(3, 0.7, str(tmp_path / "other"))):
+        other = drawn(pipe, setting)
         assert not other.tokens.equal(before.tokens)
         assert pipe.transformer is transformer and pipe.refiner is refiner
         assert pipe.budget is None and pipe.refiner_budget is None and pipe.config["num_draft_scales"] is None
-        assert drawn(pipe, ScalePlan()).tokens.equal(before.tokens)
-    with pytest.raises(RuntimeError, match="stop"), ScalePlan(0, 0.7).on(pipe):
+        assert drawn(pipe, row()).tokens.equal(before.tokens)
+    with pytest.raises(RuntimeError, match="stop"), row(0, 0.7).on(pipe):
         raise RuntimeError("stop")
     assert pipe.transformer is transformer and pipe.budget is None
     pipe.save_pretrained(tmp_path / "saved")
@@ -111,11 +138,11 @@ def test_the_pipeline_is_as_it_was_afterwards(pipe, tmp_path):
 def test_another_refiner_by_its_folder(pipe, tmp_path):
     other = tiny_var(9, torch.float32, num_layers=1)
     other.save_pretrained(tmp_path / "other")
-    found = drawn(pipe, ScalePlan(2, refiner=str(tmp_path / "other")))
+    found = drawn(pipe, row(2, refiner=str(tmp_path / "other")))
     pipe.refiner = other
-    assert found.tokens.equal(drawn(pipe, ScalePlan(2)).tokens)
+    assert found.tokens.equal(drawn(pipe, row(2)).tokens)
     alone = tiny_scale_pipeline(pair=False)
-    assert drawn(alone, ScalePlan(2, refiner=str(tmp_path / "other"))).tokens.equal(found.tokens)
+    assert drawn(alone, row(2, refiner=str(tmp_path / "other"))).tokens.equal(found.tokens)
     assert alone.refiner is None
 
 
@@ -126,9 +153,9 @@ def test_a_share_of_the_cache_is_calibrated_once(pipe, monkeypatch):
         calls.append(kwargs["share"])
         return calibrate(*args, **kwargs)
 
-    monkeypatch.setattr(scale_cache, "calibrate", counted)
-    found = drawn(pipe, ScalePlan(2, 0.7))
-    assert calls == [0.7, 0.7] and drawn(pipe, ScalePlan(2, 0.7)).tokens.equal(found.tokens)
+    monkeypatch.setattr(scale_image, "calibrate", counted)
+    found = drawn(pipe, row(2, 0.7))
+    assert calls == [0.7, 0.7] and drawn(pipe, row(2, 0.7)).tokens.equal(found.tokens)
     assert calls == [0.7, 0.7]  # once a model
     labels = list(range(5))
     budgets = pipe.calibrate(labels, 0.7, generator=seeded(*labels))
@@ -141,11 +168,11 @@ def test_a_share_of_the_cache_is_calibrated_once(pipe, monkeypatch):
 def test_a_refiner_of_some_scales_draws_no_others(pipe, tmp_path):
     tiny_var(3, torch.float32).save_pretrained(tmp_path / "other")
     pipe.register_to_config(refiner_first_scale=3)
-    for plan, message in [(ScalePlan(2), "from 3 on"), (ScalePlan(0), "cannot draw alone")]:
-        with pytest.raises(ValueError, match=message), plan.on(pipe):
+    for setting, message in [(row(2), "from 3 on"), (row(0), "from 3 on")]:
+        with pytest.raises(ValueError, match=message), setting.on(pipe):
             pytest.fail("accepted")
-    assert drawn(pipe, ScalePlan(3)).trace.model_calls == (3, 1)
-    assert drawn(pipe, ScalePlan(1, refiner=str(tmp_path / "other"))).trace.model_calls == (1, 3)
+    assert drawn(pipe, row(3)).trace.model_calls == (3, 1)
+    assert drawn(pipe, row(1, refiner=str(tmp_path / "other"))).trace.model_calls == (1, 3)
     assert pipe.config["refiner_first_scale"] == 3
 
     def scales(part):
@@ -160,31 +187,36 @@ def test_a_refiner_of_some_scales_draws_no_others(pipe, tmp_path):
     )
 
 
-def test_the_number_of_drafters_is_that_of_the_plan(pipe):
+def test_the_number_of_drafters_is_that_of_the_setting(pipe):
     labels = list(range(5))
     for count in (0, 1, 2):
         budgets = pipe.calibrate(labels, 0.7, num_drafters=count, generator=seeded(*labels))
-        with ScalePlan("all", 0.7, num_drafters=count).on(pipe):
-            assert pipe.budget == budgets[0] and pipe.refiner_budget == budgets[1]
-            assert sum(map(len, pipe.budget.drafters)) == count
+        with row(2, 0.7, num_drafters=count).on(pipe):
+            kept = [stage.model.budget for stage in pipe.stages()]
+            assert kept == list(budgets) and sum(map(len, kept[0].drafters)) == count
+            assert pipe.budget is None and pipe.refiner_budget is None
     with pytest.raises(ValueError, match="num_drafters=1 without a cache_share"):
-        ScalePlan("all", num_drafters=1)
+        row("all", num_drafters=1)
 
 
 def test_a_whole_share_is_no_compression_but_off_undoes_one(pipe):
-    plain = drawn(pipe, ScalePlan("all"))
-    whole = drawn(pipe, ScalePlan("all", 1.0))
+    plain = drawn(pipe, row("all"))
+    whole = drawn(pipe, row("all", 1.0))
     assert whole.tokens.equal(plain.tokens) and whole.trace.cache_bytes == plain.trace.cache_bytes
     assert whole.trace.lossless
     pipe.compress(ScaleBudget(SIDES, ((0, 0), (1, 1), (4, 4), (9, 9))))
-    assert drawn(pipe, ScalePlan("all")).trace.cache_bytes < plain.trace.cache_bytes
-    assert drawn(pipe, ScalePlan("all", "off")).trace.cache_bytes == plain.trace.cache_bytes
+    assert drawn(pipe, row("all")).trace.cache_bytes < plain.trace.cache_bytes
+    assert drawn(pipe, row("all", "off")).trace.cache_bytes == plain.trace.cache_bytes
     assert pipe.budget is not None
-    assert ScalePlan.plain(pipe.config) == ScalePlan("all", "off")
-    assert ScalePlan.plain(tiny_scale_pipeline().config) == ScalePlan("all")
+    plain = plain_decoding(pipe).config
+    assert (plain["num_draft_scales"], plain["cache_share"]) == ("all", "off")
+    pipe.sampler = ScaleWiseSampler(ramp=False, cache_share=0.7, num_drafters=1)
+    plain = plain_decoding(pipe).config
+    assert (plain["cache_share"], plain["ramp"]) == ("off", False)
+    assert plain_decoding(tiny_scale_pipeline()).config["cache_share"] is None
 
 
-def test_the_refiner_of_a_plan_draws_with_the_guidance_of_the_others_unless_told(pipe, tmp_path):
+def test_the_refiner_of_a_setting_draws_with_the_guidance_of_the_others_unless_told(pipe, tmp_path):
     other = tiny_var(3, torch.float32)
     other.save_pretrained(tmp_path / "other")
     own = tiny_scale_pipeline(refiner=other)
@@ -194,48 +226,48 @@ def test_the_refiner_of_a_plan_draws_with_the_guidance_of_the_others_unless_told
     assert not want[1.0].tokens.equal(want[None].tokens)
     pipe.register_to_config(refiner_guidance_scale=1.0)
     for scale in (None, 1.0):
-        plan = ScalePlan(2, refiner=str(tmp_path / "other"), refiner_guidance_scale=scale)
-        assert drawn(pipe, plan).tokens.equal(want[scale].tokens)
+        setting = row(2, refiner=str(tmp_path / "other"), refiner_guidance_scale=scale)
+        assert drawn(pipe, setting).tokens.equal(want[scale].tokens)
     assert pipe.config["refiner_guidance_scale"] == 1.0
 
 
-def test_layers_share_alike_where_there_is_nothing_to_calibrate_on(pipe, monkeypatch):
-    monkeypatch.setattr(scale_cache, "calibrate", lambda *_, **__: pytest.fail("drew pictures"))
-    with ScalePlan("all", 0.7).on(pipe, calibrated=False):
+def test_layers_share_alike_without_drafters(pipe, monkeypatch):
+    monkeypatch.setattr(scale_image, "calibrate", lambda *_, **__: pytest.fail("drew pictures"))
+    with row("all", 0.7, num_drafters=0).on(pipe):
         (stage,) = pipe.stages()
         assert isinstance(stage.model, CompressedVAR)
         assert stage.model.budget == ScaleBudget.from_share(SIDES, 2, 0.7)
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("setting", "message"),
     [
-        (ScalePlan(5), "num_draft_scales=5; pass"),
-        (ScalePlan("all", 0.1), "share=0.1 leaves .* pass a share of at least 0.6429"),
-        (ScalePlan(refiner="nowhere"), "no refiner 'nowhere'; pass a folder written by save_pretrained"),
+        (row(5), "num_draft_scales=5; pass"),
+        (row("all", 0.1), "share=0.1 leaves .* pass a share of at least 0.6429"),
+        (row(refiner="nowhere"), "no refiner 'nowhere'; pass a folder written by save_pretrained"),
     ],
 )
-def test_plans_that_do_not_fit(pipe, plan, message):
+def test_settings_that_do_not_fit(pipe, setting, message):
     transformer = pipe.transformer
-    with pytest.raises(ValueError, match=message), plan.on(pipe):
+    with pytest.raises(ValueError, match=message), setting.on(pipe):
         pytest.fail("accepted")
     assert pipe.transformer is transformer and pipe.config["num_draft_scales"] is None
 
 
-def test_plans_for_pipelines_that_lack_what_they_ask_for(pipe, tmp_path):
+def test_settings_for_pipelines_that_lack_what_they_ask_for(pipe, tmp_path):
     alone = tiny_scale_pipeline(pair=False)
     with (
         pytest.raises(ValueError, match="num_draft_scales=0, but this .* has no refiner"),
-        ScalePlan(0).on(alone),
+        row(0).on(alone),
     ):
         pytest.fail("accepted")
-    with pytest.raises(ValueError, match="no refiner to draw the other scales"), ScalePlan(2).on(alone):
+    with pytest.raises(ValueError, match="no refiner to draw the other scales"), row(2).on(alone):
         pytest.fail("accepted")
     next_token = tiny_pipeline()
-    with pytest.raises(ValueError, match="num_draft_scales given, which a ImagePipeline does not have"):
-        ScalePlan(2).on(next_token).__enter__()
-    with ScalePlan().on(next_token):
-        pass
+    with pytest.raises(TypeError, match="ScaleWiseSampler, which does not fit a next-token model"):
+        row(2).on(next_token).__enter__()
+    with pytest.raises(ValueError, match="refiner=folder given, which a ImagePipeline does not take"):
+        read("autoregressive:refiner=folder").on(next_token).__enter__()
     pipe.vq_model.save_pretrained(tmp_path / "vq")
     with pytest.raises(ValueError, match="holds a MultiscaleVQModel; a refiner is one of VARTransformer"):
         loading.load_refiner(tmp_path / "vq")
