@@ -36,7 +36,7 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         vq_model: turns them into pictures.
         text_encoder: turns prompts into T5 features. None: pass `prompt_embeds`.
         sampler: how scales are decoded; guidance of the published pictures has no ramp (`ramp=False`).
-        default_guidance_scale, default_temperature, default_top_p: those of `__call__` where it is given none; saved
+        default_guidance_scale, default_temperature, default_top_p: of calls that name none; saved
             with the pipeline. They are `cfg`, `tau` and `top_p` of the official code.
         budget: what the cache may keep (ScaleKV), or what `ScaleBudget.to_dict` made of it; None: everything.
             `compress` sets it later.
@@ -147,10 +147,10 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
 
     def _check_models(self) -> None:
         model, tokenizer = self.transformer, self.vq_model
-        given, wanted = ((tuple(part.scales), part.code_dim) for part in (model, tokenizer))
-        if given != wanted:
+        drawn, wanted = ((tuple(part.scales), part.code_dim) for part in (model, tokenizer))
+        if drawn != wanted:
             raise ValueError(
-                f"the transformer predicts scales {given[0]} of {given[1]} bits, but the tokenizer decodes scales "
+                f"the transformer predicts scales {drawn[0]} of {drawn[1]} bits, but the tokenizer decodes scales "
                 f"{wanted[0]} of {wanted[1]} bits; load both for the same pictures."
             )
 

@@ -63,7 +63,7 @@ class NextScalePipeline(VisualPipeline):
             self._check_models()
 
     def _check_models(self) -> None:
-        """Refuse models and a tokenizer of other scales or codes than each other's."""
+        """Refuse models and a tokenizer that differ in their scales or codes."""
         raise NotImplementedError
 
     def _stages(self, args: Mapping[str, Any], asked: Asked) -> list[Stage]:
@@ -121,8 +121,10 @@ class NextScalePipeline(VisualPipeline):
 
     @torch.no_grad()
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of tokens [B, L], or of those of the first scales, in the form `output_type` asks for: those they
-        were drawn with, unless the sampler was smooth, or a callback changed the canvas."""
+        """Pictures of tokens [B, L], of all scales or the first ones, in the form `output_type` asks for.
+
+        They equal the drawn pictures, unless the sampler was smooth, or a callback changed the canvas.
+        """
         return self.decode_canvas(ScaleDecoder(self.vq_model, self.transformer).canvas(tokens), output_type)
 
     def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:

@@ -49,13 +49,13 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         sampler: how scales are decoded; swap it freely (`pipe.sampler = ...`).
         id2label: the name of every class, in order, several names of one class separated by commas; with it, labels
             may be given by name.
-        default_guidance_scale, default_top_k, default_top_p: those of `__call__` where it is given none; saved with
-            the pipeline. The official `cfg=1.5` is a guidance scale of 2.5.
+        default_guidance_scale, default_top_k, default_top_p: of calls that name none; saved with the pipeline.
+            The official `cfg=1.5` is a guidance scale of 2.5.
         refiner: a smaller model over the same tokens, which draws the last scales; set it freely.
         num_draft_scales: sets this setting of the sampler; earlier versions saved it here.
         budget, refiner_budget: what the models' caches may keep (ScaleKV), or what `ScaleBudget.to_dict` made of it;
             None: everything. `compress` sets them later.
-        refiner_guidance_scale: guidance of the scales that the refiner draws, whatever that of the others is; 1 for one
+        refiner_guidance_scale: guidance of the scales that the refiner draws, whatever the others have; 1 for one
             that learned guided laws, and draws in half the rows; None: as the others.
         refiner_first_scale: the first scale that the refiner learned to draw; None: it knows all.
         warm_temperature, num_warm_scales: the log-probabilities of the first scales are divided by this temperature,
@@ -129,8 +129,9 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         sampler: ScaleWiseSampler | None = None,
         id2label: list[str] | None = None,
     ) -> Self:
-        """A pipeline around official files, with the law of their published figures: with a refiner that of CoDe, whose
-        first seven scales are warmer (`warm_temperature`).
+        """A pipeline around official files, with the sampling settings of the published results.
+
+        With a refiner these are CoDe's, with a higher temperature in the first seven scales (`warm_temperature`).
 
         Args:
             transformer: e.g. `var_d16.pth`.
@@ -244,7 +245,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         return calibrate(model, self.vq_model, condition, **more)
 
     def refiner_law(self, law: TokenLaw) -> TokenLaw:
-        """The law of the refiner where that of the call is `law`.
+        """The law of the refiner in a call with this law.
 
         Raises:
             ValueError: a `refiner_guidance_scale` out of its range.
@@ -274,10 +275,10 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             model = getattr(self, name)
             if model is None:
                 continue
-            given = (tuple(model.scales), model.vocab_size, model.code_dim)
-            if given != wanted:
+            drawn = (tuple(model.scales), model.vocab_size, model.code_dim)
+            if drawn != wanted:
                 raise ValueError(
-                    f"the {name} predicts scales {given[0]} of {given[1]} codes with {given[2]} channels, but the "
+                    f"the {name} predicts scales {drawn[0]} of {drawn[1]} codes with {drawn[2]} channels, but the "
                     f"tokenizer decodes scales {wanted[0]} of {wanted[1]} codes with {wanted[2]} channels; load both "
                     "from the same model."
                 )
@@ -326,7 +327,8 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             known = self.config["refiner_first_scale"] or 1
             split = count if self.refiner is None else max(known, count - 2)
         split = self._check_split(split)
-        first, budget = self.transformer, self.budget
+        first: Any = self.transformer
+        budget = self.budget
         if split == 0:
             first, budget, split = self.refiner, self.refiner_budget, count
         large = self._cached(first, budget, self.make_law())
@@ -418,7 +420,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
                 `pipeline.decode_canvas(tensors["canvas"])` is the picture so far. If it returns a dictionary with a
                 canvas, the later scales go on from that one. After `pipe._interrupt = True` the call ends, and returns
                 the pictures and the tokens of the scales so far.
-            callback_on_step_end_tensor_inputs: tensors it is given: "canvas" (default), or none.
+            callback_on_step_end_tensor_inputs: tensors that it gets: "canvas" (default), or none.
 
         Returns:
             Pictures; tokens [B, L], all maps that are drawn, coarse to fine, each in raster order; and the trace, a

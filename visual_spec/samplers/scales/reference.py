@@ -25,7 +25,7 @@ class Reference:
 
     Attributes:
         stage: its last stage.
-        first: the first scale whose law is not that of the first model, guided and whole.
+        first: the first scale whose law differs from the first model's, guided and whole.
         moved: float [B], total variation summed over the measured slots.
         cache: its state. With a schedule that leaves something out it has its own prefill, at scale `first`; until then
             None.
@@ -52,13 +52,13 @@ class Reference:
             maps: [B, D, n, n] each, the input maps so far.
             grown: the share of the guidance at this scale.
         """
-        own, given = stage.law or run.law_given, run.law_given
+        own, usual = stage.law or run.law_given, run.law_given
         if scale >= self.stage.scales.stop:
             # A refiner that learned guided laws draws without guidance, but the first model's law is guided.
-            own = replace(own, guidance_scale=(self.stage.law or given).guidance_scale)
+            own = replace(own, guidance_scale=(self.stage.law or usual).guidance_scale)
         run.law.law = law_at_scale(own, grown)
         if self.cache is None:
-            self.cache = prefill(run.model, run.condition, given.guided, run.batch_size, maps)
+            self.cache = prefill(run.model, run.condition, usual.guided, run.batch_size, maps)
             logits = self.cache.logits
         else:
             logits = self.stage.model(self.cache, maps[-1], scale)

@@ -43,8 +43,8 @@ ScaleCallback = Callable[[int, Tensor], Any]
 def mixture(log_probs: Tensor, gumbel: Tensor, ratio: float) -> Tensor:
     """The weights [B, N, V] of the codes in each smooth token. `ratio` goes from 0, first scale, to 1, last scale.
 
-    The temperature, falling from 0.27 to 0.0135, and the sharpening by 1 + ratio are those of the official
-    `more_smooth`.
+    The temperature, falling from 0.27 to 0.0135, and the sharpening by 1 + ratio are the official
+    `more_smooth`'s.
     """
     temperature = 0.27 * (1 - 0.95 * ratio)
     return (((1 + ratio) * log_probs + gumbel) / temperature).softmax(-1)
@@ -99,7 +99,7 @@ class ScaleWiseSampler(Sampler):
             published figures do not use it). The returned tokens are the heaviest code of each mixture.
         measure: let the first model also score the scales that other models draw, and report the distance between their
             laws. Costs that model's forwards, and the memory of its cache until the end. With a schedule, the scales
-            that it changes are scored too, guided and whole, and the memory is that of a second cache.
+            that it changes are scored too, guided and whole, and a second cache takes memory.
         schedule: what is left out at each scale: the name of a preset ("just-stop", "skipvar", "stagevar", "fastvar"),
             or values of `ScaleSchedule` by name, such as {"stop_after": 6, "guided_until": 5, "keep_share": [0.5]};
             None: nothing. A schedule that leaves something out is not lossless; one that does not changes nothing.

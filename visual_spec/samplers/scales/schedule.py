@@ -46,7 +46,7 @@ class ScaleSchedule:
             the cache and the calls, and tokens are drawn from the conditional law. A ramp of guidance does not change
             before.
         keep_share: parts, in (0, 1], of the places that go through the layers, of the last scales that are drawn, the
-            last entry being that of `stop_after`; scales before are whole. A number is a list of one. Scale 0 is whole.
+            last entry of scale `stop_after`; scales before are whole. A number is a list of one. Scale 0 is whole.
             See `scale_pruning` for which places these are and what the others become.
         pruned_layers: the part of the depth that `keep_share` prunes: layer l of L if first <= l / L < stop.
 
@@ -64,7 +64,7 @@ class ScaleSchedule:
         shares = self.keep_share if isinstance(self.keep_share, Sequence) else (self.keep_share,)
         if isinstance(shares, str) or not all(_number(share) and 0 < share <= 1 for share in shares):
             raise ValueError(
-                f"keep_share={self.keep_share!r}; pass parts of the places above 0 and at most 1, the last that of the "
+                f"keep_share={self.keep_share!r}; pass parts of the places above 0 and at most 1, the last one of the "
                 "last scale that is drawn, such as [0.6, 0.5]."
             )
         layers = self.pruned_layers
@@ -78,7 +78,7 @@ class ScaleSchedule:
         object.__setattr__(self, "pruned_layers", (float(layers[0]), float(layers[1])))
 
     @classmethod
-    def of(cls, given: str | Mapping[str, Any] | None) -> Self:
+    def of(cls, setting: str | Mapping[str, Any] | None) -> Self:
         """Return the schedule of a sampler's setting: the name of a preset, values by name, or None for none.
 
         A mapping with a "preset" changes some values of that preset.
@@ -86,7 +86,8 @@ class ScaleSchedule:
         Raises:
             ValueError: an unknown preset or name, or a value that the class refuses.
         """
-        values = dict(given) if isinstance(given, Mapping) else {} if given is None else {"preset": given}
+        named = {} if setting is None else {"preset": setting}
+        values = dict(setting) if isinstance(setting, Mapping) else named
         name = values.pop("preset", None)
         if name is not None and (not isinstance(name, str) or name not in SCHEDULES):
             raise ValueError(
@@ -167,7 +168,7 @@ class ScaleSchedule:
 
     @property
     def pruning(self) -> Pruning | None:
-        """What a model is told, by a schedule `at` its number of scales; None: nothing is pruned."""
+        """What a model leaves out, by a schedule `at` its number of scales; None: nothing."""
         return Pruning(self.keep_share, self.pruned_layers) if self.prunes else None
 
     def pruned_runs(self, stages: Sequence[Any]) -> list[list[Any]]:

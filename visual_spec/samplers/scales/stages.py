@@ -104,7 +104,7 @@ def check_alone(sampler: Any) -> None:
 
 
 def draws_guided(stages: Sequence[Stage], guided: bool) -> bool:
-    """Return whether a decode of these stages has unconditional rows; `guided` is that of stages without a law."""
+    """Return whether a decode of these stages has unconditional rows; `guided`: stages without a law have them."""
     return any(guided if stage.law is None else stage.law.guided for stage in stages)
 
 
@@ -169,10 +169,10 @@ def check_stages(stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenL
         )
     wanted = (tuple(tokenizer.scales), tokenizer.codebook_size, tokenizer.code_dim)
     for index, stage in enumerate(stages):
-        given = (tuple(stage.model.scales), stage.model.vocab_size, stage.model.code_dim)
-        if given != wanted:
+        model = (tuple(stage.model.scales), stage.model.vocab_size, stage.model.code_dim)
+        if model != wanted:
             raise ValueError(
-                f"the model of stage {index} predicts scales {given[0]} of {given[1]} codes with {given[2]} "
+                f"the model of stage {index} predicts scales {model[0]} of {model[1]} codes with {model[2]} "
                 f"channels, but the tokenizer has scales {wanted[0]} of {wanted[1]} codes with {wanted[2]} "
                 "channels; pass models and a tokenizer that were trained together."
             )
@@ -180,7 +180,7 @@ def check_stages(stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenL
 
 
 def drawn_stages(sampler: Any, stages: Sequence[Stage]) -> list[Stage]:
-    """Return the stages of the scales that a sampler draws, given those of all scales.
+    """Return the stages of the scales that a sampler draws, out of the stages of all scales.
 
     Raises:
         ValueError: its schedule names scales that there are not, or prunes a model that runs all places.

@@ -28,7 +28,7 @@ class ScaleTrace(DecodeTrace):
     Attributes:
         model_calls: forwards of each model, in the order of the schedule, without those that only measure.
         layer_places: places that went through a layer, summed over layers, forwards and rows, of one picture and of
-            each model, without forwards that only measure. A model that does not tell `num_layers` counts as one layer.
+            each model, without forwards that only measure. A model without `num_layers` counts as one layer.
         cache_bytes: size of each model's key and value cache. Each is freed before the next is allocated, except the
             first model's if the sampler measures.
     """
