@@ -14,7 +14,7 @@ from scripts.train.codec import codec_config
 from tests.tiny import quiet, seeded
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE, held_out_prompts
 from visual_spec.data.tunes_parser import score
-from visual_spec.models.core.saved import check_transformers_model
+from visual_spec.models.core.saved import check_folder
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder, part_folder
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
@@ -122,7 +122,7 @@ def test_rounded_codecs_keep_lengths_biases_and_codebooks(tmp_path):
     before = load_file(tmp_path / "model.safetensors")
     round_weights(tmp_path)
     loaded: Any = EncodecModel.from_pretrained(tmp_path, dtype=torch.float64)
-    check_transformers_model(tmp_path, loaded)
+    check_folder(tmp_path, EncodecModel)
     stored, read = load_file(tmp_path / "model.safetensors"), loaded.state_dict()
     assert {value.dtype for value in stored.values()} == {torch.float16, torch.float8_e4m3fn, torch.int8}
     for key, value in before.items():

@@ -28,7 +28,7 @@ from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
-from visual_spec.pipelines.audio_stream import WaveStream, Window, decode_windows, plan_windows
+from visual_spec.pipelines.audio_stream import ClipWindow, WaveStream, decode_windows, plan_windows
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
@@ -301,7 +301,7 @@ class AudioPipeline(ReadsText):
         padding = self.config["padding"]
         return MusicgenColumnModel(model, kept + new, prompt_frames=kept, padding=padding, pattern=pattern)
 
-    def _window(self, kept: int, new: int) -> Window:
+    def _window(self, kept: int, new: int) -> ClipWindow:
         """What decodes a window of frames that are kept from before, and frames that are new."""
         model: Any
         if self._fills_in:
@@ -309,7 +309,7 @@ class AudioPipeline(ReadsText):
             model = MagnetModel(self._model, kept + new, padding=padding, reach=reach)
         else:
             model = self._columns(self._model, kept, new)
-        return Window(kept, model, self.sampler_parts(kept, new))
+        return ClipWindow(kept, model, self.sampler_parts(kept, new))
 
     def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
         return None if self.transformer is None else self._window(0, self.max_frames)[1:]

@@ -174,7 +174,7 @@ def plan_windows(
     return windows
 
 
-class Window(NamedTuple):
+class ClipWindow(NamedTuple):
     """What decodes a window of a clip.
 
     Args:
@@ -192,7 +192,7 @@ def decode_windows(
     sampler: Any,
     condition: MusicCondition,
     codes: Tensor,
-    windows: Sequence[Window],
+    windows: Sequence[ClipWindow],
     *,
     progress_bar: Callable[..., Any],
     stream: WaveStream | None,

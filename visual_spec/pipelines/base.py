@@ -24,7 +24,7 @@ from huggingface_hub import snapshot_download
 
 from visual_spec.families import PIPELINES, family_of
 from visual_spec.models.core.offload import align_weights
-from visual_spec.models.core.saved import SavedModel, check_loaded, check_transformers_model
+from visual_spec.models.core.saved import SavedModel, check_loaded
 from visual_spec.models.core.settings import whole
 from visual_spec.pipelines.components import annotated_types, resolved
 from visual_spec.pipelines.embedded import (
@@ -104,13 +104,13 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.
-            if part in kwargs or not isinstance(model, torch.nn.Module) or isinstance(model, SavedModel):
-                continue
-            where = part_folder(folder, part)
-            if isinstance(model, ModelMixin):
+            if (
+                part not in kwargs
+                and isinstance(model, torch.nn.Module)
+                and not isinstance(model, SavedModel)
+            ):
+                where = part_folder(folder, part)
                 check_loaded(model, str(where) if where.is_dir() else f"{name}: {part}")
-            elif where.is_dir():
-                check_transformers_model(where, model, kwargs.get("variant"))
         return cast(Self, loaded)  # or a pair, with output_loading_info
 
     @classmethod

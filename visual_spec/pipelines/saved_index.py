@@ -19,12 +19,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.families import FAMILIES
 from visual_spec.files.reading import shortened
-from visual_spec.models.core.saved import (
-    SavedModel,
-    check_folder,
-    check_transformers_folder,
-    read_settings,
-)
+from visual_spec.models.core.saved import SavedModel, check_folder, read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import SHARED, part_folder
@@ -225,10 +220,8 @@ def _check_component(folder: Path, kind: type, variant: str | None) -> None:
                 f"{folder / 'config.json'} is of a {shortened(saved_as)}, where the pipeline has a {kind.__name__}; "
                 "copy or download it again."
             )
-    if issubclass(kind, ModelMixin):
+    if issubclass(kind, ModelMixin) or hasattr(kind, "config_class"):
         check_folder(folder, kind, variant)
-    elif hasattr(kind, "config_class"):
-        check_transformers_folder(folder, kind, variant)
 
 
 def _check_law(path: Path, kind: Any, index: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:

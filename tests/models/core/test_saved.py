@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import EncodecConfig, EncodecModel
 
 from tests.tiny import tiny_vq_model
-from visual_spec.models.core.saved import check_transformers_model
+from visual_spec.models.core.saved import check_folder, check_loaded
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -143,7 +143,8 @@ def codec_folder(tmp_path_factory) -> Path:
 
 @pytest.mark.filterwarnings("ignore")
 def test_models_of_transformers_are_compared_with_their_files(codec_folder, tmp_path):
-    check_transformers_model(codec_folder, EncodecModel.from_pretrained(codec_folder))
+    check_folder(codec_folder, EncodecModel)
+    check_loaded(EncodecModel.from_pretrained(codec_folder), str(codec_folder))
     key = "decoder.layers.0.conv.bias"
     for number, (change, message) in enumerate(
         [
@@ -157,7 +158,8 @@ def test_models_of_transformers_are_compared_with_their_files(codec_folder, tmp_
         shutil.copytree(codec_folder, folder)
         model = EncodecModel.from_pretrained(changed(folder, change))
         with pytest.raises(ValueError, match=f"{folder}.*{message}"):
-            check_transformers_model(folder, model)
+            check_folder(folder, EncodecModel)
+            check_loaded(model, str(folder))
 
 
 def test_models_of_transformers_are_read_in_eight_bits_where_their_configuration_says_so(
@@ -168,11 +170,11 @@ def test_models_of_transformers_are_read_in_eight_bits_where_their_configuration
     changed(folder, lambda w: w.update({key: w[key].to(torch.float8_e4m3fn)}))
     model = EncodecModel.from_pretrained(folder, dtype=torch.float32)
     with pytest.raises(ValueError, match=f"{key} is of torch.float8_e4m3fn"):
-        check_transformers_model(folder, model)
+        check_folder(folder, EncodecModel)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "stored_as": "float8_e4m3fn"}))
     model = EncodecModel.from_pretrained(folder, dtype=torch.float32)
-    check_transformers_model(folder, model)
+    check_folder(folder, EncodecModel)
     whole = EncodecModel.from_pretrained(codec_folder).state_dict()[key]
     assert torch.equal(model.state_dict()[key], whole.to(torch.float8_e4m3fn).float())
 
@@ -188,10 +190,10 @@ def test_whole_numbers_are_read_as_directions_and_as_nothing_else(codec_folder, 
         model = EncodecModel.from_pretrained(folder, dtype=torch.float32)
         if "int8" not in str(stored_as):
             with pytest.raises(ValueError, match=f"{prefix}1 is of torch.int8"):
-                check_transformers_model(folder, model)
+                check_folder(folder, EncodecModel)
             continue
-        check_transformers_model(folder, model)
+        check_folder(folder, EncodecModel)
         assert model.state_dict()[f"{prefix}1"].dtype == torch.float32
         changed(folder, lambda w: w.update({f"{prefix}0": w[f"{prefix}0"].to(torch.int8)}))
         with pytest.raises(ValueError, match=f"{prefix}0 is of torch.int8"):
-            check_transformers_model(folder, model)
+            check_folder(folder, EncodecModel)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -155,60 +155,40 @@ def check_loaded(model: torch.nn.Module, name: str) -> None:
     check_finite({key: value for key, value in model.state_dict().items() if value.dtype in FLOATING}, name)
 
 
-def check_folder(folder: Path, model: type[ModelMixin], variant: str | None = None) -> None:
+def check_folder(folder: Path, model: Any, variant: str | None = None) -> None:
     """Refuse a folder whose weights do not fit the model that its config.json describes. Reads headers only.
+
+    diffusers and transformers report missing and unexpected keys, but not what component of a pipeline they belong to,
+    only after loading, and they cast any dtype. A model of transformers may be stored in 8 bits where its config.json
+    says so: `"stored_as": "float8_e4m3fn"` (e4m3), or `["float8_e4m3fn", "int8"]`; whole numbers only in the directions
+    of weight-normed layers, whose scale is free.
 
     Args:
         folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
-            a format of diffusers, are not checked.
-        model: the class, one of ours or of diffusers. Ours refuse settings of another kind than they declare.
+            a format of diffusers or transformers, are not checked.
+        model: the class, ours or one of diffusers or transformers. Ours refuse settings of another kind than they
+            declare.
         variant: as for `from_pretrained`.
 
     Raises:
-        ValueError: a file is damaged; no model can be built from the configuration; or weights are missing, unexpected,
-            mis-shaped or of other dtypes.
+        ValueError: a file is damaged or missing; no model can be built from the configuration; or weights are missing,
+            unexpected, mis-shaped or of other dtypes.
     """
-    config, weights = _read_config(folder), _read_headers(folder, variant)
-    if config is None or not weights or _is_quantised(folder, config):
-        return
-    _check_counts(folder, {name: config.get(name) for name in _COUNTS}, weights)
-    stored_as: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)  # diffusers' classes cannot say so
-    if issubclass(model, SavedModel):
-        stored_as = model.stored_as
-    built = _built(folder, model.__name__, lambda: model.from_config(config))  # pyright: ignore
-    expected: dict[str, Tensor] = built.state_dict()
-    _refuse_difference(folder, model.__name__, weights, expected)
-    _check_dtypes(folder, weights, expected, (*FLOATING, *stored_as))
-
-
-def check_transformers_folder(folder: Path, model: Any, variant: str | None = None) -> None:
-    """Refuse a folder whose weights do not fit the model of transformers that its config.json describes.
-
-    Reads headers only. As `check_folder`, and before the model is loaded; `check_transformers_model` looks at it then.
-
-    Args:
-        folder: as for `check_transformers_model`.
-        model: the class, a `PreTrainedModel`.
-        variant: as for `from_pretrained`.
-
-    Raises:
-        ValueError: a file is damaged; no model can be built from the configuration; or weights are missing, unexpected
-            or mis-shaped.
-    """
+    of_diffusers = issubclass(model, ModelMixin)
     config = read_settings(folder / "config.json")
-    headers = _read_headers(folder, variant, "model")
-    if not headers or _is_quantised(folder, config):
+    weights = _read_headers(folder, variant, "diffusion_pytorch_model" if of_diffusers else "model")
+    if not weights or _is_quantised(folder, config):
         return
-    weights = {_new_name(key): value for key, value in headers.items()}
-    _check_counts(folder, {name: value for name, value in config.items() if _counts_parts(name)}, weights)
-    _check_counts(folder, {f"len({n})": len(v) for n, v in config.items() if isinstance(v, list)}, weights)
 
     def build() -> torch.nn.Module:
+        if of_diffusers:
+            return model.from_config(config)
         settings = model.config_class.from_dict(config)
         # Encodec derives its number of codebooks from a bandwidth.
         _check_counts(folder, {"num_quantizers": getattr(settings, "num_quantizers", 0)}, weights)
         return model(settings)
 
+    _check_counts(folder, _counts(config, of_diffusers), weights)
     built = _built(folder, model.__name__, build)
     held = sum(value.numel() for value in weights.values())
     made = sum(value.numel() for value in built.buffers())
@@ -218,8 +198,22 @@ def check_transformers_folder(folder: Path, model: Any, variant: str | None = No
         )
     # Tied weights are stored once.
     tied = {key for key in getattr(built, "all_tied_weights_keys", None) or {} if key not in weights}
-    held_once = {key: value for key, value in built.state_dict().items() if key not in tied}
-    _refuse_difference(folder, model.__name__, weights, held_once)
+    expected = {key: value for key, value in built.state_dict().items() if key not in tied}
+    shapes = {key: tuple(value.shape) for key, value in expected.items()}
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(
+            f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
+        )
+    castable = {*FLOATING, *_eight_bits(model, config)}
+    for key, value in weights.items():
+        cast = castable if key.endswith(_DIRECTION) else castable - {torch.int8}
+        if value.dtype != expected[key].dtype and not (
+            expected[key].dtype in FLOATING and value.dtype in cast
+        ):
+            raise ValueError(
+                f"{folder}: {key} is of {value.dtype}, where the model computes with floating weights of at least 16 "
+                "bits; nothing is cast without being asked. Copy or download it again."
+            )
 
 
 def _built(folder: Path, name: str, build: Callable[[], Any]) -> Any:
@@ -232,53 +226,27 @@ def _built(folder: Path, name: str, build: Callable[[], Any]) -> Any:
         raise ValueError(f"{folder}/config.json makes no {name}: {reason}") from error
 
 
-def _refuse_difference(
-    folder: Path, name: str, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> None:
-    """Refuse weights of other keys or shapes than a model of this class has."""
-    shapes = {key: tuple(value.shape) for key, value in expected.items()}
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(
-            f"{folder} does not hold the {name} of its config.json: {difference}; copy or download it again."
-        )
+def _counts(config: Mapping[str, Any], of_diffusers: bool) -> dict[str, Any]:
+    """What the configuration says of how many parts the model has; each part has weights."""
+    if of_diffusers:
+        return {name: config.get(name) for name in _COUNTS}
+    named = {
+        name: value
+        for name, value in config.items()
+        if name.startswith("num_") and name.endswith(("layers", "blocks", "codebooks"))
+    }
+    return named | {f"len({name})": len(value) for name, value in config.items() if isinstance(value, list)}
 
 
-def _counts_parts(name: str) -> bool:
-    return name.startswith("num_") and name.endswith(("layers", "blocks", "codebooks"))
-
-
-def check_transformers_model(folder: Path, model: Any, variant: str | None = None) -> None:
-    """Refuse a model of transformers that was loaded from a folder whose weights do not match it.
-
-    transformers fills in missing weights at random, and casts any dtype, at most with a warning. Weights in 8 bits are
-    accepted where config.json says so: `"stored_as": "float8_e4m3fn"` (e4m3), or `["float8_e4m3fn", "int8"]` for whole
-    numbers, too, of which only the directions of weight-normed layers are: their scale is free.
-
-    Args:
-        folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
-            a format of transformers, are not checked.
-        model: a `PreTrainedModel`, as loaded.
-        variant: as for `from_pretrained`.
-
-    Raises:
-        ValueError: weights are missing, unexpected, mis-shaped, of other dtypes, or not finite.
-    """
-    weights = {_new_name(key): value for key, value in _read_headers(folder, variant, "model").items()}
-    if not weights or getattr(model.config, "quantization_config", None) is not None:
-        return
-    expected = model.state_dict()
-    held = {expected[key].data_ptr() for key in weights if key in expected}
-    tied = {key for key, value in expected.items() if key not in weights and value.data_ptr() in held}
-    held_once = {key: value for key, value in expected.items() if key not in tied}
-    _refuse_difference(folder, type(model).__name__, weights, held_once)
-    stored_as = getattr(model.config, "stored_as", None)
-    named = stored_as if isinstance(stored_as, list) else [stored_as]
-    castable = [*FLOATING, *(dtype for name, dtype in _EIGHT_BITS.items() if name in named)]
-    directions = {key: value for key, value in weights.items() if key.endswith(_DIRECTION)}
-    _check_dtypes(folder, directions, expected, castable)
-    others = {key: value for key, value in weights.items() if key not in directions}
-    _check_dtypes(folder, others, expected, [dtype for dtype in castable if dtype != torch.int8])
-    check_finite({key: expected[key] for key in weights if expected[key].dtype in FLOATING}, str(folder))
+def _eight_bits(model: Any, config: Mapping[str, Any]) -> Iterable[torch.dtype]:
+    """The dtypes of 8 bits in which a model of this class and configuration may be stored."""
+    if issubclass(model, SavedModel):
+        return model.stored_as
+    if issubclass(model, ModelMixin):
+        return (torch.float8_e4m3fn,)  # diffusers' classes cannot say so
+    named = config.get("stored_as")
+    named = named if isinstance(named, list) else [named]
+    return (dtype for name, dtype in _EIGHT_BITS.items() if name in named)
 
 
 def _new_name(key: str) -> str:
@@ -286,26 +254,6 @@ def _new_name(key: str) -> str:
     return re.sub(
         r"weight_([gv])$", lambda part: f"parametrizations.weight.original{'gv'.index(part[1])}", key
     )
-
-
-def _check_dtypes(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    castable: Sequence[torch.dtype],
-) -> None:
-    for key, stored in weights.items():
-        wanted = expected[key].dtype
-        if stored.dtype != wanted and not (wanted in FLOATING and stored.dtype in castable):
-            raise ValueError(
-                f"{folder}: {key} is of {stored.dtype}, where the model computes with floating weights of at least 16 "
-                "bits; nothing is cast without being asked. Copy or download it again."
-            )
-
-
-def _read_config(folder: Path) -> dict[str, Any] | None:
-    path = folder / "config.json"
-    return read_settings(path) if path.is_file() else None
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -345,10 +293,10 @@ def _check_counts(folder: Path, counts: Mapping[str, Any], weights: Mapping[str,
 def _read_headers(
     folder: Path, variant: str | None, stem: str = "diffusion_pytorch_model"
 ) -> dict[str, Tensor]:
-    """Return the weights of a folder without their values, on the meta device."""
-    name = re.compile(rf"{stem}{re.escape('.' + variant) if variant else ''}(-\d+-of-\d+)?\.safetensors")
+    """Return the weights of a folder without their values, on the meta device; those of transformers by new names."""
+    files = re.compile(rf"{stem}{re.escape('.' + variant) if variant else ''}(-\d+-of-\d+)?\.safetensors")
     headers: dict[str, Tensor] = {}
-    for path in sorted(path for path in folder.glob("*.safetensors") if name.fullmatch(path.name)):
+    for path in sorted(path for path in folder.glob("*.safetensors") if files.fullmatch(path.name)):
         if not path.is_file():
             raise ValueError(f"{path} is no regular file.")
         try:
@@ -356,7 +304,8 @@ def _read_headers(
                 for key in file.keys():  # noqa: SIM118
                     part = file.get_slice(key)
                     dtype = {**_FLOATING, **_OTHERS}.get(part.get_dtype(), torch.complex128)
-                    headers[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+                    name = _new_name(key) if stem == "model" else key
+                    headers[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
         except Exception as error:  # a damaged header can raise any error
             reason = " ".join(str(error).split())[:160]
             raise ValueError(
