@@ -211,7 +211,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         steps=3, schedule="linear", order="raster", num_drafts=2, acceptance="exact"
     ),
     "ScaleWiseSampler": dict(
-        ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2}
+        ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2},
+        num_draft_scales="all", refiner_guidance_scale=1.5, cache_share="off", num_drafters=2,
     ),
 }  # fmt: skip
 
@@ -239,7 +240,10 @@ REFUSED: dict[str, list[Any]] = {
     "graph": ["no", 1],
     "steps": [*_COUNT, (), (4, 0)],
     "order": ["spiral", 3, [], [0, True], ["0"]],
-    "num_drafts": [-1, 1.5, True, "8"],
+    **dict.fromkeys("num_drafts num_drafters".split(), [-1, 1.5, True, "8"]),
+    "num_draft_scales": [-1, 1.5, True, "half"],
+    "refiner_guidance_scale": [math.nan, True, "1"],
+    "cache_share": [0.0, 1.5, True, "little"],
     "reuse": [-1, 1.5, True],
     "warmup": [-1, 1.5, True],
     "levels": [1, *_COUNT],

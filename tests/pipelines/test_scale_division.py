@@ -49,9 +49,7 @@ def test_one_text_says_who_draws_which_scales():
         assert not setting.same_models(other)
 
 
-@pytest.mark.parametrize(
-    "changed", [{"num_draft_scales": 2}, {"cache_share": 0.7}, {"refiner_guidance_scale": 1.0}]
-)
+@pytest.mark.parametrize("changed", [{"num_draft_scales": 2}, {"cache_share": 0.7}])
 def test_one_model_cannot_be_divided(pipe, changed):
     sampler = ScaleWiseSampler(**changed)
     with pytest.raises(ValueError, match=f"{next(iter(changed))} given, but one model draws"):

@@ -137,7 +137,7 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         return self
 
     def check_sampler(self) -> None:
-        """Refuse also settings of two models.
+        """Refuse also a sampler that divides the scales or compresses the cache.
 
         Raises:
             TypeError, ValueError: as `VisualPipeline.check_sampler` and `check_alone`.

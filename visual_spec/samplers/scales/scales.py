@@ -19,7 +19,7 @@ from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of
 from visual_spec.models.core.settings import OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
-from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE, SampleResult
@@ -127,7 +127,7 @@ class ScaleWiseSampler(Sampler):
         measure: bool = False,
         schedule: Annotated[str | Mapping[str, Any] | None, OneOf(tuple(SCHEDULES))] = None,
         num_draft_scales: Annotated[int | str | None, Within(0), OneOf(("all",))] = None,
-        refiner_guidance_scale: float | None = None,
+        refiner_guidance_scale: Annotated[float | None, Within(0, LARGEST)] = None,
         cache_share: Annotated[float | str | None, Within(above=0, most=1), OneOf(("off",))] = None,
         num_drafters: Annotated[int | None, Within(0)] = None,
     ) -> None:

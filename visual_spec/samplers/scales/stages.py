@@ -90,12 +90,13 @@ def _check_split(large: ScaleModel, num_draft_scales: int) -> int:
 
 
 def check_alone(sampler: Any) -> None:
-    """Refuse settings of two models and of compressed caches where one model draws, with the cache that it has.
+    """Refuse to divide the scales, or to compress a cache, where one model draws with the cache that it has.
 
     Raises:
         ValueError: names the settings.
     """
-    asked = [name for name in DIVISION if sampler.config.get(name) not in (None, "all", "off")]
+    divided = ("num_draft_scales", "cache_share")
+    asked = [name for name in divided if sampler.config.get(name) not in (None, "all", "off")]
     if asked:
         raise ValueError(
             f"{', '.join(asked)} given, but one model draws here; leave them out, pass stages, or set the sampler of a "
