@@ -42,7 +42,7 @@ demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_CLASSES) --model shapes_var --compare --out demo/scales --overwrite
 	$(BIN)/visual-spec generate $(DEMO_MASKED) --model shapes_masked --compare --out demo/masked --overwrite
 	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes --masked tunes_masked --sampler masked:steps=10/5/5/5,clock=magnet,temperature=falling --compare --out demo/music --overwrite
-	$(BIN)/visual-spec generate --video $(DEMO_CLIPS) --compare --out demo/video --overwrite
+	$(BIN)/visual-spec generate $(DEMO_CLIPS) --model motion --compare --out demo/video --overwrite
 
 $(VLLM_STAMP): pyproject.toml weights/pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm

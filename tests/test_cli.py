@@ -72,8 +72,11 @@ def test_a_picture_can_be_drawn_again_alone_and_plainly(model, tmp_path, capsys)
 def test_sampler_and_law_settings_arrive(model, tmp_path, capsys):
     sampler = ["--window", "4", "--coupling", "maximal", "--acceptance", "exact", "--initial-draft", "left"]
     law = ["--guidance-scale", "1", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9"]
-    assert generate(model, tmp_path, PROMPT, *sampler, *law, "--json") == 0
+    assert generate(model, tmp_path / "short", PROMPT, *sampler, *law, "--json") == 0
     document = last_line(capsys)
+    whole = ["--sampler", ":window=4,coupling=maximal", "--sampler", ":acceptance=exact,initial_draft=left"]
+    assert generate(model, tmp_path / "whole", PROMPT, *whole, *law, "--json") == 0
+    assert document["sampler"] == last_line(capsys)["sampler"]
     settings = {"window": 4, "coupling": "maximal", "acceptance": "exact", "initial_draft": "left"}
     assert {"name": "speculative-jacobi", **settings}.items() <= document["sampler"].items()
     assert (document["guidance_scale"], document["temperature"]) == (1.0, 0.5)
@@ -233,8 +236,9 @@ def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):
         ([PROMPT, "--seed", str(2**64 - 1), "--num-images", "2"], f"the last seed would be {2**64}"),
         (
             [PROMPT, "--sampler", "speculative-jacobi:window=4", "--window", "8"],
-            "--window given beside --sampler speculative-jacobi:window=4",
+            "sampler 'speculative-jacobi:window=4,window=8' sets window twice",
         ),
+        ([PROMPT, "--sampler", "tree", "--sampler", "zipar"], "--sampler tree and --sampler zipar given"),
         ([PROMPT, "--format", "flac"], "--format flac is of music"),
     ],
 )

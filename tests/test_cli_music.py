@@ -168,9 +168,11 @@ def test_what_a_masked_model_does_not_do_is_refused(tmp_path, capsys, arguments,
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_overwritten_unasked(tmp_path, capsys):
+def test_nothing_is_overwritten_unasked(tmp_path, capsys, monkeypatch):
     (tmp_path / "000-a-slow-organ-seed0.wav").write_bytes(b"mine")
-    assert play(tmp_path, PROMPT, "--model", "none") == 2  # refused before the model is looked for
+    with monkeypatch.context() as patch:  # refused before the model is loaded
+        patch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
+        assert play(tmp_path, PROMPT) == 2
     assert "000-a-slow-organ-seed0.wav exists" in capsys.readouterr().err
     assert play(tmp_path, PROMPT, "--overwrite") == 0
     assert len(samples(tmp_path / "000-a-slow-organ-seed0.wav")) == 80
@@ -187,7 +189,7 @@ def test_nothing_is_overwritten_unasked(tmp_path, capsys):
         ([PROMPT, *JACOBI, "--coupling", "maximal"], "acceptance='identical'"),
         ([PROMPT, "--window", "4"], "the columns sampler has no setting window"),
         ([PROMPT, "--temperature", "nan"], "temperature=nan"),
-        ([PROMPT, "--model", "shapes"], "shapes draws pictures; leave --music out"),
+        ([PROMPT, "--model", "shapes"], "shapes makes pictures; leave --music out"),
         (
             [PROMPT, "--model", "tunez"],
             "unknown model 'tunez'; embedded models are shapes, tunes, tunes_masked",
@@ -205,7 +207,8 @@ def test_a_missing_writer_is_named_before_anything_is_played(tmp_path, capsys, m
     import sys
 
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    assert play(tmp_path, PROMPT, "--model", "none", "--format", "flac") == 2
+    monkeypatch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
+    assert play(tmp_path, PROMPT, "--format", "flac") == 2
     assert "writing flac needs soundfile: install visual-spec[audio]" in capsys.readouterr().err
 
 
@@ -224,9 +227,9 @@ def test_the_medium_is_that_of_the_model(tmp_path, capsys):
 def test_lengths_are_of_music(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
     assert cli.main(["generate", PROMPT, "--seconds", "3", "--out", str(tmp_path)]) == 2
-    assert "--seconds and --extend-stride are of music, and shapes draws pictures" in capsys.readouterr().err
+    assert "--seconds and --extend-stride are of music, and shapes makes pictures" in capsys.readouterr().err
     assert play(tmp_path, PROMPT, "--model", "shapes") == 2
-    assert "shapes draws pictures; leave --music out" in capsys.readouterr().err
+    assert "shapes makes pictures; leave --music out" in capsys.readouterr().err
 
 
 def test_models_lists_the_rate(capsys):

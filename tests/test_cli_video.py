@@ -52,8 +52,8 @@ def test_a_comparison_shows_both_clips_and_what_each_frame_cost(model, tmp_path,
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--video", "--model", "shapes"], "shapes draws no clips; leave --video out"),
-        (["--video", "--music"], "--music and --video given"),
+        (["--video", "--model", "shapes"], "shapes makes pictures; leave --video out"),
+        (["--video", "--music"], "motion makes clips; leave --music out"),
         (["--frames", "4", "--model", "shapes"], "--frames is of clips"),
         (["--format", "gif", "--model", "shapes"], "--format gif is of music and clips"),
         (["--format", "gif", "--model", "tunes"], "--format gif given; music is written as wav, flac, ogg"),

@@ -43,6 +43,17 @@ _OWN_ARGUMENTS = {
     "serve": ("visual_spec.serving.command", "pictures over HTTP, by vLLM or Ray Serve"),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
+# fmt: off
+# Short flags of `generate`: medium and model, or the setting of the sampler that they stand for; name of a value; help.
+_ALIASES: tuple[tuple[str, Any, str | None, str], ...] = (
+    ("--music", ("audio", "tunes"), None, "short for --model tunes, unless a model is named"),
+    ("--video", ("video", "motion"), None, "short for --model motion, unless a model is named"),
+    ("--window", "window", "W", "slots that one target call scores; short for --sampler :window=W, as the next ones"),
+    ("--coupling", "coupling", "NAME", "gumbel | independent | maximal"),
+    ("--acceptance", "acceptance", "NAME", "identical (same tokens as plain) | exact (same law)"),
+    ("--initial-draft", "initial_draft", "NAME", "first draft of a slot, before any call scores it"),
+)
+# fmt: on
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,7 +87,7 @@ def _add_generate(commands: Any) -> None:
     )
     generate.add_argument(
         "--model",
-        help="embedded name, folder, or Hub id (default: shapes; with --music: tunes; with --video: motion)",
+        help="embedded name, folder, or Hub id; it says whether pictures, clips or music are made (default: shapes)",
     )
     generate.add_argument("--out", type=Path, default=Path("visual-spec-out"), metavar="DIR")
     generate.add_argument("--overwrite", action="store_true", help="replace files that are already there")
@@ -102,7 +113,14 @@ def _add_generate(commands: Any) -> None:
 
     _add_media(generate)
     _add_sampler_and_law(generate)
-    generate.set_defaults(run=_generate)
+    short = generate.add_argument_group("short flags")
+    for flag, means, metavar, what in _ALIASES:
+        if metavar is None:
+            short.add_argument(flag, dest="usual", action="append_const", const=(flag, *means), help=what)
+        else:
+            write = f":{means}={{}}".format
+            short.add_argument(flag, dest="sampler", action="append", type=write, metavar=metavar, help=what)
+    generate.set_defaults(run=_generate, sampler=[], usual=[])
 
 
 def _add_media(generate: argparse.ArgumentParser) -> None:
@@ -117,7 +135,6 @@ def _add_media(generate: argparse.ArgumentParser) -> None:
         "--strength", type=float, metavar="S", help="share of these tokens that is drawn anew (default: all)"
     )
     music = generate.add_argument_group("music")
-    music.add_argument("--music", action="store_true", help="as --model tunes, where no model is named")
     music.add_argument(
         "--masked",
         metavar="MODEL",
@@ -140,7 +157,6 @@ def _add_media(generate: argparse.ArgumentParser) -> None:
     )
 
     video = generate.add_argument_group("video")
-    video.add_argument("--video", action="store_true", help="as --model motion, where no model is named")
     video.add_argument("--frames", type=at_least(1), metavar="N", help="frames of a clip (default: all)")
     generate.add_argument(
         "--format",
@@ -154,27 +170,13 @@ def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
     sampler.add_argument(
         "--sampler",
         metavar="NAME",
+        action="append",
         help=f"{' | '.join(names())} (default: the fast one of the model); settings may follow, such as "
-        "tree:depth=4,width=6, or scale-wise:num_draft_scales=6,cache_share=0.1; `visual-spec models NAME` lists them",
+        "tree:depth=4,width=6; `visual-spec models NAME` lists them. Settings alone, as :window=16, change the default",
     )
     sampler.add_argument(
         "--drafter", metavar="NAME", help="embedded drafter or folder (default: the model's own)"
     )
-    for name, metavar, what in (
-        ("window", "W", "slots that one target call scores"),
-        ("coupling", "NAME", "gumbel | independent | maximal"),
-        ("acceptance", "NAME", "identical (same tokens as plain) | exact (same law)"),
-        ("initial_draft", "NAME", "guess for a slot that was never scored"),
-    ):  # short for a setting of --sampler
-        sampler.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest="settings",
-            action="append",
-            type=f"{name}={{}}".format,
-            default=[],
-            metavar=metavar,
-            help=what,
-        )
 
     law = generate.add_argument_group("law of a token")
     law.add_argument("--guidance-scale", type=float, metavar="S", help="above 1: classifier-free guidance")

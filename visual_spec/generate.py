@@ -69,8 +69,6 @@ def generate(args: argparse.Namespace) -> int:
         ValueError, OSError, ImportError: bad input; names it.
         KeyboardInterrupt: what is finished is kept.
     """
-    if args.model is None:
-        args.model = "tunes" if args.music else "motion" if args.video else "shapes"
     medium = _medium(args)
     prompts = [prompt for prompt in args.prompts for _ in range(args.num_images)]
     jobs = [(prompt, args.seed + index) for index, prompt in enumerate(prompts)]
@@ -87,14 +85,14 @@ def generate(args: argparse.Namespace) -> int:
     for path in (*files, *reports):
         refuse_existing(path, args.overwrite)
     ready_folder(args.out)
-    chosen, settings = _asked_sampler(args), _given(args, LAW_SETTINGS)
+    chosen, settings = _sampler(args), _chosen(args, LAW_SETTINGS)
     _check_before_loading(args, settings)
     pipe = _load(args)
-    name, sampler, refiner = chosen or _fast_sampler(args, pipe)
+    name, sampler, refiner = chosen or _sampler(args, pipe)
     if args.compare and pipe.comparable and chosen is None and pipe.fast_sampler == pipe.plain_sampler:
         same = f"{args.model} decodes plainly by default, and --compare would compare that with itself"
         raise ValueError(f"{same}; {_another_sampler(pipe)}.")
-    settings |= _lengths(args, pipe.medium)
+    settings |= _lengths(args)
     if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
         sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
     inputs = _inputs(args, pipe)
@@ -109,7 +107,9 @@ def generate(args: argparse.Namespace) -> int:
         | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
         | ({} if refiner is None else {"refiner": refiner}),
         **settings,
-        **{name: str(value) if name in _PICTURES else value for name, value in _given(args, _INPUTS).items()},
+        **{
+            name: str(value) if name in _PICTURES else value for name, value in _chosen(args, _INPUTS).items()
+        },
     }
     run = _Generation(args, medium, pipe, jobs, files, settings | inputs, document)
     from visual_spec.pipelines.loading import refined
@@ -131,7 +131,7 @@ class _Generation:
     pipe: Any
     jobs: list[Job]
     files: list[Path]
-    given: dict[str, Any]
+    inputs: dict[str, Any]
     document: dict[str, Any]
 
     def decode(self, sampler: Any) -> int:
@@ -145,7 +145,7 @@ class _Generation:
         for start in range(0, len(self.jobs), size):
             batch = self.jobs[start : start + size]
             generators = seeded(batch[0][1], len(batch))
-            output = self.pipe([prompt for prompt, _ in batch], generator=generators, **self.given)
+            output = self.pipe([prompt for prompt, _ in batch], generator=generators, **self.inputs)
             logger.debug("%s", output.trace.summary())
             for index, (prompt, seed) in enumerate(batch):
                 path = self.files[start + index]
@@ -192,7 +192,7 @@ class _Generation:
             content = medium.encode(row.fast, row.rate, self.args.format)
             write_atomically(self.files[index], content, overwrite=overwrite)
 
-        rows = compare(self.pipe, sampler, self.jobs, self.given, done=write)
+        rows = compare(self.pipe, sampler, self.jobs, self.inputs, done=write)
         *sheets, page, _ = reports
         for sheet in sheets:
             write_atomically(sheet, png_bytes(contact_sheet(rows)), overwrite=overwrite)
@@ -302,13 +302,10 @@ def _medium(args: argparse.Namespace) -> MediumFiles:
     Raises:
         ValueError: an unknown model, or options of another medium.
     """
-    if args.music and args.video:
-        raise ValueError("--music and --video given; pass one of them.")
-    if args.music:
-        name = "audio"
-    elif args.model == "shapes":
-        name = "image"  # known without reading anything
-    else:
+    if args.model is None:
+        args.model = next((model for *_, model in args.usual), "shapes")
+    name = "image"
+    if args.model != "shapes":  # which is known without reading anything
         from visual_spec.pipelines.loading import read_facts
 
         facts = read_facts(args.model)
@@ -318,13 +315,12 @@ def _medium(args: argparse.Namespace) -> MediumFiles:
                 f"visual_spec.ChunkVideoPipeline.from_pretrained({args.model!r})."
             )
         name = facts.medium
-    if args.video and name != "video":
-        raise ValueError(
-            f"{args.model} draws no clips; leave --video out, or name a model that does, as motion."
-        )
     makes = {"image": "pictures", "video": "clips", "audio": "music"}
+    for flag, medium, _ in args.usual:
+        if medium != name:
+            raise ValueError(f"{args.model} makes {makes[name]}; leave {flag} out.")
     if name != "audio" and (args.seconds is not None or args.extend_stride is not None):
-        raise ValueError(f"--seconds and --extend-stride are of music, and {args.model} draws {makes[name]}.")
+        raise ValueError(f"--seconds and --extend-stride are of music, and {args.model} makes {makes[name]}.")
     if name != "video" and args.frames is not None:
         raise ValueError(f"--frames is of clips, and {args.model} makes {makes[name]}.")
     if name == "image" and args.format is not None:
@@ -334,24 +330,32 @@ def _medium(args: argparse.Namespace) -> MediumFiles:
     return MEDIA[name]
 
 
-def _asked_sampler(args: argparse.Namespace) -> tuple[str, Any, Any] | None:
-    """Name, sampler and refiner that the options name; None where they name no sampler."""
-    return None if args.sampler is None else _read_sampler(args, args.sampler)
+def _sampler(args: argparse.Namespace, pipe: Any = None) -> Any:
+    """Name, sampler and refiner that the options name. If they name settings at most: the fast sampler of `pipe` with
+    these settings, and as it was saved without any; None without `pipe`.
 
-
-def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
+    Raises:
+        ValueError: two samplers, a setting twice, text of another form, or what no sampler takes.
+    """
     from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 
-    name, settings = parse_sampler(text)
-    parsed = parse_sampler(f"{name}:{','.join(args.settings)}")[1] if args.settings else {}
-    if args.sampler is not None and (twice := sorted(settings.keys() & parsed.keys())):
-        flags = ", ".join(f"--{key.replace('_', '-')}" for key in twice)
-        raise ValueError(
-            f"{flags} given beside --sampler {text}, which sets that too; leave one of them out."
-        )
-    settings |= parsed
+    named = [text for text in args.sampler if not text.startswith(":")]
+    if len(named) > 1:
+        raise ValueError(f"--sampler {' and --sampler '.join(named)} given; pass one of them.")
+    whole = "".join(named)
+    for text in (text for text in args.sampler if text.startswith(":")):
+        whole += f",{text[1:]}" if ":" in whole else text
+    name, settings = parse_sampler(whole)
+    if pipe is None and not named:
+        return None
+    changed = bool(named or settings)
+    if not named:
+        name, usual = parse_sampler(pipe.fast_sampler)
+        settings = usual | settings
     refiner = settings.pop("refiner", None)
-    return name, make_sampler(name, **settings), refiner
+    sampler = make_sampler(name, **settings)
+    saved = not changed and type(pipe.sampler) is type(sampler)
+    return name, pipe.sampler if saved else sampler, refiner
 
 
 def _another_sampler(pipe: Any) -> str:
@@ -361,33 +365,24 @@ def _another_sampler(pipe: Any) -> str:
     return "no other sampler fits it, so leave --compare out" if alone else f"name --sampler {name}"
 
 
-def _fast_sampler(args: argparse.Namespace, pipe: Any) -> tuple[str, Any, Any]:
-    """The fast sampler of a pipeline: as it was saved, where it was and the options change nothing about it."""
-    name, sampler, refiner = _read_sampler(args, pipe.fast_sampler)
-    saved = type(pipe.sampler) is type(sampler) and not args.settings
-    return name, pipe.sampler if saved else sampler, refiner
-
-
-def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def _chosen(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The options of these names that the command sets."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
-def _lengths(args: argparse.Namespace, medium: str) -> dict[str, Any]:
-    """Return what the options say about the length of a clip, by the names of the medium's pipelines."""
-    if medium == "video":
-        lengths = {"num_frames": args.frames}
-    else:
-        lengths = {"audio_length_in_s": args.seconds, "extend_stride_in_s": args.extend_stride}
+def _lengths(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options say about the length of a clip, by the names that pipelines give it."""
+    lengths = {"num_frames": args.frames, "audio_length_in_s": args.seconds}
+    lengths["extend_stride_in_s"] = args.extend_stride
     return {name: value for name, value in lengths.items() if value is not None}
 
 
 def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None:
+    """Refuse a law out of range, and a masked model that does not belong to `--model`."""
     from visual_spec.pipelines.loading import read_facts
     from visual_spec.samplers.core.law import TokenLaw
 
-    TokenLaw(**law)  # refuses values out of range
-    if args.music and read_facts(args.model).medium != "audio":
-        raise ValueError(f"{args.model} draws pictures; leave --music out.")
+    TokenLaw(**law)
     if args.masked is None:
         return
     if not args.compare:
@@ -411,7 +406,7 @@ def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
         ValueError: the pipeline takes no such thing, or a file is no picture.
         OSError: there is no such file.
     """
-    inputs = _given(args, _INPUTS)
+    inputs = _chosen(args, _INPUTS)
     taken = inspect.signature(type(pipe).__call__).parameters
     for name in inputs:
         if name not in taken:
@@ -437,7 +432,7 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, inputs: dict[str, 
     before, pipe.sampler = pipe.sampler, sampler
     try:
         pipe.check_sampler()
-        pipe.check_inputs(args.prompts, **_lengths(args, pipe.medium), **_given(args, LAW_SETTINGS), **inputs)
+        pipe.check_inputs(args.prompts, **_lengths(args), **_chosen(args, LAW_SETTINGS), **inputs)
     except TypeError as error:
         raise ValueError(str(error)) from error
     finally:
