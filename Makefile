@@ -7,8 +7,8 @@ STAMP := .venv/.installed
 # tests run the same samplers on larger models: `make test-bitwise BITWISE=tests SETS=0` takes them too.
 BITWISE ?= tests/exactness tests/models tests/samplers tests/pipelines/test_two_loads.py
 SETS ?= 3
-# One process a core with one thread each: the tests' tensors are small.
-PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+# One process a core with one thread each: the tests' tensors are small. Compiled files are kept, for all that tests start.
+PYTEST := env OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 DEMO_PROMPTS = "a large red circle on a plain sky background" \
                "a small yellow star left of a large blue square on a striped mint background" \

@@ -4,10 +4,9 @@ import functools
 import gc
 import inspect
 import os
-import re
 from collections import defaultdict
-from collections.abc import Callable, Generator
-from types import FunctionType
+from collections.abc import Generator
+from types import CodeType, FunctionType
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of huggingface_hub, which reads it once
@@ -43,15 +42,22 @@ def poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
-_COMPARES_BITS = re.compile(r"torch\.equal|array_equal|\.equal\(|\.tobytes\(\)")
+_COMPARES_BITS = {"equal", "array_equal", "tobytes"}
 
 
 @functools.cache
-def _compares_bits(test: Callable) -> bool:
-    """Whether the text of a test, or of a function of ours that it names, compares arrays bit by bit."""
+def _compares_bits(code: CodeType) -> bool:
+    """Whether code, or code inside it, names a comparison of arrays bit by bit."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return not _COMPARES_BITS.isdisjoint(code.co_names) or any(map(_compares_bits, inner))
+
+
+@functools.cache
+def _test_compares_bits(test: FunctionType) -> bool:
+    """Whether a test, or a function of ours that it names, compares arrays bit by bit."""
     named = (test.__globals__.get(name) for name in test.__code__.co_names)
     helpers = [one for one in named if isinstance(one, FunctionType) and one.__module__.startswith("tests.")]
-    return any(_COMPARES_BITS.search(inspect.getsource(one)) for one in (test, *helpers))
+    return any(_compares_bits(one.__code__) for one in (test, *helpers))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,15 +72,18 @@ def pytest_collection_modifyitems(
     """Mark tests that compare bits before marks select, and thin out parameter sets after it."""
     for item in items:
         test = inspect.unwrap(getattr(item, "function", None) or len)
-        if isinstance(test, FunctionType) and _compares_bits(test):
+        if isinstance(test, FunctionType) and _test_compares_bits(test):
             item.add_marker("bitwise")
+    for group in _by_function(items):
+        mark = group[0].get_closest_marker("fast_sets")
+        fast = {id(one) for one in _spread(group, mark.args[0])} if mark else None
+        for item in group:
+            if fast is not None and id(item) not in fast:
+                item.add_marker("slow")
     result = yield
     most = config.getoption("parameter_sets")
     if most:
-        sets: dict[str, list[pytest.Item]] = defaultdict(list)
-        for item in items:
-            sets[item.nodeid.partition("[")[0]].append(item)
-        kept = {id(one) for group in sets.values() for one in _spread(group, most)}
+        kept = {id(one) for group in _by_function(items) for one in _spread(group, most)}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
         items[:] = [item for item in items if id(item) in kept]
     return result
@@ -84,6 +93,13 @@ def pytest_collection_finish() -> None:
     """Collect the garbage of tests only: libraries and collected tests are millions of objects that stay."""
     gc.freeze()
     gc.enable()
+
+
+def _by_function(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    sets: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        sets[item.nodeid.partition("[")[0]].append(item)
+    return list(sets.values())
 
 
 def _spread(group: list[pytest.Item], most: int) -> list[pytest.Item]:

@@ -96,6 +96,7 @@ def redrawn(trace: Any, window: int) -> Tensor:
     return calls - reached.to(torch.uint8).argmax(2) - 1
 
 
+@pytest.mark.fast_sets(3)
 @pytest.mark.parametrize(("laws", "window"), [(LINE, 6), (PLANE, 4)], ids=["line", "plane"])
 @pytest.mark.parametrize("head", HEADS)
 def test_drafts_that_were_redrawn_many_times_have_the_law(head, laws, window):
@@ -159,6 +160,7 @@ def with_noise_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The steps of the Euler head are not drawn, so noise of the draft breaks the test of its first points only: too little.
+@pytest.mark.fast_sets(3)
 @pytest.mark.parametrize(
     ("bug", "head"),
     [

@@ -218,6 +218,7 @@ class Shifted(MaskedMixtureModel):
         return torch.cat([before, z], 1)
 
 
+@pytest.mark.slow
 def test_a_pair_of_tokens_hangs_together_as_it_should_and_not_without_context():
     settings = dict(head_steps=20, final_noise=0.05)
     target, draft = (
@@ -236,6 +237,7 @@ def test_a_pair_of_tokens_hangs_together_as_it_should_and_not_without_context():
     assert abs(correlation(parallel.tokens[:, 1:])) < 0.1
 
 
+@pytest.mark.slow
 def test_a_causal_pair_hangs_together_whoever_drafts():
     settings = dict(head_steps=20, eta=1.0, final_noise=0.05)
     laws = [[Mixture([0.5, 0.5], [-m, m], [s, s])] for m, s in ((1.0, 0.25), (0.95, 0.28))]
@@ -321,6 +323,7 @@ def overlap(models: Any, settings: dict[str, Any]) -> float:
     return float(torch.minimum(*shares).sum())
 
 
+@pytest.mark.slow
 def test_the_ode_rule_keeps_as_much_as_any_rule_can():
     """The mean of min(1, target / draft) under the draft is 1 - TV."""
     models, count = pair(LINE, LINE_DRAFT, flow=True), 800

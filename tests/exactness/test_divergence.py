@@ -147,6 +147,7 @@ def check(
     assert exact.moved == exact.tested == 0
 
 
+@pytest.mark.fast_sets(9)
 @pytest.mark.parametrize("name", RELAXATIONS)
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_meter_is_the_enumerated_distance(name, coupling):

@@ -101,6 +101,7 @@ def test_two_frames_of_two_by_two(monkeypatch, share, places):
     assert distance(found, clip_law(model, 2, [places])) < 1e-10
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize("score", ["probability", "entropy", "raster"])
 @pytest.mark.parametrize("schedule", ["linear", "arccos"])
 def test_three_tokens_and_other_parts(monkeypatch, score, schedule):

@@ -115,6 +115,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast_sets(34)
 @pytest.mark.parametrize("name, window", CASES)
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_windows_keep_laws_that_read_the_text(coupling, acceptance, window, name):

@@ -124,6 +124,7 @@ LAWS = {
 }
 
 
+@pytest.mark.fast_sets(36)
 @pytest.mark.parametrize("redrafts", [1, 5, 99])
 @pytest.mark.parametrize("window", [1, 2, 8, 64])
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())

@@ -57,6 +57,7 @@ LAWS = {
 }
 
 
+@pytest.mark.fast_sets(32)
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())

@@ -78,6 +78,7 @@ def k_seq_options(
     return ProactiveJacobiSampler(window, siblings, depth, coupling, "exact", initial_draft, "k-seq")
 
 
+@pytest.mark.fast_sets(6)
 @pytest.mark.parametrize("coupling", ["maximal", "independent", "gumbel"])
 @pytest.mark.parametrize(
     "window, siblings, depth, initial_draft",

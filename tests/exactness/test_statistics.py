@@ -59,6 +59,7 @@ def test_autoregressive_sampling_follows_the_law():
     assert p_of(AutoregressiveSampler()) > LEAST_P
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_follows_the_law(name, seed):
@@ -75,6 +76,7 @@ def test_fails_on_a_batch_minimum(monkeypatch):
     assert p_of(SpeculativeJacobiSampler(3, **COMBINATIONS["independent-exact"])) < LEAST_P
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize("name", ["gumbel-exact", "independent-exact", "maximal-exact"])
 def test_fails_on_a_residual_replaced_by_the_target(monkeypatch, name):
     monkeypatch.setattr(verification, "residual", target_for_residual)

@@ -32,6 +32,7 @@ def calls(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize("name", ["emu3", "glm small"])
 def test_calls_equal_those_by_a_mask_in_double_precision(monkeypatch, name):
     expected = calls(name, torch.float64)

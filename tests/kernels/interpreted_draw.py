@@ -32,6 +32,7 @@ def drawn(here: Window, stream: int = 0, round: int = 0) -> tuple[torch.Tensor, 
     return tokens, finite
 
 
+@pytest.mark.fast_sets(3)
 @pytest.mark.parametrize("name", LAWS)
 def test_draws_what_the_samplers_draw(name):
     here = window(LAWS[name], 2, 2, 130)
@@ -40,6 +41,7 @@ def test_draws_what_the_samplers_draw(name):
     assert finite.all()
 
 
+@pytest.mark.slow
 def test_larger_vocabularies_and_full_tiles(monkeypatch):
     monkeypatch.setattr(module, "TILE", 256)
     for dtype, law in [(torch.bfloat16, LAWS["both"]), (torch.float16, TokenLaw(top_k=100))]:

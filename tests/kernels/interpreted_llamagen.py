@@ -58,6 +58,7 @@ def calls(model: Any, condition: TextCondition, dtype: torch.dtype) -> list[torc
     return found
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize("joined", [False, True])
 def test_calls_equal_those_in_double_precision(request, joined):
     model: Any = tiny_transformer(num_layers=1)

@@ -84,6 +84,7 @@ def test_no_drafts():
     assert lantern_mass_triton(*none, neighbour_table(codes(), 2), 0.1, True).shape == (2, 0)
 
 
+@pytest.mark.slow
 def test_operators_pass_the_checks_of_pytorch(monkeypatch):
     """By the kernels; `test_neighbour_mass.py` does it by the definitions."""
     for module in (grouped_mass, clustered_mass, lantern_mass):

@@ -115,6 +115,7 @@ def test_draws_the_law_of_double_precision(law):
     torch.testing.assert_close(margin.double(), margins, rtol=0, atol=2e-5)
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize("vocab_size, chunk, tile", [(1000, 128, 256), (16387, 1024, 2048)])
 def test_large_vocabularies(monkeypatch, vocab_size, chunk, tile):
     sizes(monkeypatch, chunk, tile)
@@ -125,6 +126,7 @@ def test_large_vocabularies(monkeypatch, vocab_size, chunk, tile):
         drawn(window(law, 1, 1, vocab_size, dtype=dtype), False)
 
 
+@pytest.mark.slow
 def test_thresholds_at_hard_places(monkeypatch):
     """Ties at the threshold, all scores equal, spreads of all sizes; and filters that keep nearly all, or one token."""
     sizes(monkeypatch, 64, 128)
@@ -145,6 +147,7 @@ def test_thresholds_at_hard_places(monkeypatch):
             drawn(here, law.top_k < 8)
 
 
+@pytest.mark.slow
 def test_draws_that_are_refused_again_and_again(monkeypatch):
     """The flattest laws and the narrowest filters: nearly every first token is refused, and many of the next."""
     sizes(monkeypatch, 64, 128)

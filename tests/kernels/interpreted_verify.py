@@ -123,6 +123,7 @@ def test_decodes_by_the_kernels_as_without_them(monkeypatch, coupling, acceptanc
     assert torch.equal(found.trace.commit_call, expected.trace.commit_call)
 
 
+@pytest.mark.slow
 def test_operator_passes_the_checks_of_pytorch(monkeypatch):
     monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
     here = case(LAWS["both"])

@@ -66,6 +66,7 @@ def test_the_operator_is_known_to_tracers_of_gpu_code():
     check_traced(torch.ops.visual_spec.head_step, case(4, 3, 24, 2).arguments)
 
 
+@pytest.mark.fast_sets(6)
 @pytest.mark.parametrize("rows", [2, 128])
 @pytest.mark.parametrize("kernel", ["_up_kernel", "_down_kernel", "_final_kernel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -13,15 +13,27 @@ FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 WHOLE = ("adapters", "llamagen", "samplers")  # decodes by models and samplers
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["kernels", "decodes"])
-def test_kernels_compute_what_their_definitions_say(whole):
+SLOW = pytest.mark.slow
+RUNS = (
+    ("whole", "marks"),
+    [
+        pytest.param(False, "not slow", id="kernels"),
+        pytest.param(True, "not slow", id="decodes"),
+        pytest.param(False, "slow", id="slow kernels", marks=SLOW),
+        pytest.param(True, "slow", id="slow decodes", marks=SLOW),
+    ],
+)
+
+
+@pytest.mark.parametrize(*RUNS)
+def test_kernels_compute_what_their_definitions_say(whole, marks):
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]
     files = [str(one) for one in FILES if (one.stem.removeprefix("interpreted_") in WHOLE) == whole]
     assert len(files) >= len(WHOLE)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-m", marks, *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)},
         cwd=root,
         capture_output=True,

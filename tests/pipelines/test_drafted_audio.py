@@ -33,6 +33,7 @@ def pipe_with_drafter(acceptance: str = "identical", **settings: Any) -> AudioPi
     return pipe
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize("pattern", ["delay", "coarse_first"])
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_drafted_music_is_the_plain_music_window_by_window_and_streamed(scale, pattern):

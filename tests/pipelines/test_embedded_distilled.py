@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.tiny import quiet, seeded
@@ -29,6 +30,7 @@ def attributes(prompts: list[str], images: Any) -> float:
     return float(np.mean([np.mean(list(one.values())) for one in found]))
 
 
+@pytest.mark.slow
 def test_one_call_and_two_show_more_of_their_own_prompts_than_of_others():
     pipe, prompts = load(), held_out_prompts(24, seed=17)
     assert type(pipe) is DistilledTextImagePipeline and pipe.facts.calls == ("distilled",)

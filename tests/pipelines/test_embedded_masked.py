@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.tiny import quiet, seeded
@@ -42,6 +43,7 @@ def test_it_draws_into_a_picture():
     assert torch.equal(painted.tokens[0].view(16, 16)[:, :8], known[:, :8])
 
 
+@pytest.mark.slow
 def test_reuse_stays_near_the_model():
     pipe, prompts = load(), held_out_prompts(2, seed=18)
     settings = dict(pipe.sampler.config, steps=16, measure=True)
@@ -54,6 +56,7 @@ def test_reuse_stays_near_the_model():
     assert moved[0] > 0 and moved[1] < 3 * moved[0]
 
 
+@pytest.mark.slow
 def test_the_shortcut_stands_in_for_the_model_on_some_calls():
     pipe, prompts = load(), held_out_prompts(2, seed=18)
     settings: Any = dict(steps=12, schedule="arccos", clock="halton", score="halton", reuse_by="shortcut")

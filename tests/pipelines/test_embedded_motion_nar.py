@@ -17,6 +17,7 @@ from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 NAME = "motion_nar"
 
 
+@pytest.mark.slow
 def test_its_clips_draft_for_motion_which_keeps_its_tokens():
     pipe, prompt = quiet(load_pipeline("motion")), held_out_prompts(1, seed=19)
 

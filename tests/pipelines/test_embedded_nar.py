@@ -22,6 +22,7 @@ def load(name: str = NAME) -> Any:
     return quiet(load_pipeline(name))
 
 
+@pytest.mark.slow
 def test_its_pictures_draft_for_shapes_which_keeps_its_tokens():
     pipe, prompts = load("shapes"), held_out_prompts(1, seed=19)
 
@@ -36,6 +37,7 @@ def test_its_pictures_draft_for_shapes_which_keeps_its_tokens():
     assert fast.trace.target_calls.sum() < repaired.trace.target_calls.sum()
 
 
+@pytest.mark.slow
 def test_the_command_line_draws_with_it_and_drafts_with_it(tmp_path, capsys):
     own = ["generate", PROMPT, "--model", NAME, "--out", str(tmp_path / "own"), "--json"]
     assert cli.main(own) == 0

@@ -83,6 +83,7 @@ def test_streamed_music_is_the_music():
     assert 0.01 < np.abs(out.audios).max() < 2
 
 
+@pytest.mark.slow
 def test_tunes_are_of_their_own_prompt_rather_than_another():
     pipe, prompts = load(), held_out_prompts(12, seed=13)
     clips = pipe(prompts, generator=seeded(*range(12))).audios[:, 0]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -89,6 +90,7 @@ def test_a_model_without_a_refiner(tmp_path, monkeypatch):
     assert not out.with_name("shapes_var_refiner").exists()
 
 
+@pytest.mark.slow
 def test_the_embedded_model_draws_the_classes_it_is_asked_for():
     pipe: Any = quiet(ScaleImagePipeline.from_pretrained("shapes_var"))
     assert pipe.config["id2label"] == list(CLASS_NAMES) and pipe.image_size == (128, 128)

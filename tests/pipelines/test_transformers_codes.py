@@ -161,6 +161,7 @@ def law_of_pairs(model: Any, settings: dict[str, Any], codes: tuple[int, int], e
     return found
 
 
+@pytest.mark.fast_sets(4)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("guided", [False, True])
 def test_sampled_texts_follow_the_law_of_generate(sampler, guided):
@@ -353,6 +354,7 @@ LAWS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast_sets(8)
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("sampler", ["plain", "window 4", "window 16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

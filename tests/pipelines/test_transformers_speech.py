@@ -186,12 +186,14 @@ def test_eager_attention_and_sliding_windows():
     eager = tiny_vibevoice()
     eager.set_attn_implementation("eager")
     sliding = tiny_vibevoice(use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    # transformers' eager attention in float64 takes no padding.
-    for model, rows, joint in ((eager, slice(1, 2), True), (sliding, slice(None), False)):
+    # transformers' eager attention takes no padding in float64, and its softmax is one of float32: how a joint call
+    # rounds there depends on the processor. A wrong mask or position changes outputs by more than 1e-2.
+    cases = ((eager, slice(1, 2), True, 1e-5), (sliding, slice(None), False, 1e-10))
+    for model, rows, joint, tolerance in cases:
         want = speak(model, rows=rows)
         visual_spec.accelerate(model)
         found, calls = calls_of(model.model.language_model, lambda: speak(model, rows=rows))  # noqa: B023
-        compare(found, want)
+        compare(found, want, tolerance)
         assert (calls < 14) == joint
 
 

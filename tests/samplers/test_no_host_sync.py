@@ -207,6 +207,7 @@ def watch_scales(monkeypatch: Any, sampler: Any, law: TokenLaw = LAW) -> None:
 SOME = ("autoregressive", "jacobi", "eagle tree", "zipar")
 
 
+@pytest.mark.fast_sets(9)
 @pytest.mark.parametrize(
     "name, law",
     [

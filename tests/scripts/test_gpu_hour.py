@@ -34,6 +34,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_failures_and_limits_stop_nothing_else_and_are_resumed(tmp_path, capsys):
     flag, pid = tmp_path / "mended", tmp_path / "pid"
     fails = f"import os, sys; print('last words'); sys.exit(0 if os.path.exists({str(flag)!r}) else 7)"
@@ -103,6 +104,7 @@ def test_names_are_beginnings():
         chosen(["nothing"], JOBS)
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize("kind", ["music", "speech", "video", "profile"])
 def test_sizes_are_measured_and_written(kind, tmp_path, monkeypatch):
     from visual_spec.eval.speed import measure

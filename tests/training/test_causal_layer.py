@@ -118,6 +118,7 @@ def paired(*_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return words, torch.randint(12, (64, 8), generator=draw).repeat_interleave(2, 1)
 
 
+@pytest.mark.slow
 def test_it_learns_what_the_model_cannot_say_and_a_saved_pipeline_holds_it(tmp_path: Path, monkeypatch):
     """Two hidden tokens that are equal: to the model they are independent."""
     monkeypatch.setattr(training, "tokenize_dataset", paired)

@@ -88,6 +88,7 @@ def heard(target: MusicgenColumnModel, encoder: CaptionEncoder) -> tuple[HeardCl
     return hear(target, encoder, words[:, 0], codes, (1,)), words[:, 0], codes
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize("drawn", [True, False])
 def test_training_raises_the_acceptance(tmp_path, drawn):
     model, encoder = networks()
@@ -106,6 +107,7 @@ def test_training_raises_the_acceptance(tmp_path, drawn):
     assert losses[-1] < losses[0] - 0.2 and len(record["acceptance_rates"]) == 4
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize("objective", ["cross-entropy", "refusals"])
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, objective):
     calls = []

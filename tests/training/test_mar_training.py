@@ -80,6 +80,7 @@ def few_pictures_are_judged(monkeypatch):
 TOKENIZER = KLTokenizerTraining(steps=12, batch_size=4, crop=16, scenes=8, learning_rate=4e-3, kl_warmup=4)
 
 
+@pytest.mark.slow
 def test_the_tokenizer_learns(tmp_path):
     model = tiny_tokenizer()
     record = train_kl_tokenizer(model, replace(TOKENIZER, steps=101, whole_pictures=0.5), tmp_path)
@@ -162,6 +163,7 @@ def test_a_kill_while_latents_are_kept_leaves_no_half_of_them(tmp_path, tokenize
     assert torch.equal(kept.means, latent_pictures(tokenizer, 6, 3).means)
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize("kind", ["mar", "causal"])
 @pytest.mark.parametrize("head_kind", ["velocity", "flow"])
 def test_models_learn(tmp_path, tokenizer, kind, head_kind):

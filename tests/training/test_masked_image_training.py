@@ -92,6 +92,7 @@ def test_hidden_shares_follow_the_arccos_law():
         assert set(hidden[row].nonzero()[:, 0].tolist()) == set(noise[row].argsort()[:count].tolist())
 
 
+@pytest.mark.slow
 def test_several_workers_paint_what_one_paints(readers):
     encoder, vq_model = readers
     one = tokens.tokenize_dataset(vq_model, encoder, 6, 3, side=4)

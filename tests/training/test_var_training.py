@@ -84,6 +84,7 @@ TOKENIZER = VarTokenizerTraining(
 )
 
 
+@pytest.mark.slow
 def test_the_tokenizer_learns(tmp_path, small_pictures):
     model = tiny_tokenizer()
     record = train_var_tokenizer(model, replace(TOKENIZER, steps=51, batch_size=2), tmp_path)

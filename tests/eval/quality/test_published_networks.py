@@ -56,6 +56,7 @@ def spatial_maps(weights: dict[str, torch.Tensor], pictures: np.ndarray) -> torc
     return values.clamp_min(0).flatten(1).detach()
 
 
+@pytest.mark.slow
 def test_sfid_is_of_the_maps_of_adms_evaluator(tmp_path, inception, capsys):
     drawn, true = make_pictures(tmp_path / "drawn", 6, 0), make_pictures(tmp_path / "true", 7, 1)
     asked = ("--metrics", "sfid", "--feature-weights", inception)

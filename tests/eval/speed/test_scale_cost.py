@@ -59,6 +59,7 @@ def within(found, expected, share: float = 0.05) -> None:
     assert found[1] + found[2] == pytest.approx(expected[1] + expected[2], rel=share)
 
 
+@pytest.mark.fast_sets(4)
 @pytest.mark.parametrize("pixels", [256, 512])
 @pytest.mark.parametrize("depth", [16, 20, 24, 30, 36])
 def test_a_picture_of_var(depth, pixels):

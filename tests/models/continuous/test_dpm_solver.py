@@ -38,6 +38,7 @@ def network(index: int, sample: Tensor) -> Tensor:
     return torch.sin(3 * sample + index) + 0.2 * index
 
 
+@pytest.mark.fast_sets(17)
 @pytest.mark.parametrize("steps", [1, 3, 10])
 @pytest.mark.parametrize("kind", READ)
 def test_it_takes_the_steps_of_the_scheduler(kind, steps):

@@ -124,6 +124,7 @@ print((peak - before) / 2**27, sum(w.data_ptr() % 64 for w in model.parameters()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_aligning_takes_the_memory_of_one_model(tmp_path):
     weights = {

@@ -114,6 +114,7 @@ def test_no_trace_claims_the_same_tokens_where_activations_are_quantised(kind):
     assert "exact_width=True" in trace.output_law
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_int8_activations_change_tokens_at_near_ties_only_and_none_with_exact_width():
     model: Any = tiny_transformer(num_classes=5, caption_dim=None, prefix_length=1, dim=64, vocab_size=40)

@@ -94,6 +94,7 @@ def test_a_longer_clip_begins_as_the_shorter_one():
     assert torch.equal(long[:, :, :12], short)
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize("policy", POLICIES[1:], ids=str)
 def test_memory_is_flat_over_200_chunks(policy):
     causal = CausalWan(tiny_wan(num_layers=1), policy)

@@ -171,6 +171,7 @@ SPECULATION: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast_sets(4)
 @pytest.mark.parametrize(("head_kind", "guided"), [("velocity", True), ("flow", False)])
 @pytest.mark.parametrize("name", SPECULATION)
 def test_speculation_gives_the_kernels_what_the_definition_is(name, head_kind, guided, monkeypatch):

@@ -419,6 +419,7 @@ DECODES = [
 ]
 
 
+@pytest.mark.fast_sets(16)
 @pytest.mark.parametrize("name, sampler, filters", DECODES)
 def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
     model: Any

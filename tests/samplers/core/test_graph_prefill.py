@@ -103,6 +103,7 @@ def held_caches() -> list[StaticCache]:
     return [one for one in gc.get_objects() if type(one) is StaticCache]
 
 
+@pytest.mark.fast_sets(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_later_decodes_replay_the_prefill_into_the_one_cache(replayed, monkeypatch, name):
     model, _ = model_and_condition(name, 0)

@@ -78,6 +78,7 @@ def best_speed(cost: dict[int, float], gain: dict[int, float], seed: int) -> flo
     return max(speeds)
 
 
+@pytest.mark.fast_sets(4)
 @pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])  # idle is easier
 @pytest.mark.parametrize("gain", GAINS)
 @pytest.mark.parametrize("cost", COSTS)

@@ -39,6 +39,7 @@ def decoded(kind: str, **settings: Any) -> Any:
     return sampler(model, condition, law=law_of(kind), generator=seeded(0, 1), batch_size=2)
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize(("kind", "count"), [("captions", 1), ("mage", 1), ("magnet", 4)])
 def test_replayed_calls_give_the_same_tokens(kind, count, on_gpu, recordings):  # noqa: F811
     plain, found = decoded(kind), decoded(kind, graph=True)

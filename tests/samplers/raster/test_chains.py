@@ -180,6 +180,7 @@ def test_the_trace_counts_the_calls_of_every_sample(calls, name):
     assert trace.identical == sampler.identical == ("identical" in name)
 
 
+@pytest.mark.fast_sets(42)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_sample_does_not_depend_on_its_batch(name):
     sampler = CHAINS[name]
@@ -241,6 +242,7 @@ def test_no_committed_token_changes(monkeypatch, name):
     assert decode(sampler, range(8)).trace.target_calls.unique().numel() > 1
 
 
+@pytest.mark.fast_sets(42)
 @pytest.mark.parametrize("name", CHAINS)
 def test_logits_of_slots_past_the_grid_and_of_forced_entries_count_for_nothing(monkeypatch, name):
     sampler = CHAINS[name]
@@ -274,6 +276,7 @@ def test_logits_of_slots_past_the_grid_and_of_forced_entries_count_for_nothing(m
     assert found.trace.divergence == expected.trace.divergence
 
 
+@pytest.mark.fast_sets(42)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch, name):
     operations = operations_of(type(CHAINS[name]))
@@ -307,6 +310,7 @@ def test_relaxed_samplers_say_that_they_are_lossy_and_by_how_much(name):
         assert trace.divergence <= 0.1
 
 
+@pytest.mark.fast_sets(20)
 @pytest.mark.parametrize("rule", [rule for rule in RELAXATIONS if rule != "grouped"])  # it may withhold more
 @pytest.mark.parametrize("name", MAKERS)
 def test_relaxing_takes_fewer_calls(name, rule):

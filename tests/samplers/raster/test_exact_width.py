@@ -86,6 +86,7 @@ def width_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize(
     "sampler",
     [

@@ -169,6 +169,7 @@ def test_identical_tokens_on_a_transformer_whose_cache_holds_the_kept_path():
     assert not torch.equal(wrong.tokens, wanted)
 
 
+@pytest.mark.slow
 def test_siblings_save_calls():
     """Where the head is refused often; the more siblings the fewer calls."""
     model = TabularModel(TokenGrid(16, 16), 32, order=2, dependence=0.4)
