@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.pipelines import KINDS
-from tests.tiny import seeded, tiny_pipeline
+from tests.helpers.tiny import seeded, tiny_pipeline
 from visual_spec import cli
 from visual_spec.app import draw, make_page
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler

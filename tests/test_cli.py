@@ -14,7 +14,7 @@ import torch
 
 import visual_spec
 from tests.helpers.official import add_tiny_presets, write_class_model, write_tokenizer
-from tests.tiny import tiny_masked_pipeline, tiny_pipeline
+from tests.helpers.tiny import tiny_masked_pipeline, tiny_pipeline
 from visual_spec import cli
 from visual_spec.files.whole import ready_folder
 from visual_spec.pipelines import embedded

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_audio import RATE, tiny_audio_pipeline
-from tests.tiny import tiny_pipeline
 from visual_spec import cli
 from visual_spec.pipelines import embedded
 from visual_spec.pipelines.audio import AudioPipeline

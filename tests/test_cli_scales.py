@@ -9,8 +9,8 @@ import PIL.Image
 import pytest
 import torch
 
+from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var
-from tests.tiny import tiny_pipeline
 from visual_spec import cli
 from visual_spec.pipelines import embedded
 from visual_spec.samplers.scales.scales import ScaleWiseSampler

@@ -7,7 +7,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from tests.tiny import tiny_video_pipeline
+from tests.helpers.tiny import tiny_video_pipeline
 from visual_spec import cli
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 

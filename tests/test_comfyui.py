@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tiny import seeded, tiny_pipeline, tiny_video_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
-from tests.tiny import seeded, tiny_pipeline, tiny_video_pipeline
 from visual_spec.comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 

@@ -70,7 +70,7 @@ assert total_variation(found.law, law) < 1e-10
 
 
 FAMILY = """
-from tests.tiny import tiny_vq_model
+from tests.helpers.tiny import tiny_vq_model
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.models.next_token.recurrent import RecurrentTransformer
 from visual_spec.pipelines.embedded import describe

@@ -31,7 +31,7 @@ from tests.attack.ground import Ground, generate
 from tests.helpers.drafter_training import train_tiny_drafter
 from tests.helpers.evaluation import evaluated, timeless
 from tests.helpers.sample_sets import content, work_in
-from tests.tiny import tiny_pipeline
+from tests.helpers.tiny import tiny_pipeline
 from visual_spec import cli
 from visual_spec.eval.quality.sample_set import sample
 from visual_spec.pipelines.loading import load_pipeline

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.helpers.evaluation import KINDS
+from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_audio import HOP, tiny_audio_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.tiny import seeded, tiny_pipeline
 from visual_spec.eval.draws import draw, small_tokens, stored_name, through_tokenizer
 from visual_spec.eval.media import codes_of, pictures_of, show
 from visual_spec.eval.settings import check_samplers, parse_setting

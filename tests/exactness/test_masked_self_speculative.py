@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
 from tests.helpers.causal_tables import TabularCausalLayer, TabularFeatureModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order

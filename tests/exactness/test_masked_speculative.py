@@ -12,7 +12,7 @@ from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
 from tests.helpers.order_laws import ORDERS, one_a_call
 from tests.helpers.tabular import TabularMaskedModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny import tiny_text_encoder, tiny_transformer
+from tests.helpers.tiny import tiny_text_encoder, tiny_transformer
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tests.helpers.tabular import TabularColumnModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import SampleResult

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.tiny import seeded
 from tests.models.continuous import straight
-from tests.tiny import seeded
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from tests.helpers.tiny import tiny_text_encoder, tiny_transformer, tiny_vq_model
 from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import tiny_student, tiny_text_student, tiny_var_student
-from tests.tiny import tiny_text_encoder, tiny_transformer, tiny_vq_model
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline, DistilledTextImagePipeline
 from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
 from visual_spec.pipelines.sampler_text import make_sampler

@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.helpers.mage import tiny_mage
 from tests.helpers.musicgen import IDS, MASK, musicgen
 from tests.helpers.tabular import TabularMaskedModel
-from tests.tiny import tiny_masked_transformer
+from tests.helpers.tiny import tiny_masked_transformer
 from visual_spec.models.columns.musicgen import MagnetModel
 from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.next_token.llamagen import TextCondition

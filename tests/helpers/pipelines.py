@@ -13,12 +13,7 @@ from tests.helpers.distilled_pipelines import (
     scale_student_pipeline,
     text_student_pipeline,
 )
-from tests.helpers.tiny_audio import tiny_audio_pipeline
-from tests.helpers.tiny_infinity import tiny_bits, tiny_infinity
-from tests.helpers.tiny_latents import tiny_latent_pipeline
-from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
-from tests.tiny import (
+from tests.helpers.tiny import (
     seeded,
     tiny_frame_pipeline,
     tiny_masked_pipeline,
@@ -28,6 +23,11 @@ from tests.tiny import (
     tiny_video_pipeline,
     tiny_vq_model,
 )
+from tests.helpers.tiny_audio import tiny_audio_pipeline
+from tests.helpers.tiny_infinity import tiny_bits, tiny_infinity
+from tests.helpers.tiny_latents import tiny_latent_pipeline
+from tests.helpers.tiny_scales import tiny_scale_pipeline
+from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline

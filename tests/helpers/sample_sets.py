@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.tiny import tiny_pipeline
+from tests.helpers.tiny import tiny_pipeline
 from visual_spec.eval.quality.prompt_files import PromptSet
 from visual_spec.eval.quality.sample_set import SampleSet, sample
 from visual_spec.eval.settings import parse_setting

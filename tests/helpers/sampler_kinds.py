@@ -19,10 +19,10 @@ from tests.helpers.columns import POOR as COLUMN_DRAFTER
 from tests.helpers.frame_tables import TableFrameModel
 from tests.helpers.tabular import TabularModel
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
+from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
 from tests.helpers.tiny_students import tiny_student
 from tests.models.continuous.tiny import calm, tiny_causal
-from tests.tiny import seeded, tiny_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import (

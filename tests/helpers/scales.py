@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import FormulaTokenizer
-from tests.tiny import seeded
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys

@@ -49,7 +49,7 @@ def tiny_student(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
 
 
 def tiny_text_student(**changes: Any) -> Any:
-    """A student of captions whose slots all hold codes, over the tokens of `tests.tiny`."""
+    """A student of captions whose slots all hold codes, over the tokens of `tests.helpers.tiny`."""
     torch.manual_seed(5)
     size = {**SIZE, "first_continuous": SIDE * SIDE, **changes}
     model = LlamaGenStudent(

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from tests.helpers.tiny import seeded
 from tests.models.next_token.tiny_transformers import prompts
-from tests.tiny import seeded
 from visual_spec.pipelines.accelerate import accelerate, restore
 
 GRIDS = torch.tensor([[1, 3, 5], [1, 2, 3]])

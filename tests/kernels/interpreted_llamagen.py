@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import tiny_transformer
+from tests.helpers.tiny import tiny_transformer
 from visual_spec.kernels import launch, layers, rotary_write, window_attention
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.models.next_token.llamagen import TextCondition

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.helpers.mage import tiny_mage
+from tests.helpers.tiny import seeded, tiny_masked_transformer, tiny_transformer
 from tests.helpers.tiny_infinity import captions, tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
-from tests.tiny import seeded, tiny_masked_transformer, tiny_transformer
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.law import TokenLaw

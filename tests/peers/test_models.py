@@ -16,7 +16,7 @@ import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.training_utils import EMAModel
 
-from tests.tiny import (
+from tests.helpers.tiny import (
     tiny_frame_transformer,
     tiny_masked_transformer,
     tiny_text_encoder,

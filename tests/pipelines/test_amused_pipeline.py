@@ -18,7 +18,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 from tests.helpers.amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
 from tests.helpers.odd_addresses import misplaced, put_at_odd_addresses
-from tests.tiny import quiet, seeded
+from tests.helpers.tiny import quiet, seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel
 from visual_spec.pipelines.amused_image import AmusedImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts

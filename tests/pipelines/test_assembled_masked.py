@@ -15,7 +15,7 @@ from scripts.assemble import RECIPES, assemble
 from scripts.train.causal_layer import new_layer
 from scripts.train.masked_image import new_model
 from scripts.train.shortcut import new_shortcut
-from tests.tiny import quiet, seeded, tiny_masked_pipeline, tiny_pipeline, tiny_readers
+from tests.helpers.tiny import quiet, seeded, tiny_masked_pipeline, tiny_pipeline, tiny_readers
 from visual_spec import cli
 from visual_spec.eval.defaults import settings_beside, settings_of_model
 from visual_spec.eval.pair import MaskedPair

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_audio import (
     BOOKS,
     FRAMES,
@@ -20,7 +21,6 @@ from tests.helpers.tiny_audio import (
     clip_of,
     tiny_audio_pipeline,
 )
-from tests.tiny import seeded
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition

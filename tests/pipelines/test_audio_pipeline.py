@@ -12,6 +12,7 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from transformers import MusicgenForConditionalGeneration, T5EncoderModel
 
 import visual_spec
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_audio import (
     BOOKS,
     CODES,
@@ -28,7 +29,6 @@ from tests.helpers.tiny_audio import (
     tiny_words,
 )
 from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
-from tests.tiny import quiet, seeded
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.patterns import CodebookPattern

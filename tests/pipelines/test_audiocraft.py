@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers.audiocraft_files import MUSICGEN_SETTINGS, SETTINGS, TEXT, changed, write_language_model
 from tests.helpers.musicgen import write_musicgen
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
-from tests.tiny import quiet, seeded
 from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_checkpoint import load_musicgen

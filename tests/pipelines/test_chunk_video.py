@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import visual_spec
 from scripts.train.causal_video import new_model
-from tests.tiny import quiet
+from tests.helpers.tiny import quiet
 from visual_spec import cli
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full, Sliding

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from tests.helpers.official import add_tiny_presets, random_weights, tokenizer_shapes, write_class_model
+from tests.helpers.tiny import quiet, seeded, tiny_pipeline, tiny_text_encoder
 from tests.helpers.tiny_controlar import (
     CHANNELS,
     PIXELS,
@@ -24,7 +25,6 @@ from tests.helpers.tiny_controlar import (
     controls,
     write_controlar,
 )
-from tests.tiny import quiet, seeded, tiny_pipeline, tiny_text_encoder
 from visual_spec import cli
 from visual_spec.models.next_token import llamagen_vq
 from visual_spec.models.next_token.controlar import ControlARTransformer, ControlledCondition

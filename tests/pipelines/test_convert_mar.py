@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.helpers.mar import ldm_shapes, random_weights
 from tests.helpers.official import write_tokenizer
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec import cli
 from visual_spec.models.continuous import mar_checkpoint
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.official import write_tokenizer
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import SIDES, TINY_VQ, tiny_scale_pipeline
-from tests.tiny import seeded
 from visual_spec.models.core.checkpoints import read_checkpoint
 from visual_spec.models.next_scale import var_vq
 from visual_spec.models.next_scale.var import VARTransformer

@@ -18,8 +18,8 @@ from tests.helpers.official import (
     write_text_model,
     write_tokenizer,
 )
+from tests.helpers.tiny import quiet, seeded, tiny_transformer, tiny_vq_model
 from tests.helpers.tiny_students import SIDE, SIZE, write_student
-from tests.tiny import quiet, seeded, tiny_transformer, tiny_vq_model
 from visual_spec import cli
 from visual_spec.models.next_token import llamagen_student
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent

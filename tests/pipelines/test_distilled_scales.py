@@ -13,9 +13,9 @@ import torch
 
 from tests.helpers.distilled_pipelines import scale_student_pipeline
 from tests.helpers.official import write_tokenizer
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import SIDES, TINY_VQ, tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import VAR_SIZE, write_var_student
-from tests.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.models.next_scale import var_student
 from visual_spec.models.next_scale.var_student import VARStudent

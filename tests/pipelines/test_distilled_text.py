@@ -10,8 +10,8 @@ import torch
 
 from scripts.assemble import RECIPES, assemble
 from tests.helpers.distilled_pipelines import text_student_pipeline
+from tests.helpers.tiny import quiet, seeded, tiny_transformer
 from tests.helpers.tiny_students import SIDE, SIZE, tiny_student
-from tests.tiny import quiet, seeded, tiny_transformer
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline, DistilledTextImagePipeline

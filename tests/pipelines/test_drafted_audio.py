@@ -9,8 +9,8 @@ import torch
 
 import visual_spec
 from tests.helpers.musicgen import IDS, MASK
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_audio import PROMPT, tiny_audio_pipeline, tiny_decoder, tiny_musicgen
-from tests.tiny import quiet, seeded
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.settings import parse_setting

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import quiet, seeded
+from tests.helpers.tiny import quiet, seeded
 from visual_spec.data.shapes import held_out_prompts, sample_dataset
 from visual_spec.data.shapes_parser import prompt_accuracy, score
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models

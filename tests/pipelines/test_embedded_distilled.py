@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import quiet, seeded
+from tests.helpers.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score

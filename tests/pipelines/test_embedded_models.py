@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import quiet, seeded
+from tests.helpers.tiny import quiet, seeded
 from visual_spec.data import motion, motion_parser, shapes, shapes_parser, tunes, tunes_parser
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, shared_parts
 from visual_spec.pipelines.loading import load_pipeline

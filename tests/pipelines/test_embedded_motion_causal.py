@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.motion_long import consistency
-from tests.tiny import quiet
+from tests.helpers.tiny import quiet
 from visual_spec.data.motion import held_out_prompts
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder

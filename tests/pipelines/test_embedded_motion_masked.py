@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import quiet, seeded
+from tests.helpers.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.data.motion import held_out_prompts
 from visual_spec.pipelines.embedded import describe, embedded_folder

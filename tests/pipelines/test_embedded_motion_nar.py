@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import quiet, seeded
+from tests.helpers.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.data.motion import held_out_prompts
 from visual_spec.pipelines.loading import load_drafter, load_pipeline

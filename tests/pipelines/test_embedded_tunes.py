@@ -11,7 +11,7 @@ from transformers import EncodecModel
 import visual_spec
 from scripts.assemble import round_weights, share_equal_parts
 from scripts.train.codec import codec_config
-from tests.tiny import quiet, seeded
+from tests.helpers.tiny import quiet, seeded
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE, held_out_prompts
 from visual_spec.data.tunes_parser import score
 from visual_spec.models.core.saved import check_folder

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from scripts import assemble
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var
-from tests.tiny import quiet, seeded
 from visual_spec.data.shapes_classes import CLASS_NAMES, score_class
 from visual_spec.pipelines.embedded import describe, embedded_folder
 from visual_spec.pipelines.loading import load_refiner

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tiny import seeded
 from tests.models.next_token import tiny_transformers as tiny
-from tests.tiny import seeded
 from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import quiet
+from tests.helpers.tiny import quiet
 from visual_spec.pipelines.accelerate import accelerate, refusals, restore
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
 from visual_spec.pipelines.loading import load_pipeline

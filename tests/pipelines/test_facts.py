@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tiny import tiny_pipeline, tiny_vq_model
 from tests.helpers.tiny_audio import tiny_audio_pipeline
 from tests.helpers.tiny_infinity import tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import tiny_student, tiny_var_student
-from tests.tiny import tiny_pipeline, tiny_vq_model
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import seeded, tiny_frame_pipeline, tiny_frame_transformer, tiny_vq_model
+from tests.helpers.tiny import seeded, tiny_frame_pipeline, tiny_frame_transformer, tiny_vq_model
 from visual_spec import AutoregressiveSampler, FrameMaskedSampler, MaskedSampler, VideoPipeline, cli
 from visual_spec.pipelines.loading import read_facts
 

@@ -14,7 +14,7 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from tqdm import tqdm
 
 import visual_spec
-from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
+from tests.helpers.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.steps import DecodeProgress
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler

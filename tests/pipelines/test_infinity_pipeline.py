@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.helpers.infinity import PROMPTS, TIGHT, tiny_pipeline
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_infinity import SIDES, tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
-from tests.tiny import quiet, seeded
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for, size_by_name
 from visual_spec.models.next_scale.scale_budget import ScaleBudget

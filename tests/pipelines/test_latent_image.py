@@ -8,7 +8,7 @@ import torch
 
 import visual_spec
 from tests.helpers.latent_image import generators, tiny_model, tiny_vae
-from tests.tiny import quiet
+from tests.helpers.tiny import quiet
 from visual_spec.eval.settings import sampler_settings
 from visual_spec.pipelines.latent_image import LatentImagePipeline
 from visual_spec.pipelines.loading import load_pipeline

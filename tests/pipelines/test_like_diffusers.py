@@ -12,7 +12,7 @@ from diffusers.hooks.layerwise_casting import apply_layerwise_casting
 from PIL import Image
 
 from tests.helpers.pipelines import ALL, KINDS
-from tests.tiny import quiet, seeded
+from tests.helpers.tiny import quiet, seeded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
 from visual_spec.pipelines.scale_image import ScaleImagePipeline

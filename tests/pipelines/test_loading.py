@@ -20,7 +20,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 import visual_spec
-from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_vq_model
+from tests.helpers.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_vq_model
 from visual_spec import cli, families
 from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.pipelines import components, embedded

@@ -15,9 +15,9 @@ from tests.helpers.audiocraft_files import (
     language_model_weights,
     write,
 )
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_audio import BOOKS, HOP, LONGEST, RATE, tiny_audio_pipeline
 from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
-from tests.tiny import seeded
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel

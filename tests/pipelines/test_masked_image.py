@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from tests.helpers.official import TINY_VQ
-from tests.tiny import (
+from tests.helpers.tiny import (
     quiet,
     seeded,
     tiny_masked_pipeline,

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from transformers import SeamlessM4TFeatureExtractor, Wav2Vec2BertConfig, Wav2Vec2BertModel
 
 from tests.helpers.maskgct import random_codes, write_codecs
+from tests.helpers.tiny import quiet, seeded
 from tests.models.masked import maskgct_straight as straight
 from tests.models.masked.maskgct_straight import BOOKS, CODES, HEADS, PHONES
-from tests.tiny import quiet, seeded
 from visual_spec.models.masked.maskgct import (
     AcousticCondition,
     AcousticDecoder,

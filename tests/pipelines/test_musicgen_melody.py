@@ -18,10 +18,10 @@ from transformers import (
 import visual_spec
 from scripts.train.codec import initialise
 from tests.helpers.musicgen import CODES, FRAMES, IDS, MASK, musicgen, native_codes
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_audio import fill_codebooks
 from tests.helpers.tiny_t5 import tiny_tokenizer
 from tests.models.next_token.tiny_transformers import _ready
-from tests.tiny import quiet, seeded
 from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition

@@ -16,8 +16,8 @@ from tests.helpers.official import (
     write_text_model,
     write_tokenizer,
 )
+from tests.helpers.tiny import quiet, seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from tests.helpers.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
-from tests.tiny import quiet, seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from visual_spec.cli import main
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel

@@ -9,8 +9,8 @@ from diffusers.hooks.group_offloading import apply_group_offloading
 from diffusers.hooks.layerwise_casting import apply_layerwise_casting
 
 from tests.helpers.pipelines import KINDS
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.tiny import quiet, seeded
 from visual_spec.models.core.offload import at_hand
 
 CPU = torch.device("cpu")

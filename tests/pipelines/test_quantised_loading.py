@@ -8,7 +8,7 @@ from diffusers.quantizers import PipelineQuantizationConfig
 from diffusers.quantizers.quantization_config import TorchAoConfig
 from torch import Tensor
 
-from tests.tiny import quiet
+from tests.helpers.tiny import quiet
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.saved import check_finite, stored_parts
 from visual_spec.pipelines.image import ImagePipeline

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.tiny import tiny_pipeline
 from visual_spec import cli
 from visual_spec.pipelines.loading import load_drafter, load_pipeline, read_facts
 

@@ -9,7 +9,7 @@ import yaml
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from tests.helpers.pipelines import KINDS
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.families import PIPELINES
 from visual_spec.pipelines import card
 from visual_spec.pipelines.embedded import describe, embedded_folder

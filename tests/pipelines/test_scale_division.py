@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_scales import SIDES, tiny_scale_pipeline, tiny_var
-from tests.tiny import seeded, tiny_pipeline
 from visual_spec.eval.defaults import scale_settings
 from visual_spec.eval.report.comparison import plain_decoding
 from visual_spec.eval.settings import Setting, parse_setting

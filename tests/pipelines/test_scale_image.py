@@ -16,8 +16,8 @@ import torch
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 
 import visual_spec
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_var
-from tests.tiny import quiet, seeded
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.helpers.infinity import PROMPTS, TIGHT, tiny_pipeline
+from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline

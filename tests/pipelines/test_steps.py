@@ -10,8 +10,8 @@ import tqdm
 from diffusers.callbacks import PipelineCallback
 
 from tests.helpers.pipelines import KINDS
+from tests.helpers.tiny import seeded, tiny_masked_pipeline
 from tests.helpers.tiny_audio import FRAMES, HOP
-from tests.tiny import seeded, tiny_masked_pipeline
 from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys

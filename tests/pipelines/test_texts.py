@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from tests.helpers.musicgen import musicgen
 from tests.helpers.pipelines import KINDS
+from tests.helpers.tiny import quiet, seeded, tiny_transformer
 from tests.helpers.tiny_audio import tiny_decoder, tiny_musicgen
 from tests.helpers.tiny_t5 import tiny_tokenizer
-from tests.tiny import quiet, seeded, tiny_transformer
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline

@@ -12,11 +12,11 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 import visual_spec
 from tests.helpers.musicgen import IDS, MASK
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_audio import tiny_musicgen
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_languages import CODES, END, language_model, texts
 from tests.models.next_token.tiny_transformers import prompts
-from tests.tiny import seeded
 from visual_spec.pipelines.transformers_generate import generate
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler

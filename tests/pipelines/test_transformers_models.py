@@ -15,9 +15,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.pipelines.base import Pipeline
 
 import visual_spec
+from tests.helpers.tiny import seeded
 from tests.helpers.transformers_models import GRIDS, GUIDED, INPUTS, SETTINGS, draw
 from tests.models.next_token import tiny_transformers as tiny
-from tests.tiny import seeded
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
 from visual_spec.pipelines.accelerate import accelerate, restore, summary
 from visual_spec.pipelines.accelerate.arguments import read_request

@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 
 import visual_spec
 from tests.helpers.musicgen import CODES, FRAMES, IDS, MASK, native_codes
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_audio import tiny_musicgen
-from tests.tiny import seeded
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler

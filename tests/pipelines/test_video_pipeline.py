@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.tiny import (
+from tests.helpers.tiny import (
     quiet,
     seeded,
     tiny_pipeline,

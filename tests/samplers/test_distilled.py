@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen_student import straight_line
+from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.tiny_scales import SIDES, FormulaTokenizer, tiny_var
 from tests.helpers.tiny_students import (
     LENGTH,
@@ -20,7 +21,6 @@ from tests.helpers.tiny_students import (
     tiny_var_student,
 )
 from tests.helpers.var import student_logits
-from tests.tiny import seeded, tiny_transformer
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys

@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.drafting import captions, draft_model, eagle_pair
 from tests.helpers.sampler_settings import lossy
+from tests.helpers.tiny import tiny_frame_transformer, tiny_transformer
 from tests.helpers.tiny_audio import tiny_decoder
 from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import tiny_student, tiny_var_student
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
-from tests.tiny import tiny_frame_transformer, tiny_transformer
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.continuous import blocks as continuous_blocks

@@ -8,8 +8,8 @@ import torch
 
 from scripts.train import any_order
 from scripts.train.any_order import AnyOrderTraining, start_from_raster, train_any_order
+from tests.helpers.tiny import tiny_readers
 from tests.helpers.training import check_training, shrink_pictures
-from tests.tiny import tiny_readers
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw

@@ -22,8 +22,8 @@ from scripts.train.causal_layer import (
     train_causal_layer,
 )
 from tests.helpers.tabular import TabularMaskedModel
+from tests.helpers.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from tests.helpers.training import check_training
-from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.causal_layer import CausalLayer
 from visual_spec.pipelines.loading import load_pipeline

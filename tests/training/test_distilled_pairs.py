@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from tests.tiny import tiny_readers
+from tests.helpers.tiny import tiny_readers
 from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tiny import tiny_readers
 from tests.helpers.training import check_training
-from tests.tiny import tiny_readers
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.models.next_token.llamagen_vq import VQModel

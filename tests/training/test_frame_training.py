@@ -17,8 +17,8 @@ from scripts.train.frames import (
 )
 from scripts.train.motion import judge
 from scripts.train.motion_tokens import MotionTokens
+from tests.helpers.tiny import tiny_vq_model
 from tests.helpers.training import check_training
-from tests.tiny import tiny_vq_model
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder

@@ -18,8 +18,8 @@ from scripts.train.masked_image import (
     new_model,
     train_masked_image,
 )
+from tests.helpers.tiny import tiny_readers
 from tests.helpers.training import check_training
-from tests.tiny import tiny_readers
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder

@@ -18,8 +18,8 @@ from scripts.train.motion import (
     train_motion,
 )
 from scripts.train.motion_tokens import MotionTokens
+from tests.helpers.tiny import tiny_vq_model
 from tests.helpers.training import check_training
-from tests.tiny import tiny_vq_model
 from visual_spec.data.motion import Clip, MovingShape, sample_clips
 from visual_spec.data.motion_parser import parse_caption
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES

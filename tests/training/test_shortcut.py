@@ -15,8 +15,8 @@ from scripts.train.shortcut import (
     relative_error,
     train_shortcut,
 )
+from tests.helpers.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from tests.helpers.training import check_training
-from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw

@@ -20,9 +20,9 @@ from tests.helpers.evaluation import (
     tiny_network,
 )
 from tests.helpers.music_settings import MASKED, masked_pipeline
+from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_audio import RATE, tiny_audio_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.tiny import seeded, tiny_pipeline
 from visual_spec.data import shapes_classes, tunes
 from visual_spec.eval.draws import draw, stored_name
 from visual_spec.eval.media import show

@@ -15,7 +15,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from tests.helpers.sample_sets import TEXTS, content, work_in
-from tests.tiny import tiny_pipeline, tiny_video_pipeline
+from tests.helpers.tiny import tiny_pipeline, tiny_video_pipeline
 from visual_spec.eval.quality import sample_set
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.media_files import read_video

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.tiny import seeded, tiny_pipeline
 from visual_spec.eval.report.comparison import compare
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.scales.scales import ScaleWiseSampler

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageChops
 
 from tests.helpers.pages import calls_of, row
-from tests.tiny import tiny_pipeline
+from tests.helpers.tiny import tiny_pipeline
 from visual_spec.eval.report import drawing
 from visual_spec.eval.report.drawing import MAP_GROUND, PAPER, RUN_COLOURS, text_width
 from visual_spec.eval.report.maps import acceptance_map, paid_slots, scale_map

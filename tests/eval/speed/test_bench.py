@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers.bench import benched, check_times
 from tests.helpers.tabular import TabularModel
-from tests.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
+from tests.helpers.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
 from visual_spec.data import motion, shapes
 from visual_spec.eval import draws, machine
 from visual_spec.eval.intervals import quantiles, ratio_with_error

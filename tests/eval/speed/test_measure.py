@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import tiny_pipeline
+from tests.helpers.tiny import tiny_pipeline
 from visual_spec.eval import machine
 from visual_spec.eval.defaults import with_setting
 from visual_spec.eval.settings import parse_setting

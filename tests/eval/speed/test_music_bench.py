@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.bench import benched, check_times
 from tests.helpers.music_settings import LAW, MASKED, MASKED_LAW, PROMPTS, masked_pipeline
+from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
-from tests.tiny import seeded, tiny_pipeline
 from visual_spec.eval import draws
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.eval.pair import MaskedPair

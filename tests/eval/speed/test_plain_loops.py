@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.llamagen import make, text_condition
-from tests.tiny import seeded, tiny_video_pipeline
+from tests.helpers.tiny import seeded, tiny_video_pipeline
 from visual_spec.eval.speed.plain_loops import fits, straight_loop
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.samplers.core.law import TokenLaw

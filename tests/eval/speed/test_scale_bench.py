@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.bench import benched, check_times
+from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_scales import TINY_VQ, tiny_scale_pipeline
-from tests.tiny import seeded, tiny_pipeline
 from visual_spec.eval.settings import parse_setting
 from visual_spec.eval.speed import bench, measure, rounds, scale_bench, scale_cost
 from visual_spec.eval.speed.timing import Decoded, time_rounds

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.helpers.odd_addresses import ODD, misplaced, put_at_odd_addresses
-from tests.tiny import tiny_transformer
+from tests.helpers.tiny import tiny_transformer
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
 from visual_spec.models.core.offload import align_weights
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer

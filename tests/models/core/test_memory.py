@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.cached_decoders import case
-from tests.tiny import tiny_transformer
+from tests.helpers.tiny import tiny_transformer
 from visual_spec.models.core import offload
 from visual_spec.models.next_token.llamagen import TextCondition
 

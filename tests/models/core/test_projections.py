@@ -26,8 +26,8 @@ from transformers.models.musicgen.modeling_musicgen import MusicgenModel
 
 from tests.helpers.cached_decoders import case, text
 from tests.helpers.llamagen import make, text_condition
+from tests.helpers.tiny import tiny_transformer
 from tests.models.next_token import tiny_transformers as tiny
-from tests.tiny import tiny_transformer
 from visual_spec.models.core.projections import JoinedProjections, fuse_projections
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.core.law import TokenLaw

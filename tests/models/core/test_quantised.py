@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao import quantization
 
-from tests.tiny import tiny_transformer
+from tests.helpers.tiny import tiny_transformer
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import EncodecConfig, EncodecModel
 
-from tests.tiny import tiny_vq_model
+from tests.helpers.tiny import tiny_vq_model
 from visual_spec.models.core.saved import check_folder, check_loaded
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import tiny_pipeline, tiny_transformer
+from tests.helpers.tiny import tiny_pipeline, tiny_transformer
 from visual_spec import DraftedSampler
 from visual_spec.models.drafters.skipped import skip_layers
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer

@@ -11,7 +11,7 @@ from diffusers.schedulers.scheduling_amused import AmusedScheduler
 from torch import Tensor
 
 from tests.helpers.amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel, ClipCondition
 from visual_spec.samplers.core.noise import draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen import condition
-from tests.tiny import tiny_frame_transformer
+from tests.helpers.tiny import tiny_frame_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.samplers.core.law import TokenLaw

@@ -24,7 +24,7 @@ from tests.helpers.audiocraft_files import (
     write,
     write_language_model,
 )
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MagnetModel

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.helpers.maskgct import FRAME, STRIDES, decoder_shapes, random_codes, write_codecs
+from tests.helpers.tiny import seeded
 from tests.models.masked import maskgct_straight as straight
 from tests.models.masked.maskgct_straight import BOOKS, CODES, DIM, HEADS, PHONES, SEMANTIC
-from tests.tiny import seeded
 from visual_spec.models.masked.maskgct import (
     AcousticCondition,
     AcousticDecoder,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.exactness.regions import total_variation
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_infinity import SIDES, captions, some, tiny_bits, tiny_infinity
-from tests.tiny import seeded
 from visual_spec.models.core.protocol import Side
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, cache_bytes, window_size
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate, observers

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import FormulaTokenizer, tiny_var
-from tests.tiny import seeded
 from visual_spec.models.core import cache
 from visual_spec.models.core.cache import largest
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, cache_bytes

@@ -12,6 +12,7 @@ from transformers import Dinov2Config, Dinov2Model
 
 from tests.helpers.llamagen import on_meta
 from tests.helpers.official import transformer_shapes, write_text_model
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_controlar import (
     ADAPTER,
     DIM,
@@ -28,7 +29,6 @@ from tests.helpers.tiny_controlar import (
     write_controlar,
 )
 from tests.models.next_token import straight
-from tests.tiny import seeded
 from visual_spec.models.next_token.controlar import (
     ControlARTransformer,
     ControlledCondition,

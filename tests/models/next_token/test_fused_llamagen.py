@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.tiny import tiny_transformer
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.kernels.layers import window_case, write_case
-from tests.tiny import tiny_transformer
 from visual_spec.kernels import layers, rotary_write, window_attention
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer, TextCondition

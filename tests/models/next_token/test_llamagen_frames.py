@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.llamagen import condition
-from tests.tiny import tiny_transformer
+from tests.helpers.tiny import tiny_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen_blocks import rotary_table
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.helpers.continuous import LABELS, LAW, noise_of, token
+from tests.helpers.tiny import seeded
 from tests.models.continuous import straight
 from tests.models.continuous.tiny import calm, tiny_causal, tiny_mar
-from tests.tiny import seeded
 from visual_spec.models.core.orders import hidden_after
 from visual_spec.samplers.continuous.base import ContinuousTrace
 from visual_spec.samplers.continuous.continuous import ContinuousSampler

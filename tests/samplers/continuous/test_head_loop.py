@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers.tiny import seeded
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
-from tests.tiny import seeded
 from visual_spec.kernels import philox
 from visual_spec.kernels.head_step import head_step_reference, law_step
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule

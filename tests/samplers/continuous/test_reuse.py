@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.continuous import LABELS, LAW, noise_of, token
+from tests.helpers.tiny import seeded
 from tests.models.continuous import straight
 from tests.models.continuous.straight import linear, norm
 from tests.models.continuous.tiny import calm, tiny_causal, tiny_mar
-from tests.tiny import seeded
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.noise import ORDER
 

@@ -21,7 +21,7 @@ from tests.helpers.drafting import (
 )
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel, TabularState
-from tests.tiny import tiny_transformer
+from tests.helpers.tiny import tiny_transformer
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import ActiveSamples, HostCopy
 from visual_spec.samplers.raster.drafted import DraftedSampler

@@ -25,8 +25,8 @@ from tests.helpers.columns import MODEL as COLUMNS
 from tests.helpers.columns import POOR as POOR_COLUMNS
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnState, TabularModel
+from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
-from tests.tiny import seeded, tiny_transformer
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.next_token import cached_decoder
 from visual_spec.models.next_token.llamagen import TextCondition

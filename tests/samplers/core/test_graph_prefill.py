@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.helpers.cached_decoders import case, rows_of
+from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
-from tests.tiny import seeded, tiny_transformer
 from visual_spec.models.core import cache
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.next_token.llamagen import TextCondition

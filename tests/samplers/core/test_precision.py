@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tiny import tiny_transformer
+from tests.helpers.tiny import tiny_transformer
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.precision import (
     low_precision_of,

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.acceptance import Relaxation
 from visual_spec.samplers.core.law import TokenLaw

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.columns import MODEL as COLUMNS
-from tests.tiny import seeded, tiny_pipeline
+from tests.helpers.tiny import seeded, tiny_pipeline
 from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.window import START, WindowPolicy

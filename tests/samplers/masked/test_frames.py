@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.frame_tables import TableFrameModel
 from tests.helpers.tabular import TabularMaskedModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw

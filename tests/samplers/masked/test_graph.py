@@ -9,9 +9,9 @@ import torch
 
 from tests.helpers.masked_reuse import made
 from tests.helpers.tabular import TabularMaskedModel
+from tests.helpers.tiny import seeded
 from tests.models.masked import maskgct_straight as straight
 from tests.models.masked.maskgct_straight import DIM, HEADS, LAYERS, PHONES, SEMANTIC
-from tests.tiny import seeded
 from visual_spec.models.core import cache
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.maskgct import SemanticCondition, SemanticDecoder, SemanticNetwork

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers.masked import FRAMES, LAW, MAGNET, STEPS, magnet, text
 from tests.helpers.musicgen import CODES, musicgen
 from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.helpers.masked_reuse import Watched
 from tests.helpers.tabular import TabularMaskedModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.helpers.mage import tiny_mage
 from tests.helpers.masked_reuse import MODELS, Watched, made, maskgit
 from tests.helpers.tabular import TabularMaskedModel
+from tests.helpers.tiny import seeded
 from tests.models.continuous.straight import linear, norm
-from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import TextCondition

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.helpers.tabular import TabularMaskedModel, TabularModel
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from tests.helpers import columns, drafting
 from tests.helpers.sampler_settings import lossy
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import SampleResult

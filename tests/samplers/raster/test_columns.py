@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers.columns import FRAMES, LAW, LAWS, MODEL, MODELS, PATTERNS, STEPS, decode
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnModel, TabularModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.checks import COUPLINGS

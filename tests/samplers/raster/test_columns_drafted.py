@@ -10,7 +10,7 @@ import torch
 from tests.helpers.column_drafters import columns, condition, drafter_for
 from tests.helpers.columns import LAW, LAWS, PATTERNS, POOR, decode, poor, tabular
 from tests.helpers.tabular import TabularColumnModel, TabularModel
-from tests.tiny import seeded
+from tests.helpers.tiny import seeded
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tiny import tiny_transformer
 from tests.helpers.tiny_audio import tiny_decoder
 from tests.helpers.transformers_models import INPUTS, draw
 from tests.models.next_token import tiny_transformers
-from tests.tiny import tiny_transformer
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition

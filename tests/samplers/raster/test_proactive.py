@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tabular import TabularModel
-from tests.tiny import seeded, tiny_transformer
+from tests.helpers.tiny import seeded, tiny_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core import base

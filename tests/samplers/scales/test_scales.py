@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers.scales import GUIDED, LABELS, SIDES, STARTS, TOKENIZER, decode, plain_loop, real_tokenizer
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel, tiny_var
-from tests.tiny import seeded
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.scales.reference import law_at_scale

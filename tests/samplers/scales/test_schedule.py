@@ -14,9 +14,9 @@ from tests.helpers import straight_scales
 from tests.helpers.scale_laws import LAWS, enumerated, every_sequence, known_maps, parts, product_law
 from tests.helpers.scales import GUIDED, LABELS, SIDES, STARTS, TOKENIZER, decode, plain_loop, real_tokenizer
 from tests.helpers.straight_scales import chosen_places, straight_logits
+from tests.helpers.tiny import seeded
 from tests.helpers.tiny_infinity import captions, tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import TableScaleModel, tiny_var
-from tests.tiny import seeded
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, saved_sampler, write_sampler
