@@ -455,11 +455,11 @@ class AudioPipeline(ReadsText):
                 the unconditional rows too, at 1 or below none.
             temperature, top_k, top_p: the law of a code (`TokenLaw`). None: the model's own, `default_top_k` and so on.
             guidance_until: columns from this one on, of every window, are drawn without guidance.
-            num_waveforms_per_prompt: clips of each prompt; those of one prompt follow each other.
+            num_waveforms_per_prompt: clips of each prompt, one after the other.
             generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
                 clip depends on its own generator only.
             prompt_embeds, prompt_attention_mask: features [prompts, T, C] and their mask [prompts, T] (true at words),
-                in place of `prompt`, as `encode_prompt` gives them; likewise those of `negative_prompt`.
+                in place of `prompt`, as `encode_prompt` gives them; likewise for `negative_prompt`.
             melody_features: of a MusicGen Melody, the chroma of a tune that the clips follow, the `input_features` of
                 transformers' processor: [1 or prompts, L, chroma]. Every window of a longer clip follows the same tune.
             output_type, return_dict: "np", "pt", or "latent" for the codes [B, K, T]; False returns a tuple.

@@ -106,7 +106,7 @@ class WatchedModel(MusicgenColumnModel):
         return super().__call__(state, tokens, steps)
 
     def codes_fed(self, condition: Any) -> Tensor:
-        """Codes [B, K, T]; those of frames that are not known yet mean nothing."""
+        """Codes [B, K, T]; codes of frames that are not known yet mean nothing."""
         return self.codes(self.fed[:, : self.grid.width], condition)
 
 

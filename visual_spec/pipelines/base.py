@@ -96,11 +96,11 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         name = os.fspath(pretrained_model_name_or_path)
         folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
         if (folder / INDEX).exists():  # else on the Hub
-            check_saved_pipeline(folder, cls, given=kwargs, variant=kwargs.get("variant"))
+            check_saved_pipeline(folder, cls, passed=kwargs, variant=kwargs.get("variant"))
         shared = [part for part in shared_parts(folder) if part not in kwargs]
-        given = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
+        others = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
         with _no_empty_float32_warning():  # a device map moves components
-            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | given)
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | others)
         pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.

@@ -293,7 +293,7 @@ def check_policy(policy: Any) -> None:
     Raises:
         TypeError: names those that are.
     """
-    for given in getattr(policy, "policies", (policy,)):
-        if not isinstance(given, tuple(POLICIES.values())):
+    for one in getattr(policy, "policies", (policy,)):
+        if not isinstance(one, tuple(POLICIES.values())):
             names = ", ".join(kind.__name__ for kind in (*POLICIES.values(), HeadBudgets))
-            raise TypeError(f"policy is a {type(given).__name__}; pass its text, or one of {names}.")
+            raise TypeError(f"policy is a {type(one).__name__}; pass its text, or one of {names}.")

@@ -100,9 +100,9 @@ def _gathered(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     others = dict(settings)
     for name, flat in _flat_settings(kind).items():
         values = {key: others.pop(key) for key in flat if key in others}
-        given = others.get(name) or {}
+        former = others.get(name) or {}
         if values:
-            others[name] = {**(given if isinstance(given, Mapping) else {"preset": given}), **values}
+            others[name] = {**(former if isinstance(former, Mapping) else {"preset": former}), **values}
     return others
 
 

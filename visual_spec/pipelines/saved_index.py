@@ -42,7 +42,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def refuse_no_pipeline(name: str | os.PathLike) -> None:
-    """Refuse a name that cannot be that of an embedded model or a Hub id, and a path without a saved pipeline.
+    """Refuse a name that no embedded model and no Hub id can have, and a path without a saved pipeline.
 
     Raises:
         ValueError: an empty name, a path at which there is nothing, a file, or a folder without model_index.json;
@@ -93,14 +93,14 @@ def read_index_file(folder: Path) -> dict[str, Any]:
 
 
 def check_saved_pipeline(
-    folder: Path, kind: type, *, given: Mapping[str, Any] | None = None, variant: str | None = None
+    folder: Path, kind: type, *, passed: Mapping[str, Any] | None = None, variant: str | None = None
 ) -> None:
     """Refuse a folder from which a pipeline cannot be built as its files say.
 
     Args:
         folder: with model_index.json.
         kind: the class of the pipeline.
-        given: components and settings that the caller passes; what the folder says of them does not matter.
+        passed: components and settings that the caller passes; what the folder says of them does not matter.
         variant: as for `from_pretrained`.
 
     Raises:
@@ -109,12 +109,12 @@ def check_saved_pipeline(
     index, parameters = read_index_file(folder), dict(inspect.signature(kind.__init__).parameters)
     del parameters["self"]
     _check_shared(folder / SHARED)
-    given = {name: value for name, value in (given or {}).items() if name in parameters}
+    passed = {name: value for name, value in (passed or {}).items() if name in parameters}
     sampler: dict[str, Any] = {}
     pipelines = {parent.__name__ for parent in kind.__mro__}
     families = [family for family in FAMILIES if pipelines & set(family.pipelines)]
     for name, parameter in parameters.items():
-        if name in given:
+        if name in passed:
             continue
         kinds = _kinds(parameter.annotation)
         kinds += [
@@ -133,7 +133,7 @@ def check_saved_pipeline(
             sampler = _check_sampler(part_folder(folder, name), component)
         else:
             _check_component(part_folder(folder, name), component, variant)
-    _check_law(folder / INDEX, kind, {**index, **given}, sampler)
+    _check_law(folder / INDEX, kind, {**index, **passed}, sampler)
 
 
 def _check_shared(path: Path) -> None:

@@ -29,7 +29,7 @@ class Asked:
         model: what draws: the transformer, for the size that is asked for, who draws which scales, or the windows of
             music (`plan_windows`).
         known: the clip that music goes on from, or None.
-        tensors: names of the tensors that the callback is given.
+        tensors: names of the tensors that the callback gets.
     """
 
     source: Any
@@ -99,20 +99,20 @@ class StepListener:
         """
         replaced = None
         if self.callback is not None:
-            given = {name: tensors[name] for name in self.names}
-            returned = self.callback(self.pipe, step, timestep(), dict(given))
+            shown = {name: tensors[name] for name in self.names}
+            returned = self.callback(self.pipe, step, timestep(), dict(shown))
             if returned is not None:
-                replaced = self._replaced(given, returned)
+                replaced = self._replaced(shown, returned)
         return STOP if self.pipe.interrupt else replaced
 
-    def _replaced(self, given: Mapping[str, Tensor], returned: Any) -> Tensor | None:
+    def _replaced(self, shown: Mapping[str, Tensor], returned: Any) -> Tensor | None:
         if not isinstance(returned, Mapping):
             raise TypeError(
                 f"callback_on_step_end returned a {type(returned).__name__}; return a dictionary of tensors by name, "
                 "or None."
             )
         changed = None
-        for name, old in given.items():
+        for name, old in shown.items():
             new = returned.get(name, old)
             if new is old and name not in self.changeable:
                 continue

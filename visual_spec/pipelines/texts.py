@@ -41,8 +41,8 @@ class Texts:
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompt_embeds is None):
-            given = "neither" if self.prompt is None else "both"
-            raise ValueError(f"{given} of prompt and prompt_embeds given; pass exactly one of them.")
+            which = "neither" if self.prompt is None else "both"
+            raise ValueError(f"{which} of prompt and prompt_embeds given; pass exactly one of them.")
         if self.negative_prompt is not None and self.negative_prompt_embeds is not None:
             raise ValueError("both of negative_prompt and negative_prompt_embeds given; pass one of them.")
         _check_strings("prompt", self.prompt)

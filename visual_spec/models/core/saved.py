@@ -293,7 +293,7 @@ def _check_counts(folder: Path, counts: Mapping[str, Any], weights: Mapping[str,
 def _read_headers(
     folder: Path, variant: str | None, stem: str = "diffusion_pytorch_model"
 ) -> dict[str, Tensor]:
-    """Return the weights of a folder without their values, on the meta device; those of transformers by new names."""
+    """Return the weights of a folder without their values, on the meta device; of transformers by new names."""
     files = re.compile(rf"{stem}{re.escape('.' + variant) if variant else ''}(-\d+-of-\d+)?\.safetensors")
     headers: dict[str, Tensor] = {}
     for path in sorted(path for path in folder.glob("*.safetensors") if files.fullmatch(path.name)):
