@@ -40,7 +40,10 @@ def test_a_comparison_shows_both_clips_and_what_each_frame_cost(model, tmp_path,
     assert "Every clip is the same, pixel for pixel in all frames." in capsys.readouterr().out
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["000-a-red-circle-seed0.gif", "comparison.html", "comparison.json"]
-    (row,) = json.loads((tmp_path / "comparison.json").read_text())["comparison"]
+    document = json.loads((tmp_path / "comparison.json").read_text())
+    # The option changes one setting; the others are the model's own.
+    assert {"window": 6, "initial_draft": "previous_frame"}.items() <= document["sampler"].items()
+    (row,) = document["comparison"]
     assert row["identical"] and row["plain_calls"] == 12 > row["calls"]
     page = (tmp_path / "comparison.html").read_text()
     assert page.count("<svg") == 1 and "http" not in page.replace("http://www.w3.org", "")
