@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout nee
 
 from visual_spec.data.shapes_classes import CLASS_NAMES
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE
+from visual_spec.models.core.low_rank import ADAPTER
 from visual_spec.pipelines import components
 from visual_spec.pipelines.embedded import SHARED
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
@@ -102,6 +103,12 @@ RECIPES = {
     "shapes_any": Recipe(
         "ImagePipeline",
         "any-order:order=halton,steps=64",
+        {"default_guidance_scale": 1.5, "default_temperature": 0.7},
+        OF_SHAPES,
+    ),
+    "shapes_shuffle": Recipe(
+        "ImagePipeline",
+        "block-jacobi",
         {"default_guidance_scale": 1.5, "default_temperature": 0.7},
         OF_SHAPES,
     ),
@@ -237,7 +244,9 @@ def _tidy(folder: Path, source: Path, part: str, *, weights: bool) -> None:
     for record in [path for path in records if path.exists()][:1]:
         shutil.copyfile(record, folder / RECORD)
     if weights:
-        shutil.copyfile(source / SAFETENSORS_WEIGHTS_NAME, folder / SAFETENSORS_WEIGHTS_NAME)
+        for name in (SAFETENSORS_WEIGHTS_NAME, ADAPTER):
+            if (source / name).exists():
+                shutil.copyfile(source / name, folder / name)
 
 
 @torch.no_grad()

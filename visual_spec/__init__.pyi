@@ -35,6 +35,7 @@ from visual_spec.samplers.masked.self_speculative import SelfSpeculativeMaskedSa
 from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler as SpeculativeMaskedSampler
 from visual_spec.samplers.orders.any_order import AnyOrderSampler as AnyOrderSampler
 from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler as SpeculativeAnyOrderSampler
+from visual_spec.samplers.orders.blocks import BlockJacobiSampler as BlockJacobiSampler
 from visual_spec.samplers.orders.ordered import OrderedSampler as OrderedSampler
 from visual_spec.samplers.orders.parallel_jacobi import ParallelJacobiSampler as ParallelJacobiSampler
 from visual_spec.samplers.orders.zipar import ZipARSampler as ZipARSampler
@@ -57,6 +58,7 @@ __all__ = [
     "AnyOrderSampler",
     "AudioPipeline",
     "AutoregressiveSampler",
+    "BlockJacobiSampler",
     "ChunkVideoPipeline",
     "ClassImagePipeline",
     "ColumnAutoregressiveSampler",

@@ -14,6 +14,7 @@ from typing import Any
 from visual_spec.records import Family, FileLayout, KnownModel, OfficialFile, PipelineEntry
 from visual_spec.samplers.registry import (
     ANY_ORDER,
+    BLOCKS,
     CHUNKS,
     COLUMNS,
     CONTINUOUS,
@@ -107,6 +108,11 @@ FAMILIES = (
         "NAR, FlashAR, PAR", (OWN_ORDER,), (*_PICTURES, "VideoPipeline"),
         ("next_token.llamagen_near_to_far:LlamaGenNearToFar", "next_token.llamagen_regions:LlamaGenRegions"),
         samplers=("OrderedSampler",), plain="ordered",
+    ),
+    Family(
+        "Token-Shuffle", (OWN_ORDER, BLOCKS), _PICTURES, ("next_token.llamagen_shuffle:LlamaGenShuffle",),
+        saved={"transformer": "LlamaGenShuffle"}, samplers=("OrderedSampler", "BlockJacobiSampler"),
+        plain="ordered", fast="block-jacobi",
     ),
     Family(
         "RandAR", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"), ("next_token.llamagen_any_order:LlamaGenAnyOrder",),

@@ -89,7 +89,8 @@ class Enumerator:
         self.sampler, self.model, self.law, self.rule, self.parts = sampler, model, law, rule, parts
         self.first = self._begin(1)
         # One token is drawn at every counter slot of the grid.
-        self.entries = self.first.num_tokens * getattr(getattr(model, "grid", None), "codebooks", 1)
+        served = getattr(self.first.model, "grid", None)
+        self.entries = self.first.num_tokens * getattr(served, "codebooks", 1)
         self.vocab_size = getattr(model, "vocab_size", 0) or parts["tokenizer"].codebook_size
         low, high = law.allowed or (0, self.vocab_size)
         self.cells = high - low

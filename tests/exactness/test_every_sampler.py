@@ -16,7 +16,7 @@ from tests.exactness.regions import total_variation
 from tests.helpers.order_laws import ORDERS, joint_along, one_a_call
 from tests.helpers.scale_laws import parts as pyramid
 from tests.helpers.scale_laws import product_law
-from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
+from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel, TabularOrderModel
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from visual_spec.kernels.law import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.columns.patterns import CodebookPattern
@@ -28,8 +28,10 @@ from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.orders.along_order import slots_in_order
+from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.registry import (
     ANY_ORDER,
+    BLOCKS,
     COLUMNS,
     CONTINUOUS,
     DRAFTER,
@@ -94,6 +96,10 @@ def enumerated(entry: SamplerEntry) -> tuple[Enumeration, Tensor]:
         joint = TabularAnyOrderModel(TokenGrid(2, 2), 3)
         order = slots_in_order(sampler.config.order, joint.grid, torch.zeros(1, dtype=torch.long))[0]
         return Enumerator(sampler, joint).run(), joint_along(joint, order.tolist())
+    if entry.calls == BLOCKS:
+        blocks = TabularOrderModel(TokenGrid(2, 4), 2, "blocks2", first=(0, 1, 4, 5))
+        law = Enumerator(OrderedSampler(), blocks).run().law  # by slot; below by block
+        return Enumerator(sampler, blocks).run(), law.view([2] * 8).permute(0, 1, 4, 5, 2, 3, 6, 7).flatten()
     if entry.calls == COLUMNS:
         valid = CodebookPattern.delay([0, 1]).valid(2).T
         model, other = (TabularColumnModel(valid, 2, seed=seed) for seed in (0, 50))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
 from tests.helpers.nar import gated, straight_line
+from tests.helpers.order_laws import blocks_of_two, product_law
 from tests.helpers.tabular import TabularModel, TabularOrderModel, TabularState
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -21,10 +21,6 @@ from visual_spec.samplers.orders import ordered
 from visual_spec.samplers.orders import tables as orders
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.orders.zipar import ZipARSampler
-
-# Of a slot: by head, the place that answers; and the slots that it sees.
-Definition = Callable[[TokenGrid, int], tuple[dict[int, int], set[int]]]
-
 
 NEAR_TO_FAR = ("nar", "flashar")
 
@@ -58,48 +54,6 @@ def four_regions(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
     learned = grid.num_tokens + region - 1
     before = by_rank[inside - 1, region] if inside > 1 else by_rank[0, 3] if region == 0 else learned
     return {0: before}, earlier
-
-
-def blocks_of_two(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
-    def block(slot: int) -> tuple[int, int]:
-        frame, row, column = grid.coordinates(slot)
-        return frame * grid.height + row // 2 * 2, column // 2 * 2
-
-    def corner(block: tuple[int, int]) -> int:
-        return block[0] * grid.width + block[1]
-
-    own = block(slot)
-    earlier = {other for other in range(grid.num_tokens) if block(other) < own}
-    if not earlier:
-        return {}, set()
-    before = max(block(other) for other in earlier)
-    return {0: slot - corner(own) + corner(before)}, earlier
-
-
-def product_law(model: TabularOrderModel, law: TokenLaw, definition: Definition, guided: bool) -> Tensor:
-    """The probability of every sequence: at each slot the law of the mean of its heads, all slots multiplied."""
-    size, length = model.vocab_size, model.grid.num_tokens
-    told = [definition(model.grid, slot) if slot else ({}, set()) for slot in range(length)]
-    tables = [0, len(model.logits) - 1][: 2 if guided else 1]
-    found = []
-    for tokens in itertools.product(range(size), repeat=length):
-        probability = 1.0
-        for slot, (heads, seen) in enumerate(told):
-            context = 0
-            for other in range(length):
-                context = context * (size + 1) + (tokens[other] if other in seen else size)
-            if not heads:  # the prefill
-                logits = model.logits[tables, :, context, slot].mean(1)
-            else:
-                parts = [
-                    model.logits[tables, h, context, slot] + model.places[h, place, slot]
-                    for h, place in heads.items()
-                ]
-                logits = torch.stack(parts).mean(0)
-            log_probs = law(logits[:, None], guided, torch.tensor([[slot]]))[0, 0]
-            probability *= float(log_probs[tokens[slot]].exp())
-        found.append(probability)
-    return torch.tensor(found, dtype=torch.float64)
 
 
 GUIDED = TokenLaw(guidance_scale=1.7, temperature=0.9)

@@ -17,7 +17,7 @@ from tests.helpers.causal_tables import TabularCausalLayer, TabularFeatureModel
 from tests.helpers.columns import MODEL as COLUMN_MODEL
 from tests.helpers.columns import POOR as COLUMN_DRAFTER
 from tests.helpers.frame_tables import TableFrameModel
-from tests.helpers.tabular import TabularModel
+from tests.helpers.tabular import TabularModel, TabularOrderModel
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
@@ -27,6 +27,7 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import (
     ANY_ORDER,
+    BLOCKS,
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
@@ -113,6 +114,7 @@ KINDS = {
     TREE: _pictures,
     ORDER: _pictures,
     OWN_ORDER: _pictures,
+    BLOCKS: Kind(TabularOrderModel(TokenGrid(2, 4), 3, "blocks2", first=(0, 1, 4, 5), conditions=3), _table),
     COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
     MASKED: Kind(MASKED_MODEL, _table, given={"causal_layer": TabularCausalLayer(MASKED_MODEL)}),
     FRAMES: Kind(TableFrameModel(TokenGrid(1, 4, 3), 3, conditions=3), _table),
@@ -175,6 +177,9 @@ CHANGED: dict[str, dict[str, Any]] = {
     "ColumnJacobiSampler": dict(
         window=5, coupling="independent", unit="codebook", initial_draft="last_law", graph=False,
         exact_width=False, **_RELAXED
+    ),
+    "BlockJacobiSampler": dict(
+        window=5, coupling="maximal", acceptance="exact", unit="codebook", initial_draft="uniform"
     ),
     "DraftedColumnSampler": dict(num_drafts=2, acceptance="identical", graph=False, exact_width=True),
     "MaskedSampler": dict(
@@ -267,5 +272,6 @@ REFUSED_BY: dict[str, dict[str, list[Any]]] = {
     "ParallelJacobiSampler": dict(initial_draft=["last_law"]),
     "ProactiveJacobiSampler": dict(siblings=[None], depth=[None]),
     "ColumnJacobiSampler": dict(window=[None], initial_draft=["up"]),
+    "BlockJacobiSampler": dict(window=[None], initial_draft=["up"], acceptance=["grouped"]),
     "DistilledSampler": dict(steps=[3]),
 }

@@ -256,7 +256,10 @@ class TabularOrderModel(Table):
         powers = (size + 1) ** torch.arange(length - 1, -1, -1, device=tokens.device)
         repeats = len(state.tables) // len(tokens)
         context, slots = ((path * powers).sum(-1)).repeat(repeats, 1), slots.repeat(repeats, 1)  # [R, W]
-        predicted, tables = predicted.repeat(repeats, 1), state.tables[:, None]  # [R, P], [R, 1]
+        # Past the grid any finite logits will do: the caller ignores them.
+        slots = slots.clamp(max=self.places.shape[1] - 1)
+        predicted = predicted.clamp(max=length - 1).repeat(repeats, 1)  # [R, P]
+        tables = state.tables[:, None]  # [R, 1]
         total: Tensor | float = 0.0
         for head, position in enumerate(answers.T):  # [P]
             at = position.clamp(min=0)

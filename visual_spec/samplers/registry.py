@@ -16,6 +16,7 @@ TREE = "tree"  # TreeModel: several continuations of one sequence
 ORDER = "order"  # OrderModel: positions out of raster order, each with its own mask
 ANY_ORDER = "any-order"  # AnyOrderModel: any slots, each asked by name
 OWN_ORDER = "own order"  # TrainedOrderModel, or an OrderModel of raster order: the steps it was trained for
+BLOCKS = "blocks"  # TrainedOrderModel of blocks of tokens: a window of blocks
 SCALES = "scales"  # ScaleModel: all tokens of a scale at once
 COLUMNS = "columns"  # ColumnModel: columns of several codebooks
 MASKED = "masked"  # MaskedModel: all hidden tokens at once
@@ -122,6 +123,13 @@ SAMPLERS = (
         OWN_ORDER,
         "lossless in the model's own order; in others approximate, not measured",
         settings=(),
+    ),
+    SamplerEntry(
+        "block-jacobi",
+        f"{_HERE}.orders.blocks:BlockJacobiSampler",
+        BLOCKS,
+        "identical or lossless, to one block a call",
+        settings=("", "coupling=maximal,acceptance=exact"),
     ),
     SamplerEntry(
         "any-order",

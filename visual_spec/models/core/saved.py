@@ -68,12 +68,18 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, **kwargs: Any) -> Self:
         """Load as diffusers does, check the folder, and align the weights (`align_weights`).
 
+        The folder may hold only what differs from another model (`visual_spec.models.core.low_rank`).
+
         Raises:
             ValueError: the weights do not match the configuration, are not of a floating dtype, or are not finite; or
                 no model can be built from the configuration. The message names the folder and the keys.
         """
         folder = Path(pretrained_model_name_or_path or "") / (kwargs.get("subfolder") or "")
         if pretrained_model_name_or_path is not None and folder.is_dir():
+            if _adapts(folder):
+                with TemporaryDirectory() as whole:
+                    _adapted(cls, folder).save_pretrained(whole)
+                    return cls.from_pretrained(whole, **{**kwargs, "subfolder": None, "variant": None})
             check_folder(folder, cls, kwargs.get("variant"))
             stored = (
                 {}
@@ -155,6 +161,24 @@ def check_loaded(model: torch.nn.Module, name: str) -> None:
     check_finite({key: value for key, value in model.state_dict().items() if value.dtype in FLOATING}, name)
 
 
+def _adapts(folder: Path) -> bool:
+    """Return whether a folder holds only what differs from another model, see `low_rank`."""
+    return (folder / "adapter.json").is_file()
+
+
+def _adapted(kind: Any, folder: Path) -> Any:
+    """The whole model of class `kind` that such a folder makes."""
+    from visual_spec.models.core.low_rank import whole_weights  # few models are stored so
+
+    config, weights = read_settings(folder / "config.json"), whole_weights(folder)
+    model = _built(folder, kind.__name__, lambda: kind.from_config(config))
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(f"{folder} makes no {kind.__name__}: {difference}; copy or download it again.")
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
 def check_folder(folder: Path, model: Any, variant: str | None = None) -> None:
     """Refuse a folder whose weights do not fit the model that its config.json describes. Reads headers only.
 
@@ -174,6 +198,8 @@ def check_folder(folder: Path, model: Any, variant: str | None = None) -> None:
         ValueError: a file is damaged or missing; no model can be built from the configuration; or weights are missing,
             unexpected, mis-shaped or of other dtypes.
     """
+    if _adapts(folder):  # it is checked when it is whole
+        return
     of_diffusers = issubclass(model, ModelMixin)
     config = read_settings(folder / "config.json")
     weights = _read_headers(folder, variant, "diffusion_pytorch_model" if of_diffusers else "model")

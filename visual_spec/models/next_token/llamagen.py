@@ -64,6 +64,8 @@ ORDERS = {
     "par4": "llamagen_regions:LlamaGenRegions",
     "par16": "llamagen_regions:LlamaGenRegions",
     ANY_ORDER: "llamagen_any_order:LlamaGenAnyOrder",
+    "blocks2": "llamagen_shuffle:LlamaGenShuffle",
+    "blocks4": "llamagen_shuffle:LlamaGenShuffle",
 }
 _OF_CLIPS = (RASTER_ORDER, "nar")  # orders of several frames
 
@@ -561,7 +563,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         for block in self.layers:
             assert isinstance(block, TransformerBlock)
             hidden = block.whole(hidden, turns, mask)
-        return hidden[:, -1 - tokens.shape[1] :]
+        return hidden[:, -1 - len(slots) :]
 
     def sequence(
         self,
@@ -574,7 +576,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     ) -> tuple[Tensor, Turns, Tensor]:
         """Return what the first block reads `[B, T + N, dim]`, its turns and its mask; arguments as of `forced`."""
         prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
-        prefix, length = prefix_mask.shape[1], tokens.shape[1]
+        prefix, length = prefix_mask.shape[1], len(slots)
         total = prefix + length
         embedded = self.embed(tokens, slots.expand(len(tokens), -1), hidden_tokens)
         table = self.rotary_table().to(tokens.device)

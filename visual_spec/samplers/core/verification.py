@@ -261,6 +261,10 @@ class TokenView:
         """Return the counters of the noise of all entries, long [B, N * K], for slots [B, N]."""
         return slots
 
+    def places(self, positions: Tensor) -> Tensor:
+        """Return where the entries of positions [B, N] of a call stand in its laws, long [B, N * K]."""
+        return positions
+
     def read(self, tokens: Tensor, slots: Tensor) -> Tensor:
         """Return the entries long [B, N * K] at slots [B, N]."""
         return tokens.gather(1, slots)

@@ -52,9 +52,11 @@ class ColumnView(TokenView):
         return logits[:, None]  # [R, 1, K, V]
 
     def entries(self, slots: Tensor) -> Tensor:
-        return (
-            slots[..., None] * self.codebooks + torch.arange(self.codebooks, device=slots.device)
-        ).flatten(1)
+        return self.places(slots)
+
+    def places(self, positions: Tensor) -> Tensor:
+        entry = torch.arange(self.codebooks, device=positions.device)
+        return (positions[..., None] * self.codebooks + entry).flatten(1)
 
     def read(self, tokens: Tensor, slots: Tensor) -> Tensor:
         return rows_of(tokens, slots).flatten(1)

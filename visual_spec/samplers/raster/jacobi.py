@@ -289,7 +289,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         )  # the position that scored a slot
         # If the last column is forced and the next is not, "last_law" drafts token 0 with certainty: a poor draft,
         # correctly labelled.
-        reached, rows = source < width, view.entries(source.clamp(max=width - 1))
+        reached, rows = source < width, view.places(source.clamp(max=width - 1))
         if self.identical:  # an earlier, wider call may also have scored a slot: drafts need no label
             reached = reached | (state.commit_call.gather(1, slots) > 0)
 
