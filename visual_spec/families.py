@@ -316,7 +316,7 @@ FAMILIES = (
             KnownModel("MAR-H class 256", "checkpoint-last.pth", 256, 256, 64, 942_403_104, 0),
         ),
     ),
-    # The last of those with a layout: its tokenizer's keys are those of any VQGAN.
+    # The last family with a layout: its tokenizer's keys fit any VQGAN.
     Family(
         "Infinity", (SCALES,), ("InfinityPipeline",),
         ("next_scale.infinity:InfinityTransformer", "next_scale.infinity_vq:BitwiseVQModel"), unit="scales",

@@ -203,7 +203,7 @@ class Family:
             others of the same pipeline; nothing: it is the usual one.
         samplers: class names of samplers, likewise.
         unit: what a call commits, in the plural.
-        plain: its plain decoding, as on the command line; of `name:...` the settings are those of the saved sampler,
+        plain: its plain decoding, as on the command line; `name:...` takes the settings of the saved sampler,
             of `name:setting=...` that setting alone.
         fast: what `visual_spec.accelerate` sets when no sampler is named, likewise; "": the plain one.
         shorter: one that takes less time and has a law of its own, where the fast one is the plain one.

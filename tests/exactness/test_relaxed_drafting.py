@@ -149,7 +149,10 @@ def test_bounded_siblings_share_one_budget(delta, drawn):
     for count in (1, 2, 3, 4):
         target, tokens, laws, chance = rows(5, count, drawn, pairs=60)
         distance = []
-        for rule in (bounded_rule(everything, delta), replace(bounded_rule(everything, delta), behind=None)):
+        for rule in (
+            bounded_rule(everything, delta),
+            replace(bounded_rule(everything, delta), after_refusal=None),
+        ):
             law, _ = one_slot(rule, target, tokens, laws, drawn)
             mean = (chance[..., None] * law).sum(1) if drawn else law
             distance.append(tv(mean, target if drawn else target[:, None]).max())

@@ -47,7 +47,7 @@ class AmusedImagePipeline(TokenImagePipeline):
         transformer, vq_model: the U-ViT and its tokenizer.
         text_encoder, tokenizer: CLIP with its projection.
         sampler: a `MaskedSampler`, or a `SpeculativeMaskedSampler` for the law of one token a call.
-        default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
+        default_guidance_scale, default_top_k: what `__call__` takes where none is passed; saved with the pipeline.
 
     Raises:
         TypeError: a component that could not be saved.

@@ -85,7 +85,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 
         Raises:
             ValueError: a name that is none of these, a file, a folder without a pipeline, or a pipeline of another
-                class; says what to do. A component whose weights are damaged or not those of its configuration; names
+                class; says what to do. A component whose weights are damaged or do not fit its configuration; names
                 them.
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
@@ -225,7 +225,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 
     @property
     def guidance_scale(self) -> Any:
-        """Guidance of the call that runs, or ran last; before the first one that of the defaults."""
+        """Guidance of the call that runs, or ran last; the default before the first call."""
         return (
             self._guidance_scale
             if self._guidance_scale is not None
@@ -554,7 +554,7 @@ def check_sampler(sampler: Any, calls: tuple[str, ...]) -> None:
 
 
 def _calls_of(sampler: Any) -> set[str]:
-    """The kinds of calls that a sampler makes: those it declares, or those of its class in the registry, if any."""
+    """The kinds of calls that a sampler makes: what it declares, or what its class has in the registry, if anything."""
     declared = getattr(sampler, "calls", None)
     if declared is not None:
         return {declared} if isinstance(declared, str) else set(declared)

@@ -32,7 +32,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         id2label: the name of every class, in order, several names of one class separated by commas; with it, labels
             may be given by name.
         drafter: what proposes tokens to samplers that ask for one; set it freely (`pipe.drafter = ...`).
-        default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
+        default_guidance_scale, default_top_k: what `__call__` takes where none is passed; saved with the pipeline.
 
     Raises:
         TypeError: a component that could not be saved.
@@ -78,7 +78,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
             transformer: an official file (or what `read_checkpoint` made of it), e.g. `c2i_XL_384.pt`.
             vq_model: e.g. `vq_ds16_c2i.pt`.
             image_size: side of the pictures in pixels; None: what the file or its name says.
-            dtype: of all weights; None keeps that of each file.
+            dtype: of all weights; None keeps each file's own.
             sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls; for a NAR file
                 `OrderedSampler()`, for a RandAR file `SpeculativeAnyOrderSampler()`.
             id2label: see the class.
@@ -122,9 +122,9 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         Args:
             labels, class_labels: a class number, its name where the pipeline has `id2label`, or a list of them. Two
                 names of one argument.
-            num_images_per_label, num_images_per_prompt: pictures of each class; those of one class follow each other.
+            num_images_per_label, num_images_per_prompt: pictures of each class, one class after the other.
                 Two names of one argument; default 1.
 
-        All other arguments, and the errors, are those of `ImagePipeline.__call__`.
+        All other arguments, and the errors, as in `ImagePipeline.__call__`.
         """
         return self._run(locals())

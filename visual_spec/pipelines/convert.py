@@ -45,7 +45,7 @@ def convert(
         files: a LlamaGen transformer or a ControlAR, its tokenizer, or both in any order; or a VAR transformer, a
             smaller one that refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of
             Infinity (of the 8B the folder of its shards), its tokenizer, or both; or a Halton-MaskGIT and LlamaGen's
-            tokenizer; or a MAGE, which holds its tokenizer; or the files of MaskGCT, or those of one of its models;
+            tokenizer; or a MAGE, which holds its tokenizer; or the files of MaskGCT, or of one of its models;
             or a MAR, a smaller one that drafts, and KL-16, or some; or a student of LlamaGen or VAR, the tokenizer
             of that family, and the model that taught it, or some; or Self-Forcing's transformer alone; told apart by
             their keys. Or the folder of a MusicGen of audiocraft, which needs its text encoder.
@@ -56,7 +56,7 @@ def convert(
             taken for one over VQ-16 tokens. Of VAR only its tokenizer, where it stands alone, needs to be told: 256 if
             it is not. Of Infinity the name of the transformer says it (`size_by_name`); its tokenizer, alone, is made
             for 1024. MAR's sizes say it.
-        dtype: of the weights written; None keeps that of each file.
+        dtype: of the weights written; None keeps each file's own.
         overwrite: replace what an earlier conversion wrote at `out`.
 
     Returns:
@@ -124,7 +124,7 @@ def _family(sources: Sequence[File]) -> Family:
         ValueError: no family has such a file; says what it holds.
     """
     known = [family for family in FAMILIES if family.layout is not None]
-    # LlamaGen's keys are those of files of other families, too.
+    # Files of other families have LlamaGen's keys, too.
     for family in sorted(known, key=lambda family: family.name == "LlamaGen"):
         own: Any = family.layout
         for source in sources:

@@ -84,5 +84,5 @@ def assemble(
         return loaded.popitem()[1], names
     missing = [kind for kind in _NEEDED if kind not in kinds]
     raise ValueError(
-        f"these files of MaskGCT lack its {', '.join(missing)}; pass all, or those of one model."
+        f"these files of MaskGCT lack its {', '.join(missing)}; pass all, or the files of one model."
     )

@@ -167,7 +167,7 @@ class ScaleDecoder(CodesDecoder):
         check_scales(self.transformer, model, "tokenizer has", model.codebook_size, model.code_dim)
 
     def canvas(self, tokens: Tensor, height: int = 0) -> Tensor:
-        """The canvas of tokens [B, L], or of those of the first scales."""
+        """The canvas of tokens [B, L], or of the tokens of the first scales."""
         model, add = self.model, "accumulate_codes" if tokens.is_floating_point() else "accumulate"
         # The type of the logits, in which the sampler adds up the canvas.
         own = tokens.dtype if tokens.is_floating_point() else model.dtype

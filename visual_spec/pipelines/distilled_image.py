@@ -54,7 +54,7 @@ class StudentPipeline(TokenImagePipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. The saved law is that of the teacher, where it draws."""
+        """See `VisualPipeline.facts_of`. The saved law is the teacher's, used where the teacher draws."""
         alone = sampler.get("teacher_from") is None
         law = {"guidance_scale": 1.0, "top_k": 0} if alone else {}  # the student's law is in its weights
         facts = super().facts_of(settings, sampler)
@@ -153,7 +153,7 @@ class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
             transformer: `llamagen-B.pt` or `llamagen-L.pt`.
             vq_model: LlamaGen's `vq_ds16_c2i.pt`.
             teacher: LlamaGen's `c2i_B_256.pt` or `c2i_L_256.pt`, for tokens that it draws again.
-            dtype: of all weights; None keeps that of each file.
+            dtype: of all weights; None keeps each file's own.
             sampler: default `DistilledSampler(steps=2)`.
             id2label: see the class.
 

@@ -36,7 +36,7 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
 
     Raises:
         TypeError: a component that could not be saved.
-        ValueError: a tokenizer or a teacher of other tokens, or a number of names other than that of classes.
+        ValueError: a tokenizer or a teacher of other tokens, or another number of names than of classes.
 
     Example:
         >>> pipe = DistilledScalePipeline.from_official("var-d16.pth", "vae_ch160v4096z32.pth")
@@ -79,7 +79,7 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
             transformer: `var-d16.pth`, `var-d20.pth` or `var-d24.pth` of Distilled Decoding.
             vq_model: VAR's `vae_ch160v4096z32.pth`.
             teacher: VAR's file of the same depth, such as `var_d16.pth`, for scales that it draws again.
-            dtype: of all weights; None keeps that of each file.
+            dtype: of all weights; None keeps each file's own.
             sampler: default `DistilledSampler(steps=2)`.
             id2label: see the class.
             config: as for `load_var_student`. The published figures with a teacher have first_continuous=55, 255 and

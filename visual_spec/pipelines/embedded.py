@@ -55,7 +55,7 @@ def embedded_folder(name: str) -> Path:
 
 
 def part_folder(folder: Path, part: str) -> Path:
-    """Where the files of a component are: in the pipeline's folder, or in that of the one it is shared with.
+    """Where the files of a component are: in the pipeline's folder, or in the folder of the pipeline it is shared with.
 
     Two embedded pipelines may have a component in common. Its files are in one of their folders, and `shared.json` of
     the other one says in which: {component: name of the folder}, or {component: "folder/component"} where it has
@@ -80,7 +80,7 @@ def describe(folder: Path) -> dict[str, Any]:
     Returns:
         name; pipeline, the class name; components, {name: class name}; parameters, {name: count}; bytes of all
         weights; image_size in pixels, or None for models that do not draw; sampling_rate in Hz, or None for models that
-        do not play; calls, those of `visual_spec.samplers.registry` that the model answers.
+        do not play; calls, the kinds of `visual_spec.samplers.registry` that the model answers.
 
     Raises:
         FileNotFoundError: there is no model_index.json in it.

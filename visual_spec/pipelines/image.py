@@ -92,7 +92,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
             text_encoder: folder or Hub id of flan-t5-xl, or loaded `T5Features`. None: pass `prompt_embeds` to draw.
             image_size: side of the pictures in pixels, where a call names no other; None: what the file or its name
                 says. A ControlAR draws pictures of the size of their control.
-            dtype: of all weights; None keeps that of each file (float32 for the text encoder).
+            dtype: of all weights; None keeps each file's own (float32 for the text encoder).
             sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls; for a NAR file
                 `OrderedSampler()`.
             feature_cache: folder that keeps the features of every caption, see `T5Features`.
@@ -187,7 +187,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
             temperature, top_k, top_p: the law of a token (`visual_spec.samplers.core.law.TokenLaw`). None: the model's
                 own, such as `default_top_k`.
             guidance_until: tokens from this one on are drawn without guidance; LlamaGen's `cfg_interval` plus 2.
-            num_images_per_prompt: pictures of each prompt; those of one prompt follow each other.
+            num_images_per_prompt: pictures of each prompt, one prompt after the other.
             generator: one `torch.Generator` for the batch, or a list of one per picture; of any device. With a list,
                 a picture depends on its own generator only, not on the batch it is drawn in.
             prompt_embeds, prompt_attention_mask: features [prompts, T, C] and their mask [prompts, T] (true at words,

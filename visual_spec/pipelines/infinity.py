@@ -96,7 +96,7 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
             size, ratio: of the pictures: about as many pixels as `size` squared, and height / width; see `scales_for`.
                 No weight depends on them, but a model is trained for one size. None: what the name of the transformer's
                 file says, see `size_by_name`.
-            dtype: of all weights; None keeps that of each file (float32 for the text encoder).
+            dtype: of all weights; None keeps each file's own (float32 for the text encoder).
             sampler: default `ScaleWiseSampler(ramp=False)`.
             feature_cache: folder that keeps the features of every caption, see `T5Features`.
 

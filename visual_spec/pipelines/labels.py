@@ -23,7 +23,7 @@ class ClassNames:
             numbers only.
 
     Raises:
-        ValueError: a number of names other than that of classes.
+        ValueError: another number of names than of classes.
     """
 
     def __init__(self, num_classes: int | None, id2label: Sequence[str] | None = None):

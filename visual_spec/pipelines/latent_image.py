@@ -33,7 +33,7 @@ class LatentImagePipeline(ClassImagePipeline):
 
     Raises:
         TypeError: a component that could not be saved.
-        ValueError: an autoencoder of other tokens, or a number of names other than that of classes.
+        ValueError: an autoencoder of other tokens, or another number of names than of classes.
 
     Example:
         >>> pipe = LatentImagePipeline.from_pretrained("shapes_mar")
@@ -77,7 +77,7 @@ class LatentImagePipeline(ClassImagePipeline):
             transformer: `checkpoint-last.pth`, see `visual_spec.models.continuous.mar_checkpoint`,
                 or the model of one.
             vae: `kl16.ckpt`.
-            dtype: of all weights; None keeps that of each file.
+            dtype: of all weights; None keeps each file's own.
             sampler: default: `ContinuousSampler()`, one token a call.
             drafter: a smaller file or model, for samplers that ask for one.
             id2label, settings: see the class. The published guidance, with 256 calls, is 2.9, 3.0, 3.2 for B, L, H.

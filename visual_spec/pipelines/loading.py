@@ -96,7 +96,7 @@ def read_config(
 
     Args:
         name, kwargs: as for `load_pipeline`.
-        file: where it is; that of a sampler is `sampler_config.json`.
+        file: where it is; a sampler's is `sampler_config.json`.
 
     Raises:
         ValueError, FileNotFoundError: there is no pipeline, or no such component.

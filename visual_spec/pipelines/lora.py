@@ -45,7 +45,7 @@ def load_adapter(
         )
     weights, settings = read_adapter(source, weight_name)
     check_adapter(weights, model)
-    # No prefix: the keys are those of the layers.
+    # No prefix: the keys name the layers themselves.
     model.load_lora_adapter(weights, prefix=None, adapter_name=adapter_name, metadata=settings)  # pyright: ignore[reportArgumentType]
 
 

@@ -26,7 +26,7 @@ class MageImagePipeline(TokenImagePipeline):
     Args:
         transformer, vq_model: MAGE and its tokenizer.
         sampler: a `MaskedSampler`, or a `SpeculativeMaskedSampler` for the law of one token a call.
-        default_top_k: that of `__call__` where it is given none; saved with the pipeline.
+        default_top_k: what `__call__` takes where none is passed; saved with the pipeline.
 
     Raises:
         TypeError: a component that could not be saved.
@@ -63,8 +63,8 @@ class MageImagePipeline(TokenImagePipeline):
 
         Args:
             transformer: e.g. `mage-vitb-1600.pth`, which holds the tokenizer too.
-            vq_model: a file of the tokenizer alone; None: that of `transformer`.
-            dtype: of all weights; None keeps that of each file.
+            vq_model: a file of the tokenizer alone; None: it is read from `transformer`.
+            dtype: of all weights; None keeps each file's own.
             sampler: default: `PRESETS["mage"]`, 20 calls.
             options: of `load_mage_checkpoint`, for models of no official size; `norm_groups` of the tokenizer.
 

@@ -75,13 +75,13 @@ class MaskedClassImagePipeline(ClassImagePipeline):
     ) -> Self:
         """A pipeline around official files of the Halton sampler's authors.
 
-        The guidance is that of the published FID of each size (`PUBLISHED_GUIDANCE`); 1.7 for sizes without one.
+        The guidance gave the published FID of each size (`PUBLISHED_GUIDANCE`); 1.7 for sizes without one.
 
         Args:
             transformer: e.g. `ImageNet_256_base.pth` or `ImageNet_384_large.pth`, or what `read_checkpoint` made of it.
             vq_model: LlamaGen's `vq_ds16_c2i.pt`.
             image_size: side of the pictures in pixels; None: what the file says. Another one is refused.
-            dtype: of all weights; None keeps that of each file.
+            dtype: of all weights; None keeps each file's own.
             sampler: default: `PRESETS["halton"]`, 32 calls.
             id2label: see the class.
             num_heads: of a model of no official size.

@@ -27,8 +27,8 @@ class MaskedImagePipeline(ImagePipeline):
         vq_model: turns tokens into pictures and back; its codebook is the transformer's vocabulary.
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
         sampler: a `MaskedSampler`, a `SpeculativeMaskedSampler` for the law of one token a call, or a
-            `SelfSpeculativeMaskedSampler` for that of the causal layer.
-        default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
+            `SelfSpeculativeMaskedSampler` for the law of the causal layer.
+        default_guidance_scale, default_top_k: what `__call__` takes where none is passed; saved with the pipeline.
         shortcut: stands in for the transformer on some calls where the sampler says `reuse_by="shortcut"`.
         causal_layer: what a `SelfSpeculativeMaskedSampler` draws groups from.
 

@@ -54,7 +54,7 @@ _LONGEST = 4096  # frames of a prompt and what follows, of which the networks kn
 
 @dataclass
 class SpeechPipelineOutput(AudioPipelineOutput):
-    """Spoken clips. As `AudioPipelineOutput`, whose trace is that of the semantic codes.
+    """Spoken clips. As `AudioPipelineOutput`; its trace is of the semantic codes.
 
     Args:
         audios: float32 [B, 1, N], zero after the end of a clip, or (`latent`) the codes.
@@ -168,7 +168,7 @@ class MaskgctPipeline(VisualPipeline):
             speech_encoder: `facebook/w2v-bert-2.0`, as transformers loads it; None: prompts are given as codes.
             statistics: `wav2vec2bert_stats.pt`, which lies in the repository of the code; needed with a speech encoder.
             num_heads: of all networks, which cannot be read off the weights.
-            dtype: of all weights; None keeps that of each file.
+            dtype: of all weights; None keeps each file's own.
             settings: of the class.
 
         Raises:
@@ -410,7 +410,7 @@ class MaskgctPipeline(VisualPipeline):
 
         Args:
             phones: phone ids of what is to be said: a list, or one for each sample.
-            prompt_phones: those of the words in the prompt; one list for all samples, or one for each.
+            prompt_phones: phones of the words in the prompt; one list for all samples, or one for each.
             prompt_audio, sampling_rate: the clip whose voice speaks, [N] or [C, N], and its rate in Hz; one for all
                 samples, or a list of one for each.
             prompt_semantic, prompt_acoustic: its codes in place of the clip, long [Q] and [P, K], as `encode_clip`

@@ -64,7 +64,7 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
             InputParam("chunk", type_hint=int, default=_USUAL.chunk, description="latent frames of a chunk"),
             InputParam("steps", default=_USUAL.steps, description="timesteps of a chunk, before the shift"),
             InputParam(
-                "first_steps", default=(), description="those of the first chunk; none: as the others"
+                "first_steps", default=(), description="steps of the first chunk; none: as the others"
             ),
             InputParam("shift", type_hint=float, default=_USUAL.shift),
             InputParam("context", type_hint=torch.Tensor, description="clean latents before the clip"),

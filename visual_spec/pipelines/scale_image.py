@@ -139,7 +139,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             refiner: for CoDe, the file of a smaller model: `var_d16.pth` beside `var_d30.pth`, or one fine-tuned for
                 it.
             num_draft_scales, id2label: see the class.
-            dtype: of all weights; None keeps that of each file.
+            dtype: of all weights; None keeps each file's own.
             sampler: default `ScaleWiseSampler()`.
 
         Raises:

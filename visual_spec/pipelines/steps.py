@@ -177,8 +177,8 @@ class Streams:
 
         Of pictures and clips, tokens that are open are grey, and `trace.commit_call` is -1 there; a next-scale model
         shows the picture that its scales make so far. Of music, `audios` is what is heard so far, and `codes` and
-        `trace` are None until the end. The last output is that of the call itself, bit by bit. Decoding goes on in a
-        thread until the iterator ends or is closed; until then, nothing else may use the pipeline.
+        `trace` are None until the end. The last output equals what the call itself returns, bit by bit. Decoding goes
+        on in a thread until the iterator ends or is closed; until then, nothing else may use the pipeline.
 
         Args:
             every: target calls from one output to the next; music comes by stretches (`stretch_in_s`).

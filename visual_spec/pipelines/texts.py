@@ -168,7 +168,7 @@ class ReadsText(VisualPipeline):
         return self._features(asked.source, asked.each)
 
     def _features(self, texts: Texts, each: int) -> TextCondition:
-        """What the transformer reads: the features of texts on its device, those of each `each` times."""
+        """What the transformer reads: the features of texts on its device, each text's `each` times."""
         reader = self.text_encoder if self.transformer is None else self.transformer
         return texts.condition(self._encode, each, self._execution_device, reader.dtype)
 

@@ -99,7 +99,7 @@ class TokenImagePipeline(VisualPipeline):
         """Pictures of tokens, as a call returns them, in the form `output_type` asks for.
 
         Args:
-            size: rows and columns of tokens of a picture; None: those of the transformer's grid.
+            size: rows and columns of tokens of a picture; None: the transformer's grid.
         """
         height = self.transformer.grid.height if size is None else size[0]
         return self.decode_canvas(self.decoder.canvas(tokens, height), output_type)

@@ -8,7 +8,7 @@ A language model is told its codes, too: `codes=(first, last + 1), end=end`.
 The folder is written by `save_custom_generate`. Lying in a model's own folder, it replaces `generate` of the model that
 `from_pretrained(folder, trust_remote_code=True)` loads. That is the way for MusicGen, whose `generate` has no hook.
 
-Models and settings are those of `visual_spec.accelerate`, and the tokens are equal to its. After a call,
+It takes the models and settings of `visual_spec.accelerate`, and gives equal tokens. After a call,
 `model.last_trace` says what it cost.
 """
 
@@ -184,7 +184,7 @@ def _generate_codes(model: Any, *, codes: Any = None, end: int | None = None, **
 
 
 def save_custom_generate(folder: str | os.PathLike) -> Path:
-    """Write `custom_generate/generate.py` and `requirements.txt` into a folder, such as that of a saved model.
+    """Write `custom_generate/generate.py` and `requirements.txt` into a folder, such as a saved model's.
 
     Returns:
         The folder, to be passed as `custom_generate=` or to `from_pretrained`, with `trust_remote_code=True`.

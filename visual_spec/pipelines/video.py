@@ -122,8 +122,8 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         """Draw. All but these is as for `ImagePipeline.__call__`.
 
         Args:
-            num_frames: frames of the clips, at most those of the model. None: all of them. Fewer are the first ones.
-            num_videos_per_prompt: clips of each prompt; those of one prompt follow each other.
+            num_frames: frames of the clips, at most as many as the model has. None: all of them. Fewer: the first ones.
+            num_videos_per_prompt: clips of each prompt, one prompt after the other.
             output_type: "pil", "np", "pt", or "latent" for the tokens by place [B, T, h, w].
             return_dict: False returns the tuple (frames, tokens, trace, frame rate).
         """

@@ -5,7 +5,7 @@ the first slots, and draws the others anew from the same noise. In between, the 
 slots again, one token a call, or one scale a call if it is a VAR. That costs calls and brings the picture nearer to the
 teacher's.
 
-A student has a law of its own, which is not that of its teacher. Nothing here measures how far apart they are.
+A student has a law of its own, which is not its teacher's. Nothing here measures how far apart they are.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class DistilledSampler(Sampler):
             0: all of it, and there is no first call. None: the teacher draws nothing. Needs two steps.
 
     A call takes the `codebook`, [V, D], the code of every token as the decoder sees it, and the `teacher`, a
-    `NextTokenModel` over the same tokens, or a `ScaleModel` and its `tokenizer`. The `law` is that of the teacher; its
-    guidance grows with the scales, as that of `ScaleWiseSampler` does. A student without a teacher takes none but
+    `NextTokenModel` over the same tokens, or a `ScaleModel` and its `tokenizer`. The `law` is the teacher's; its
+    guidance grows with the scales, as in `ScaleWiseSampler`. A student without a teacher takes none but
     `TokenLaw()`, for guidance is in its weights. It returns tokens float [B, L, D]. Noise belongs to a sample and a
     slot, so a picture depends on no batch; it is the same for one step and for two.
 
@@ -126,7 +126,7 @@ class DistilledSampler(Sampler):
         wanted, codebook = (model.vocab_size, model.token_dim), parts.get("codebook")
         if codebook is None or tuple(codebook.shape) != wanted:
             given = "none" if codebook is None else f"one of shape {tuple(codebook.shape)}"
-            raise ValueError(f"codebook: {given} given; pass that of the student's tokens, {wanted}.")
+            raise ValueError(f"codebook: {given} given; pass the codebook of the student's tokens, {wanted}.")
         if self.config.teacher_from is None:
             if law != TokenLaw():
                 raise ValueError(
@@ -215,8 +215,8 @@ class DistilledSampler(Sampler):
         else:
             self._teach_slot(run, state, slot)
         # The next call of the student draws all after the slots that it keeps.
-        behind = calls[state.round + 1 :]
-        state.lengths.fill_(behind[0][1] if behind else run.num_tokens)
+        later = calls[state.round + 1 :]
+        state.lengths.fill_(later[0][1] if later else run.num_tokens)
         state.round += 1
 
     def _student(self, run: Run, state: StudentState, known: int) -> None:

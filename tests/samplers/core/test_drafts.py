@@ -136,11 +136,11 @@ def test_labels_and_drafts_of_some_samples_and_positions():
     label = random_label([[0, 1, 2], [POINT_LAW, 2, 0], [UNIFORM_LAW, NO_DRAFT, 1]])
     tokens = torch.tensor([[0, 1, 2], [3, 4, 0], [1, -1, 3]])
     draft = Draft(tokens, label, "test")
-    rest = draft.behind(1)
+    rest = draft.after(1)
     assert rest.label is not None and rest.provenance == "test"
     assert torch.equal(rest.tokens, tokens[:, 1:])
     assert torch.equal(rest.label.dense(rest.tokens), label.dense(tokens)[:, 1:])
-    assert Draft(tokens, None, "test").behind(2).label is None
+    assert Draft(tokens, None, "test").after(2).label is None
     whole = label.dense(tokens)
     label.select(torch.tensor([2, 0]))
     assert torch.equal(label.dense(tokens[[2, 0]]), whole[[2, 0]])

@@ -134,7 +134,7 @@ def generate_codes(
         logits_processor: of transformers, each a function of the text before a slot and of the slot's scores
             (`visual_spec.samplers.core.history.TextFunction`).
         generator: one `torch.Generator` for the batch, or a list of one a text. None: PyTorch's default one, used as
-            `torch.multinomial` uses it, so that sampled ids are those of `generate` for the seed
+            `torch.multinomial` uses it, so that for the seed sampled ids equal those that `generate` returns
             (`visual_spec.pipelines.accelerate.drawn_noise`), if the sampler is one that keeps tokens.
         callback: called after every target call, as (index, committed tokens [B]).
         streamer: of transformers; gets the prompt and then the tokens, as they are committed.

@@ -1,4 +1,4 @@
-"""Noise of slots as `torch.multinomial` draws it, so that sampled tokens are those of a plain loop for a seed.
+"""Noise of slots as `torch.multinomial` draws it, so that for a seed sampled tokens equal a plain loop's.
 
 A plain loop calls `torch.multinomial(p, 1)` once a slot. That draws exponential noise q for every row and id, and takes
 the id with the largest p / q. So the noise of a slot does not depend on the law, and can be drawn before the law is
@@ -22,8 +22,8 @@ class DrawnNoise(CounterNoise):
         batch_size: B, rows of the plain loop.
         num_slots: most slots of a row. Later ones are scratch, and move no generator.
         num_ids: ids that the plain loop draws among.
-        ids: long [V], those of the tokens.
-        generator: as that of `torch.multinomial`; None: PyTorch's default one.
+        ids: long [V], the ids of the tokens.
+        generator: as for `torch.multinomial`; None: PyTorch's default one.
         device: of the logits.
         dtype: of the probabilities of the plain loop.
     """

@@ -130,12 +130,12 @@ def generate_images(
     Args:
         input_ids, attention_mask: [B, T], left-padded, from the model's processor. No mask: nothing is padding.
         negative_prompt_ids, negative_prompt_attention_mask: the unconditional prompts [B, T'], for Chameleon,
-            Lumina-mGPT and Emu3; left out, they are those of the official programs.
+            Lumina-mGPT and Emu3; left out, the official programs' values are used.
         generation_config: in place of `model.generation_config`.
         generator: one `torch.Generator` for the batch, or a list of one a picture. None: PyTorch's default one; a Janus
-            uses it as `generate` does, so that sampled ids are those of `generate` for the seed.
+            uses it as `generate` does, so that for the seed sampled ids equal those that `generate` returns.
         callback: called after every target call, as (index, committed tokens [B]).
-        drafter: for samplers that need one: a smaller model of the same class; None is that of `accelerate`.
+        drafter: for samplers that need one: a smaller model of the same class; None: the one passed to `accelerate`.
         streamer: of transformers; gets the prompt and then the tokens, as they are committed
             (`visual_spec.pipelines.accelerate.arguments.LiveStream`).
         stream_tokens: how many tokens after the prompt the streamer gets at most; None: all.
@@ -159,7 +159,7 @@ def generate_images(
     if input_ids is None:
         raise TypeError(f"input_ids is missing; pass what {kind.family}'s processor makes.")
     known = set(inspect.signature(kind.plan).parameters) - {"model", "prompt", "guided", "negative"}
-    given = {name: inputs.pop(name) for name in list(inputs) if name in known}
+    passed = {name: inputs.pop(name) for name in list(inputs) if name in known}
     request = read_request(model, generation_config, inputs, kind.family, known)
     config = request.config
     law = law_of(config, kind.guidance_scale)
@@ -167,15 +167,15 @@ def generate_images(
     if negative_prompt_ids is not None:
         if "negative" not in inspect.signature(kind.plan).parameters:
             raise TypeError(f"{kind.family} takes no negative prompt; leave negative_prompt_ids out.")
-        given["negative"] = _prompt(negative_prompt_ids, negative_prompt_attention_mask, None)
-    stage, condition = kind.plan(model, prompt, guided=law.guided, **given)
-    check_length(request.asked, given=input_ids.shape[1], new=stage.new_tokens)
+        passed["negative"] = _prompt(negative_prompt_ids, negative_prompt_attention_mask, None)
+    stage, condition = kind.plan(model, prompt, guided=law.guided, **passed)
+    check_length(request.asked, before=input_ids.shape[1], new=stage.new_tokens)
     count = config.num_return_sequences or 1
     condition = condition.repeat(count)
     helper, drafter = None, vars(model).get("drafter") if drafter is None else drafter
     _check_drafter(model, drafter)
     if drafter is not None:
-        helper = kind.plan(drafter, prompt, guided=law.guided, **given)
+        helper = kind.plan(drafter, prompt, guided=law.guided, **passed)
         helper = helper[0], helper[1].repeat(count)
     start = input_ids.shape[1] if stage.returns_prompt else 0
     live = LiveStream(streamer, input_ids.repeat_interleave(count, 0), stream_tokens)
@@ -204,7 +204,7 @@ def generate_images(
     model.last_trace = joined_traces(traces)
     ids = stage.output(condition, result.tokens)
     if (
-        given.get("pixel_values") is not None
+        passed.get("pixel_values") is not None
     ):  # `generate` returns the placeholders of pictures, not their tokens
         ids[:, : input_ids.shape[1]] = input_ids.to(ids.device).repeat_interleave(count, 0)
     live.end(ids[:, start:])
@@ -217,19 +217,19 @@ def _known(stage: CachedDecoder, condition: ImagePrompt, start: int, tokens: Ten
     return stage.output(condition, tokens)[:, start : before + stage.num_ids(ready)]
 
 
-def check_length(settings: Mapping[str, Any], *, given: int, new: int) -> None:
-    """Refuse lengths asked for in a call that are not those of the picture: `given` tokens, and `new` after them.
+def check_length(settings: Mapping[str, Any], *, before: int, new: int) -> None:
+    """Refuse lengths asked for in a call that are not the picture's: `before` tokens of a prompt, and `new` after them.
 
     Raises:
         ValueError: more tokens than there are, or fewer.
     """
-    least = {"max_new_tokens": new, "max_length": given + new}
-    most = {"min_new_tokens": new, "min_length": given + new}
+    least = {"max_new_tokens": new, "max_length": before + new}
+    most = {"min_new_tokens": new, "min_length": before + new}
     for name, tokens in (least | most).items():
         asked = settings.get(name)
         if asked is not None and (asked < tokens if name in least else asked > tokens):
-            behind = "" if tokens == new else f" after a prompt of {given}"
-            raise ValueError(f"{name}={asked}, but the picture has {new} tokens{behind}; leave it out.")
+            prompt = "" if tokens == new else f" after a prompt of {before}"
+            raise ValueError(f"{name}={asked}, but the picture has {new} tokens{prompt}; leave it out.")
 
 
 @loads_groups
@@ -238,7 +238,7 @@ def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
 
     Args:
         ids: the ids, or the output that holds them.
-        inputs: `image_sizes` as given to `generate_images` (Emu3, Lumina-mGPT); `vq_decoder`, a
+        inputs: `image_sizes` as passed to `generate_images` (Emu3, Lumina-mGPT); `vq_decoder`, a
             `visual_spec.models.next_token.chameleon_vq.ChameleonVQDecoder` (Chameleon, Anole, Lumina-mGPT).
 
     Returns:
@@ -333,12 +333,12 @@ def _generate_constrained(model: Any, plain_generate: Any, kwargs: dict[str, Any
     return output
 
 
-def _most_new_tokens(settings: Mapping[str, Any], config: Any, given: int) -> int:
-    """Tokens that `generate` makes at most after a prompt of `given`; 20 is its own default."""
+def _most_new_tokens(settings: Mapping[str, Any], config: Any, before: int) -> int:
+    """Tokens that `generate` makes at most after a prompt of `before` tokens; 20 is its own default."""
     if (new := settings.get("max_new_tokens", config.max_new_tokens)) is not None:
         return new
     length = settings.get("max_length", config.max_length)
-    return 20 if length is None else length - given
+    return 20 if length is None else length - before
 
 
 def _prompt(ids: Tensor, mask: Tensor | None, pad: int | None) -> Prompt:

@@ -4,7 +4,7 @@
     waves = pipe(prompt=..., lyrics=..., output="audios")
 
 Only the block that writes codes is wrapped. While it runs, two things compute less, and the loop, its draws and their
-generator stay those of diffusers. So codes and hidden states are those of diffusers, up to rounding:
+generator stay diffusers' own. So codes and hidden states equal diffusers' own, up to rounding:
 
 * The head of the language model is computed for 16,384 codes and the end, in place of the whole vocabulary.
 * The depth decoder keeps keys and values: 8 positions a frame in place of 2 + 3 + ... + 8 = 35. With
@@ -156,7 +156,7 @@ class _Step:
 
 
 def _some_rows(head: Any, offset: int, codes: int, end: int, hidden: Tensor) -> Tensor:
-    """Logits [..., V]; those of ids that are never drawn are minus infinity."""
+    """Logits [..., V], minus infinity for ids that are never drawn."""
     logits = hidden.new_full((*hidden.shape[:-1], len(head.weight)), -torch.inf)
     logits[..., offset : offset + codes] = F.linear(hidden, head.weight[offset : offset + codes])
     logits[..., end : end + 1] = F.linear(hidden, head.weight[end : end + 1])

@@ -113,7 +113,7 @@ def generate_audio(
         generator: one `torch.Generator` for the batch, or a list of one a clip; None is PyTorch's default one.
         callback: called after every target call, as (index, committed columns [B]).
         drafter: for `DraftedColumnSampler`: a `ColumnEagleDrafter` trained for this model, or a smaller MusicGen that
-            reads the same text features. None is that of `accelerate`.
+            reads the same text features. None: the one passed to `accelerate`.
         streamer: of transformers; gets the codes as they are committed, in the order of `generate`: long [B * K, 1] or
             more steps that are known, then [B * K] a step, with the special id where a codebook waits.
         sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
@@ -132,9 +132,9 @@ def generate_audio(
         FloatingPointError: logits that define no law; names the slot.
     """
     if (input_ids is None) == (encoder_outputs is None):
-        given = "neither" if input_ids is None else "both"
+        passed = "neither" if input_ids is None else "both"
         raise TypeError(
-            f"{given} of input_ids and encoder_outputs given; pass what the model's processor makes."
+            f"{passed} of input_ids and encoder_outputs given; pass what the model's processor makes."
         )
     prefixed = any(kind.__name__ == WHOLE_MODELS[1] for kind in type(model).__mro__)
     if prefixed and (input_values is not None or encoder_outputs is not None):
@@ -150,9 +150,11 @@ def generate_audio(
         features = encoder_outputs[0]
         mask = torch.ones(features.shape[:2]) if attention_mask is None else attention_mask
         text = TextCondition(features, mask.bool())
-    codes = _given_codes(model, len(text.features), input_values, padding_mask, decoder_input_ids)
+    codes = _known_codes(model, len(text.features), input_values, padding_mask, decoder_input_ids)
     length = _num_steps(model, config, codes.shape[-1], request.asked)
-    frames = length - _num_books(model)  # the empty step in front, and the lag of the last codebook behind
+    frames = length - _num_books(
+        model
+    )  # the empty step at the start, and the lag of the last codebook at the end
     count = config.num_return_sequences or 1
     start = _delayed(model, codes.repeat_interleave(count, 0), length)[0]
     condition = MusicCondition(
@@ -189,7 +191,7 @@ def generate_audio(
     return returned(waves, config, "GenerateEncoderDecoderOutput")
 
 
-def _given_codes(
+def _known_codes(
     model: Any, batch: int, waves: Tensor | None, mask: Tensor | None, codes: Tensor | None
 ) -> Tensor:
     """Codes [B, K, P] to go on from; P = 0 without any."""
@@ -217,8 +219,8 @@ def _num_books(model: Any) -> int:
     return model.decoder.config.num_codebooks // model.decoder.config.audio_channels
 
 
-def _num_steps(model: Any, config: Any, given: int, asked: dict[str, Any]) -> int:
-    """The steps that `generate` would make, with the empty one in front and those of `given` frames."""
+def _num_steps(model: Any, config: Any, known: int, asked: dict[str, Any]) -> int:
+    """The steps that `generate` would make, with the empty one at the start and the steps of `known` frames."""
     config = copy.deepcopy(config)
     by_default = asked.get("max_length") is None
     if config.max_length is None:
@@ -229,17 +231,17 @@ def _num_steps(model: Any, config: Any, given: int, asked: dict[str, Any]) -> in
         has_default_min_length=True,
         model_input_name="input_ids",
         inputs_tensor=None,
-        input_ids_length=1 + given,
+        input_ids_length=1 + known,
     )
     length, books = config.max_length, _num_books(model)
-    for name, steps in (("min_new_tokens", length - 1 - given), ("min_length", length)):
+    for name, steps in (("min_new_tokens", length - 1 - known), ("min_length", length)):
         if asked.get(name) is not None and asked[name] > steps:
             raise ValueError(f"{name}={asked[name]}, but a clip of {steps} steps is asked for; leave it out.")
-    if length - books <= given or length < 2 * books - 1:
-        least = max(given + 1 + books, 2 * books - 1)
+    if length - books <= known or length < 2 * books - 1:
+        least = max(known + 1 + books, 2 * books - 1)
         raise ValueError(
-            f"max_length={length} steps, of which {1 + given} are given; pass at least {least} (max_new_tokens="
-            f"{least - 1 - given}), so that every codebook has a frame."
+            f"max_length={length} steps, of which {1 + known} are known; pass at least {least} (max_new_tokens="
+            f"{least - 1 - known}), so that every codebook has a frame."
         )
     return length
 

@@ -9,7 +9,7 @@ A language model makes one condition for each token of a picture, and a head mak
 Only the head's `sample` is replaced; it takes the same arguments and draws the same noise in the same order. Three
 fifths of the head's weights turn condition and time into modulations of its layers. These products run once a token,
 for all its evaluations, and guidance rows share the first layer. On a GPU the evaluations of a token are recorded as
-one CUDA graph. So tokens are those of the public code, up to rounding.
+one CUDA graph. So tokens equal the public code's, up to rounding.
 
 Nothing is drafted: `visual_spec.samplers.continuous` says what is exact on such heads. Classes are known by their
 names, because their code comes with the weights. Read in the public code of NextStep-1 (`modeling_fm_head.py`); a test
@@ -139,7 +139,7 @@ class _Sample:
             key = (num_sampling_steps, timesteps_shift, last_step_size, c.dtype, device)
             if key not in self._embedded:
                 self._embedded[key] = net.embed(times.to(c))
-            # The noise that a token starts from, and that of its steps.
+            # The noise that a token starts from, and the noise of its steps.
             draws = [torch.randn(noise_repeat, self.head.input_dim, device=device) for _ in times]
             noise = torch.stack([draw.repeat(rows // noise_repeat, 1) for draw in draws])
             solve = functools.partial(_solve, net, times.tolist(), last_step_size, cfg, cfg2, groups)

@@ -9,7 +9,7 @@ nothing else. `generate` stays the model's own, with every setting it takes; the
 For the same noise the latents are the same, up to rounding: products of more rows round differently.
 
 A guided `generate` of VibeVoice reads all weights of the language model three times a latent: for the prompt with its
-audio, for the audio alone, and for the text guidance that `generate` puts on the token. It reads those of the head ten
+audio, for the audio alone, and for the text guidance that `generate` puts on the token. It reads the head's ten
 times. Here:
 
 * One call of the language model serves all three texts (`JoinedCache`). The text of audio alone moves on only in steps

@@ -25,8 +25,8 @@ class SpeechTrace:
 
     Attributes:
         model: class name of the model.
-        latents: long [B], those of each sample.
-        language_calls: calls of the language model, prefill included; those of a compiled model are not counted.
+        latents: long [B], how many each sample has.
+        language_calls: calls of the language model, prefill included; calls of a compiled model are not counted.
         head_calls: evaluations of the head, each of all rows that speak.
         seconds: wall time of `generate`.
         phase_seconds: seconds of "language", "head", and "rest": the codec, and `generate` itself.

@@ -4,7 +4,7 @@
     visual_spec.accelerate(pipe, "deep-forcing")
     frames = pipe.generate_video("a cat on a fence", num_frames=321).frames
 
-The weights must be those of a model that was trained to be causal, such as Self-Forcing's, which
+The model must have been trained to be causal, such as Self-Forcing's, which
 `visual_spec.models.video.self_forcing_checkpoint` loads: a bidirectional Wan runs, but draws nothing of use.
 
 The second argument is a policy of the cache (`visual_spec.models.video.frame_cache`), or its text, such as
@@ -164,7 +164,7 @@ def generate_video(
 ) -> Any:
     """Draw clips with an accelerated `WanPipeline`. There is no guidance: causal students are distilled with it.
 
-    The names are those of the pipeline's own call. What has no meaning here passes if it says nothing (`NEUTRAL`).
+    The names are the arguments of the pipeline's own call. What has no meaning here passes at its default (`NEUTRAL`).
 
     Args:
         prompt: texts; or their embeddings, `prompt_embeds` [B, T, E].

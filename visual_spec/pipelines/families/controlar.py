@@ -13,7 +13,7 @@ from visual_spec.pipelines.repaint import Pictures, listed
 def check_control(
     control: Pictures | None, strength: float, count: int, height: int | None, width: int | None
 ) -> tuple[int, int]:
-    """Height and width of the control pictures, which are those of what is drawn along them.
+    """Height and width of the control pictures, and of what is drawn along them.
 
     Args:
         control, strength, height, width: as `control`, `control_strength`, `height` and `width` of `ImagePipeline`.

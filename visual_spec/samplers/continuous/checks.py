@@ -62,7 +62,7 @@ def check_rule(rule: Rule, name: str, settings: ChainSettings, model: Any, law: 
         )
     if rule.steps == "none" and (not deterministic or settings.final_noise):
         raise ValueError(
-            f"rule={name!r} is for chains without noise but that of their start, and this one has eta={settings.eta} "
+            f"rule={name!r} is for chains with noise at their start only, and this one has eta={settings.eta} "
             f"and final_noise={settings.final_noise}; set eta=0 and final_noise=0 of this sampler and of plain "
             "decoding, or take another rule."
         )

@@ -65,8 +65,8 @@ class ContinuousSampler(ContinuousTokenSampler):
 
     Args:
         steps: calls of a masked model, at most one a token; None: one a token. A causal model has no choice.
-        last_head_steps: levels of the chains of the last call; they fall evenly to it from `head_steps`, those of the
-            first call (DiSA: Zhao et al. 2025, section 3, from 50 to 5). None: all calls have `head_steps`.
+        last_head_steps: levels of the chains of the last call; they fall evenly to it from `head_steps`, the levels of
+            the first call (DiSA: Zhao et al. 2025, section 3, from 50 to 5). None: all calls have `head_steps`.
         reuse: of a masked model, local calls after each full one. A local call computes the slots of its group only,
             those that it and the other local calls after the same full one draw; all other slots stay as the full call
             left them. 0: every call is full, as published.

@@ -25,7 +25,7 @@ class ChainLaw:
 
     Attributes:
         settings: of the chain.
-        schedule: the target's; that of a drafter has as many levels.
+        schedule: the target's; a drafter's has as many levels.
         temperature: multiplies the noise of the chain's steps; of a deterministic chain, its start.
         guided: whether conditions hold unconditional rows.
         scales: [L + scratch], the scale of guidance at each slot.

@@ -52,7 +52,7 @@ def pulled(chains: Chains, tokens: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _step(chains: Chains, x: Tensor, level: int) -> tuple[Tensor, Tensor]:
-    """The point after `x [B, N, d]`, and the matrix [B, N, d, d] of derivatives, its last axis that of `x`."""
+    """The point after `x [B, N, d]`, and the matrix [B, N, d, d] of derivatives, its last axis belongs to `x`."""
     dim = x.shape[-1]
     basis = torch.eye(dim, dtype=x.dtype, device=x.device)[:, None, None].expand(-1, *x.shape)  # [d, B, N, d]
     found: Any = torch.func.jvp(

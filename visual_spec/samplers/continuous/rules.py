@@ -27,12 +27,12 @@ class Window:
     """The slots that one call of the target scores: N drafts, and the slot after them.
 
     Attributes:
-        target: chains of the N + 1 slots, given all drafts before each; after them those of columns to be redrafted.
+        target: chains of the N + 1 slots, with all drafts before each as context; after them chains to be redrafted.
         draft: chains of the N drafts, as the drafter steers them, for rules that need them.
         log: the record of the drafts.
         noise: of the samples.
         places: long [B, N + 1 (+ redrafted columns)].
-        tested: bool [B, N], drafts that are tested: those of slots on the grid.
+        tested: bool [B, N], drafts that are tested: of slots on the grid.
     """
 
     target: Chains
@@ -74,7 +74,7 @@ class Rule:
 
     Attributes:
         lossless: whether committed tokens follow the law of plain decoding.
-        stream: the noise of the drafts' chains: their own, or that of the target, which they then share.
+        stream: the noise of the drafts' chains: their own, or the target's, which they then share.
         final_noise: whether the chain's last level has to add noise.
         steps: what other noise of the chain's steps the rule needs: "some", "none", or "any".
         truncates: whether what is after a refused draft is discarded, and what is verified knows the drafts before it.
@@ -147,9 +147,9 @@ class WholeRule(Rule):
 
     def verify(self, window: Window) -> ContinuousVerdict:
         """See `Rule`."""
-        ratio, behind = self.ratio(window)
+        ratio, later = self.ratio(window)
         kept = window.noise.uniform(window.drafts, ACCEPT, 0, torch.float64).log() < ratio
-        tokens = torch.cat([window.log.tokens, behind], 1)
+        tokens = torch.cat([window.log.tokens, later], 1)
         columns = accepted_prefix(kept)
         inside = columns < kept.shape[1]
         at = columns.clamp_max(kept.shape[1] - 1)
@@ -181,14 +181,14 @@ class PathRule(WholeRule):
         """See `WholeRule`."""
         target, log = window.target, window.log
         count = window.drafts.shape[1]
-        behind = window.places[:, count:]
+        later = window.places[:, count:]
         free = target.start(window.noise, window.places)[:, count:]
         ratio = -log.log_likelihood()
         for level in reversed(range(target.law.levels)):
             # The drafts' own points, and the chain of the slot after them.
             mean, sigma = target.kernel(torch.cat([log.points[:, :, level + 1], free], 1), level)
             ratio = ratio + log_density(log.points[:, :, level], mean[:, :count], sigma[:, :count])
-            free = drawn((mean[:, count:], sigma[:, count:]), window.noise, behind, level, CHAIN)
+            free = drawn((mean[:, count:], sigma[:, count:]), window.noise, later, level, CHAIN)
         return ratio, free
 
     def propose(
@@ -200,7 +200,7 @@ class PathRule(WholeRule):
 
 
 class OdeRule(WholeRule):
-    """A chain without noise: a token's own density is known (`flow_density`), so the test is that of discrete tokens
+    """A chain without noise: a token's own density is known (`flow_density`), so the test is as for discrete tokens
     and keeps as much as any rule can."""
 
     final_noise = False

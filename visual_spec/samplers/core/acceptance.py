@@ -60,8 +60,8 @@ class AcceptanceRule:
         merge: for a rule that lends a draft the mass of other tokens. Function of target [B, N, V] and drafts [B, N]
             (-1 where a slot has none); returns the law [B, N, V] that takes the target's place in `residual`.
         lossless: whether the committed token follows the target law.
-        behind: for a rule with a budget per slot. Returns the rule for the next sibling, from the probability [B, N] of
-            keeping this one, its target, its draft law, and the drafts (-1 where a slot has none).
+        after_refusal: for a rule with a budget per slot. Returns the rule for the next sibling, from the probability
+            [B, N] of keeping this one, its target, its draft law, and the drafts (-1 where a slot has none).
         identical: keep a draft exactly when it is the token that the slot's own noise draws. The labels of drafts are
             not used.
         block: test the drafts of a chain together (`visual_spec.samplers.core.block`).
@@ -70,19 +70,21 @@ class AcceptanceRule:
     probability: Callable[[Tensor, Tensor, Tensor], Tensor] = exact_acceptance
     merge: Callable[[Tensor, Tensor], Tensor] | None = None
     lossless: bool = True
-    behind: Callable[[Tensor, Tensor, Tensor, Tensor], AcceptanceRule] | None = None
+    after_refusal: Callable[[Tensor, Tensor, Tensor, Tensor], AcceptanceRule] | None = None
     identical: bool = False
     block: bool = False
 
     def refused_target(self, target: Tensor, drafts: Tensor) -> Tensor:
-        """Return the law whose `residual` replaces a refused draft. Arguments and result are those of `merge`."""
+        """Return the law whose `residual` replaces a refused draft. Arguments and result as in `merge`."""
         return target if self.merge is None else self.merge(target, drafts)
 
     def next_rule(
         self, probability: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor
     ) -> AcceptanceRule:
-        """Return the rule for the sibling after a refused draft. Arguments are those of `behind`."""
-        return self if self.behind is None else self.behind(probability, target, draft_law, drafts)
+        """Return the rule for the sibling after a refused draft. Arguments as in `after_refusal`."""
+        return (
+            self if self.after_refusal is None else self.after_refusal(probability, target, draft_law, drafts)
+        )
 
 
 EXACT = AcceptanceRule()

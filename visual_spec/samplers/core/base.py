@@ -100,17 +100,17 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
     @property
     def identical(self) -> bool:
-        """Whether the tokens equal those of plain decoding with the same generator."""
+        """Whether the tokens equal plain decoding's with the same generator."""
         return (self.promise or self.config.acceptance) == "identical"
 
     @property
     def lossless(self) -> bool:
-        """Whether the output law equals that of plain decoding."""
+        """Whether the output law equals plain decoding's."""
         return (self.promise or self.config.acceptance) not in ("lossy", *RELAXED)
 
     @property
     def measures_at_least(self) -> bool:
-        """Whether the measured divergence is only a lower bound, as that of an unbounded relaxed rule on one draft."""
+        """Whether the measured divergence is only a lower bound, as under an unbounded relaxed rule on one draft."""
         return "acceptance" in self.config and not (self.relaxation.lossless or self.relaxation.bounded)
 
     measures_at_most: ClassVar[bool] | property = False  # whether it is only an upper bound
@@ -204,7 +204,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         Args:
             keys: int64 [B], one key a sample (`draw_keys`).
             cache: the model's state, if the prefill has been run.
-            noise: None: that of the keys.
+            noise: None: drawn by the keys.
             parts: the arguments listed by `takes`.
         """
         watch, given = watch or Stopwatch(), law
@@ -413,7 +413,7 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         at_most=sampler.measures_at_most,
         stopped=stopped,
     )
-    if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than those of plain decoding
+    if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than plain decoding's
         trace |= dict(low_precision=low_precision_of(run.model), scales_by_batch=scales_by_batch(run.model))
         trace |= dict(exact_width=run.fixed_width is not None if "exact_width" in sampler.config else None)
     trace |= {name: active.whole(name, here).cpu() for name, here in counted(state).items()}

@@ -2,7 +2,7 @@
 
 Sun et al., "Block verification accelerates speculative decoding", ICLR 2025, algorithm 2. Of all exact tests that look
 at one chain it keeps the most drafts in the mean. Each draft must be drawn given the drafts before it, and its label
-must be that law: the drafts of Jacobi decoding are not (each was drawn for another text), those of a drafter are.
+must be that law: the drafts of Jacobi decoding are not (each was drawn for another text), a drafter's are.
 """
 
 from __future__ import annotations

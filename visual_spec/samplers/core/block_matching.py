@@ -15,7 +15,7 @@ from visual_spec.models.core.protocol import TokenGrid
 
 _REACH = 2  # tokens a frame, the largest displacement along an axis
 _BLOCK = 1  # tokens around a place that must agree
-_NEXT = 4  # weight of the part of the next frame that is there, against that of the last complete frame
+_NEXT = 4  # weight of the part of the next frame that is there, against the weight of the last complete frame
 
 
 def moved_places(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:

@@ -169,7 +169,7 @@ def check_exact_width(exact_width: bool, acceptance: str, width: int | str | Non
     """Refuse `exact_width` where it promises nothing, or where a call would be wider.
 
     Args:
-        width: the most positions of a call; "auto" or None, which is then that of all calls.
+        width: the most positions of a call; "auto" or None, then the width of all calls.
 
     Raises:
         ValueError: the value is set, and the acceptance is not "identical" or the width is too large.

@@ -78,7 +78,7 @@ class Draft:
     label: Label | None
     provenance: str
 
-    def behind(self, count: int) -> Draft:
+    def after(self, count: int) -> Draft:
         """Return the draft without its first `count` positions."""
         label = self.label
         if label is not None:
@@ -170,7 +170,7 @@ def copied_slots(
 def moved_slots(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
     """Return where the content of each slot was in the last complete frame, if it moves on as in the last frames.
 
-    Before two frames are complete nothing is known of motion, and the slots are those of "previous_frame". See
+    Before two frames are complete nothing is known of motion, and the slots are the ones of "previous_frame". See
     `block_matching` for the displacement of each slot, and `copied_slots` for the arguments.
     """
     from visual_spec.samplers.core.block_matching import moved_places  # only clips need it

@@ -53,7 +53,7 @@ class Recording:
     """A step, the parts of a decode that it works on, and one graph for each recorded width.
 
     Attributes:
-        parts: those of the first decode; later ones are copied over them.
+        parts: the parts of the first decode; later ones are copied over them.
         weights: addresses of the models' weights. A graph is valid only for these addresses.
         shapes: shapes of the tensors of the parts.
         replays: {width of the state: function that replays the graph; None where recording failed}.

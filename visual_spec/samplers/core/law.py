@@ -24,7 +24,7 @@ LARGEST = 1e6  # guidance scale and temperature: products with logits stay finit
 class TokenLaw:
     """Guidance, allowed range, temperature, top-k and top-p, applied in this order, then normalised.
 
-    The order is that of LlamaGen's and Hugging Face's samplers, so figures published with them carry over.
+    The order is the one of LlamaGen's and Hugging Face's samplers, so figures published with them carry over.
 
     Args:
         guidance_scale: `s` of classifier-free guidance, `unconditional + s * (conditional - unconditional)`
@@ -80,7 +80,7 @@ class TokenLaw:
         return self.guidance_scale > 1 and self.guidance_until != 0
 
     def numbers(self, guided: bool, vocab_size: int) -> LawNumbers:
-        """Return the law as plain numbers for `visual_spec.kernels`; `guided` is that of a call.
+        """Return the law as plain numbers for `visual_spec.kernels`; `guided` belongs to a call.
 
         Raises:
             ValueError: the law reads the tokens before the slot, which logits alone do not tell.

@@ -36,8 +36,8 @@ SCHEDULES = {
 }
 # The clock gives u at each step: step / steps (MaskGIT), or step / (steps - 1), so that the last step finds a single
 # unit hidden (MAGNeT's code). "halton" is MaskGIT's, but rounds the number of kept units down (the Halton sampler's
-# code), where MaskGIT rounds that of hidden ones. "recap" is MaskGIT's, but a step that would keep no unit keeps one
-# that the last step would have kept (ReCAP's code).
+# code), where MaskGIT rounds the number of hidden ones. "recap" is MaskGIT's, but a step that would keep no unit keeps
+# one that the last step would have kept (ReCAP's code).
 CLOCKS = ("maskgit", "magnet", "halton", "recap")
 # What is kept first: the likeliest draws, by log-probability or probability (these differ only with noise added), the
 # slots of least entropy, or slots in a fixed order.
@@ -152,7 +152,7 @@ def draw_and_score(
         score: one of `SCORES` that depends on the law; None for no scores.
         filtered: score by the law that the tokens are drawn from. False: by that law before top-k and top-p; greedy
             draws are scored by the law of temperature 1, because under their own law all have probability 1.
-        score_temperature: score by the law of this temperature; None: by that of the law.
+        score_temperature: score by the law of this temperature; None: the temperature of the law.
         greedy: take the likeliest tokens, and score them by the law all the same.
         entropies: whether to return the entropies of the laws that the tokens are drawn from.
         second: score another draw, from the law that scores, in place of the token's own.

@@ -10,7 +10,7 @@ scale is taken from all rows of a call are worse: there the law of a slot depend
 `EXACT_WIDTH` is the remedy below float32. If all calls of all samplers have one shape, the same kernels run in all of
 them, and a position's logits depend on the tokens that it sees and on nothing else: not on its place in the call, nor
 on what the other positions hold. Scoring only the near-ties again, one at a time, would not do: the keys and values
-that earlier wide calls wrote differ in their last bits too, so the second scores are not those of plain decoding.
+that earlier wide calls wrote differ in their last bits too, so the second scores are not plain decoding's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _QUANTISED = " activations"  # ends the name of a type that is no floating one
 _ROUNDED = f"rounded{_QUANTISED}"
 _FLOAT4_EPS = 2.0**-1
 _INT8_EPS = 2.0**-7  # steps of 1/127 of the largest value
-# Operations of these name spaces say by their dtypes what they compute in; those of others are not known.
+# Operations of these name spaces say by their dtypes what they compute in; of other operations it is not known.
 _KNOWN = {"aten", "prim", "prims", "mkldnn", "mkldnn_prepacked", "c10d", "_c10d_functional", "profiler"}
 _ROUNDING = (
     "round",
@@ -186,7 +186,7 @@ def scales_by_batch(model: Any) -> bool:
     """Return whether the model quantises its activations by what all rows of a call hold.
 
     That is so of PyTorch's dynamic quantisation (one scale for the whole input), of bitsandbytes' int8 (the columns of
-    outliers are those of the whole input), and of torchao's types with one activation scale per tensor.
+    outliers are chosen over the whole input), and of torchao's types with one activation scale per tensor.
     """
     return any(_by_batch(layer) for module in modules_of(model) for layer in module.modules())
 

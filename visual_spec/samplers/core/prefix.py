@@ -56,7 +56,7 @@ class PrefixState(DecodeState):
 
 
 class PrefixModel:
-    """A `NextTokenModel` whose logits are those of another one under guidance, a history, and an end.
+    """A `NextTokenModel` that returns another one's logits under guidance, a history, and an end.
 
     Args:
         model: scores the tokens. If it has a text, `text_of(condition)` returns its ids long [B, P] and bool [B, P],

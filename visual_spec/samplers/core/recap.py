@@ -6,8 +6,8 @@ calls are full, and what stands in for the others:
 * ReCAP (2505.19089): a full call chooses the tokens of the
   next few calls at once, its group. A local call computes only the slots of the group, which attend to the keys and
   values that the full call left for all others. The order inside the group does not change.
-* Shortcut (MIGM-Shortcut, 2602.23996): a network of one block makes the features of the next call from those of the
-  last one and the tokens that were kept since. Only the model's head runs on them.
+* Shortcut (MIGM-Shortcut, 2602.23996): a network of one block makes the features of the next call from the features of
+  the last one and the tokens that were kept since. Only the model's head runs on them.
 
 Both are approximations of the model. `MaskedSampler(measure=True)` measures how far they lead.
 """

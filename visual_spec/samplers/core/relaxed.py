@@ -214,10 +214,10 @@ def bounded_rule(
         relaxed = probability(target, draft_law, drafts)
         return bounded_acceptance(relaxed, target, draft_law, drafts, delta=delta)
 
-    def behind(kept: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor) -> AcceptanceRule:
+    def after_refusal(kept: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor) -> AcceptanceRule:
         return bounded_rule(probability, budget_behind(kept, target, draft_law, drafts, delta=delta))
 
-    return AcceptanceRule(held_back, lossless=False, behind=behind)
+    return AcceptanceRule(held_back, lossless=False, after_refusal=after_refusal)
 
 
 # ------------------------------------------------------------------------------------------------------- the tables

@@ -70,7 +70,7 @@ def without_replacement(
     """Draw different siblings, each from the law without the earlier ones.
 
     They are the largest K of log-probability plus Gumbel noise (Kool, van Hoof, Welling, "Stochastic beams and where to
-    find them", ICML 2019, section 2.3). Arguments are those of `with_replacement`; the siblings share one row of noise.
+    find them", ICML 2019, section 2.3). Arguments as in `with_replacement`; the siblings share one row of noise.
 
     Returns:
         Siblings, long [B, K], and the law of each given the earlier ones, [B, K, V]. If the law has fewer than K
@@ -109,9 +109,9 @@ def sibling_tests(
         probability = torch.where(there, probability, torch.zeros_like(probability))
         tests.append(probability)
         refused = token.masked_fill(~there, -1)
-        behind = residual(rule.refused_target(left, refused), law)
+        rest = residual(rule.refused_target(left, refused), law)
         rule = rule.next_rule(probability, left, law, refused)
-        left = torch.where(there[..., None], behind, left)
+        left = torch.where(there[..., None], rest, left)
     return torch.cat(tests, 1), left[:, 0]
 
 
@@ -207,8 +207,8 @@ def moved_mass(
     if draft_laws is None:
         exact = target.exp()
     else:
-        tests, behind = sibling_tests(target, drafts, draft_laws, valid)
-        exact = committed_law(tests, drafts, behind)
+        tests, rest = sibling_tests(target, drafts, draft_laws, valid)
+        exact = committed_law(tests, drafts, rest)
     return (law - exact).clamp_(min=0).sum(1)
 
 

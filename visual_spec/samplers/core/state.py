@@ -81,9 +81,9 @@ class Run:
         if self.fixed_width is None:
             return self.model(cache, tokens, slots)
         extra = self.fixed_width - width
-        behind = slots[:, -1:] + torch.arange(1, extra + 1, device=slots.device)
+        later = slots[:, -1:] + torch.arange(1, extra + 1, device=slots.device)
         shape = (len(tokens), extra, *tokens.shape[2:])
-        tokens, slots = torch.cat([tokens, tokens.new_zeros(shape)], 1), torch.cat([slots, behind], 1)
+        tokens, slots = torch.cat([tokens, tokens.new_zeros(shape)], 1), torch.cat([slots, later], 1)
         logits = self.model(cache, tokens, slots)
         rest = (None,) * (logits.dim() - 2)
         logits = check_returned(logits, len(tokens), self.guided, self.fixed_width, *rest)[:, :width]
@@ -204,7 +204,7 @@ class State:
         """Complete the rows that committed an end: what follows it holds ends, which no call committed.
 
         Args:
-            slots: long [B, N], those of the call.
+            slots: long [B, N], the slots of the call.
             before: long [B], the committed slots before the call.
         """
         if self.end is None:
@@ -263,7 +263,7 @@ class ActiveSamples:
             other.select(kept)
 
     def whole(self, name: str, here: Tensor) -> Tensor:
-        """Return a result for all samples, from that of the samples still here and those that have left."""
+        """Return a result for all samples, from the samples still here and the ones that have left."""
         if not self._whole:
             return here
         return self._whole[name].index_copy_(0, self.samples, here)

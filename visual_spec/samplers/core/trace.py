@@ -18,7 +18,7 @@ class DecodeTrace:
 
     Attributes:
         sampler: class name of the sampler.
-        lossless: whether the output law is that of autoregressive sampling.
+        lossless: whether the output law equals the law of autoregressive sampling.
         identical: whether the sampler returns the tokens of autoregressive sampling with the same generator, as far as
             `low_precision` and `scales_by_batch` allow.
         target_calls: long [B], target calls until the sample was complete, including the prefill, which yields slot 0.
@@ -38,7 +38,7 @@ class DecodeTrace:
             decides nothing.
         near_ties: long [B], committed slots (columns) where rounding may exchange the two best tokens, so that plain
             decoding may take the other one; None where they are not counted. The first slot is not counted: its
-            logits are those of plain decoding.
+            logits equal plain decoding's.
         exact_width: whether all calls had one width, so that rounding decides nothing between samplers with that
             setting; None of a sampler without the setting.
         scales_by_batch: whether the model quantises activations by scales of a whole call, and the sampler scores
@@ -65,7 +65,7 @@ class DecodeTrace:
 
     @property
     def promises_tokens(self) -> bool:
-        """Whether every token equals that of autoregressive sampling with the same generator, near-ties too.
+        """Whether every token equals the token of autoregressive sampling with the same generator, near-ties too.
 
         With `exact_width`, that is autoregressive sampling with `exact_width`.
         """
@@ -167,7 +167,7 @@ class DivergenceMeter:
     (the first, and the one after a window that is kept whole) follow the target law.
 
     So where moved is the TVD, `divergence` estimates the mean TVD of the tested slots. The expectation of `moved_mass`,
-    the sum over the slots of a sample, bounds the TVD between the law of whole samples and that of autoregressive
+    the sum over the slots of a sample, bounds the TVD between the law of whole samples and the law of autoregressive
     sampling. Every change counts as a loss, even the change from one token to another that looks the same.
 
     For slots with several siblings see `siblings.moved_mass`.
@@ -243,7 +243,7 @@ class Stopwatch:
         self._last = now
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """Return the seconds since construction without `MEASURE`, and those of each phase. Synchronises on CUDA."""
+        """Return the seconds since construction without `MEASURE`, and each phase's. Synchronises on CUDA."""
         seconds = dict(self._seconds)
         if self._events:
             self._events[-1][1].synchronize()

@@ -254,7 +254,7 @@ class TokenView:
         return slots.new_zeros(len(slots), length)
 
     def first(self, logits: Tensor) -> Tensor:
-        """Return the logits [R, 1, V] of slot 0, from those of a prefill: [R, V], or [R, P, V] of P slots."""
+        """Return the logits [R, 1, V] of slot 0, from the logits of a prefill: [R, V], or [R, P, V] of P slots."""
         return logits[:, None] if logits.dim() == 2 else logits[:, :1]
 
     def entries(self, slots: Tensor) -> Tensor:

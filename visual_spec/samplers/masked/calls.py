@@ -56,7 +56,7 @@ class Reuse:
         )
 
     def places(self, stage: CodebookStage) -> Tensor | None:
-        """The slots, long [B, n], that a step computes: those of its group; None: all of them."""
+        """The slots, long [B, n], that a step computes: the slots of its group; None: all of them."""
         return None if stage.full[stage.step] or self.by_shortcut else stage.places
 
     def logits(self, run: Run, state: MaskedRunState, stage: CodebookStage) -> Tensor:
@@ -85,7 +85,7 @@ class Reuse:
         stage.score, stage.places = score, places_of(stage.unknown & spans.spread(group), width)
 
     def _by_shortcut(self, run: Run, state: MaskedRunState, stage: CodebookStage) -> Tensor:
-        """Logits `[R, L, V]` of the features that the shortcut makes of those of the call before."""
+        """Logits `[R, L, V]` of the features that the shortcut makes of the features of the call before."""
         assert stage.newest is not None
         cache, tokens = state.cache, state.tokens[..., stage.codebook]
         repeats = 2 if cache.guided else 1

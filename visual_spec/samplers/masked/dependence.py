@@ -27,9 +27,10 @@ class Dependence(DivergenceMeter):
         """Estimate how far the group of a step is from its own chain of one token a call, in a random order.
 
         Along an order, token k of the group has some law given the tokens before it, and was drawn from another, which
-        knows none of them. The sum over k of the total variation between both bounds that of the group; the sum of the
-        log ratios is an estimate of its (conditional) total correlation, a divergence in nats. One call estimates both:
-        a random number of the n kept tokens is shown, and the mean over the others, times n, has the sum as its mean.
+        knows none of them. The sum over k of the total variation between both bounds the total variation of the group;
+        the sum of the log ratios is an estimate of its (conditional) total correlation, a divergence in nats. One call
+        estimates both: a random number of the n kept tokens is shown, and the mean over the others, times n, has the
+        sum as its mean.
 
         Where the order looks at the draws, these are the figures of the draws that were kept.
 

@@ -101,7 +101,7 @@ class FramesState:
         tokens: long [B, L], the mask id where a token is hidden.
         entry_call: long [B, L], which of its sample's calls kept each token; -1 for tokens not yet kept, and given
             ones.
-        target_calls: long [B]; under an entropy bound complete frames wait for those of other samples.
+        target_calls: long [B]; under an entropy bound complete frames wait for the frames of other samples.
         history: bool [B, N], the places that are hidden of every frame that is written.
         frame_calls: calls of each frame so far.
         drawn: the frames of which some sample has a token to decode.
@@ -273,7 +273,7 @@ class FrameMaskedSampler(Sampler):
             number = max(number, 1)
         places = torch.arange(count, device=run.device).expand(run.batch_size, -1)
         if self.config.history_pattern == "random":
-            # Counters past those of the grid, which scores of units may use.
+            # Counters past the grid's, which scores of units may use.
             return run.noise.uniform(run.num_tokens + places, CHOICE).argsort(1).argsort(1) < number
         return torch.isin(places, places.new_tensor(even_places(number, count)))
 

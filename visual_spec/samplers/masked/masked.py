@@ -42,7 +42,7 @@ from visual_spec.samplers.masked.unmasking import Unmasking
 
 
 class MaskedSampler(Sampler):
-    """Draws all hidden tokens at every step, and keeps those of highest score. `presets` has published settings.
+    """Draws all hidden tokens at every step, and keeps the tokens of highest score. `presets` has published settings.
 
     Args:
         steps: forwards of each codebook: one number for all of them, or one for each.
@@ -107,7 +107,7 @@ class MaskedSampler(Sampler):
         steps, grid, span = self.config.steps, model.grid, self.config.span
         if not isinstance(steps, int) and len(steps) != grid.codebooks:
             raise ValueError(
-                f"steps={tuple(steps)} are those of {len(steps)} codebooks, and the model has {grid.codebooks}; pass "
+                f"steps={tuple(steps)} are for {len(steps)} codebooks, and the model has {grid.codebooks}; pass "
                 f"{grid.codebooks} numbers, or one for all codebooks."
             )
         if span > 1 and (span > grid.num_tokens or grid.num_tokens != grid.width):

@@ -78,13 +78,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How tokens are drawn and scored; those of highest score are kept.
+    """How tokens are drawn and scored; the highest scores are kept.
 
     Attributes:
         score: what is kept first, one of `masking.SCORES`.
         choice_temperature: scale of the Gumbel noise on the score, times the share of steps that are left. 0: no noise.
         filtered_score: score draws by the law they were drawn from. False: by that law before top-k and top-p.
-        score_temperature: score draws by the law of this temperature, above 0. None: by that of the draw.
+        score_temperature: score draws by the law of this temperature, above 0. None: the temperature of the draw.
         second_draw: score another, independent draw from the law that scores, and keep the token all the same (ReCAP's
             code).
         greedy: take the likeliest tokens, and score them by the law with its temperature, which decides about their

@@ -1,4 +1,4 @@
-"""Published settings of masked decoders, as data: those of the sampler, and the law. Pipelines start with them."""
+"""Published settings of masked decoders, as data: the sampler's settings, and the law. Pipelines start with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRESETS = {
     "mage": MaskedPreset(dict(steps=20, choice_temperature=6.0), TokenLaw()),
     # The Gumbel scale falls from 2 at the first step to 0 at the last of 12.
     "amused": MaskedPreset(dict(steps=12, choice_temperature=2.0 * 12 / 11), TokenLaw(guidance_scale=10.0)),
-    # Steps, span and law are those of a checkpoint.
+    # Steps, span and law come from a checkpoint.
     "magnet": MaskedPreset(dict(clock="magnet", temperature="falling", guidance="falling"), TokenLaw()),
     "halton": MaskedPreset(dict(steps=32, schedule="arccos", clock="halton", score="halton"), TokenLaw()),
     # ReCAP's script of 16 calls on MaskGIT (2505.19089): 8 full ones, then 4 pairs of a full and a local one.

@@ -2,8 +2,8 @@
 
 Masked decoding draws a group of tokens as if they were independent. Here a call of the model knows the tokens of all
 earlier groups, and a causal layer on top of it scores the tokens of its own group one given the other. The law of a
-picture is that of its groups in a fixed order: a product of the layer's conditionals. It is a law of its own, neither
-that of masked decoding nor that of one token a call, and it does not depend on how its tokens are drafted.
+picture is the law of its groups in a fixed order: a product of the layer's conditionals. It is a law of its own,
+neither masked decoding's nor the law of one token a call, and it does not depend on how its tokens are drafted.
 
 The model's own laws of the call, which cost nothing more, are the drafts. One pass of the layer scores the rest of the
 group, and the longest prefix that passes stands (Leviathan et al. 2023, algorithm 1, or the identity of tokens). Passes
@@ -226,7 +226,7 @@ class SelfSpeculativeMaskedSampler(Sampler):
         inner.select(samples)
         logits = run.model(inner, grid[..., None], 0, keep=0)  # [R, L, V]
         check_returned(logits, len(samples), run.guided, length, run.model.vocab_size)
-        laws = run.law.law(_at(logits, slots), run.guided, places)  # verification checks those of the layer
+        laws = run.law.law(_at(logits, slots), run.guided, places)  # verification checks the layer's logits
         fresh = Group(run.guided, run.device, _at(inner.features, slots), laws, slots, start, end)
         if state.group is None:
             state.group = fresh
@@ -305,7 +305,7 @@ def _at(values: Tensor, slots: Tensor) -> Tensor:
 
 
 def _put(group: Group, fresh: Group, samples: Tensor) -> None:
-    """Write the groups `fresh` of some samples, long [N], into those of the batch."""
+    """Write the groups `fresh` of some samples, long [N], into the groups of the batch."""
     group.features[group.rows(samples, len(group.features))] = fresh.features
     for name in ("laws", "slots", "start", "end"):
         getattr(group, name)[samples] = getattr(fresh, name)

@@ -110,8 +110,8 @@ class MaskedOrderModel(nn.Module):
         check_returned(logits, batch * width, state.guided, length, self.vocab_size)
         logits = logits.unflatten(0, (-1, width))  # [R, W, L, V]
         # The next place, and those that may be drafted after it.
-        behind = newest[..., None] + torch.arange(1, state.window + 1, device=newest.device)  # [B, W, window]
-        slots = order.gather(2, behind.clamp_(max=length - 1))
+        later = newest[..., None] + torch.arange(1, state.window + 1, device=newest.device)  # [B, W, window]
+        slots = order.gather(2, later.clamp_(max=length - 1))
         slots = slots.repeat(len(logits) // batch, 1, 1)[..., None].expand(-1, -1, -1, logits.shape[-1])
         predicted = logits.gather(2, slots)  # [R, W, window, V]
         state.ahead = predicted[:, :, 1:]

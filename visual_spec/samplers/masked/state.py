@@ -23,7 +23,7 @@ class MaskedTrace(DecodeTrace):
     Attributes:
         entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.
         rescorer_calls: forwards of the rescoring model.
-        reused_calls: those of `target_calls` that went on from what an earlier one computed.
+        reused_calls: the part of `target_calls` that went on from what an earlier one computed.
         whole_calls: calls of all slots that the slots which the model computed would fill.
         total_correlation: float [B], what `measure` found of the dependence that groups were drawn without, in nats a
             sample; None if it was not measured.

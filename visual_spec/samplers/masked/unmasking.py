@@ -1,4 +1,4 @@
-"""The loop of masked decoding: draw all hidden tokens, keep those of highest score, hide the others again."""
+"""The loop of masked decoding: draw all hidden tokens, keep the tokens of highest score, hide the others again."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Unmasking:
         )
 
     def step(self, run: Run, state: MaskedRunState) -> None:
-        """Draw all hidden tokens of a codebook, keep those of highest score, and hide the others again."""
+        """Draw all hidden tokens of a codebook, keep the tokens of highest score, and hide the others again."""
         stage, spans = self._next_stage(run, state), Spans(run.model.grid.num_tokens, self.span)
         step, tokens = stage.step, state.tokens[..., stage.codebook]  # a view
         last = step + 1 == len(stage.full)
@@ -148,7 +148,7 @@ class Unmasking:
         scored: bool,
         entropies: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """Draw the slots `drawing [B, L]`, of a local call those of its group only.
+        """Draw the slots `drawing [B, L]`, of a local call the slots of its group only.
 
         Returns:
             Tokens, scores and entropies, [B, L] each, the latter two where they are asked for; and the slots drawn.

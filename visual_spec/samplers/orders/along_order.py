@@ -53,7 +53,7 @@ class AlongOrder(nn.Module):
         order: long [B, L], the slots of each sample in the order of decoding.
         first: places that the prefill asks.
         ramp: guidance at the first place, and the guidance of the law, which is reached linearly after the last;
-            None: that of the law at every place.
+            None: the guidance of the law at every place.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class AlongOrder(nn.Module):
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> AlongOrderState:
         """Run the condition, and predict the first places from it alone."""
         length = self.grid.num_tokens
-        behind = torch.arange(length, length + window).expand(batch_size, -1)
-        order = torch.cat([self.order.cpu(), behind], 1)  # [B, L + window]
+        beyond = torch.arange(length, length + window).expand(batch_size, -1)
+        order = torch.cat([self.order.cpu(), beyond], 1)  # [B, L + window]
         rank = order[:, :length].argsort(1)
         inner = self.model.prefill(
             condition, batch_size=batch_size, guided=guided, window=window, asked=order[:, : self.first]

@@ -34,7 +34,7 @@ class AnyOrderSampler(AlongOrderSampler):
         steps: calls, at least 2 for more than one token; None: one a token. As in the public code, the first call draws
             one token, and the number grows from call to call by a cosine. (The paper decodes 256 tokens in 88 calls.)
         guidance_start: guidance at the first place, which rises linearly along the order up to the law's; all tokens of
-            a call have that of its first place. None: the law's at every place. (The public code: from 1 to 4.)
+            a call have the guidance of its first place. None: the law's at every place. (The public code: from 1 to 4.)
 
     Raises:
         ValueError: a setting has another value.

@@ -1,7 +1,7 @@
-"""Jacobi decoding of models that predict a block of tokens at a time, such as those of Token-Shuffle.
+"""Jacobi decoding of models that predict a block of tokens at a time, such as Token-Shuffle.
 
 Given the earlier blocks, the tokens of a block are independent. So a block is a column, and the sampler of columns
-(`raster.columns_jacobi`) decodes a window of blocks in one call. The noise is that of the slots: acceptance "identical"
+(`raster.columns_jacobi`) decodes a window of blocks in one call. The noise belongs to the slots: acceptance "identical"
 returns the tokens of `OrderedSampler`.
 """
 
@@ -91,7 +91,7 @@ class BlockJacobiSampler(ColumnJacobiSampler):
     """Jacobi decoding of blocks: several blocks a call, from the law of one block a call.
 
     As `ColumnJacobiSampler`, for models that were trained for an order of blocks (`trained_order` "blocks2", ...), such
-    as those of Token-Shuffle (2504.17789). Acceptance "identical" returns the tokens of `OrderedSampler` for the same
+    as Token-Shuffle (2504.17789). Acceptance "identical" returns the tokens of `OrderedSampler` for the same
     generator; all settings are lossless. The result and the trace are by slot.
 
     Args:

@@ -51,13 +51,13 @@ class ParallelJacobiSampler(RowSampler):
     that is the raster law (and, with acceptance "identical", the tokens of `AutoregressiveSampler` for the same
     generator).
 
-    A row stays `lead` tokens behind the row above throughout, not only at its start, so that the token above always
+    A row trails the row above by `lead` tokens throughout, not only at its start, so that the token above always
     exists. The paper's abstract and figure do not say which.
 
     Args:
         rows: most rows open at once, at least 1.
         drafts: drafts per row, at least 1; a call scores up to rows * (drafts + 1) slots.
-        lead: least number of tokens that a row stays behind the row above, at least 1.
+        lead: least number of tokens by which a row trails the row above, at least 1.
         coupling, acceptance: as in `SpeculativeJacobiSampler`. Acceptance "identical" draws every token with its slot's
             own noise.
         initial_draft: the draft of a slot that enters a window: a copy of the newest token to the "left", of the token

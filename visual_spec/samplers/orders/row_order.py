@@ -54,7 +54,7 @@ class RowOrder:
     Args:
         rows: rows of all frames.
         width: tokens of a row.
-        lead: least number of tokens that a row stays behind the row above, 1 to width.
+        lead: least number of tokens by which a row trails the row above, 1 to width.
         windows: A, the largest number of open rows.
         drafts: D, drafts that a window scores after the row's newest token.
         released: as in ZipAR's public code, row 1 starts once row 0 is complete, and the stand-in is the newest token

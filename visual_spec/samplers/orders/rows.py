@@ -137,9 +137,9 @@ def raster_divergence(
 
     At a slot this is half the sum over ids of |used law - raster law|, 0 to 1. The raster law is the model's law given
     all tokens before the slot; it is found by feeding the finished tokens again, row by row. The expectation of the sum
-    is at least the total variation between the law of whole samples and that of autoregressive sampling. (This does not
-    hold with adaptive starts: there the last law that a row's first token was tested against stands for the law of that
-    token.)
+    is at least the total variation between the law of whole samples and the law of autoregressive sampling. (This does
+    not hold with adaptive starts: there the last law that a row's first token was tested against stands for the law of
+    that token.)
 
     Args:
         condition: as given to the decode.

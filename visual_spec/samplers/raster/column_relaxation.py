@@ -1,6 +1,6 @@
 """Relaxed acceptance for several codebooks, each with its own codes and so its own groups of similar sound.
 
-The rules are those of `relaxed`, one for each codebook, with the tables of its codes. Yanuka et al., "Principled
+The rules come from `relaxed`, one for each codebook, with the tables of its codes. Yanuka et al., "Principled
 coarse-grained acceptance for speculative decoding in speech", 2025 (arXiv 2511.13732), relax the test for audio tokens
 by groups of similar codes: a draft is kept as often as its group allows. They also replace a refused draft through the
 groups, which may overlap. Here `relaxed` replaces it, at a cost that the divergence meter can measure.

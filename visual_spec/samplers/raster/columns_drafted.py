@@ -1,6 +1,6 @@
 """Speculative decoding of columns: a cheap model drafts a few columns, one target call scores them all.
 
-The loop is that of `drafted`, the test of a column that of `columns_jacobi`: one coin for all K codebooks, which keeps
+The loop is `drafted`'s, the test of a column is `columns_jacobi`'s: one coin for all K codebooks, which keeps
 a column drawn from Q with probability min(1, P / Q), as often as any rule can. Each draft follows committed columns, or
 drafts that follow them. In music this matters: a column drafted after a wrong column, as in Jacobi decoding, is itself
 wrong (docs/RESULTS.md).

@@ -1,6 +1,6 @@
 """Jacobi decoding of several codebooks: one call scores a window of drafted columns, and the kept ones are committed.
 
-Drafts, couplings and proofs are those of one codebook (`jacobi`). The test of a column is new. It has two exact forms:
+Drafts, couplings and proofs are as with one codebook (`jacobi`). The test of a column is new. It has two exact forms:
 one coin for all its tokens (unit "column"), or one coin for each token (unit "codebook").
 """
 
@@ -43,8 +43,8 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
     of `ColumnAutoregressiveSampler` for the same generator. "exact" tests a column with one coin, unit "column", or
     each token with a coin of its own, unit "codebook"; the former never keeps a column less often. All are lossless.
 
-    The relaxed acceptances are lossy. They test each token together with those of similar sound (`relaxed_columns`), so
-    they need unit "codebook". The trace measures their cost per token.
+    The relaxed acceptances are lossy. They test each token together with tokens of similar sound (`relaxed_columns`),
+    so they need unit "codebook". The trace measures their cost per token.
 
     Args:
         window: steps scored by one call, at least 1; or "auto", as in `SpeculativeJacobiSampler`.

@@ -2,10 +2,10 @@
 
 A frame has K slots, and each slot has its noise before the frame begins. A call scores all open slots on drafts of the
 codes before them. A slot's code counts where all codes before it are drafts that stand; what the call made of the slots
-after those are the next drafts. So codes are those of `DepthDecoder.frame` with the same noise, in fewer calls, up to
+after those are the next drafts. So codes equal those of `DepthDecoder.frame` with the same noise, in fewer calls, up to
 rounding of logits: a wide call may round unlike a narrow one (docs/RESULTS.md, near-ties).
 
-Coupling by the slots' noise is that of speculative Jacobi decoding (`jacobi.py`). No public code speculates inside a
+Coupling by the slots' noise works as in speculative Jacobi decoding (`jacobi.py`). No public code speculates inside a
 frame.
 """
 
@@ -47,7 +47,7 @@ class DepthWindow:
         """Draw the codes of one frame.
 
         Args:
-            decoder: a `visual_spec.models.columns.depth.DepthDecoder`; the other arguments are those of its `frame`.
+            decoder: a `visual_spec.models.columns.depth.DepthDecoder`; the other arguments go to its `frame`.
             drafts: long [B, steps], such as the codes of the frame before, on any device; None, or of another number of
                 rows: zeros.
 

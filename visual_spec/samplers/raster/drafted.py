@@ -73,7 +73,7 @@ class DraftedSampler(ChainSampler):
     and keeps that draft. So whether slot i has a draft depends only on the tokens and laws of the earlier slots. Given
     those, a draft that exists follows the law on its label, and a slot without a draft is drawn from the target.
     Exactness needs nothing more. Dropping the improbable draft itself would not be exact: the remaining drafts would be
-    those of high probability, and their labels would be wrong.
+    tokens of high probability, and their labels would be wrong.
 
     Args:
         num_drafts: the most drafts before a target call, at least 1. Each costs a drafter call.

@@ -110,7 +110,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             replays them wherever possible. Completed samples then stay in the batch until it ends.
         exact_width: keep the promise of acceptance "identical" below float32 too. Every call of the model then has 32
             positions, whatever the window, and completed samples stay in the batch, so that all calls run the same
-            kernels. The tokens are those of `AutoregressiveSampler(exact_width=True)` for the same batch. A window
+            kernels. The tokens equal those of `AutoregressiveSampler(exact_width=True)` for the same batch. A window
             below 32 saves nothing; "auto" is 32.
         drafts: who drafts a slot after a token that has changed since the slot's draft was drawn: "carried" (nobody:
             the old draft stays, as published), "repaired" (a copy of the last token with the same two neighbours), or
@@ -328,7 +328,7 @@ def widest(window: int | str | None, fixed: int | None = None) -> int:
 
 
 def window_of_rows(rows: int) -> int:
-    """Return the window of a batch of so many rows, those of guidance included: as wide as its call stays small."""
+    """Return the window of a batch of so many rows, guidance rows included: as wide as its call stays small."""
     fitting = [width for width in WIDTHS if NARROWEST <= width <= USUAL and rows * width <= _POSITIONS]
     return max(fitting, default=NARROWEST)
 

@@ -176,11 +176,11 @@ class MultiscaleSampler(Sampler):
         slots = torch.arange(run.num_tokens, device=run.device).expand_as(state.tokens)
         logits = state.cache.logits[:, None]  # [R, 1, V]
         if run.num_tokens > 1:
-            behind = run.model(state.cache, state.tokens[:, :-1], slots[:, :-1])
+            later = run.model(state.cache, state.tokens[:, :-1], slots[:, :-1])
             vocab_size = run.model.vocab_size
-            for part, width in ((logits, 1), (behind, run.num_tokens - 1)):
+            for part, width in ((logits, 1), (later, run.num_tokens - 1)):
                 check_returned(part, len(slots), run.guided, width, vocab_size)
-            logits = torch.cat([logits, behind], 1)  # [R, L, V]
+            logits = torch.cat([logits, later], 1)  # [R, L, V]
         run.lap("model")
         state.round += 1
         target = run.law(logits, slots, run.guided)  # [B, L, V]

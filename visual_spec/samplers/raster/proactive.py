@@ -245,7 +245,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
             torch.cat(laws[-2:], 1),
             run.noise,
             slots[:, depth:],
-            draft.behind(depth),
+            draft.after(depth),
             rule=run.rule,
             round=state.round,
             coupled=True,

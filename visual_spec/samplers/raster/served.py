@@ -3,7 +3,7 @@
 An engine schedules, batches and pages, and keeps a draft exactly if it is the most probable token of its row. So all
 that it needs of us is the token that the slot's own noise draws (`verify_window`): with all mass on it, the engine's
 greedy verification is acceptance "identical". `WindowMemory` remembers what drafts are made of, and makes those
-of `SpeculativeJacobiSampler`. So served pictures take as many calls as those of the sampler, and have its tokens.
+of `SpeculativeJacobiSampler`. So served pictures take as many calls as the sampler's, and have its tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def verify_window(
     It takes and returns plain tensors and keeps nothing between calls: requests may join, leave, and move to other
     rows. Acceptance is "identical": a draft is kept if it is the token that its slot's own noise draws. So each request
     gets the tokens of `AutoregressiveSampler` for its key, whatever its drafts were, and drafts need no labels. The
-    drafts are those of `SpeculativeJacobiSampler(initial_draft="last_law", drafts="carried")`.
+    drafts are as in `SpeculativeJacobiSampler(initial_draft="last_law", drafts="carried")`.
 
     A request that has committed n tokens feeds its newest token and its W - 1 drafts, at slots n - 1 to n + W - 2. The
     logits after them predict slots n to n + W - 1. It then commits the first `num_sampled` of `sampled`, and continues
@@ -86,8 +86,8 @@ def verify_window(
     if not count:
         return sampled, kept + 1, width - 1 - kept, drafts[:, :0]
     last = law(logits[:, -1:], guided, slots[:, -1:])  # [B, 1, V]
-    behind = slots[:, -1:] + torch.arange(1, count + 1, device=slots.device)  # [B, D]
-    further = noise.categorical(last.expand(-1, count, -1), behind, TOKEN)
+    later = slots[:, -1:] + torch.arange(1, count + 1, device=slots.device)  # [B, D]
+    further = noise.categorical(last.expand(-1, count, -1), later, TOKEN)
     at = kept[:, None] + torch.arange(1, count + 1, device=slots.device)  # [B, D], at most W - 1 + D
     return sampled, kept + 1, width - 1 - kept, torch.cat([sampled, further], 1).gather(1, at)
 
@@ -96,7 +96,7 @@ def verify_window(
 class WindowMemory:
     """What the next drafts of a batch of pictures are made of. Axis 0 of all tensors is the picture.
 
-    The drafts are those of `SpeculativeJacobiSampler(initial_draft="left", drafts="repaired")`: what the last call drew
+    The drafts are as in `SpeculativeJacobiSampler(initial_draft="left", drafts="repaired")`: what the last call drew
     for a slot; a copy of the last token with the same two neighbours where the token before has changed since
     (`second_source`); a copy of a neighbour where no call has been yet.
 

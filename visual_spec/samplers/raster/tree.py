@@ -2,10 +2,10 @@
 
 A step drafts the tree level by level and scores all of it in one tree call of the target. It then walks from the root
 to a kept child, to a kept child of that one, and so on, and commits the path and one more token. `prepare` and the
-state are those of `drafted.py`: between two steps there are no drafts.
+state come from `drafted.py`: between two steps there are no drafts.
 
 With siblings "top-k", `num_nodes` and acceptance "lantern" this is the walk of LANTERN (Jang et al., ICLR 2025) over
-EAGLE-2's tree; with siblings drawn without replacement and a `factor`, that of LANTERN++ (Park et al., 2025). LANTERN's
+EAGLE-2's tree; with siblings drawn without replacement and a `factor`, LANTERN++'s tree (Park et al., 2025). LANTERN's
 release removes all K neighbours of a refused draft from the target law; this sampler removes only those that lent mass.
 """
 
