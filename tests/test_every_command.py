@@ -40,6 +40,7 @@ SAMPLERS = dict.fromkeys(embedded_models(), "speculative-jacobi") | {
     "shapes_mar": "continuous:steps=2",
     "shapes_masked": "masked:steps=2",
     "shapes_nar": "ordered",
+    "shapes_shuffle": "block-jacobi:window=4",
     "shapes_var": "scale-wise:smooth=true",
     "tunes": "column-jacobi",
     "tunes_masked": "masked:steps=1",

@@ -58,6 +58,7 @@ def test_the_stub_for_editors_is_up_to_date():
         "shapes": "LlamaGen",
         "shapes_nar": "NAR, FlashAR, PAR",
         "shapes_any": "RandAR",
+        "shapes_shuffle": "Token-Shuffle",
         "shapes_var": "VAR",
         "shapes_mar": "MAR",
         "shapes_masked": "MaskGIT",
