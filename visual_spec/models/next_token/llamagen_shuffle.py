@@ -1,13 +1,14 @@
 """LlamaGen with Token-Shuffle: every s x s tokens of a picture are one position of the transformer.
 
 Token-Shuffle (Ma et al., "Token-Shuffle: towards high-resolution image generation with autoregressive models",
-2504.17789, sections 3.2 and 3.3). Before the transformer, a layer compresses each token from d to d / s^2 channels, the
+2504.17789). Before the transformer, a layer compresses each token from d to d / s^2 channels, the
 s^2 tokens of a block are joined to d channels, and residual MLPs mix them (token-shuffle). After it, residual MLPs and
 a layer from d / s^2 to d channels give every token of the next block its own features (token-unshuffle), which one head
 reads. So one position predicts s^2 tokens, independent of each other given the blocks before. Words are not shuffled.
 
-No code was released. What the paper leaves open is chosen here: an MLP is two layers with a GELU and no norm, the
-transformer's last norm comes before the unshuffle, and a block has the rotary index of its first token.
+No code was released, and the layers are those that summaries of the paper name. The rest is chosen here: an MLP is two
+layers with a GELU and no norm, the transformer's last norm comes before the unshuffle, and a block has the rotary index
+of its first token.
 
 The cache has one place a block.
 """
