@@ -51,7 +51,10 @@ def test_it_is_small_computes_in_float32_and_shares_what_it_can(name):
     kind, calls, most, shared = MODELS[name]
     folder, pipe = embedded_folder(name), load(name)
     assert name in embedded_models() and type(pipe).__name__ == kind and pipe.dtype == torch.float32
-    assert pipe.facts.calls == describe(folder)["calls"] == tuple(calls.split(", ")) and shared_parts(folder) == shared
+    assert (
+        pipe.facts.calls == describe(folder)["calls"] == tuple(calls.split(", "))
+        and shared_parts(folder) == shared
+    )
     assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < most
     for part, owner in shared.items():
         other, _, owned = owner.partition("/")

@@ -22,6 +22,7 @@ from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.continuous import blocks as continuous_blocks
 from visual_spec.models.continuous import causal as continuous_causal
 from visual_spec.models.continuous import mar as continuous_mar
+from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.local_speculation import MultiscaleDrafter
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
@@ -35,6 +36,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.distilled import DistilledSampler
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.orders.parallel_jacobi import ParallelJacobiSampler
+from visual_spec.samplers.orders.tables import order_of
 from visual_spec.samplers.orders.zipar import ZipARSampler
 from visual_spec.samplers.raster import local_speculation
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -47,6 +49,7 @@ from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
 from visual_spec.samplers.registry import (
     ANY_ORDER,
+    BLOCKS,
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
@@ -283,10 +286,13 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
         stand_in(monkeypatch)
         with FakeTensorMode(allow_non_fake_inputs=True):
             watch(monkeypatch, sampler, without_numbers(model), without_numbers(labels), LAW)
-    elif entry.calls == ANY_ORDER:
+    elif entry.calls in (ANY_ORDER, BLOCKS):
         shape: dict[str, Any] = dict(
             vocab_size=8, dim=16, num_layers=1, num_heads=2, grid_size=4, num_classes=3, order="any"
         )
+        if entry.calls == BLOCKS:
+            shape |= dict(order="blocks2", grid_size=8)
+            order_of("blocks2", TokenGrid(8, 8))  # a table, made on the host once
         monkeypatch.setattr(LlamaGenTransformer, "check_condition", lambda *_: None)
         stand_in(monkeypatch)
         with FakeTensorMode(allow_non_fake_inputs=True):

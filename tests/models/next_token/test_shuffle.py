@@ -77,7 +77,7 @@ def expected(model: Any, tokens: Tensor) -> Tensor:
 
 def scores(model: Any, tokens: Tensor, window: int) -> Tensor:
     """Logits [2B, L, V] of a batch of pictures, fed `window` blocks a call."""
-    served = Blocks(model, tokens.device)
+    served = Blocks(model)
     state = served.prefill(LABELS, batch_size=2, guided=True, window=window)
     parts, count = [state.logits[:, None]], len(served.slots)
     for start in range(0, count - 1, window):
@@ -102,7 +102,7 @@ def test_calls_of_every_width_and_one_pass_compute_what_is_written_out(order, si
 def test_a_rejected_block_is_written_again():
     model = tiny()
     tokens = torch.randint(VOCAB, (2, 36), generator=torch.Generator().manual_seed(1))
-    served = Blocks(model, tokens.device)
+    served = Blocks(model)
     state = served.prefill(LABELS, batch_size=2, guided=True, window=4)
     steps = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
     served(state, (tokens[:, served.slots[steps[0]]] + 1) % VOCAB, steps)

@@ -10,13 +10,20 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from visual_spec.models.core.orders import TrainedOrderModel
 from visual_spec.models.core.protocol import TokenGrid, trained_order
 from visual_spec.models.core.settings import OneOf, register_to_config
 from visual_spec.samplers.core.base import Callback
-from visual_spec.samplers.core.checks import COUPLINGS, Window, check_coupled, check_request, check_window
+from visual_spec.samplers.core.checks import (
+    COUPLINGS,
+    Window,
+    check_coupled,
+    check_request,
+    check_returned,
+    check_window,
+)
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
@@ -25,7 +32,7 @@ from visual_spec.samplers.raster.column_base import COLUMN, UNITS, ColumnView
 from visual_spec.samplers.raster.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
 
 
-class Blocks(nn.Module):
+class Blocks:
     """A model trained for an order of blocks as a `ColumnModel`: a step is a block, its codebooks are the K places.
 
     Attributes:
@@ -34,19 +41,19 @@ class Blocks(nn.Module):
     """
 
     special_id = 0  # every place of a block holds a token
-    slots: Tensor
-    rank: Tensor
-    valid: Tensor
 
-    def __init__(self, model: TrainedOrderModel, device: torch.device) -> None:
-        super().__init__()
+    def __init__(self, model: TrainedOrderModel) -> None:
         self.model, self.vocab_size, whole = model, model.vocab_size, model.grid
         slots = torch.stack([step.emitted for step in order_of(trained_order(model), whole).steps])
         side = int(slots.shape[1] ** 0.5)
         self.grid = TokenGrid(whole.height // side, whole.width // side, whole.frames, codebooks=side**2)
-        self.register_buffer("slots", slots.to(device))
-        self.register_buffer("rank", slots.flatten().argsort().to(device) // side**2)
-        self.register_buffer("valid", torch.ones_like(self.slots, dtype=torch.bool))
+        self.slots, self.rank = slots, slots.flatten().argsort() // side**2
+        self.valid = torch.ones_like(slots, dtype=torch.bool)
+
+    def to(self, device: torch.device) -> Blocks:
+        """Move the tables, not the model."""
+        self.slots, self.rank, self.valid = (part.to(device) for part in (self.slots, self.rank, self.valid))
+        return self
 
     def slots_of(self, steps: Tensor) -> Tensor:
         """Return the slots long [B, W * K] of blocks [B, W]; those past the grid follow its last slot."""
@@ -60,7 +67,7 @@ class Blocks(nn.Module):
         width = window * self.grid.codebooks
         return self.model.prefill(condition, batch_size=batch_size, guided=guided, window=width)
 
-    def forward(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
+    def __call__(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
         """Feed blocks `tokens [B, W, K]` at steps `slots [B, W]`; logits [R, W, K, V] of the blocks after them."""
         size = self.grid.codebooks
         seen = (self.rank <= slots[..., None]).repeat_interleave(size, 1)  # [B, W * K, L]
@@ -73,7 +80,8 @@ class Blocks(nn.Module):
             predicted=self.slots_of(slots + 1),
             answers=answers,
         )
-        return logits.unflatten(1, (-1, size))
+        count, vocab_size = len(answers), self.vocab_size
+        return check_returned(logits, len(slots), state.guided, count, vocab_size).unflatten(1, (-1, size))
 
 
 class BlockView(ColumnView):
@@ -129,7 +137,7 @@ class BlockJacobiSampler(ColumnJacobiSampler):
             )
 
     def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> Blocks:
-        return Blocks(model, keys.device)
+        return Blocks(model)
 
     def view(self, model: Any, device: torch.device) -> BlockView:
         return BlockView(model.to(device), self.window_of(model), device)
