@@ -1,4 +1,4 @@
-"""The embedded `shapes_shuffle`: 64 calls a picture, fewer by Jacobi with the same tokens, and what its folder holds."""
+"""The embedded `shapes_shuffle`: 64 calls a picture, fewer by Jacobi with the same tokens; what its folder holds."""
 
 from __future__ import annotations
 

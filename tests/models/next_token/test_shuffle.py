@@ -114,7 +114,8 @@ def test_a_rejected_block_is_written_again():
 @pytest.mark.parametrize("law", [TokenLaw(), GUIDED])
 @pytest.mark.parametrize("window", [1, 2, 3, 64])
 def test_jacobi_draws_the_tokens_of_one_block_a_call(law, window):
-    model, request = tiny(), dict(law=law, batch_size=2)
+    request: dict[str, Any] = dict(law=law, batch_size=2)
+    model = tiny()
     plain = OrderedSampler()(model, LABELS, generator=torch.Generator().manual_seed(5), **request)
     lengths: list[Tensor] = []
     fast = BlockJacobiSampler(window)(

@@ -67,21 +67,21 @@ class Blocks:
         width = window * self.grid.codebooks
         return self.model.prefill(condition, batch_size=batch_size, guided=guided, window=width)
 
-    def __call__(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Feed blocks `tokens [B, W, K]` at steps `slots [B, W]`; logits [R, W, K, V] of the blocks after them."""
+    def __call__(self, state: Any, tokens: Tensor, steps: Tensor) -> Tensor:
+        """Feed blocks `tokens [B, W, K]` at `steps [B, W]`; logits [R, W, K, V] of the blocks after them."""
         size = self.grid.codebooks
-        seen = (self.rank <= slots[..., None]).repeat_interleave(size, 1)  # [B, W * K, L]
+        seen = (self.rank <= steps[..., None]).repeat_interleave(size, 1)  # [B, W * K, L]
         answers = torch.arange(tokens.shape[1] * size, device=tokens.device)[:, None]
         logits = self.model(
             state,
             tokens.flatten(1),
-            self.slots_of(slots),
+            self.slots_of(steps),
             seen=seen,
-            predicted=self.slots_of(slots + 1),
+            predicted=self.slots_of(steps + 1),
             answers=answers,
         )
         count, vocab_size = len(answers), self.vocab_size
-        return check_returned(logits, len(slots), state.guided, count, vocab_size).unflatten(1, (-1, size))
+        return check_returned(logits, len(steps), state.guided, count, vocab_size).unflatten(1, (-1, size))
 
 
 class BlockView(ColumnView):
