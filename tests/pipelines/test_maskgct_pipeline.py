@@ -242,7 +242,7 @@ def test_bad_input_is_refused_before_anything_is_decoded(pipe, monkeypatch, chan
 
 def test_samplers_and_components_that_do_not_fit_are_refused(pipe, official):
     pipe.acoustic_sampler = MaskedSampler(steps=(3, 2))
-    with pytest.raises(ValueError, match="those of 2 codebooks, and the model has 3"):
+    with pytest.raises(ValueError, match="for 2 codebooks, and the model has 3"):
         pipe(PHONE_IDS, BEFORE, **given_prompt(), audio_length_in_s=0.005)
     pipe.semantic_codec = None
     with pytest.raises(ValueError, match="no speech_encoder and semantic_codec"):

@@ -414,6 +414,39 @@ def test_the_trace_tells_when_tokens_were_kept():
         assert lengths == kept.tolist()
 
 
+class CountedRows(TabularMaskedModel):
+    """Notes the rows of every call."""
+
+    def forward(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
+        logits = super().forward(state, tokens, stage)
+        self.rows.append(len(logits))
+        return logits
+
+
+def test_after_the_guided_calls_no_unconditional_row_is_computed():
+    model, law = CountedRows(TokenGrid(2, 3), 3), TokenLaw(guidance_scale=3.0)
+    settings: dict[str, Any] = {"steps": 5, "choice_temperature": 1.0, "schedule": "linear"}
+
+    def decode(law: TokenLaw, **changed: Any) -> Any:
+        model.rows: list[int] = []
+        generator = [torch.Generator().manual_seed(seed) for seed in range(40)]
+        return MaskedSampler(**{**settings, **changed})(
+            model, None, law=law, batch_size=40, generator=generator
+        )
+
+    guided, two = decode(law), decode(law, guided_steps=2)
+    assert model.rows == [80, 80, 40, 40, 40]
+    early = guided.trace.entry_call < 2
+    assert torch.equal(early, two.trace.entry_call < 2) and 0 < early.sum() < early.numel()
+    assert torch.equal(guided.tokens[early[..., 0]], two.tokens[early[..., 0]])
+    assert not torch.equal(guided.tokens, two.tokens)
+    assert torch.equal(decode(law, guided_steps=5).tokens, guided.tokens) and model.rows == [80] * 5
+    none = decode(law, guided_steps=0)
+    assert model.rows == [40] * 5 and torch.equal(none.tokens, decode(TokenLaw()).tokens)
+    late = decode(law, guided_steps=2, measure=True)
+    assert torch.equal(late.tokens, two.tokens) and model.rows == [80, 80] * 2 + [40, 40] * 3
+
+
 def test_an_image_model_gives_tokens_without_codebooks():
     model = TabularMaskedModel(TokenGrid(2, 2), 3)
     for name in ("mage", "amused", "halton", "maskgct"):
@@ -466,7 +499,7 @@ def test_requests_that_cannot_be_served_are_refused():
         with pytest.raises(ValueError, match=message):
             sampler(served, text() if served is model else None, **options)
 
-    refused(MaskedSampler((20, 10)), r"steps=\(20, 10\) are those of 2 codebooks, and the model has 4")
+    refused(MaskedSampler((20, 10)), r"steps=\(20, 10\) are for 2 codebooks, and the model has 4")
     refused(MaskedSampler(4, span=11), r"span=11, but the model decodes 1 x 1 x 10 slots; pass 1 to 10")
     refused(MaskedSampler(4, span=2), r"span=2.*1 x 2 x 2 slots; pass 1: spans are for sequences", image)
     refused(MaskedSampler(4, entropy_bound=0.1), "entropy_bound=0.1, but the model has 4 codebooks")

@@ -61,7 +61,7 @@ class Reuse:
 
     def logits(self, run: Run, state: MaskedRunState, stage: CodebookStage) -> Tensor:
         """Call the model, or what stands in for it: logits `[R, L, V]`, or `[R, n, V]` of `places`."""
-        cache, tokens, full = state.cache, state.tokens, stage.full[stage.step]
+        cache, tokens, full = stage.cache, state.tokens, stage.full[stage.step]
         if not full and self.by_shortcut:
             state.reused_calls += 1
             return self._by_shortcut(run, state, stage)
@@ -87,7 +87,7 @@ class Reuse:
     def _by_shortcut(self, run: Run, state: MaskedRunState, stage: CodebookStage) -> Tensor:
         """Logits `[R, L, V]` of the features that the shortcut makes of the features of the call before."""
         assert stage.newest is not None
-        cache, tokens = state.cache, state.tokens[..., stage.codebook]
+        cache, tokens = stage.cache, state.tokens[..., stage.codebook]
         repeats = 2 if cache.guided else 1
         shown, newest = tokens.repeat(repeats, 1), stage.newest.repeat(repeats, 1)
         share = (stage.hidden.sum(1) / stage.hidden.shape[1]).repeat(repeats)

@@ -47,7 +47,7 @@ class Dependence(DivergenceMeter):
         left = kept & (rank >= shown[:, None])
         tested = state.tokens.clone()
         tested[..., stage.codebook] = tokens.masked_fill(left, run.model.mask_id)
-        chained = state.calls(state.cache, tested, stage.codebook)
+        chained = state.calls(stage.cache, tested, stage.codebook)
         ignored = torch.where(left, slots, run.num_tokens)
         guided = run.law.law.guided
         used, wanted = (

@@ -10,6 +10,7 @@ from what an earlier one computed, and `frames` videos frame by frame.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -152,6 +153,11 @@ class MaskedSampler(Sampler):
         if given is not None:
             tokens.copy_(given.reshape(shape))
         recording = wants_graph(self.config.graph, run.model) and not self._loop.reuse.by_shortcut
+
+        @functools.cache
+        def conditional() -> Any:
+            return run.model.prepare(run.condition, batch_size=run.batch_size, guided=False)
+
         return self._loop.begin(
             run,
             tokens,
@@ -159,6 +165,7 @@ class MaskedSampler(Sampler):
             first=0,
             calls=RecordedCalls(run.model, run.cache) if recording else run.model,
             meter=Dependence(run.batch_size, run.device) if self.config.measure else None,
+            conditional=None if recording or not run.guided else conditional,
         )
 
     def step(self, run: Run, state: MaskedRunState) -> None:

@@ -170,6 +170,8 @@ class LawByStep:
         guidance: "constant" uses the law's scale; "falling" goes from it to `least_guidance` as the hidden share falls
             (MAGNeT); "rising" goes the other way (masked image models); "ramp" rises evenly from step to step.
         least_guidance: at least 1, which means no guidance.
+        guided_steps: calls of each codebook with guidance, from the first; None: all. Later calls leave out their
+            unconditional rows, where the model's state can do without, and cost half.
         warmup: steps at the beginning of each codebook with twice the temperature (the Halton sampler's code).
     """
 
@@ -178,6 +180,7 @@ class LawByStep:
     falls: Annotated[str, OneOf(("after", "before", "product", "full"))] = "after"
     guidance: Annotated[str, OneOf(("constant", "falling", "rising", "ramp"))] = "constant"
     least_guidance: Annotated[float, Within(1)] = 1.0
+    guided_steps: Annotated[int | None, Within(0)] = None
     warmup: Annotated[int, Within(0)] = 0
 
     def __post_init__(self) -> None:
@@ -201,6 +204,8 @@ class LawByStep:
         if law.guided and self.guidance != "constant":
             weight = {"falling": share, "rising": 1 - share, "ramp": past}[self.guidance]
             scale = weight * scale + (1 - weight) * self.least_guidance
+        if self.guided_steps is not None and step >= self.guided_steps:
+            scale = 1.0
         if self.temperature == "falling" and temperature:
             temperature = max(temperature * self.left(step, full), _LEAST_TEMPERATURE)
             if self.falls == "before" and step + 1 == steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ class MaskedRunState:
         plan: (codebook, step, steps of this codebook) of every call.
         round: index of the last call, -1 before the first.
         stage: state of the codebook that is being decoded.
+        conditional: makes a state of the model without unconditional rows, for calls that need none; None: it has none.
         meter: what `measure` has found so far; None without it.
         reused_calls, whole_calls: see `MaskedTrace`.
         first: the counter of the first slot: above 0 for a part of a longer decode.
@@ -74,6 +75,7 @@ class MaskedRunState:
     plan: list[tuple[int, int, int]]
     round: int = -1
     stage: CodebookStage | None = None
+    conditional: Callable[[], Any] | None = None
     meter: Dependence | None = None
     reused_calls: int = 0
     whole_calls: float = 0.0
@@ -103,6 +105,7 @@ class CodebookStage:
         score: [B, U], of the last full call; local calls keep their group in its order.
         places: long [B, n], the slots of the group, see `places_of`.
         newest: bool [B, L], the tokens that the last step kept.
+        cache: the model's state in the last full call, and in the calls that reuse it.
     """
 
     codebook: int
@@ -119,3 +122,4 @@ class CodebookStage:
     score: Tensor | None = None
     places: Tensor | None = None
     newest: Tensor | None = None
+    cache: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +43,15 @@ class Unmasking:
     rescorer_share: float = 0.5
 
     def begin(
-        self, run: Run, tokens: Tensor, steps: list[int], *, first: int, calls: Any, meter: Dependence | None
+        self,
+        run: Run,
+        tokens: Tensor,
+        steps: list[int],
+        *,
+        first: int,
+        calls: Any,
+        meter: Dependence | None,
+        conditional: Callable[[], Any] | None = None,
     ) -> MaskedRunState:
         """Return the state before the first call.
 
@@ -51,6 +60,7 @@ class Unmasking:
             steps: calls of each codebook.
             first: the counter of the first slot.
             calls: the model, or what records its calls.
+            conditional: see `MaskedRunState`.
         """
         return MaskedRunState(
             cache=run.cache,
@@ -61,6 +71,7 @@ class Unmasking:
             plan=[(codebook, step, count) for codebook, count in enumerate(steps) for step in range(count)],
             meter=meter,
             first=first,
+            conditional=conditional,
         )
 
     def step(self, run: Run, state: MaskedRunState) -> None:
@@ -132,11 +143,19 @@ class Unmasking:
 
     def _logits(self, run: Run, state: MaskedRunState, stage: CodebookStage) -> Tensor:
         """Make the call of a step, and leave out unconditional rows that its law does not read."""
+        if stage.cache is None or stage.full[stage.step]:
+            stage.cache = self._cache(run, state)
         if hasattr(run.model, "set_time"):
-            run.model.set_time(state.cache, stage.step / len(stage.full))
+            run.model.set_time(stage.cache, stage.step / len(stage.full))
         logits = self.reuse.logits(run, state, stage)
         run.lap("model")
         return logits if run.law.law.guided else logits[: run.batch_size]
+
+    def _cache(self, run: Run, state: MaskedRunState) -> Any:
+        """The model's state for a full call: one without unconditional rows after the last guided call."""
+        if run.law.law.guided or self.by_step.guided_steps is None or state.conditional is None:
+            return state.cache
+        return state.conditional()
 
     def _draw(
         self,
