@@ -252,7 +252,7 @@ def test_drafters_of_other_tokens_are_refused():
         ("chain", {}, "rule='chain'.*final_noise=0.*set final_noise"),
         ("path", dict(eta=0.0, final_noise=0.1), "rule='path'.*set eta above 0"),
         ("cspd", dict(eta=0.0, final_noise=0.1), "rule='cspd'.*set eta above 0"),
-        ("ode", dict(eta=1.0), "rule='ode' is for chains without noise.*set eta=0"),
+        ("ode", dict(eta=1.0), "rule='ode' is for chains with noise at their start only.*set eta=0"),
         ("ode", dict(eta=0.0, final_noise=0.1), "rule='ode'.*final_noise=0.1"),
         ("cspd-release", {}, "rule='cspd-release'.*a causal model cannot"),
     ],
