@@ -187,13 +187,13 @@ CHANGED: dict[str, dict[str, Any]] = {
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
         rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
         reuse=0, reuse_from=0.25, reuse_by="shortcut", falls="before", score_temperature=0.8, graph="auto",
-        warmup=1, second_draw=True,
+        warmup=1, guided_steps=2, second_draw=True,
     ),
     "FrameMaskedSampler": dict(
         steps=3, history_hidden=0.5, history_pattern="random", unconditional_history="same", schedule="arccos",
         clock="magnet", score="probability", choice_temperature=0.5, falls="before", temperature="falling",
         last_temperature=0.5, guidance="falling", least_guidance=1.2, entropy_bound=0.4, filtered_score=True,
-        score_temperature=0.8, greedy=True, measure=True, later_noise=False, warmup=1, second_draw=True,
+        score_temperature=0.8, greedy=True, measure=True, later_noise=False, warmup=1, guided_steps=2, second_draw=True,
     ),
     "ContinuousSampler": dict(
         steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,
@@ -251,6 +251,7 @@ REFUSED: dict[str, list[Any]] = {
     "cache_share": [0.0, 1.5, True, "little"],
     "reuse": [-1, 1.5, True],
     "warmup": [-1, 1.5, True],
+    "guided_steps": [-1, 1.5, True],
     "levels": [1, *_COUNT],
     "head_steps": [1001, *_COUNT],
     "last_head_steps": [1001, *_COUNT],
