@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.training import tokens
 from visual_spec.training.loop import ResumePoint
 
@@ -89,3 +90,19 @@ def shrink_pictures(monkeypatch: pytest.MonkeyPatch, trainer: Any, judge: str) -
         lambda *args, **more: tokens.tokenize_dataset(*args, **{"side": 4, **more}),
     )
     monkeypatch.setattr(trainer, judge, partial(getattr(trainer, judge), count=8))
+
+
+def tiny_raster() -> LlamaGenTransformer:
+    """A LlamaGen of captions over 4 x 4 tokens, the same at every call, that others start from."""
+    torch.manual_seed(2)
+    return LlamaGenTransformer(
+        vocab_size=16,
+        dim=16,
+        num_layers=2,
+        num_heads=2,
+        grid_size=4,
+        prefix_length=20,
+        num_classes=None,
+        caption_dim=8,
+        zero_prefix_keys=False,
+    ).eval()

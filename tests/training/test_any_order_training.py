@@ -9,7 +9,7 @@ import torch
 from scripts.train import any_order
 from scripts.train.any_order import AnyOrderTraining, start_from_raster, train_any_order
 from tests.helpers.tiny import tiny_readers
-from tests.helpers.training import check_training, shrink_pictures
+from tests.helpers.training import check_training, shrink_pictures, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw
@@ -31,23 +31,8 @@ def small_pictures(monkeypatch):
     shrink_pictures(monkeypatch, any_order, "held_out_loss")
 
 
-def raster() -> LlamaGenTransformer:
-    torch.manual_seed(2)
-    return LlamaGenTransformer(
-        vocab_size=16,
-        dim=16,
-        num_layers=2,
-        num_heads=2,
-        grid_size=4,
-        prefix_length=20,
-        num_classes=None,
-        caption_dim=8,
-        zero_prefix_keys=False,
-    ).eval()
-
-
 def test_it_starts_with_all_weights_of_the_raster_model():
-    one, model = raster(), start_from_raster(raster())
+    one, model = tiny_raster(), start_from_raster(tiny_raster())
     assert model.trained_order == "any"
     weights = model.state_dict()
     assert weights.keys() - one.state_dict().keys() == {"pos_instruct_embeddings"}
@@ -59,7 +44,7 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(r
 
     def train(out: Path, every: int) -> tuple[dict[str, Any], Any]:
         torch.manual_seed(4)
-        model = start_from_raster(raster())
+        model = start_from_raster(tiny_raster())
         return train_any_order(model, encoder, vq_model, SHORT, out, every=every), model
 
     record = check_training(tmp_path, train, 6, every=4, saved={"": LlamaGenTransformer})

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from scripts.train import shuffle
 from scripts.train.shuffle import ShuffleTraining, start_from_raster, train_shuffle
 from tests.helpers.tiny import tiny_readers
-from tests.helpers.training import check_training, shrink_pictures
+from tests.helpers.training import check_training, shrink_pictures, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw
@@ -33,25 +33,10 @@ def small_pictures(monkeypatch):
     shrink_pictures(monkeypatch, shuffle, "held_out_loss")
 
 
-def raster() -> LlamaGenTransformer:
-    torch.manual_seed(2)
-    return LlamaGenTransformer(
-        vocab_size=16,
-        dim=16,
-        num_layers=2,
-        num_heads=2,
-        grid_size=4,
-        prefix_length=20,
-        num_classes=None,
-        caption_dim=8,
-        zero_prefix_keys=False,
-    ).eval()
-
-
 @torch.no_grad()
 def test_it_starts_near_the_raster_model():
     """Of blocks of one token four times, the transformer reads that token, and the head what it read before."""
-    one, model = raster(), start_from_raster(raster(), rank=2)
+    one, model = tiny_raster(), start_from_raster(tiny_raster(), rank=2)
     weights = model.state_dict()
     assert all(torch.equal(weights[key], one.state_dict()[key]) for key in shuffle_shared(weights))
     embedded = one.tok_embeddings.weight  # [V, 16]
@@ -71,11 +56,11 @@ def shuffle_shared(weights: dict[str, Any]) -> list[str]:
 
 def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(readers, tmp_path: Path):
     encoder, vq_model = readers
-    raster().save_pretrained(tmp_path / "shapes" / "transformer")
+    tiny_raster().save_pretrained(tmp_path / "shapes" / "transformer")
 
     def train(out: Path, every: int) -> tuple[dict[str, Any], Any]:
         torch.manual_seed(4)
-        model = start_from_raster(raster(), SHORT.rank)
+        model = start_from_raster(tiny_raster(), SHORT.rank)
         return train_shuffle(model, encoder, vq_model, SHORT, out, every=every), model
 
     runs = tmp_path / "runs"
@@ -84,7 +69,7 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(r
     trained: Any = LlamaGenTransformer.from_pretrained(runs / "whole", torch_dtype=torch.float32)
     held_out = shuffle.held_out_loss(trained, encoder, vq_model)
     assert record["held_out_loss"] == pytest.approx(held_out, abs=1e-3)
-    start = shuffle.held_out_loss(start_from_raster(raster(), SHORT.rank), encoder, vq_model)
+    start = shuffle.held_out_loss(start_from_raster(tiny_raster(), SHORT.rank), encoder, vq_model)
     assert held_out < start - 0.2
     drawn = OrderedSampler()(trained, encoder(["red circle"]), law=TokenLaw(), batch_size=1)
     assert drawn.tokens.shape == (1, 16) and (drawn.trace.target_calls == 4).all()
@@ -94,7 +79,7 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(r
 def check_folder_of_changes(folder: Path, trained: Any, tmp_path: Path) -> None:
     """It holds changes only, W + up @ down; what it becomes is saved whole; a folder that does not fit is refused."""
     (file,) = folder.glob("*.safetensors")
-    held, base = load_file(file), raster().state_dict()
+    held, base = load_file(file), tiny_raster().state_dict()
     name = "layers.1.attention.wo.weight"
     assert not held.keys() & base.keys() - {key for key in base if "norm" in key}
     want = base[name] + held[f"{name}.up"].float() @ held[f"{name}.down"].float()
