@@ -1,8 +1,8 @@
 """Train the embedded `shapes_shuffle`: a LlamaGen with Token-Shuffle, from the transformer of `shapes`.
 
-Token-Shuffle (arXiv 2504.17789) merges 2 x 2 tokens to a position. Its MLPs are new. The transformer itself is that of
-`shapes` plus changes of low rank, so that the folder holds little (`visual_spec.models.core.low_rank`). Tokenizer and
-caption encoder come from `shapes` and do not change. A tenth of the captions is dropped for guidance.
+Token-Shuffle (arXiv 2504.17789) merges 2 x 2 tokens to a position. Its MLPs are new. The transformer itself has the
+weights of `shapes` plus changes of low rank, so that the folder holds little (`visual_spec.models.core.low_rank`).
+Tokenizer and caption encoder come from `shapes` and do not change. A tenth of the captions is dropped for guidance.
 """
 
 from __future__ import annotations

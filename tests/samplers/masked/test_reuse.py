@@ -353,3 +353,25 @@ def test_models_that_keep_nothing_are_refused():
     model = MaskedImageTransformer(8, 8, 1, 2, 4, num_classes=3)
     with pytest.raises(ValueError, match="needs shortcut, a FeatureShortcut"):
         MaskedSampler(reuse=1, reuse_by="shortcut")(model, torch.tensor([1]), law=TokenLaw())
+
+
+@pytest.mark.parametrize("reuse", [0, 1, 2])
+def test_calls_without_unconditional_rows_draw_what_calls_with_them_draw(reuse, monkeypatch):
+    """Also where local calls go on from a call that still had them: four of eight calls are guided."""
+    (model, condition, _), law = maskgit(1, 0, True), TokenLaw(guidance_scale=3.0)
+    settings: dict[str, Any] = dict(reuse=reuse, reuse_from=0.3, guided_steps=4, choice_temperature=1.0)
+
+    def decode(**changed: Any) -> Tensor:
+        generator = [torch.Generator().manual_seed(seed) for seed in range(2)]
+        sampler = MaskedSampler(8, **settings | changed)
+        return sampler(model, condition, law=law, batch_size=2, generator=generator).tokens
+
+    lean, prepare, asked = decode(), type(model).prepare, []
+
+    def with_all_rows(self: Any, condition: Any, *, batch_size: int, guided: bool) -> Any:
+        asked.append(guided)
+        return prepare(self, condition, batch_size=batch_size, guided=True)
+
+    monkeypatch.setattr(type(model), "prepare", with_all_rows)
+    assert torch.equal(decode(), lean) and asked == [True, False]
+    assert not torch.equal(decode(guided_steps=None), lean)

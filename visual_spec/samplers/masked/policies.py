@@ -170,8 +170,8 @@ class LawByStep:
         guidance: "constant" uses the law's scale; "falling" goes from it to `least_guidance` as the hidden share falls
             (MAGNeT); "rising" goes the other way (masked image models); "ramp" rises evenly from step to step.
         least_guidance: at least 1, which means no guidance.
-        guided_steps: calls of each codebook with guidance, from the first; None: all. Later calls leave out their
-            unconditional rows, where the model's state can do without, and cost half.
+        guided_steps: calls of each codebook with guidance, from the first; None: all. `MaskedSampler` computes no
+            unconditional row in later calls, so they cost half. Frames, and replayed CUDA graphs, still compute them.
         warmup: steps at the beginning of each codebook with twice the temperature (the Halton sampler's code).
     """
 

@@ -98,7 +98,7 @@ class WindowMemory:
 
     The drafts are as in `SpeculativeJacobiSampler(initial_draft="left", drafts="repaired")`: what the last call drew
     for a slot; a copy of the last token with the same two neighbours where the token before has changed since
-    (`second_source`); a copy of a neighbour where no call has been yet.
+    (`redrafting`); a copy of a neighbour where no call has been yet.
 
     Attributes:
         tokens: long [B, S], by slot: committed tokens, then drafts, then scratch.
