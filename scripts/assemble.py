@@ -4,7 +4,7 @@
         drafter=DRAFTER --out weights/visual_spec_models/shapes
     python scripts/assemble.py shapes_nar transformer=FOLDER --out weights/visual_spec_models/shapes_nar
     python scripts/assemble.py motion_causal transformer=T/transformer text_encoder=T/text_encoder \\
-        --set chunk=2 training_frames=8 --out weights/visual_spec_models/motion_causal
+        --set training_frames=8 --out weights/visual_spec_models/motion_causal
 
 A part is a folder that a trainer wrote. Parts that a recipe shares stay in their folder beside `--out`, and
 `shared.json` says where. `--set` changes settings of the pipeline and its sampler.
@@ -164,9 +164,7 @@ RECIPES = {
     "motion_masked": Recipe(
         "VideoPipeline", "frame-masked:steps=4,history_hidden=0.3", CLIPS, {"vq_model": "shapes"}
     ),
-    "motion_causal": Recipe(
-        "ChunkVideoPipeline", "", {"chunk": 2, "training_frames": 8, "default_steps": 4, "default_shift": 3.0}
-    ),
+    "motion_causal": Recipe("ChunkVideoPipeline", "chunk-wise:chunk=2,shift=3.0", {"training_frames": 8}),
 }
 
 

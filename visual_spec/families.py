@@ -295,7 +295,7 @@ FAMILIES = (
         saved={"transformer": "FrameMaskedTransformer"}, plain="frame-masked:...", comparable=False,
     ),
     Family(
-        "Self-Forcing", (CHUNKS,), ("ChunkVideoPipeline",), unit="chunks", plain="full", comparable=False,
+        "Self-Forcing", (CHUNKS,), ("ChunkVideoPipeline",), unit="chunks", plain="chunk-wise:...", comparable=False,
         stored_as="canvas", measured="",
         layout=FileLayout(assemble="pipelines.convert:assemble_wan", recognise="pipelines.convert:is_of_wan"),
     ),

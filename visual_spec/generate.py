@@ -311,7 +311,7 @@ def _medium(args: argparse.Namespace) -> MediumFiles:
         facts = read_facts(args.model)
         if CHUNKS in facts.calls:
             raise ValueError(
-                f"{args.model} draws clips chunk by chunk and has no sampler of tokens; use Python: "
+                f"{args.model} draws clips chunk by chunk, which this command does not; use Python: "
                 f"visual_spec.ChunkVideoPipeline.from_pretrained({args.model!r})."
             )
         name = facts.medium

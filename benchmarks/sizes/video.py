@@ -24,7 +24,8 @@ from visual_spec.eval.speed.official_sizes import fill_at_random
 from visual_spec.eval.speed.timing import Report
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.pipelines.chunk_video import read_text
-from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
+from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
+from visual_spec.samplers.core.law import TokenLaw
 
 # Windows are Self-Forcing's 21 frames, sinks those of the papers (`visual_spec.models.video.frame_cache`).
 POLICIES = ("full", "sliding", "sink-window", "deep-forcing")
@@ -86,7 +87,7 @@ def measure_chunks(
     batch_size: int,
     frames: int,
     chunks: int,
-    schedule: ChunkSchedule | None = None,
+    sampler: ChunkWiseSampler | None = None,
     report: Report = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Draw a clip of `frames` latent frames with every policy, and time its last `chunks` chunks.
@@ -101,21 +102,22 @@ def measure_chunks(
         `floor_ms_per_call`, what these take at least, and `floor_share`; `peak_memory_bytes`.
 
     Raises:
-        ValueError: fewer chunks than are to be timed, and as `roll_out`.
+        ValueError: fewer chunks than are to be timed, and as the sampler.
     """
-    schedule = schedule or ChunkSchedule()
-    if not 1 <= chunks < frames // schedule.chunk:
+    sampler = sampler or ChunkWiseSampler()
+    chunk = sampler.config["chunk"]
+    if not 1 <= chunks < frames // chunk:
         raise ValueError(
-            f"chunks={chunks} of {frames} frames; pass 1 to {frames // schedule.chunk - 1}: the first one is not timed."
+            f"chunks={chunks} of {frames} frames; pass 1 to {frames // chunk - 1}: the first one is not timed."
         )
     device, dtype = model.device, model.dtype
     bandwidth, peak = measure.copy_bandwidth(device), measure.matmul_peak(device, dtype)
     generator = torch.Generator().manual_seed(0)
     embeds = torch.randn(batch_size, size.text, size.text_dim, generator=generator).to(device, dtype)
-    calls, rows = len(schedule.steps) + 1, list[dict[str, Any]]()
+    calls, rows = len(sampler.levels()) + 1, list[dict[str, Any]]()
     for text in policies:
         measure.reset_peak_memory(device)
-        seconds, held = _timed_chunks(model, text, embeds, size, frames, schedule)
+        seconds, held = _timed_chunks(model, text, embeds, size, frames, sampler)
         seconds = seconds[-chunks:]
         cache = held[-2]  # what the last chunk began with
         found: dict[str, Any] = dict(
@@ -126,12 +128,12 @@ def measure_chunks(
             guidance_scale=1.0,
             seconds=seconds,
             calls=calls,
-            tokens_per_call=schedule.chunk / calls,
+            tokens_per_call=chunk / calls,
             ms_per_call=quantiles([1000 * one / calls for one in seconds]),
             ms_per_image=quantiles([1000 * one / batch_size for one in seconds]),
             weight_bytes=sum(one.numel() * one.element_size() for one in model.parameters()),
             cache_bytes=cache,
-            flops_per_call=call_flops(model, size, batch_size, schedule.chunk, cache),
+            flops_per_call=call_flops(model, size, batch_size, chunk, cache),
             peak_memory_bytes=measure.peak_memory(device),
         )
         moved = (found["weight_bytes"] + cache) / bandwidth
@@ -145,7 +147,7 @@ def measure_chunks(
 
 
 def _timed_chunks(
-    model: Any, policy: str, embeds: Tensor, size: VideoSize, frames: int, schedule: ChunkSchedule
+    model: Any, policy: str, embeds: Tensor, size: VideoSize, frames: int, sampler: ChunkWiseSampler
 ) -> tuple[list[float], list[int]]:
     """Seconds of every chunk but the first, and bytes of the cache after every chunk."""
     ends: list[float] = []
@@ -157,16 +159,17 @@ def _timed_chunks(
 
     causal = CausalWan(model, read_text(policy))
     try:
-        _, trace = roll_out(
+        trace: Any = sampler(
             causal,
             embeds,
+            law=TokenLaw(),
+            generator=torch.Generator().manual_seed(0),
+            batch_size=len(embeds),
+            callback=note,
             num_frames=frames,
             height=size.height,
             width=size.width,
-            schedule=schedule,
-            generator=torch.Generator().manual_seed(0),
-            callback=note,
-        )
+        ).trace
     finally:
         causal.release()
     return [after - before for before, after in zip(ends, ends[1:], strict=False)], trace.cache_bytes

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.sizes import video as video_sizes
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
-from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule
+from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 
 SIZE = video_sizes.SIZES["tiny"]
 
@@ -22,7 +22,7 @@ def model():
 
 def test_rows(model):
     said: list[str] = []
-    schedule = ChunkSchedule(steps=(1000, 500))
+    sampler = ChunkWiseSampler(steps=(1000, 500))
     full, sliding = video_sizes.measure_chunks(
         model,
         SIZE,
@@ -30,7 +30,7 @@ def test_rows(model):
         batch_size=2,
         frames=18,
         chunks=3,
-        schedule=schedule,
+        sampler=sampler,
         report=said.append,
     )
     assert (full["name"], sliding["name"]) == ("full", "sliding:window=9") and len(said) == 2

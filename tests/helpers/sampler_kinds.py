@@ -22,12 +22,16 @@ from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
 from tests.helpers.tiny_students import tiny_student
+from tests.helpers.tiny_wan import prompts, tiny_wan
 from tests.models.continuous.tiny import calm, tiny_causal
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.video.causal_wan import CausalWan
+from visual_spec.models.video.frame_cache import Full
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import (
     ANY_ORDER,
     BLOCKS,
+    CHUNKS,
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
@@ -128,6 +132,11 @@ KINDS = {
             "teacher": tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1).double(),
         },
     ),
+    CHUNKS: Kind(
+        CausalWan(tiny_wan(num_layers=1), Full()),
+        lambda samples: torch.cat([prompts(seed=sample) for sample in samples]),
+        given={"num_frames": 6, "height": 2, "width": 2},
+    ),
     SCALES: Kind(
         TableScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": FormulaTokenizer(SIDES, 7)}
     ),
@@ -140,8 +149,8 @@ def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5),
     options: dict[str, Any] = dict(law=LAW, generator=seeded(*samples), batch_size=len(samples))
     if entry.calls in (MASKED, FRAMES, CONTINUOUS):
         options["law"] = TokenLaw(guidance_scale=1.8)
-    if entry.calls == DISTILLED and sampler.config.teacher_from is None:
-        options["law"] = TokenLaw()  # a student alone has no law to change
+    if entry.calls == CHUNKS or (entry.calls == DISTILLED and sampler.config.teacher_from is None):
+        options["law"] = TokenLaw()  # guidance is in the weights
     return sampler(
         kind.model, condition=kind.condition(samples), **kind.parts(sampler), **{**options, **more}
     )
@@ -211,6 +220,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         levels=2, steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2
     ),
     "DistilledSampler": dict(steps=2, teacher_from=4),
+    "ChunkWiseSampler": dict(chunk=2, steps=[1000, 400.5], shift=2.0, first_steps=2),
     "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
     "SelfSpeculativeMaskedSampler": dict(
         steps=3, schedule="linear", order="raster", num_drafts=2, acceptance="exact"
@@ -246,6 +256,9 @@ REFUSED: dict[str, list[Any]] = {
     "steps": [*_COUNT, (), (4, 0)],
     "order": ["spiral", 3, [], [0, True], ["0"]],
     **dict.fromkeys("num_drafts num_drafters".split(), [-1, 1.5, True, "8"]),
+    "chunk": _COUNT,
+    "shift": [0.0, -1.0, math.inf, True, "1"],
+    "first_steps": [0, -2, 1.5, True, "8", (), (4, 0), (4, 5)],
     "num_draft_scales": [-1, 1.5, True, "half"],
     "refiner_guidance_scale": [math.nan, True, "1"],
     "cache_share": [0.0, 1.5, True, "little"],

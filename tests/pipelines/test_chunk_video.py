@@ -1,5 +1,6 @@
 """Clips of any length from prompts, by a tiny causal Wan: against the loop itself, by policy, saved, and refused."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from visual_spec import cli
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full, Sliding
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
-from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
+from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
+from visual_spec.samplers.core.law import TokenLaw
 
 PROMPT = "a small red star moves right quickly and bounces on a plain sky background, camera still"
 
@@ -36,15 +38,15 @@ def seeds(*numbers):
 def test_clips_are_those_of_the_loop_made_large(pipe):
     drawn = pipe([PROMPT] * 2, num_frames=6, generator=seeds(1, 2), output_type="np")
     causal = CausalWan(pipe.transformer, Full())
-    schedule = ChunkSchedule(2, (1000, 750, 500, 250), 3.0)
     embeds = pipe.text_encoder([PROMPT] * 2).features.detach()
     size: Any = dict(num_frames=6, height=16, width=16)
-    latents, _ = roll_out(causal, embeds, schedule=schedule, generator=seeds(1, 2), **size)
+    sampler = ChunkWiseSampler(2, (1000, 750, 500, 250), 3.0)
+    latents = sampler(causal, embeds, law=TokenLaw(), generator=seeds(1, 2), batch_size=2, **size).tokens
     causal.release()
     assert torch.equal(drawn.latents, latents)
     large = F.interpolate(latents[1].transpose(0, 1), (64, 64), mode="bicubic").clamp(-1, 1) / 2 + 0.5
     assert np.allclose(drawn.frames[1], large.permute(0, 2, 3, 1), atol=1e-6) and drawn.frames.shape[1] == 6
-    assert drawn.trace.calls.tolist() == [15, 15] and pipe.last_trace is drawn.trace
+    assert drawn.trace.target_calls.tolist() == [15, 15] and pipe.last_trace is drawn.trace
     alone = pipe(PROMPT, num_frames=6, generator=seeds(2), steps=(1000, 750, 500, 250), policy=Full())
     assert (alone.latents[0] - latents[1]).abs().max() < 1e-4
 
@@ -80,7 +82,7 @@ def test_what_it_returns(pipe, tmp_path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"num_frames": 7}, "pass 8"),
+        ({"num_frames": 7}, "pass 6 or 8"),
         ({"num_frames": 0}, "num_frames"),
         ({"policy": "none"}, "unknown cache policy 'none'"),
         ({"policy": "sliding:frames=3"}, "no setting frames"),
@@ -99,14 +101,32 @@ def test_bad_input_is_refused_before_any_call(pipe, monkeypatch, given, says):
 def test_what_is_no_policy_or_no_sampler_is_refused(pipe):
     with pytest.raises(TypeError, match="policy is a int"):
         pipe(PROMPT, policy=3)
-    with pytest.raises(TypeError, match="name the policy of its cache in the call"):
-        visual_spec.accelerate(pipe)
+    before = pipe.sampler
+    assert visual_spec.accelerate(pipe).sampler is before
+    with pytest.raises(TypeError, match="AutoregressiveSampler, which does not fit"):
+        visual_spec.accelerate(pipe, "autoregressive")
     with pytest.warns(UserWarning, match="does not know 'dog'"):
         pipe(PROMPT.replace("star", "dog"), num_frames=2, steps=1)
     other, encoder = new_model(24, 1, 2)
     other.register_to_config(in_channels=4)
     with pytest.raises(ValueError, match="4 channels"):
         ChunkVideoPipeline(other, encoder)
+
+
+def test_the_sampler_says_how_chunks_are_drawn(pipe, tmp_path):
+    request: dict[str, Any] = dict(prompt=PROMPT, num_frames=4, generator=seeds(1))
+    want = pipe(**request, steps=(1000, 300), shift=2.0).latents
+    pipe.sampler = ChunkWiseSampler(2, (1000, 300), 2.0)
+    pipe.save_pretrained(tmp_path)
+    for one in (pipe, ChunkVideoPipeline.from_pretrained(tmp_path)):
+        assert torch.equal(quiet(one)(**request | dict(generator=seeds(1))).latents, want)
+    # As earlier versions saved it.
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    del index["sampler"]
+    index |= {"chunk": 1, "default_steps": 2, "default_shift": 4.0}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    former = ChunkVideoPipeline.from_pretrained(tmp_path).sampler.config
+    assert (former["chunk"], former["steps"], former["shift"]) == (1, 2, 4.0)
 
 
 @pytest.mark.parametrize("command", [["generate", PROMPT], ["eval"], ["bench"]])

@@ -12,7 +12,8 @@ from tests.helpers.diffusers_video import SMALL, tiny_pipeline
 from tests.helpers.tiny_wan import prompts, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import DeepForcing, Full, HeadBudgets, Sliding
-from visual_spec.samplers.continuous.chunk_rollout import roll_out
+from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
+from visual_spec.samplers.core.law import TokenLaw
 
 
 def seeded():
@@ -31,9 +32,10 @@ def test_a_pipeline_draws_clips_and_goes_back():
         prompt_embeds=embeds, generator=seeded(), output_type="latent", **SMALL
     ).frames
     model = CausalWan(tiny_wan().float(), Full())  # 3 latent frames are one chunk, under any policy
-    wanted, _ = roll_out(model, embeds, num_frames=3, height=4, width=4, generator=seeded())
+    request: dict = dict(law=TokenLaw(), generator=seeded(), batch_size=len(embeds))
+    wanted = ChunkWiseSampler()(model, embeds, num_frames=3, height=4, width=4, **request).tokens
     assert torch.equal(latents, wanted)
-    assert pipe.transformer.last_trace.calls.tolist() == [5]
+    assert pipe.transformer.last_trace.target_calls.tolist() == [5]
     assert "1 clips of 1 chunks, 5 calls" in visual_spec.summary(pipe)
     # The pipeline's own call is what it was, and `restore` leaves no trace.
     for _ in range(2):

@@ -46,12 +46,12 @@ def test_clips_are_those_of_an_accelerated_pipeline(cache, options):
     visual_spec.accelerate(pipe, cache)
     latents = pipe.generate_video(generator=seeded(), output_type="latent", **request).frames
     pixels = pipe.generate_video(generator=seeded(), output_type="pt", **request).frames
-    calls = pipe.transformer.last_trace.calls.tolist()
+    calls = pipe.transformer.last_trace.target_calls.tolist()
     visual_spec.restore(pipe)
     processors = [block.attn1.processor for block in pipe.transformer.blocks]
     state = modular(pipe)(generator=seeded(), cache=cache, output_type="pt", **request)
     assert torch.equal(state.get("latents"), latents) and torch.equal(state.get("videos"), pixels)
-    assert state.get("causal_trace").calls.tolist() == calls
+    assert state.get("causal_trace").target_calls.tolist() == calls
     assert all(b.attn1.processor is p for b, p in zip(pipe.transformer.blocks, processors, strict=True))
 
 

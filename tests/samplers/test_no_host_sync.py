@@ -232,8 +232,14 @@ def test_music(monkeypatch, name):
 
 
 # Samplers of continuous tokens that test drafts: what replaces one is drawn by rejection, until it is found. And the
-# one that calls its model only when a group is complete.
-WAITING = {"speculative-continuous", "continuous-jacobi", "head-speculation", "self-speculative-masked"}
+# one that calls its model only when a group is complete. Chunks of frames are not watched: they take sizes for a law.
+WAITING = {
+    "chunk-wise",
+    "speculative-continuous",
+    "continuous-jacobi",
+    "head-speculation",
+    "self-speculative-masked",
+}
 
 
 def watch_latents(monkeypatch: Any, sampler: Any) -> None:

@@ -16,7 +16,6 @@ from diffusers.utils.outputs import BaseOutput
 from torch import Tensor
 
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.core.settings import whole
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import POLICIES, CachePolicy, HeadBudgets
@@ -27,7 +26,8 @@ from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText, Texts
 from visual_spec.pipelines.video_files import pixels_of, write_video
 from visual_spec.records import PipelineFacts
-from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, RolloutTrace, roll_out
+from visual_spec.samplers.continuous.chunks import ChunkTrace, ChunkWiseSampler
+from visual_spec.samplers.core.law import TokenLaw
 
 
 @dataclass
@@ -44,7 +44,7 @@ class ChunkVideoPipelineOutput(BaseOutput):
 
     frames: Any
     latents: Tensor
-    trace: RolloutTrace
+    trace: ChunkTrace
     frame_rate: float
 
     def save(self, path: str | os.PathLike, index: int = 0, *, overwrite: bool = False) -> Path:
@@ -71,13 +71,13 @@ class ChunkVideoPipeline(ReadsText):
     Args:
         transformer: a Wan of diffusers that was trained to be causal by chunks, with three channels.
         text_encoder: turns prompts into the features that the transformer reads.
-        chunk: frames that are drawn together.
+        sampler: how chunks are drawn; None: `ChunkWiseSampler(chunk=2, shift=3)`.
         training_frames: frames of the clips that the transformer was trained on: what its caches are measured by.
         frame_size: rows and columns of a small frame.
         scale: pixels of a frame on a side of one of a small frame.
         default_policy: the cache where a call names none, as text.
-        default_steps: even steps of a chunk, where a call names none: 4 are 1000, 750, 500 and 250.
-        default_shift: of their noise levels (`ChunkSchedule`), where a call names none.
+        chunk, default_steps, default_shift: set `chunk`, `steps` and `shift` of the sampler; earlier versions saved
+            them here.
         frame_rate: frames per second of the clips.
 
     Raises:
@@ -97,23 +97,31 @@ class ChunkVideoPipeline(ReadsText):
     _sample = "clip"
     _output = ChunkVideoPipelineOutput
     _unseen = "the clip will not show it"
-    sampler = None  # of tokens; here a policy stands in its place
+    _optional_components = ["sampler"]
 
     @registers
     def __init__(
         self,
         transformer: WanTransformer3DModel,
         text_encoder: CaptionEncoder,
-        chunk: int = 2,
+        sampler: ChunkWiseSampler | None = None,
+        chunk: int | None = None,
         training_frames: int = 8,
         frame_size: int = 16,
         scale: int = 4,
         default_policy: str = "full",
-        default_steps: int = 4,
-        default_shift: float = 3.0,
+        default_steps: int | None = None,
+        default_shift: float | None = None,
         frame_rate: float = 8.0,
     ):
         self.image_processor = ShownPictures()
+        former = {"chunk": chunk, "steps": default_steps, "shift": default_shift}
+        changed = {name: value for name, value in former.items() if value is not None}
+        if sampler is None:
+            self.sampler = ChunkWiseSampler(**{"chunk": 2, "shift": 3.0, **changed})
+        elif changed:
+            self.sampler = type(sampler).from_config(sampler.config, **changed)
+        self.register_to_config(chunk=None, default_steps=None, default_shift=None)
 
     def _check_parts(self) -> None:
         if self.transformer is None:
@@ -127,10 +135,8 @@ class ChunkVideoPipeline(ReadsText):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. No sampler of tokens fits it: the second argument says nothing."""
-        policy = settings.get("default_policy", "full")
-        facts = super().facts_of(settings, sampler)
-        return replace(facts, plain_sampler=policy, fast_sampler=policy, default_settings={})
+        """See `VisualPipeline.facts_of`. Guidance is in the weights: a call has no law."""
+        return replace(super().facts_of(settings, sampler), default_settings={})
 
     @property
     def frame_rate(self) -> float:
@@ -142,24 +148,6 @@ class ChunkVideoPipeline(ReadsText):
         """Frames of the clips that the transformer was trained on."""
         return self.config["training_frames"]
 
-    def make_schedule(
-        self, steps: int | tuple[float, ...] | None = None, shift: float | None = None
-    ) -> ChunkSchedule:
-        """The steps of a chunk, from the arguments of `__call__`.
-
-        Raises:
-            ValueError: a value out of its range.
-        """
-        asked: Any = self.config["default_steps"] if steps is None else steps
-        if isinstance(asked, int):
-            whole("steps", asked)
-            asked = tuple(1000 * left / asked for left in range(asked, 0, -1))
-        level_shift = self.config["default_shift"] if shift is None else shift
-        return ChunkSchedule(self.config["chunk"], tuple(asked), level_shift)
-
-    def check_sampler(self) -> None:
-        """Nothing to refuse: a policy stands in the place of a sampler."""
-
     def _asked(self, args: Mapping[str, Any]) -> Asked:
         texts = Texts.of(args["prompt"], args)
         return Asked(texts, texts.count, args[self._each], self._each, None)
@@ -170,21 +158,19 @@ class ChunkVideoPipeline(ReadsText):
         self._rollout(args)
         return asked
 
-    def _rollout(self, args: Mapping[str, Any]) -> tuple[int, CachePolicy | HeadBudgets, ChunkSchedule]:
-        """Frames, policy and steps that a call asks for, checked."""
+    def _rollout(self, args: Mapping[str, Any]) -> tuple[int, CachePolicy | HeadBudgets, ChunkWiseSampler]:
+        """Frames, policy and sampler that a call asks for, checked."""
         policy = self.config["default_policy"] if args["policy"] is None else args["policy"]
         policy = read_text(policy) if isinstance(policy, str) else policy
-        schedule = self.make_schedule(args["steps"], args["shift"])
-        num_frames = self.training_frames if args["num_frames"] is None else args["num_frames"]
-        whole("num_frames", num_frames)
-        if num_frames % schedule.chunk:
-            near = -(-num_frames // schedule.chunk) * schedule.chunk
-            raise ValueError(
-                f"num_frames={num_frames} is no multiple of the chunk of {schedule.chunk} frames; pass {near}."
-            )
+        changed = {name: args[name] for name in ("steps", "shift") if args[name] is not None}
+        sampler = type(self.sampler).from_config(self.sampler.config, **changed) if changed else self.sampler
+        chunk, num_frames = sampler.config["chunk"], args["num_frames"]
+        if num_frames is None:
+            num_frames = max(self.training_frames // chunk, 1) * chunk
+        sampler.check_length(num_frames)
         check_policy(policy)
         CausalWan.check_model(self.transformer, policy)
-        return num_frames, policy, schedule
+        return num_frames, policy, sampler
 
     @torch.no_grad()
     def __call__(
@@ -208,11 +194,10 @@ class ChunkVideoPipeline(ReadsText):
         Args:
             prompt: one prompt or a list.
             prompt_embeds: features [prompts, T, C] in place of `prompt`, as `encode_prompt` gives them.
-            num_frames: a multiple of the chunk, as many as one likes. None: as many as the model was trained on.
+            num_frames: a multiple of the chunk, as many as one likes. None: the whole chunks of training clips.
             policy: which frames the model remembers: one of `visual_spec.models.video.frame_cache`, or its text, such
                 as "sliding:window=8". None: what the model was saved with.
-            steps: of a chunk: how many even ones, or timesteps from at most 1000 down. None: as saved.
-            shift: of their noise levels, as for `ChunkSchedule`. None: as saved.
+            steps, shift: in place of the sampler's, see `ChunkWiseSampler`.
             num_videos_per_prompt: clips of each prompt; those of one prompt follow each other.
             generator: one `torch.Generator` for the batch, or a list of one per clip.
             output_type: "pil", "np", "pt", or "latent" for the small frames, float [B, 3, T, h, w].
@@ -223,7 +208,7 @@ class ChunkVideoPipeline(ReadsText):
             callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "latents", those of the chunk.
 
         Returns:
-            The clips, with a `RolloutTrace` as their trace.
+            The clips, with a `ChunkTrace` as their trace.
 
         Raises:
             ValueError, TypeError: bad input, before any computation.
@@ -231,8 +216,8 @@ class ChunkVideoPipeline(ReadsText):
         return self._run(locals())
 
     def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
-        num_frames, policy, schedule = self._rollout(args)
-        self._num_timesteps = num_frames // schedule.chunk
+        num_frames, policy, sampler = self._rollout(args)
+        self._num_timesteps = sampler.check_length(num_frames)
         side, heard = self.config["frame_size"], self._listener(args, asked)
         causal = CausalWan(self.transformer, policy)
         try:
@@ -240,22 +225,24 @@ class ChunkVideoPipeline(ReadsText):
 
                 def after_chunk(index: int, piece: Tensor) -> Any:
                     bar.update(piece.shape[2])
-                    return heard(index, lambda: (index + 1) * schedule.chunk, latents=piece)
+                    return heard(index, lambda: (index + 1) * sampler.config["chunk"], latents=piece)
 
-                latents, trace = roll_out(
+                result = sampler(
                     causal,
                     condition.features,
+                    law=TokenLaw(),
+                    generator=args["generator"],
+                    batch_size=len(condition.features),
+                    callback=after_chunk,
                     num_frames=num_frames,
                     height=side,
                     width=side,
-                    schedule=schedule,
-                    generator=args["generator"],
-                    callback=after_chunk,
                 )
         finally:
             causal.release()
-        self.last_trace = trace
-        return self.decode_latents(latents, args["output_type"]), latents, trace, self.frame_rate
+        self.last_trace = result.trace
+        frames = self.decode_latents(result.tokens, args["output_type"])
+        return frames, result.tokens, result.trace, self.frame_rate
 
     def decode_latents(self, latents: Tensor, output_type: str = "pil") -> Any:
         """Clips of latents [B, 3, T, h, w] in the form `output_type` asks for (see `ChunkVideoPipelineOutput`)."""

@@ -22,9 +22,10 @@ from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec, In
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.pipelines.accelerate.video import latent_size
 from visual_spec.pipelines.chunk_video import check_policy, read_text
-from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
+from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
+from visual_spec.samplers.core.law import TokenLaw
 
-_USUAL = ChunkSchedule()
+_USUAL = ChunkWiseSampler().config
 
 
 class CausalWanDenoiseStep(ModularPipelineBlocks):
@@ -32,10 +33,10 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
 
     Inputs: `prompt_embeds` of the text encoder's block; `num_frames`, `height`, `width`, `num_videos_per_prompt`,
     `generator` as of the pipeline; `cache`, a policy or its text (`visual_spec.models.video.frame_cache`); `chunk`,
-    `steps`, `first_steps` and `shift` as of `ChunkSchedule`; `context`, clean latents
+    `steps`, `first_steps` and `shift` as of `ChunkWiseSampler`; `context`, clean latents
     [B or 1, C, n, h, w] to go on from.
 
-    Outputs: `latents` for the decoder's block; `causal_trace`, a `RolloutTrace`.
+    Outputs: `latents` for the decoder's block; `causal_trace`, a `ChunkTrace`.
 
     Raises:
         TypeError, ValueError: as `visual_spec.pipelines.accelerate.video.generate_video`.
@@ -61,12 +62,14 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
             InputParam("num_videos_per_prompt", type_hint=int, default=1),
             InputParam("generator"),
             InputParam("cache", default="full", description="a policy of the cache, or its text"),
-            InputParam("chunk", type_hint=int, default=_USUAL.chunk, description="latent frames of a chunk"),
-            InputParam("steps", default=_USUAL.steps, description="timesteps of a chunk, before the shift"),
             InputParam(
-                "first_steps", default=(), description="steps of the first chunk; none: as the others"
+                "chunk", type_hint=int, default=_USUAL["chunk"], description="latent frames of a chunk"
             ),
-            InputParam("shift", type_hint=float, default=_USUAL.shift),
+            InputParam(
+                "steps", default=_USUAL["steps"], description="timesteps of a chunk, before the shift"
+            ),
+            InputParam("first_steps", description="timesteps of the first chunk; None: as the others"),
+            InputParam("shift", type_hint=float, default=_USUAL["shift"]),
             InputParam("context", type_hint=torch.Tensor, description="clean latents before the clip"),
         ]
 
@@ -82,7 +85,7 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
         asked: Any = self.get_block_state(state)
         policy = read_text(asked.cache) if isinstance(asked.cache, str) else asked.cache
         check_policy(policy)
-        schedule = ChunkSchedule(asked.chunk, tuple(asked.steps), asked.shift, tuple(asked.first_steps))
+        sampler = ChunkWiseSampler(asked.chunk, asked.steps, asked.shift, asked.first_steps or None)
         frames, height, width = latent_size(
             components,
             asked.num_frames or components.default_num_frames,
@@ -92,16 +95,19 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
         )
         model = CausalWan(components.transformer, policy)
         try:
-            asked.latents, asked.causal_trace = roll_out(
+            embeds = asked.prompt_embeds.repeat_interleave(asked.num_videos_per_prompt, 0)
+            result = sampler(
                 model,
-                asked.prompt_embeds.repeat_interleave(asked.num_videos_per_prompt, 0),
+                embeds,
+                law=TokenLaw(),
+                generator=asked.generator,
+                batch_size=len(embeds),
                 num_frames=frames,
                 height=height,
                 width=width,
-                schedule=schedule,
-                generator=asked.generator,
                 context=asked.context,
             )
+            asked.latents, asked.causal_trace = result.tokens, result.trace
         finally:
             model.release()
         self.set_block_state(state, asked)

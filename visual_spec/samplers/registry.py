@@ -21,7 +21,7 @@ SCALES = "scales"  # ScaleModel: all tokens of a scale at once
 COLUMNS = "columns"  # ColumnModel: columns of several codebooks
 MASKED = "masked"  # MaskedModel: all hidden tokens at once
 FRAMES = "frames"  # FrameModel: all hidden tokens of a frame at once, one frame after the other
-CHUNKS = "chunks"  # ChunkModel of `visual_spec.samplers.continuous.chunk_rollout`: chunks of frames
+CHUNKS = "chunks"  # ChunkModel of `visual_spec.samplers.continuous.chunks`: chunks of frames
 CONTINUOUS = "continuous"  # CausalLatentModel, MaskedLatentModel: conditions of tokens that are vectors
 DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise
 
@@ -230,6 +230,14 @@ SAMPLERS = (
         f"{_HERE}.continuous.head:HeadSpeculativeSampler",
         CONTINUOUS,
         "lossless",
+        settings=(),
+    ),
+    SamplerEntry(
+        "chunk-wise",
+        f"{_HERE}.continuous.chunks:ChunkWiseSampler",
+        CHUNKS,
+        "a law of its own, chunk by chunk",
+        plain=True,
         settings=(),
     ),
     SamplerEntry(

@@ -77,7 +77,7 @@ class OneOf:
     names: Sequence[str]
 
 
-_KINDS = {bool, int, float, str, Sequence, Mapping, type(None)}
+_KINDS = {bool, int, float, str, Sequence, Sequence[float], Mapping, type(None)}
 MOST_CALLS = 65536  # what plans call after call is as long as the number of calls
 COUNT = Within(1)
 CALLS = Within(1, MOST_CALLS)
@@ -132,7 +132,10 @@ class DeclaredSetting:
         if str in self.kinds:
             words.append("a name" if self.names is None else _choice(self.names, bool(words)))
         if self._listed:
-            words.append("a list of them" if int in self.kinds else "a list of integers")
+            numbers = "numbers" if Sequence[float] in self.kinds else "integers"
+            words.append(
+                "a list of them" if int in self.kinds and numbers == "integers" else f"a list of {numbers}"
+            )
         if Mapping in self.kinds:
             words.append("settings by name")
         if type(None) in self.kinds:
@@ -141,7 +144,7 @@ class DeclaredSetting:
 
     @property
     def _listed(self) -> bool:
-        return Sequence in self.kinds
+        return Sequence in self.kinds or Sequence[float] in self.kinds
 
     def _allows(self, value: Any) -> bool:
         if value is None:
@@ -154,7 +157,8 @@ class DeclaredSetting:
         if isinstance(value, str):
             return str in self.kinds and (self.names is None or value in self.names)
         if isinstance(value, list | tuple):
-            numbers = all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+            kinds = int | float if Sequence[float] in self.kinds else int
+            numbers = all(isinstance(one, kinds) and not isinstance(one, bool) for one in value)
             return self._listed and len(value) > 0 and numbers and all(map(self.within.holds, value))
         return isinstance(value, Mapping) and Mapping in self.kinds
 

@@ -13,7 +13,7 @@ from typing import Any
 from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, promise
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler
-from visual_spec.samplers.registry import CHUNKS, SAMPLERS, by_name, sampler_class
+from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
 
 logger = logging.getLogger("visual_spec")
 _PLAIN = "_visual_spec_plain_sampler"
@@ -62,11 +62,6 @@ def accelerate(
     if unknown:
         advice = "set pipe.drafter" if adapter is None and drafter is not None else "leave out"
         raise TypeError(f"a {type(pipe).__name__} takes no {' and '.join(unknown)} here; {advice}.")
-    if adapter is None and CHUNKS in pipe.calls:
-        raise TypeError(
-            f"{type(pipe).__name__} has no sampler to swap; name the policy of its cache in the call, as "
-            "pipe(prompt, policy='sliding:window=8')."
-        )
     if sampler is None and adapter is None and _is_plain(pipe):
         other = pipe.facts.shorter_sampler
         choice = f" Name one that does: accelerate(pipe, {other!r})." if other else ""
@@ -105,13 +100,7 @@ def _set_sampler(pipe: Any, sampler: Any) -> Any:
 
 
 def refusals(pipe: Any) -> dict[str, str]:
-    """What `accelerate(pipe, name)` says to each sampler of the registry, by name; empty where it fits.
-
-    Raises:
-        TypeError: the pipeline has no sampler to swap.
-    """
-    if CHUNKS in pipe.calls:
-        raise TypeError(f"{type(pipe).__name__} has no sampler to swap.")
+    """What `accelerate(pipe, name)` says to each sampler of the registry, by name; empty where it fits."""
     said: dict[str, str] = {}
     for entry in SAMPLERS:
         try:

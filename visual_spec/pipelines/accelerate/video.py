@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_accelerat
 from visual_spec.pipelines.accelerate.arguments import check_neutral
 from visual_spec.pipelines.chunk_video import check_policy, read_text
 from visual_spec.pipelines.output import check_pixels
-from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
+from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
+from visual_spec.samplers.core.law import TokenLaw
 
 # Arguments of the pipeline's own call that chunk by chunk have no meaning, and the values beside None that do nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -104,9 +106,9 @@ def generate_latents(
     width: int = 104,
     drafter: Any = None,
     chunk: int = 3,
-    steps: tuple[float, ...] = (1000, 750, 500, 250),
+    steps: int | Sequence[float] = 4,
     shift: float = 5.0,
-    first_steps: tuple[float, ...] = (),
+    first_steps: int | Sequence[float] | None = None,
     **options: Any,
 ) -> Tensor:
     """Draw latents with an accelerated transformer.
@@ -115,15 +117,15 @@ def generate_latents(
         prompt_embeds: [B, T, E], on the device where the clip is drawn.
         num_frames, height, width: in latent frames and pixels.
         drafter: an accelerated Wan of the same latents, smaller; with `reward` and `threshold`.
-        chunk, steps, shift, first_steps: as `visual_spec.samplers.continuous.chunk_rollout.ChunkSchedule`.
-        options: generator, context, reward, threshold, callback, as `roll_out`.
+        chunk, steps, shift, first_steps: settings of `visual_spec.samplers.continuous.chunks.ChunkWiseSampler`.
+        options: generator, context, reward, threshold, callback, as in a call of it.
 
     Returns:
         float [B, C, num_frames, height, width].
 
     Raises:
         TypeError: a drafter that is not accelerated.
-        ValueError: as `roll_out`.
+        ValueError: as `ChunkWiseSampler` and its call.
     """
     helper = None
     if drafter is not None:
@@ -134,17 +136,19 @@ def generate_latents(
                 "visual_spec.accelerate(drafter, policy)."
             )
         helper = inner.causal
-    latents, transformer.__dict__["last_trace"] = roll_out(
+    result = ChunkWiseSampler(chunk, steps, shift, first_steps or None)(
         transformer.causal,
         prompt_embeds,
+        law=TokenLaw(),
+        batch_size=len(prompt_embeds),
         num_frames=num_frames,
         height=height,
         width=width,
-        schedule=ChunkSchedule(chunk, tuple(steps), shift, tuple(first_steps)),
-        drafter=helper,
+        draft_model=helper,
         **options,
     )
-    return latents
+    transformer.__dict__["last_trace"] = result.trace
+    return result.tokens
 
 
 @torch.no_grad()

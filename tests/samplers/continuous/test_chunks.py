@@ -10,10 +10,32 @@ import torch
 from tests.helpers.tiny_wan import clips, prompts, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import DeepForcing, Full, FutureAnchor, SinkWindow, Sliding
-from visual_spec.samplers.continuous.chunk_rollout import ChunkSchedule, roll_out
+from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
 
 SIZE: dict[str, Any] = dict(height=4, width=4)
+
+
+def roll_out(
+    model: Any,
+    embeds: torch.Tensor,
+    *,
+    sampler: Any = None,
+    drafter: Any = None,
+    threshold: float = 0.0,
+    **more: Any,
+) -> tuple[torch.Tensor, Any]:
+    sampler = sampler or ChunkWiseSampler()
+    more = {
+        "law": TokenLaw(),
+        "batch_size": len(embeds),
+        "draft_model": drafter,
+        "threshold": threshold,
+        **more,
+    }
+    result = sampler(model, embeds, **more)
+    return result.tokens, result.trace
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -69,7 +91,7 @@ def test_a_clip_is_that_of_whole_passes_under_a_mask():
     wanted = straight(model, embeds, seeded(), 3)
     found, trace = roll_out(CausalWan(model, Full()), embeds, num_frames=9, generator=seeded(), **SIZE)
     assert (found - wanted).abs().max() < 1e-10
-    assert trace.calls.tolist() == [15, 15]  # 4 steps and a clean pass a chunk
+    assert trace.target_calls.tolist() == [15, 15]  # 4 steps and a clean pass a chunk
     assert not trace.kept.any() and not trace.draft_calls.any()
 
 
@@ -98,9 +120,9 @@ def test_a_longer_clip_begins_as_the_shorter_one():
 @pytest.mark.parametrize("policy", POLICIES[1:], ids=str)
 def test_memory_is_flat_over_200_chunks(policy):
     causal = CausalWan(tiny_wan(num_layers=1), policy)
-    schedule = ChunkSchedule(steps=(1000,))
+    sampler = ChunkWiseSampler(steps=(1000,))
     found, trace = roll_out(
-        causal, prompts(1), num_frames=600, height=2, width=2, schedule=schedule, generator=seeded()
+        causal, prompts(1), num_frames=600, height=2, width=2, sampler=sampler, generator=seeded()
     )
     assert found.isfinite().all()
     # Deep Forcing holds 8 and 11 frames in turn, the others one number of frames.
@@ -117,8 +139,8 @@ def test_the_full_cache_grows():
 def test_context_is_read_and_not_returned():
     """A clip that goes on behind its own first chunk is read by the same calls, one chunk later."""
     causal, embeds, before = CausalWan(tiny_wan(), Full()), prompts(2), clips(2, 3)
-    schedule = ChunkSchedule(steps=(1000,))
-    options: dict[str, Any] = dict(num_frames=3, schedule=schedule, generator=seeded(), **SIZE)
+    sampler = ChunkWiseSampler(steps=(1000,))
+    options: dict[str, Any] = dict(num_frames=3, sampler=sampler, generator=seeded(), **SIZE)
     found, trace = roll_out(causal, embeds, context=before, **options)
     state = causal.begin(embeds, 4, 4, 6)
     with torch.no_grad():
@@ -128,7 +150,7 @@ def test_context_is_read_and_not_returned():
         noisy = values.view(2, 3, 4, 4, 4).permute(0, 2, 1, 3, 4)
         wanted = noisy - causal.forward(state, noisy, 1000.0)
     assert torch.equal(found, wanted)
-    assert trace.calls.tolist() == [3, 3]
+    assert trace.target_calls.tolist() == [3, 3]
     without, _ = roll_out(causal, embeds, **{**options, "generator": seeded()})
     assert (without - found).abs().max() > 1e-3
 
@@ -167,7 +189,7 @@ def test_a_reward_that_never_passes_leaves_the_large_models_clip():
     )
     assert (found - plain).abs().max() < 1e-10
     assert not trace.kept.any()
-    assert trace.calls.tolist() == [25, 25]
+    assert trace.target_calls.tolist() == [25, 25]
     assert trace.draft_calls.tolist() == [4 * 4 + 5] * 2
 
 
@@ -184,7 +206,7 @@ def test_a_reward_that_always_passes_leaves_the_small_model_all_but_the_first_ch
         **options,
     )
     assert trace.kept.tolist() == [[False, True, True, True]]
-    assert trace.calls.tolist() == [5 + 3] and trace.draft_calls.tolist() == [3 * 4 + 4]
+    assert trace.target_calls.tolist() == [5 + 3] and trace.draft_calls.tolist() == [3 * 4 + 4]
     first, _ = roll_out(large, embeds, num_frames=3, generator=seeded(), **SIZE)
     assert torch.equal(found[:, :, :3], first)
     # The rest is what the small model draws behind that chunk, with the noise of those frames.
@@ -195,7 +217,7 @@ def test_a_reward_that_always_passes_leaves_the_small_model_all_but_the_first_ch
         for start in (3, 6, 9):
             slots = torch.arange(start, start + 3)[None]
             clean: Any = None
-            for step, level in enumerate(ChunkSchedule().levels()):
+            for step, level in enumerate(ChunkWiseSampler().levels()):
                 values = noise.normal(slots, 64, CHAIN, step, torch.float64)
                 draw = values.view(1, 3, 4, 4, 4).permute(0, 2, 1, 3, 4)
                 noisy = draw if clean is None else (1 - level) * clean + level * draw
@@ -211,13 +233,24 @@ def test_each_sample_is_kept_by_its_own_reward():
     )
     trial, trace = roll_out(large, prompts(3), generator=seeds(0, 1, 2), threshold=-1e9, **options)
     middle = float(trace.rewards[:, 1:].median())
-    found, trace = roll_out(large, prompts(3), generator=seeds(0, 1, 2), threshold=middle, **options)
+    steps: list[Any] = []
+    found, trace = roll_out(
+        large,
+        prompts(3),
+        generator=seeds(0, 1, 2),
+        threshold=middle,
+        callback=lambda *call: steps.append(call),
+        **options,
+    )
+    assert [index for index, _ in steps] == [0, 1, 2, 3]
+    assert torch.equal(torch.cat([chunk for _, chunk in steps], 2), found)
+    assert trace.commit_call.tolist() == [[0] * 3 + [1] * 3 + [2] * 3 + [3] * 3] * 3
     assert trace.kept.any() and not trace.kept[:, 1:].all()
     assert torch.equal(trace.kept[:, 1:], trace.rewards[:, 1:] >= middle)
     assert trace.rewards[:, 0].isnan().all()
     alone, single = roll_out(large, prompts(3)[1:2], generator=seeds(1), threshold=middle, **options)
     assert torch.equal(alone[0], found[1]) and torch.equal(single.kept[0], trace.kept[1])
-    assert trace.calls.tolist() == (5 * 4 - 4 * trace.kept.sum(1)).tolist()
+    assert trace.target_calls.tolist() == (5 * 4 - 4 * trace.kept.sum(1)).tolist()
     assert f"{int(trace.kept.sum())} of 12 chunks drafted" in trace.summary()
 
 
@@ -255,26 +288,35 @@ def test_requests_that_cannot_be_served_are_refused_before_any_call(changes, mes
         roll_out(Refusing(), prompts(2), **request)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("bent", [lambda flow: flow[:1], lambda flow: flow[:, :, :1]])
+def test_a_flow_of_another_shape_is_refused(monkeypatch, bent):
+    causal = CausalWan(tiny_wan(), Full())
+    forward = causal.forward
+    monkeypatch.setattr(causal, "forward", lambda *call: bent(forward(*call)))
+    with pytest.raises(ValueError, match=r"the model returned shape \("):
+        roll_out(causal, prompts(2), num_frames=3, **SIZE)
+
+
 def test_a_policy_for_other_chunks_is_refused_before_any_call():
     causal = CausalWan(tiny_wan(), Sliding(4))
     with pytest.raises(ValueError, match="window=4; pass"):
-        roll_out(causal, prompts(1), num_frames=5, schedule=ChunkSchedule(chunk=5), **SIZE)
+        roll_out(causal, prompts(1), num_frames=5, sampler=ChunkWiseSampler(chunk=5), **SIZE)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (dict(chunk=0), "chunk=0"),
-        (dict(steps=()), r"steps=\(\); pass timesteps that fall"),
+        (dict(steps=()), r"steps=\(\); pass an integer above 0 and at most 1000, or a list of numbers"),
         (dict(steps=(500, 500)), "pass timesteps that fall"),
-        (dict(steps=(1001,)), "from at most 1000"),
-        (dict(steps=(1000, 0)), "to above 0"),
-        (dict(shift=0), "shift=0; pass a number above 0"),
+        (dict(first_steps=(1001,)), "first_steps=.* at most 1000"),
+        (dict(steps=(1000, 0)), "above 0"),
+        (dict(shift=0), "shift=0; pass a finite number above 0"),
     ],
 )
 def test_schedules_that_are_none_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        ChunkSchedule(**settings)
+        ChunkWiseSampler(**settings)
 
 
 def test_a_reward_that_is_no_number_is_refused():
@@ -293,7 +335,7 @@ def test_a_drafter_of_other_latents_is_refused():
 
 
 def test_levels_are_those_of_self_forcing():
-    assert ChunkSchedule().levels() == pytest.approx([1, 15 / 16, 5 / 6, 5 / 8])
+    assert ChunkWiseSampler().levels() == pytest.approx([1, 15 / 16, 5 / 6, 5 / 8])
 
 
 def test_the_first_chunk_may_take_more_steps():
@@ -301,13 +343,13 @@ def test_the_first_chunk_may_take_more_steps():
     model, embeds = pair()[0], prompts(1)
     many, few = (1000, 750, 500, 250), (1000, 500)
     options: dict[str, Any] = dict(generator=seeded(), **SIZE)
-    first, _ = roll_out(model, embeds, num_frames=3, schedule=ChunkSchedule(steps=many), **options)
+    first, _ = roll_out(model, embeds, num_frames=3, sampler=ChunkWiseSampler(steps=many), **options)
     options["generator"] = seeded()
-    both = ChunkSchedule(steps=few, first_steps=many)
-    drawn, trace = roll_out(model, embeds, num_frames=9, schedule=both, **options)
-    assert torch.equal(drawn[:, :, :3], first) and trace.calls.tolist() == [5 + 3 + 3]
+    both = ChunkWiseSampler(steps=few, first_steps=many)
+    drawn, trace = roll_out(model, embeds, num_frames=9, sampler=both, **options)
+    assert torch.equal(drawn[:, :, :3], first) and trace.target_calls.tolist() == [5 + 3 + 3]
     options["generator"] = seeded()
     rest, _ = roll_out(
-        model, embeds, num_frames=6, schedule=ChunkSchedule(steps=few), context=first, **options
+        model, embeds, num_frames=6, sampler=ChunkWiseSampler(steps=few), context=first, **options
     )
-    assert torch.isfinite(rest).all() and both.levels(3) == ChunkSchedule(steps=few).levels()
+    assert torch.isfinite(rest).all() and both.levels(3) == ChunkWiseSampler(steps=few).levels()

@@ -1,0 +1,344 @@
+"""Clips drawn chunk by chunk by a causal diffusion model, as long as one likes.
+
+The loop of Self-Forcing (2506.08009, section 3): each chunk starts as noise and is cleaned in a few steps; between them
+it is noised again, to the level of the next step. A pass over the clean chunk then writes its keys and values to the
+cache. So a chunk of 4 steps costs 5 calls.
+
+With a smaller model of the same latents, a chunk that this one drew is kept if a reward passes, and drawn by the large
+model otherwise ("SDVG", 2604.17397). The large model then makes the clean pass only: 1 call, not 5. The law of the clip
+is neither model's: the reward decides about quality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.settings import Count, Within, register_to_config, whole
+from visual_spec.samplers.core.base import Sampler
+from visual_spec.samplers.core.checks import check_batch_size, check_returned
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CHAIN, CounterNoise
+from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
+
+# Score of a drafted chunk [1, C, f, H, W], and the index of the chunk.
+Reward = Callable[[Tensor, int], float | Tensor]
+_STEPS = Within(above=0, most=1000)
+
+
+class ChunkModel(Protocol):
+    """All that the sampler knows of a causal video model."""
+
+    channels: int
+
+    def check(self, embeds: Tensor, height: int, width: int, chunk: int) -> None:
+        """Refuse a prompt, a size or a chunk that the model cannot serve."""
+        ...
+
+    def begin(self, embeds: Tensor, height: int, width: int, num_frames: int) -> Any:
+        """A state without frames. Its `nbytes` is the size of its cache."""
+        ...
+
+    def forward(self, state: Any, latents: Tensor, timestep: float) -> Tensor:
+        """The flow (noise minus clean) of the next chunk [B, C, f, H, W], which is noisy."""
+        ...
+
+    def commit(self, state: Any, latents: Tensor) -> None:
+        """Write the clean chunk to the cache, and go on to the next one."""
+        ...
+
+
+@dataclass
+class ChunkTrace(DecodeTrace):
+    """A `DecodeTrace` of clips. Slots are latent frames, and `commit_call` is the chunk of each.
+
+    `target_calls` counts the calls of the large model, clean passes included.
+
+    Attributes:
+        draft_calls: long [B], calls of the smaller model.
+        kept: bool [B, chunks], the chunks that the smaller model drew.
+        rewards: float [B, chunks], of the chunks that it drew or tried; nan where it did not.
+        cache_bytes: bytes of the large model's cache after each chunk, for all samples of a call.
+    """
+
+    draft_calls: Tensor = field(kw_only=True)
+    kept: Tensor = field(kw_only=True)
+    rewards: Tensor = field(kw_only=True)
+    cache_bytes: list[int] = field(kw_only=True)
+
+    def summary(self) -> str:
+        """Return one line: chunks, calls, drafted chunks, memory and time."""
+        samples, chunks = self.kept.shape
+        drafted = ""
+        if self.draft_calls.any():
+            drafted = (
+                f", {int(self.kept.sum())} of {self.kept.numel()} chunks drafted by "
+                f"{self.draft_calls.float().mean():.0f} calls"
+            )
+        most = max(self.cache_bytes, default=0) / 2**20
+        return (
+            f"{samples} clips of {chunks} chunks, {self.target_calls.float().mean():.0f} calls{drafted}, "
+            f"{most:.1f} MiB of cache, {self.seconds:.2f} s"
+        )
+
+
+@dataclass
+class ChunkGroup:
+    """Samples that share their calls: the whole batch, or one where a reward chooses between two models.
+
+    Attributes:
+        rows: their places in the batch.
+        states: of the large model, then of the smaller one.
+    """
+
+    rows: slice
+    states: list[Any]
+
+
+@dataclass
+class ChunkCache:
+    """The models, the large one first, and their groups of samples."""
+
+    models: list[ChunkModel]
+    groups: list[ChunkGroup]
+    device: torch.device
+
+
+@dataclass
+class ChunkState:
+    """A batch between two chunks.
+
+    Attributes:
+        chunks: float [B, f, C, H, W] each, clean.
+        target_calls, draft_calls, kept, rewards, cache_bytes: see `ChunkTrace`.
+    """
+
+    target_calls: Tensor
+    draft_calls: Tensor
+    kept: Tensor
+    rewards: Tensor
+    chunks: list[Tensor] = field(default_factory=list)
+    cache_bytes: list[int] = field(default_factory=list)
+
+    @property
+    def round(self) -> int:
+        """The number of chunks so far, which is the index of the next one."""
+        return len(self.chunks)
+
+    @property
+    def tokens(self) -> Tensor:
+        """The frames so far: float [B, frames, C, H, W]."""
+        return torch.cat(self.chunks, 1)
+
+    @property
+    def commit_call(self) -> Tensor:
+        """The chunk of each frame so far: long [B, frames]."""
+        each = self.chunks[0].shape[1]
+        return torch.arange(self.round).repeat_interleave(each).expand(len(self.kept), -1)
+
+
+class ChunkWiseSampler(Sampler):
+    """Draws clips chunk by chunk.
+
+    Args:
+        chunk: latent frames of a chunk.
+        steps: of a chunk: how many even ones, or timesteps that fall, from 1000 (noise) down, before the shift.
+        shift: of the noise levels, `shift * u / (1 + (shift - 1) * u)`.
+        first_steps: of the first chunk; None: as the others. Students of one or two steps take four there
+            (Causal-Forcing++, 2605.15141).
+
+    A call takes `num_frames`, a multiple of the chunk, `height` and `width`, in latent frames and pixels. Its condition
+    is the prompts [B, T, E]; the law is `TokenLaw()`, for guidance is in the weights. It returns latents float
+    [B, C, num_frames, height, width], float32, or float64 if the prompts are. `context`, [B or 1, C, n, H, W], holds
+    clean frames before the clip: to go on with a clip, or as anchors; they are not returned. `draft_model` drafts all
+    chunks but the first, and a draft is kept if its `reward` is at least the `threshold` (0); samples then make their
+    calls one by one. The callback gets each chunk [B, C, f, H, W].
+
+    All noise is a function of a sample's key, the frame and the step, so a sample depends neither on the batch nor on
+    the chunks that the smaller model drew.
+
+    Raises:
+        ValueError: a setting out of its range, or timesteps that do not fall.
+    """
+
+    takes = ("num_frames", "height", "width", "context", "draft_model", "reward", "threshold")
+    promise = "lossy"  # a law of its own
+    records_steps = False
+
+    @register_to_config
+    def __init__(
+        self,
+        chunk: Count = 3,
+        steps: Annotated[int | Sequence[float], _STEPS] = 4,
+        shift: Annotated[float, Within(above=0)] = 5.0,
+        first_steps: Annotated[int | Sequence[float] | None, _STEPS] = None,
+    ) -> None:
+        for name, timesteps in {"steps": steps, "first_steps": first_steps}.items():
+            if isinstance(timesteps, Sequence) and any(now <= after for now, after in pairwise(timesteps)):
+                raise ValueError(
+                    f"{name}={timesteps}; pass timesteps that fall, from at most 1000 to above 0."
+                )
+
+    def levels(self, index: int = 1) -> list[float]:
+        """The share of noise at each step of a chunk, in [0, 1]; the model's timestep is 1000 times that."""
+        steps, shift = self.config["steps"], self.config["shift"]
+        if index == 0 and self.config["first_steps"] is not None:
+            steps = self.config["first_steps"]
+        timesteps = [1000 * left / steps for left in range(steps, 0, -1)] if isinstance(steps, int) else steps
+        shares = [step / 1000 for step in timesteps]
+        return [shift * share / (1 + (shift - 1) * share) for share in shares]
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        check_batch_size(batch_size)
+        if law != TokenLaw():
+            raise ValueError(f"{law} given, but guidance is in the weights of the model; pass TokenLaw().")
+        self.check_length(parts["num_frames"])
+        small, reward, context = (parts.get(name) for name in ("draft_model", "reward", "context"))
+        if (small is None) != (reward is None):
+            raise ValueError("a drafter needs a reward, and a reward a drafter; pass both or neither.")
+        if small is not None and small.channels != model.channels:
+            raise ValueError(
+                f"the drafter draws latents of {small.channels} channels, the model of {model.channels}; pass a "
+                "drafter of the same latents."
+            )
+        if context is not None:
+            high, wide, own = parts["height"], parts["width"], [*context.shape]
+            fits = context.ndim == 5 and [own[1], *own[3:]] == [model.channels, high, wide]
+            if not fits or own[0] not in (1, batch_size) or not own[2]:
+                raise ValueError(
+                    f"context is {own}; pass [{batch_size} or 1, {model.channels}, n, {high}, {wide}]."
+                )
+
+    def check_length(self, num_frames: Any) -> int:
+        """Return the number of chunks.
+
+        Raises:
+            ValueError: the frames are no multiple of the chunk; names those next to it.
+        """
+        chunk = self.config["chunk"]
+        whole("num_frames", num_frames)
+        if num_frames % chunk:
+            near = sorted({max(num_frames // chunk, 1) * chunk, -(-num_frames // chunk) * chunk})
+            raise ValueError(
+                f"num_frames={num_frames} is no multiple of the chunk of {chunk} frames; pass "
+                f"{' or '.join(map(str, near))}."
+            )
+        return num_frames // chunk
+
+    def num_slots(self, model: Any, parts: dict[str, Any]) -> int:
+        return parts["num_frames"]
+
+    def num_calls(self, run: Run) -> int:
+        return self.check_length(run.parts["num_frames"]) - 1  # `prepare` draws the first
+
+    # -- the loop
+
+    def prefill(
+        self, model: Any, condition: Tensor, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> ChunkCache:
+        """Read the context, in a state for each model and group of samples."""
+        small, context, chunk = parts.get("draft_model"), parts.get("context"), self.config["chunk"]
+        size = parts["height"], parts["width"]
+        models = [model] if small is None else [model, small]
+        for one in models:
+            one.check(condition, *size, chunk)
+        if context is not None:
+            context = context.to(condition.device).expand(batch_size, -1, -1, -1, -1)
+        frames = parts["num_frames"] + (0 if context is None else context.shape[2])
+        each = batch_size if small is None else 1
+        cache = ChunkCache(models, [], condition.device)
+        for rows in (slice(row, row + each) for row in range(0, batch_size, each)):
+            group = ChunkGroup(rows, [one.begin(condition[rows], *size, frames) for one in models])
+            cache.groups.append(group)
+            for piece in () if context is None else context[rows].split(chunk, 2):
+                self._commit(cache, group, piece)
+        return cache
+
+    def prepare(self, run: Run) -> ChunkState:
+        """Draw the first chunk, which is the large model's."""
+        context, size = run.parts.get("context"), (run.batch_size, self.num_calls(run) + 1)
+        read = 0 if context is None else -(-context.shape[2] // self.config["chunk"])
+        state = ChunkState(
+            target_calls=torch.full((run.batch_size,), read),
+            draft_calls=torch.zeros(run.batch_size, dtype=torch.long),
+            kept=torch.zeros(size, dtype=torch.bool),
+            rewards=torch.full(size, torch.nan),
+        )
+        self.step(run, state)
+        return state
+
+    def step(self, run: Run, state: ChunkState) -> None:
+        """Draw a chunk of every sample, and write it to the caches."""
+        groups = run.cache.groups
+        drawn = torch.cat([self._draw(run, state, group) for group in groups])
+        state.chunks.append(drawn.transpose(1, 2))
+        state.cache_bytes.append(groups[0].states[0].nbytes)
+        run.lap("model")
+
+    def _draw(self, run: Run, state: ChunkState, group: ChunkGroup) -> Tensor:
+        """A clean chunk [b, C, f, H, W] of a group, by the smaller model if the reward passes."""
+        rows, index, latents = group.rows, state.round, None
+        calls = len(self.levels(index))
+        if len(group.states) > 1 and index > 0:
+            latents = self._clean(run, group, 1, index)
+            score = float(run.parts["reward"](latents, index))
+            if score != score:
+                raise ValueError(f"the reward of chunk {index} is nan; return a number.")
+            state.draft_calls[rows] += calls
+            state.rewards[rows, index] = score
+            state.kept[rows, index] = score >= run.parts.get("threshold", 0.0)
+        if latents is None or not state.kept[rows, index].all():
+            latents = self._clean(run, group, 0, index)
+            state.target_calls[rows] += calls
+        self._commit(run.cache, group, latents)
+        state.target_calls[rows] += 1
+        state.draft_calls[rows] += len(group.states) - 1
+        return latents
+
+    def _clean(self, run: Run, group: ChunkGroup, number: int, index: int) -> Tensor:
+        """A clean chunk by model `number`: from noise, through the levels, noised again between them."""
+        model, state, chunk = run.cache.models[number], group.states[number], self.config["chunk"]
+        counter = CounterNoise(run.noise.keys[group.rows], run.device)
+        frames = (index * chunk + torch.arange(chunk, device=run.device)).expand(len(counter.keys), -1)
+        place = model.channels, run.parts["height"], run.parts["width"]
+        dtype = torch.promote_types(run.condition.dtype, torch.float32)
+
+        def noise(step: int) -> Tensor:
+            values = counter.normal(frames, place[0] * place[1] * place[2], CHAIN, step, dtype)
+            return values.unflatten(2, place).transpose(1, 2)
+
+        latents = clean = noise(0)
+        for step, level in enumerate(self.levels(index)):
+            if step:
+                latents = (1 - level) * clean + level * noise(step)
+            flow = model.forward(state, latents, 1000 * level)
+            check_returned(flow, len(latents), False, *latents.shape[1:])
+            # The flow is noise minus clean, and latents are (1 - level) * clean + level * noise.
+            clean = latents - level * flow
+        return clean
+
+    def _commit(self, cache: ChunkCache, group: ChunkGroup, latents: Tensor) -> None:
+        for model, state in zip(cache.models, group.states, strict=True):
+            model.commit(state, latents)
+
+    # -- after each chunk, and at the end
+
+    def progress(self, run: Run, state: ChunkState) -> Tensor:
+        return state.chunks[-1].transpose(1, 2)
+
+    def committed(self, run: Run, state: ChunkState) -> Tensor:
+        return torch.ones_like(state.commit_call, dtype=torch.bool)  # all that there are
+
+    def measure(self, run: Run, state: ChunkState, tokens: Tensor) -> tuple[None, None]:
+        return None, None
+
+    def result(self, run: Run, state: ChunkState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        counted = ("draft_calls", "kept", "rewards", "cache_bytes")
+        more: dict[str, Any] = {name: getattr(state, name) for name in counted}
+        return SampleResult(tokens.transpose(1, 2).contiguous(), ChunkTrace(**trace, **more))
