@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 
 from tests.helpers.tiny import tiny_video_pipeline
-from visual_spec import cli
+from visual_spec import ChunkVideoPipeline, cli
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 PROMPT = "a red circle"
@@ -64,6 +65,36 @@ def test_a_comparison_shows_both_clips_and_what_each_frame_cost(model, tmp_path,
 )
 def test_options_of_other_media_are_refused(arguments, message, tmp_path, capsys):
     assert cli.main(["generate", PROMPT, "--out", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_model_of_chunks_draws_the_clip_that_python_draws(tmp_path, capsys):
+    policy = "sliding:window=4"
+    options = ("--frames", "6", "--policy", policy, "--sampler", ":steps=2", "--format", "png", "--json")
+    assert generate("motion_causal", tmp_path, PROMPT, *options) == 0
+    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert document["policy"] == policy and document["sampler"]["steps"] == 2
+    (clip,) = document["videos"]
+    assert clip["calls"] == 9 and clip["frames_per_call"] == pytest.approx(
+        6 / 9
+    )  # 3 chunks of 2 steps and 1 clean pass
+    pipe = ChunkVideoPipeline.from_pretrained("motion_causal")
+    seed = torch.Generator().manual_seed(0)
+    drawn = pipe(PROMPT, num_frames=6, policy=policy, steps=2, generator=seed)
+    assert drawn.save(tmp_path / "drawn.png").read_bytes() == Path(clip["file"]).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "model, arguments, message",
+    [
+        ("motion_causal", ["--guidance-scale", "3"], "motion_causal takes no --guidance-scale"),
+        ("motion_causal", ["--policy", "slide"], "unknown cache policy 'slide'; pass one of full"),
+        ("motion_causal", ["--compare"], "there is no plain decoding to compare it with"),
+        ("motion", ["--policy", "full"], "motion takes no --policy; leave it out"),
+    ],
+)
+def test_what_a_model_of_clips_has_no_use_of_is_refused(model, arguments, message, tmp_path, capsys):
+    assert generate(model, tmp_path, PROMPT, "--format", "gif", *arguments) == 2
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 

@@ -19,7 +19,6 @@ from visual_spec.serving import command as serving
 
 # What a command cannot do with a model, and the words that say so.
 CANNOT = {
-    ("generate", "motion_causal"): "chunk by chunk",
     **{(command, "motion_causal"): "ChunkVideoPipeline" for command in ("bench", "eval", "sample")},
     **{("convert", name): "Pipeline already" for name in embedded_models()},
     **{("serve", name): "pass --engine ray" for name in embedded_models() if name != "shapes"},

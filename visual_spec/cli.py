@@ -158,6 +158,11 @@ def _add_media(generate: argparse.ArgumentParser) -> None:
 
     video = generate.add_argument_group("video")
     video.add_argument("--frames", type=at_least(1), metavar="N", help="frames of a clip (default: all)")
+    video.add_argument(
+        "--policy",
+        metavar="P",
+        help="cache of a model of chunks, such as sliding:window=8 (default: as it was saved)",
+    )
     generate.add_argument(
         "--format",
         choices=("wav", "flac", "ogg", "mp4", "gif", "png"),

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from visual_spec.records import LAW_SETTINGS, MediumWords
 from visual_spec.samplers.registry import CHUNKS, MASKED, fitting
 
 _PICTURES = ("control", "image", "mask")
-_INPUTS = (*_PICTURES, "control_strength", "strength", "negative_prompt")
+_INPUTS = (*_PICTURES, "control_strength", "strength", "negative_prompt", "policy")
 
 # The same codes in fewer calls, and in more time (docs/RESULTS.md, "Music").
 SLOWER = "column-jacobi:window=4"
@@ -304,17 +304,12 @@ def _medium(args: argparse.Namespace) -> MediumFiles:
     """
     if args.model is None:
         args.model = next((model for *_, model in args.usual), "shapes")
-    name = "image"
+    name, chunks = "image", False
     if args.model != "shapes":  # which is known without reading anything
         from visual_spec.pipelines.loading import read_facts
 
         facts = read_facts(args.model)
-        if CHUNKS in facts.calls:
-            raise ValueError(
-                f"{args.model} draws clips chunk by chunk, which this command does not; use Python: "
-                f"visual_spec.ChunkVideoPipeline.from_pretrained({args.model!r})."
-            )
-        name = facts.medium
+        name, chunks = facts.medium, CHUNKS in facts.calls
     makes = {"image": "pictures", "video": "clips", "audio": "music"}
     for flag, medium, _ in args.usual:
         if medium != name:
@@ -327,7 +322,7 @@ def _medium(args: argparse.Namespace) -> MediumFiles:
         raise ValueError(
             f"--format {args.format} is of music and clips; {args.model} draws pictures, which are PNG files."
         )
-    return MEDIA[name]
+    return replace(MEDIA[name], unit="frame") if chunks else MEDIA[name]
 
 
 def _sampler(args: argparse.Namespace, pipe: Any = None) -> Any:
@@ -400,15 +395,16 @@ def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None
 
 
 def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
-    """Return what a call takes beside prompts and law: texts to avoid, and pictures, read from their files.
+    """Return what a call takes beside prompts and law: texts to avoid, pictures, read from their files, and a policy.
 
     Raises:
-        ValueError: the pipeline takes no such thing, or a file is no picture.
+        ValueError: the pipeline takes no such thing or no such law, or a file is no picture.
         OSError: there is no such file.
     """
     inputs = _chosen(args, _INPUTS)
     taken = inspect.signature(type(pipe).__call__).parameters
-    for name in inputs:
+    law = {} if args.masked else _chosen(args, LAW_SETTINGS)  # a pair hands all on
+    for name in (*inputs, *law):
         if name not in taken:
             raise ValueError(f"{args.model} takes no --{name.replace('_', '-')}; leave it out.")
         if name in _PICTURES:

@@ -129,8 +129,8 @@ def test_the_sampler_says_how_chunks_are_drawn(pipe, tmp_path):
     assert (former["chunk"], former["steps"], former["shift"]) == (1, 2, 4.0)
 
 
-@pytest.mark.parametrize("command", [["generate", PROMPT], ["eval"], ["bench"]])
-def test_commands_for_samplers_refuse_it(pipe, tmp_path, capsys, command):
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_commands_that_measure_refuse_it(pipe, tmp_path, capsys, command):
     pipe.save_pretrained(tmp_path / "model")
-    assert cli.main([*command, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]) == 2
+    assert cli.main([command, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]) == 2
     assert "chunk" in capsys.readouterr().err.lower()
