@@ -63,6 +63,10 @@ _VAR = OfficialFile("transformer", "next_scale.var:name_of", "next_scale.var:is_
     "next_scale.var:load_var_checkpoint", pipeline="ScaleImagePipeline")
 _VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", "next_scale.var_vq:is_var_vq",
     "next_scale.var_vq:load_var_vq_checkpoint", "scales", "next_scale.var:scales_of_size")
+_FLEXVAR = OfficialFile("transformer", "next_scale.flexvar:name_of", "next_scale.flexvar:is_flexvar",
+    "next_scale.flexvar:load_flexvar", "scales", "next_scale.flexvar:scales_of_size", "ScaleImagePipeline")
+_FLEXVAE = OfficialFile("vq_model", "FlexVAR's tokenizer", "next_scale.flexvar:is_flexvae",
+    "next_scale.flexvar:load_flexvae", "scales", "next_scale.flexvar:scales_of_size")
 _NEEDS_VQ, _NEEDS_VAR_VQ = "vq_ds16_c2i.pt", "vae_ch160v4096z32.pth"
 # Fewer calls by confidence and in Halton's order, with reuse, and by entropy. All are compared with one token a call,
 # the law of the model alone, and measure how far they are from it; groups of a causal layer have a law of their own.
@@ -181,6 +185,22 @@ FAMILIES = (
             KnownModel("VAR-d24 class 256", "var_d24.pth", 256, 680, 0, 1_033_399_360, 2 * 24 * 1536, 16 * 16),
             KnownModel("VAR-d30 class 256", "var_d30.pth", 256, 680, 0, 2_010_020_356, 2 * 30 * 1920, 16 * 16),
             KnownModel("VAR-d36 class 512", "var_d36.pth", 512, 2240, 0, 2_353_893_904, 2 * 36 * 2304, 32 * 32),
+        ),
+    ),
+    Family(
+        "FlexVAR, SAR", (SCALES,), ("ScaleImagePipeline",),
+        ("next_scale.flexvar:FlexVARTransformer", "next_scale.flexvar:FlexVQModel"),
+        saved={"transformer": "FlexVARTransformer"}, unit="scales", plain="scale-wise", refiners=("FlexVARTransformer",),
+        measured=("scale-wise:scales={1/2/3/5/7/10/13/16|1/2/4/6/10/16|1/2/4/8/16|1/4/8/16}",),
+        load="ScaleImagePipeline.from_official",
+        layout=FileLayout((_FLEXVAR, _FLEXVAE), second="refiner", tokenizer="FlexVAE.pth"),
+        sizes=(
+            KnownModel("FlexVAR-d16, SAR-d16 class 256", "FlexVARd16-epo179.pth", 256, 680, 0, 315_561_936,
+                2 * 16 * 1024, 16 * 16),
+            KnownModel("FlexVAR-d20, SAR-d20 class 256", "FlexVARd20-epo249.pth", 256, 680, 0, 607_513_952,
+                2 * 20 * 1280, 16 * 16),
+            KnownModel("FlexVAR-d24, SAR-d24 class 256", "FlexVARd24-epo349.pth", 256, 680, 0, 1_041_314_576,
+                2 * 24 * 1536, 16 * 16),
         ),
     ),
     # Sizes of transformers' default configurations, which match the released weights.

@@ -1,7 +1,10 @@
-"""Train the embedded VAR on the token maps of `shapes`, and fine-tune pairs for collaborative decoding.
+"""Train the embedded VAR and FlexVAR on the token maps of `shapes`, and fine-tune pairs for collaborative decoding.
 
 Cross entropy of all tokens of all scales under teacher forcing. A tenth of the classes is replaced by the null class,
 so that guidance works (Tian et al. 2024, section 4; Ho and Salimans 2022).
+
+A FlexVAR (arXiv 2502.20313) sees another list of scales at every step, as in its public trainer, but half of the lists
+are shorter, and all end at the last scale. Its tokenizer comes from `shapes` and does not change.
 
 The pictures and their classes come from `visual_spec.data.shapes_classes`.
 
@@ -29,7 +32,9 @@ from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of
 from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.settings import Count, Share, Within, read_fields
-from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.flexvar import FlexVARTransformer, FlexVQModel
+from visual_spec.models.next_scale.scale_budget import offsets_of
+from visual_spec.models.next_scale.var import SCALES, VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
@@ -41,9 +46,18 @@ from visual_spec.training.loop import (
     muon_and_adamw,
     option,
     read_options,
+    round_matrices,
     write_json,
 )
 from visual_spec.training.tokens import to_signed
+
+_DROPPED_FROM = (
+    0.9,
+    0.95,
+    0.98,
+    0.99,
+)  # FlexVAR's trainer drops a scale for each of these that a number exceeds
+_MOST_SLOTS = sum(side * side for side in SCALES[256])  # of a list of scales
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,7 @@ class VarTraining:
 
 @torch.no_grad()
 def tokenize_classes(
-    vq_model: MultiscaleVQModel,
+    vq_model: MultiscaleVQModel | FlexVQModel,
     count: int,
     seed: int,
     *,
@@ -137,6 +151,24 @@ def tokenize_classes(
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+def random_scales(rng: np.random.Generator, last: int) -> tuple[int, ...]:
+    """Return a list of scales for a step: half of the time as FlexVAR's trainer draws it, else of 4 to 9 scales."""
+    small, large = (np.arange(low, min(high, last)) for low, high in ((3, 11), (11, 16)))
+    inner = [2, *rng.permutation(small)[:5], *rng.permutation(large)[:2]]
+    chance = rng.random()
+    drops = sum(chance > bound for bound in _DROPPED_FROM) if rng.random() < 0.5 else rng.integers(1, 7)
+    kept = sorted(int(side) for side in rng.permutation(inner)[int(drops) :] if side < last)
+    while kept and 1 + sum(side * side for side in [*kept, last]) > max(_MOST_SLOTS, last * last + 1):
+        kept.pop(rng.integers(max(0, len(kept) - 3), len(kept)))
+    return 1, *kept, last
+
+
+@torch.no_grad()
+def start_from_codes(model: FlexVARTransformer, vq_model: FlexVQModel) -> None:
+    """Start a FlexVAR so that it repeats the code at a place: its head reads what the embedding of a code writes."""
+    model.head.weight.copy_(0.6 * vq_model.codebook @ model.word_embed.weight.T)
+
+
 def initialise(model: VARTransformer) -> None:
     """Initialise the embeddings at a scale of order one.
 
@@ -145,7 +177,8 @@ def initialise(model: VARTransformer) -> None:
     """
     torch.nn.init.normal_(model.class_emb.weight)
     torch.nn.init.normal_(model.word_embed.weight, std=model.code_dim**-0.5)
-    for table in (model.pos_start, model.pos_1LC, model.lvl_embed.weight):
+    learned = [] if isinstance(model, FlexVARTransformer) else [model.pos_1LC, model.lvl_embed.weight]
+    for table in (model.pos_start, *learned):
         torch.nn.init.normal_(table, std=0.3)
 
 
@@ -270,7 +303,7 @@ class Lessons:
 
 def train_var(
     model: VARTransformer,
-    vq_model: MultiscaleVQModel,
+    vq_model: MultiscaleVQModel | FlexVQModel,
     settings: VarTraining,
     out: Path,
     *,
@@ -293,9 +326,13 @@ def train_var(
     device = model.device
     vq_model.eval().to(device)  # pyright: ignore[reportArgumentType]
     torch.manual_seed(settings.seed)
-    labels, tokens = tokenize_classes(vq_model, settings.scenes, settings.seed + 1, cache=out)
+    flexible = isinstance(model, FlexVARTransformer)
+    sides = tuple(range(1, model.scales[-1] + 1)) if flexible else model.scales  # of the tokens that are kept
+    kept = vq_model.at(sides) if isinstance(vq_model, FlexVQModel) else vq_model
+    labels, tokens = tokenize_classes(kept, settings.scenes, settings.seed + 1, cache=out)
     scenes = sample_one_object_scenes(settings.scenes, settings.seed + 1)
-    objects = torch.from_numpy(object_slots(scenes, model.scales))  # [N, L]
+    objects = torch.from_numpy(object_slots(scenes, sides))  # [N, L]
+    offsets = offsets_of(sides)
     lessons = None
     if teacher is not None:
         teacher.eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
@@ -310,26 +347,38 @@ def train_var(
     run = Trainer(model, settings, out, descend, every=every, reads=reads)
 
     def batch(step: int) -> tuple[Any, ...]:
-        chosen, dropped, weights = _draw_batch(model.scales, objects, settings, step)
+        learner: Any = model
+        read: Any = vq_model
+        drawn, shown = tokens, objects
+        if flexible:
+            scales = random_scales(np.random.default_rng((settings.seed, step, 1)), model.scales[-1])
+            learner, read = model.at(scales), read.at(scales)
+            slots = torch.cat([torch.arange(offsets[n - 1], offsets[n]) for n in scales])
+            drawn, shown = tokens[:, slots], objects[:, slots]
+        chosen, dropped, weights = _draw_batch(learner.scales, shown, settings, step)
         dropped = dropped.to(device)
-        token_ids, label_ids = tokens[chosen].to(device).long(), labels[chosen].to(device)
+        token_ids, label_ids = drawn[chosen].to(device).long(), labels[chosen].to(device)
         with torch.no_grad():
-            maps = vq_model.maps_of(token_ids)[: settings.trained_scales(len(model.scales)) - 1]
+            maps = read.maps_of(token_ids)[: settings.trained_scales(len(learner.scales)) - 1]
             taught = None if lessons is None else lessons.logits(maps, chosen, label_ids, dropped)
-        return maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, taught
+        return learner, maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, taught
 
     def loss(*parts: Any) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
-            return _loss(model, *parts)
+            return _loss(*parts)
 
     def judged() -> dict[str, Any]:
+        if flexible:
+            round_matrices(model, out)
         return held_out_losses(model, vq_model)
 
-    return run.run(loss, batch, judged, lambda: model.save_pretrained(out))
+    return run.run(loss, batch, judged, lambda: None if flexible else model.save_pretrained(out))
 
 
 @torch.no_grad()
-def held_out_losses(model: VARTransformer, vq_model: MultiscaleVQModel, count: int = 400) -> dict:
+def held_out_losses(
+    model: VARTransformer, vq_model: MultiscaleVQModel | FlexVQModel, count: int = 400
+) -> dict:
     """Return the cross entropy in nats a token on held-out scenes: `held_out_loss`, and `held_out_loss_by_scale`."""
     labels, tokens = tokenize_classes(vq_model, count, 777, held_out=True)
     rows = []
@@ -344,7 +393,10 @@ def held_out_losses(model: VARTransformer, vq_model: MultiscaleVQModel, count: i
 
 
 def _check_fit(
-    model: VARTransformer, vq_model: MultiscaleVQModel, settings: VarTraining, teacher: VARTransformer | None
+    model: VARTransformer,
+    vq_model: MultiscaleVQModel | FlexVQModel,
+    settings: VarTraining,
+    teacher: VARTransformer | None,
 ) -> None:
     sizes = {
         "the tokenizer": (vq_model.scales, vq_model.codebook_size, vq_model.code_dim),
@@ -371,7 +423,7 @@ def _check_fit(
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
-HELP = """Train the embedded VAR on shapes.
+HELP = """Train the embedded VAR on shapes, or a FlexVAR: a transformer of --size flexible.
 
 `python scripts/train var --tokenizer FOLDER --out FOLDER --size large`
 
@@ -389,11 +441,15 @@ pictures drawn with them. An interrupted run resumes.
 SIZES: dict[str, dict[str, Any]] = {
     "large": {"dim": 256, "num_layers": 8, "num_heads": 4},
     "small": {"dim": 128, "num_layers": 4, "num_heads": 2},
+    "flexible": {"dim": 96, "num_layers": 5, "num_heads": 3},
 }
 
 
 def accuracy_of_draws(
-    model: VARTransformer | list[Stage], vq_model: MultiscaleVQModel, guidance: float, count: int
+    model: VARTransformer | list[Stage],
+    vq_model: MultiscaleVQModel | FlexVQModel,
+    guidance: float,
+    count: int,
 ) -> dict:
     """Class accuracy of pictures that a model or a schedule of models draws, about as many of each class."""
     pictures, labels = [], torch.arange(count) % len(CLASSES)
@@ -416,8 +472,10 @@ def accuracy_of_draws(
 
 @dataclass(kw_only=True)
 class Options(RunOptions):
-    tokenizer: Path = option("folder that python scripts/train var_tokenizer wrote")
-    size: str = option("large or small", "large", choices=list(SIZES))
+    tokenizer: Path = option(
+        "folder that python scripts/train var_tokenizer wrote; for a FlexVAR the one of shapes"
+    )
+    size: str = option("large, small or flexible", "large", choices=list(SIZES))
     dim: int | None = option("in place of the one of --size, as the next two", None)
     num_layers: int | None = None
     num_heads: int | None = None
@@ -433,21 +491,27 @@ class Options(RunOptions):
 def main() -> None:
     options, settings = read_options(HELP, Options, VarTraining)
     torch.manual_seed(settings.seed)
-    vq_model = MultiscaleVQModel.from_pretrained(options.tokenizer)
+    flexible = options.size == "flexible"
+    vq_model: Any = (FlexVQModel if flexible else MultiscaleVQModel).from_pretrained(options.tokenizer)
+    kind: Any = FlexVARTransformer if flexible else VARTransformer
     if options.start_from is not None:
-        model = VARTransformer.from_pretrained(options.start_from)
+        model = kind.from_pretrained(options.start_from)
         if options.num_layers is not None:
             model = deepened(model, options.num_layers)
     else:
         size = {name: getattr(options, name) or value for name, value in SIZES[options.size].items()}
-        model = VARTransformer(
+        own = {"shared_adaln": True, "position_side": vq_model.scales[-1]} if flexible else {}
+        model = kind(
             vocab_size=vq_model.codebook_size,
             code_dim=vq_model.code_dim,
             scales=vq_model.scales,
             num_classes=len(CLASSES),
             **size,
+            **own,
         )
         initialise(model)
+        if flexible:
+            start_from_codes(model, vq_model)
     teacher = None if options.teacher is None else VARTransformer.from_pretrained(options.teacher)
     model = model.to(options.device)
     record = train_var(model, vq_model, settings, options.out, teacher=teacher)

@@ -15,7 +15,7 @@ from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.decoders import ScaleDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures
 from visual_spec.pipelines.steps import Asked
-from visual_spec.samplers.scales.stages import Stage, drawn_stages
+from visual_spec.samplers.scales.stages import Stage, at_scales, drawn_stages
 
 Budget = ScaleBudget | Mapping[str, Any] | None
 
@@ -34,8 +34,12 @@ class NextScalePipeline(VisualPipeline):
     @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of the pictures in pixels."""
-        size = self.vq_model.image_size
+        size = self._at_scales(self.vq_model).image_size
         return (size, size) if isinstance(size, int) else size
+
+    def _at_scales(self, part: Any) -> Any:
+        """A model or the tokenizer, with the scales that the sampler asks for."""
+        return at_scales(part, getattr(self.sampler, "config", {}).get("scales"))
 
     # -- compressed caches ---------------------------------------------------------------------------------------------
 
@@ -85,7 +89,7 @@ class NextScalePipeline(VisualPipeline):
         return asked
 
     def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
-        stages, tokenizer = asked.model, self.vq_model
+        stages, tokenizer = asked.model, self._at_scales(self.vq_model)
         count, laws = asked.count * asked.each, asked.law if isinstance(asked.law, list) else [asked.law]
         drawn = tokenizer.scales[: drawn_stages(self.sampler, stages)[-1].scales.stop]
         sizes = [area_of(side) * getattr(tokenizer, "tokens_per_place", 1) for side in drawn]
@@ -93,7 +97,7 @@ class NextScalePipeline(VisualPipeline):
         self._guidance_scale = scales[0] if len(set(scales)) == 1 else scales
         self._num_timesteps = len(sizes)
         heard = self._listener(args, asked, ("canvas",))
-        models, total = (self.transformer, self.refiner, tokenizer), count * sum(sizes)
+        models, total = (self.transformer, self.refiner, self.vq_model), count * sum(sizes)
         with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = f" {self._token}"
 
@@ -125,13 +129,15 @@ class NextScalePipeline(VisualPipeline):
 
         They equal the drawn pictures, unless the sampler was smooth, or a callback changed the canvas.
         """
-        return self.decode_canvas(ScaleDecoder(self.vq_model, self.transformer).canvas(tokens), output_type)
+        decoder = ScaleDecoder(self._at_scales(self.vq_model), self.transformer)
+        return self.decode_canvas(decoder.canvas(tokens), output_type)
 
     def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
         """Pictures of a canvas [B, D, h, w], finished or as a callback sees it, in the form `output_type` asks for."""
         if output_type == "latent":
             return canvas
-        return self.image_processor.postprocess(self.vq_model.decode_canvas(canvas), output_type=output_type)
+        pictures = self._at_scales(self.vq_model).decode_canvas(canvas)
+        return self.image_processor.postprocess(pictures, output_type=output_type)
 
 
 def read_budget(budget: Budget) -> ScaleBudget | None:

@@ -1,4 +1,4 @@
-"""Class to image scale by scale (VAR): label -> token maps, coarse to fine -> picture."""
+"""Class to image scale by scale (VAR, FlexVAR): label -> token maps, coarse to fine -> picture."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import Within, whole
+from visual_spec.models.next_scale.flexvar import FlexVQModel, is_flexvar, load_flexvae, load_flexvar
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import calibrate
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
@@ -30,8 +31,10 @@ from visual_spec.samplers.scales.stages import (
     CODE_LAW,
     CODE_WARM_SCALES,
     CODE_WARM_TEMPERATURE,
+    FLEXVAR_LAW,
     VAR_LAW,
     Stage,
+    at_scales,
     code_stages,
 )
 
@@ -81,7 +84,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
     def __init__(
         self,
         transformer: VARTransformer,
-        vq_model: MultiscaleVQModel,
+        vq_model: MultiscaleVQModel | FlexVQModel,
         sampler: ScaleWiseSampler,
         id2label: list[str] | None = None,
         default_guidance_scale: float = VAR_LAW.guidance_scale,
@@ -134,8 +137,8 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         With a refiner these are CoDe's, with a higher temperature in the first seven scales (`warm_temperature`).
 
         Args:
-            transformer: e.g. `var_d16.pth`.
-            vq_model: path of `vae_ch160v4096z32.pth`, which serves all sizes.
+            transformer: e.g. `var_d16.pth`, or a file of FlexVAR or SAR.
+            vq_model: path of `vae_ch160v4096z32.pth`, which serves all sizes of VAR; of `FlexVAE.pth` for the others.
             refiner: for CoDe, the file of a smaller model: `var_d16.pth` beside `var_d30.pth`, or one fine-tuned for
                 it.
             num_draft_scales, id2label: see the class.
@@ -145,10 +148,14 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         Raises:
             ValueError, OSError: a file that is none of these; says what it is.
         """
-        model = load_var_checkpoint(transformer, dtype=dtype)
-        small = None if refiner is None else load_var_checkpoint(refiner, dtype=dtype)
-        tokenizer = load_var_vq_checkpoint(vq_model, dtype=dtype, scales=model.scales)
-        law = VAR_LAW if small is None else CODE_LAW
+        source = transformer if isinstance(transformer, Checkpoint) else read_checkpoint(transformer)
+        load, load_tokenizer, law = load_var_checkpoint, load_var_vq_checkpoint, VAR_LAW
+        if is_flexvar(source.weights):
+            load, load_tokenizer, law = load_flexvar, load_flexvae, FLEXVAR_LAW
+        model = load(source, dtype=dtype)
+        small = None if refiner is None else load(refiner, dtype=dtype)
+        tokenizer = load_tokenizer(vq_model, dtype=dtype, scales=model.scales)
+        law = law if small is None else CODE_LAW
         return cls(
             model,
             tokenizer,
@@ -170,7 +177,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         budgets = (settings.get("budget"), settings.get("refiner_budget"), sampler.get("cache_share"))
         whole_cache = {} if budgets == (None, None, None) else {"cache_share": "off"}
         plain = write_sampler("scale-wise", {"num_draft_scales": "all"} | whole_cache)
-        stored = "canvas" if sampler.get("smooth") else "ids"
+        stored = "canvas" if sampler.get("smooth") or sampler.get("scales") else "ids"
         return replace(super().facts_of(settings, sampler), plain_sampler=plain, stored_as=stored)
 
     @property
@@ -242,7 +249,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             return sampler(self._warmed([Stage(observed, range(len(model.scales)))]), *args, **settings)
 
         more |= dict(sampler=draw, law=law, share=share, batch_size=len(condition), generator=noise)
-        return calibrate(model, self.vq_model, condition, **more)
+        return calibrate(model, at_scales(self.vq_model, model.scales), condition, **more)
 
     def refiner_law(self, law: TokenLaw) -> TokenLaw:
         """The law of the refiner in a call with this law.
@@ -290,7 +297,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
 
     def _check_split(self, num_draft_scales: Any) -> int:
         """How many scales are drawn before the refiner takes over, checked."""
-        count = len(self.transformer.scales)
+        count = len(self._at_scales(self.transformer).scales)
         split = count if num_draft_scales == "all" else num_draft_scales
         whole("num_draft_scales", split, Within(0, count), f", where {count} is the transformer alone")
         if self.refiner is None and split < count:
@@ -321,22 +328,23 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             ValueError: scales to refine and no refiner, a number out of range, or a share of the cache that is too
                 small.
         """
-        count, law = len(self.transformer.scales), law or self.make_law()
+        transformer, refiner = self._at_scales(self.transformer), self._at_scales(self.refiner)
+        count, law = len(transformer.scales), law or self.make_law()
         split = self._division("num_draft_scales") if num_draft_scales is None else num_draft_scales
         if split is None:
             known = self.config["refiner_first_scale"] or 1
             split = count if self.refiner is None else max(known, count - 2)
         split = self._check_split(split)
-        first: Any = self.transformer
+        first: Any = transformer
         budget = self.budget
         if split == 0:
-            first, budget, split = self.refiner, self.refiner_budget, count
+            first, budget, split = refiner, self.refiner_budget, count
         large = self._cached(first, budget, self.make_law())
         if split == count:
             stages = [Stage(large, range(count))]
         else:
             own = self.refiner_law(law)
-            small = self._cached(self.refiner, self.refiner_budget, self.refiner_law(self.make_law()))
+            small = self._cached(refiner, self.refiner_budget, self.refiner_law(self.make_law()))
             stages = code_stages(large, small, split, small_law=None if own == law else own)
         if large is not first and self.sampler.config["measure"] and count > 1:
             # Against the model with its whole cache, which draws scale 0 alike: nothing is read there.

@@ -78,12 +78,7 @@ class MultiscaleTokenizer(SavedModel):
         Raises:
             ValueError: the pictures do not have the size of the scales.
         """
-        height, width = self.picture_shape
-        if images.ndim != 4 or tuple(images.shape[1:]) != (3, height, width):
-            raise ValueError(
-                f"pictures of shape {tuple(images.shape)} given; this tokenizer encodes [B, 3, {height}, {width}]; "
-                "resample them first."
-            )
+        self._check_pictures(images)
         return torch.cat(list(self.tokens_of(self.encode_latents(images))), 1)
 
     def maps_of(self, tokens: Tensor) -> list[Tensor]:
@@ -112,6 +107,14 @@ class MultiscaleTokenizer(SavedModel):
     def forward(self, images: Tensor) -> Tensor:
         """Return the reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.decode_tokens(self.encode_tokens(images))
+
+    def _check_pictures(self, images: Tensor) -> None:
+        height, width = self.picture_shape
+        if images.ndim != 4 or tuple(images.shape[1:]) != (3, height, width):
+            raise ValueError(
+                f"pictures of shape {tuple(images.shape)} given; this tokenizer encodes [B, 3, {height}, {width}]; "
+                "resample them first."
+            )
 
     def _split(self, tokens: Tensor) -> Sequence[Tensor]:
         if tokens.ndim != 2 or tokens.shape[1] != self.num_tokens:

@@ -144,14 +144,18 @@ class VARTransformer(ScaleTransformer):
         self.word_embed = nn.Linear(code_dim, dim)
         self.class_emb = nn.Embedding(num_classes + 1, dim)
         self.pos_start = nn.Parameter(torch.zeros(1, self.offsets[1], dim))
-        self.pos_1LC = nn.Parameter(torch.zeros(1, self.offsets[-1], dim))
-        self.lvl_embed = nn.Embedding(len(self.scales), dim)
+        self._add_positions(dim)
         if shared_adaln:
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         self.blocks = nn.ModuleList(VARBlock(dim, num_heads, shared_adaln) for _ in range(num_layers))
         self.head_nm = HeadNorm(dim)
         self.head = nn.Linear(dim, vocab_size)
         self._initialise()
+
+    def _add_positions(self, dim: int) -> None:
+        """Add what tells the places of all scales from each other."""
+        self.pos_1LC = nn.Parameter(torch.zeros(1, self.offsets[-1], dim))
+        self.lvl_embed = nn.Embedding(len(self.scales), dim)
 
     def _initialise(self) -> None:
         """Initialise as in the official training: layers begin close to the identity, and laws close to uniform."""
@@ -236,7 +240,7 @@ _VAR = KeyLayout(
 
 def is_var(weights: Mapping[str, Tensor]) -> bool:
     """Return whether these keys are of a VAR."""
-    return "pos_1LC" in weights
+    return "pos_1LC" in weights and weights["pos_1LC"].ndim == 3
 
 
 def name_of(checkpoint: Any) -> str:

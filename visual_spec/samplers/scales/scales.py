@@ -27,6 +27,7 @@ from visual_spec.samplers.scales.reference import Reference, law_at_scale
 from visual_spec.samplers.scales.schedule import SCHEDULES, ScaleSchedule
 from visual_spec.samplers.scales.stages import (
     Stage,
+    at_scales,
     check_alone,
     check_stages,
     drawn_stages,
@@ -103,6 +104,8 @@ class ScaleWiseSampler(Sampler):
         schedule: what is left out at each scale: the name of a preset ("just-stop", "skipvar", "stagevar", "fastvar"),
             or values of `ScaleSchedule` by name, such as {"stop_after": 6, "guided_until": 5, "keep_share": [0.5]};
             None: nothing. A schedule that leaves something out is not lossless; one that does not changes nothing.
+        scales: tokens per side of each map, coarse to fine, in place of the model's own; for models that draw any
+            (FlexVAR). None: the model's own.
         num_draft_scales: scales that the transformer draws before the refiner of the pipeline takes over (CoDe); "all":
             the transformer alone; 0: the refiner alone; None: all but two, or what the refiner did not learn to draw.
         refiner_guidance_scale: guidance of the scales that the refiner draws; None: what the pipeline says.
@@ -126,6 +129,7 @@ class ScaleWiseSampler(Sampler):
         smooth: bool = False,
         measure: bool = False,
         schedule: Annotated[str | Mapping[str, Any] | None, OneOf(tuple(SCHEDULES))] = None,
+        scales: Annotated[Sequence[int] | None, Within(1, none="the model's own")] = None,
         num_draft_scales: Annotated[int | str | None, Within(0), OneOf(("all",))] = None,
         refiner_guidance_scale: Annotated[float | None, Within(0, LARGEST)] = None,
         cache_share: Annotated[float | str | None, Within(above=0, most=1), OneOf(("off",))] = None,
@@ -146,9 +150,11 @@ class ScaleWiseSampler(Sampler):
     def lossless(self) -> bool:
         """Whether samples of one model follow its law. Several models have no common law; see the trace.
 
-        With a schedule only if it leaves nothing out, whatever the number of scales. Not if the refiner draws alone.
+        With a schedule only if it leaves nothing out, whatever the number of scales. Not if the refiner draws alone,
+        nor with scales in place of the model's own.
         """
-        return not self.config["smooth"] and self.schedule.empty and self.config["num_draft_scales"] != 0
+        own = self.schedule.empty and self.config["scales"] is None
+        return not self.config["smooth"] and own and self.config["num_draft_scales"] != 0
 
     @property
     def identical(self) -> bool:
@@ -170,7 +176,8 @@ class ScaleWiseSampler(Sampler):
 
         Args:
             model: a model for all scales, or stages, whose models share the tokenizer. Successive stages of one model
-                share its cache. Pipelines make the stages from the settings of the sampler.
+                share its cache. Pipelines make the stages from the settings of the sampler; models of stages have its
+                `scales` already (`at_scales`).
             tokenizer: turns the tokens so far into the input map of the next scale.
             condition: what the `prefill` of every model takes, `batch_size` rows of it.
             law: how logits become the distribution a token is drawn from, unless a stage has its own. Slots count
@@ -184,9 +191,11 @@ class ScaleWiseSampler(Sampler):
             ValueError, TypeError: the request cannot be served.
             FloatingPointError: logits that define no law.
         """
+        scales = self.config["scales"]
+        tokenizer = at_scales(tokenizer, scales)
         if not isinstance(model, Sequence):
             check_alone(self)
-            model = [Stage(model, range(len(tokenizer.scales)))]
+            model = [Stage(at_scales(model, scales), range(len(tokenizer.scales)))]
         request: dict[str, Any] = dict(law=law, generator=generator, batch_size=batch_size, callback=callback)
         result = super().__call__(list(model), condition, tokenizer=tokenizer, **request)
         assert isinstance(result, ScaleResult)
@@ -338,7 +347,7 @@ class ScaleWiseSampler(Sampler):
         # A model with a compressed cache draws from a different law.
         exact = len(runs) == 1 and getattr(run.model[0].model, "lossless", True)
         whole = not self.schedule.leaves_out(len(run.parts["tokenizer"].scales))
-        promised = exact and whole and not self.config["smooth"]
+        promised = exact and whole and not self.config["smooth"] and self.config["scales"] is None
         trace |= dict(lossless=promised, identical=promised)
         drawn = range(state.round + 1)
         calls = tuple(sum(scale in drawn for stage in stages for scale in stage.scales) for stages in runs)

@@ -24,6 +24,7 @@ from visual_spec.samplers.scales.schedule import ScaleSchedule
 # The numbers of the published figures. The official `cfg=1.5` is what the ramp adds to 1 at the last scale.
 VAR_LAW = TokenLaw(guidance_scale=2.5, top_k=900, top_p=0.96)
 CODE_LAW = TokenLaw(guidance_scale=2.5, top_k=600, top_p=0.96)
+FLEXVAR_LAW = TokenLaw(guidance_scale=3.5, top_k=900, top_p=0.95)
 CODE_DRAFT_SCALES = (6, 7, 8, 9)
 CODE_WARM_SCALES, CODE_WARM_TEMPERATURE = 7, 1.1  # the first scales, see `Stage.late_temperature`
 # Settings of a sampler that say which model draws which scales, and with which cache.
@@ -102,6 +103,22 @@ def check_alone(sampler: Any) -> None:
             f"{', '.join(asked)} given, but one model draws here; leave them out, pass stages, or set the sampler of a "
             "ScaleImagePipeline, such as shapes_var."
         )
+
+
+def at_scales(part: Any, scales: Sequence[int] | None) -> Any:
+    """Return a model or tokenizer with other scales; it shares the weights. None, and no part: as it is.
+
+    Raises:
+        ValueError: the scales of this one are fixed, or it cannot have these.
+    """
+    if part is None or scales is None or tuple(part.scales) == tuple(scales):
+        return part
+    if not hasattr(part, "at"):
+        raise ValueError(
+            f"scales={list(scales)} given, but the scales of a {type(part).__name__} are fixed, {tuple(part.scales)}; "
+            "leave scales out, stop early by stop_after, or draw with a FlexVAR, such as shapes_flexvar."
+        )
+    return part.at(scales)
 
 
 def draws_guided(stages: Sequence[Stage], guided: bool) -> bool:
