@@ -30,7 +30,8 @@ from visual_spec.models.masked.mage_vq import MageVQModel
 from visual_spec.models.masked.maskgct import AcousticNetwork, SemanticNetwork
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
-from visual_spec.models.next_scale import infinity, var, var_student
+from visual_spec.models.next_scale import flexvar, infinity, var, var_student
+from visual_spec.models.next_scale.flexvar import FlexVARTransformer
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_budget import cache_bytes
@@ -147,11 +148,15 @@ def test_sizes_of_infinity(name):
     assert (model.cached, model.calls) == (2 * layers * width, (SCALES,))
 
 
-@pytest.mark.parametrize("name", var.PRESETS)
-def test_sizes_of_var(name):
+SIZES_OF_VAR = [("VAR", VARTransformer, var.PRESETS[name], name) for name in var.PRESETS]
+SIZES_OF_VAR += [("FlexVAR", FlexVARTransformer, flexvar.PRESETS[name], name) for name in flexvar.PRESETS]
+
+
+@pytest.mark.parametrize(("family", "kind", "size", "name"), SIZES_OF_VAR)
+def test_sizes_of_var(family, kind, size, name):
     with torch.device("meta"):
-        network = VARTransformer(**var.PRESETS[name])
-    (model,) = (model for model in families.models() if model.name.startswith(f"VAR-{name} "))
+        network = kind(**size)
+    (model,) = (m for m in families.models() if m.name.split()[0].rstrip(",") == f"{family}-{name}")
     assert model.parameters == parameters(network)
     assert (model.tokens, model.prefix) == (network.offsets[-1], 0)
     assert var.SCALES[model.pixels] == network.scales and model.calls == (SCALES,)

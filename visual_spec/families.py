@@ -190,7 +190,8 @@ FAMILIES = (
     Family(
         "FlexVAR, SAR", (SCALES,), ("ScaleImagePipeline",),
         ("next_scale.flexvar:FlexVARTransformer", "next_scale.flexvar:FlexVQModel"),
-        saved={"transformer": "FlexVARTransformer"}, unit="scales", plain="scale-wise", refiners=("FlexVARTransformer",),
+        saved={"transformer": "FlexVARTransformer"}, unit="scales", plain="scale-wise",
+        refiners=("FlexVARTransformer",),
         measured=("scale-wise:scales={1/2/3/5/7/10/13/16|1/2/4/6/10/16|1/2/4/8/16|1/4/8/16}",),
         load="ScaleImagePipeline.from_official",
         layout=FileLayout((_FLEXVAR, _FLEXVAE), second="refiner", tokenizer="FlexVAE.pth"),

@@ -23,8 +23,10 @@ from scripts.train.var import (
     guided_laws,
     held_out_losses,
     initialise,
+    random_scales,
     slot_losses,
     slot_weights,
+    start_from_codes,
     tokenize_classes,
     train_var,
 )
@@ -32,6 +34,7 @@ from scripts.train.var_tokenizer import VarTokenizerTraining, train_var_tokenize
 from tests.helpers.training import check_training
 from visual_spec.data.shapes import render, sample_dataset
 from visual_spec.data.shapes_classes import class_of
+from visual_spec.models.next_scale.flexvar import FlexVARTransformer, FlexVQModel
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.training.tokens import to_signed
@@ -453,3 +456,59 @@ def test_drawn_pictures_are_judged_from_seeds_of_their_own(monkeypatch):
     found = accuracy_of_draws(None, vq_model, 2.0, 100)  # pyright: ignore[reportArgumentType]
     assert len(set(seeds)) == 100 and labels == [k % 48 for k in range(100)]
     assert found["seen"] == (100, labels)
+
+
+# -- FlexVAR ----------------------------------------------------------------------------------------------------------
+
+
+def test_lists_of_scales_are_those_of_the_public_trainer_or_shorter():
+    rng = np.random.default_rng(0)
+    lists = [random_scales(rng, 16) for _ in range(600)]
+    assert all(sides == tuple(sorted(set(sides))) and sides[0] == 1 and sides[-1] == 16 for sides in lists)
+    assert max(sum(side * side for side in sides) for sides in lists) <= 680
+    counts = np.bincount([len(sides) for sides in lists], minlength=11)
+    assert counts[:4].sum() == 0 and (counts[4:10] > 20).all()
+    assert {side for sides in lists for side in sides} == set(range(1, 17))
+    assert random_scales(rng, 4)[-1] == 4
+
+
+def flexible_tokenizer() -> FlexVQModel:
+    torch.manual_seed(0)
+    model = FlexVQModel(4, (1, 1, 1, 2), 1, 4, 16, 4, norm_groups=None, image_size=SIDE, scales=(1, 2, 4))
+    return model.eval().requires_grad_(False)
+
+
+def flexible_model(vq_model: FlexVQModel, dim: int = 16) -> FlexVARTransformer:
+    torch.manual_seed(1)
+    model = FlexVARTransformer(
+        16, 4, dim, 2, 2, num_classes=48, scales=(1, 2, 4), shared_adaln=True, position_side=4
+    )
+    initialise(model)
+    start_from_codes(model, vq_model)
+    return model
+
+
+def test_a_flexvar_starts_by_repeating_codes():
+    vq_model = flexible_tokenizer()
+    model = flexible_model(vq_model, dim=256)
+    words = model.word_embed.weight @ vq_model.codebook.T  # [dim, V]
+    assert torch.equal((model.head.weight @ words).argmax(0), torch.arange(16))
+
+
+def test_an_interrupted_flexvar_resumes_to_the_same_weights_in_8_bits(tmp_path):
+    vq_model = flexible_tokenizer()
+
+    def train(out, every):
+        model = flexible_model(vq_model)
+        return train_var(model, vq_model, replace(TRANSFORMER, steps=30), out, every=every), model
+
+    record = check_training(tmp_path, train, 24, every=10, saved={"": FlexVARTransformer})
+    assert record["held_out_loss_by_scale"][-1] > 0 and record["loss"][0][1] > record["loss"][-1][1]
+    model = FlexVARTransformer.from_pretrained(tmp_path / "whole")
+    matrix = model.blocks[0].ffn.fc1.weight.data
+    assert torch.equal(matrix, matrix.to(torch.float8_e4m3fn).to(matrix.dtype))
+    # Tokens of every side are kept, so that any list of scales can be cut out of them.
+    labels, tokens = tokenize_classes(
+        vq_model.at((1, 2, 3, 4)), TRANSFORMER.scenes, TRANSFORMER.seed + 1, cache=tmp_path / "whole"
+    )
+    assert tokens.shape[1] == 30

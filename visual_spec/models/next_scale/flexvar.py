@@ -113,12 +113,14 @@ class FlexVARTransformer(AnyScales, VARTransformer):
         self.scales, self.offsets = scales, offsets_of(scales)
 
     def _add_positions(self, dim: int) -> None:
-        self.pos_1LC = nn.Parameter(waves(self.config["position_side"], dim))
+        side = self.config["position_side"]
+        self.pos_1LC = nn.Parameter(torch.empty(1, dim, side, side))
 
     def _initialise(self) -> None:
         """Initialise as VAR; positions begin as waves."""
         super()._initialise()
-        self.pos_1LC.data = waves(self.config["position_side"], self.config["dim"])
+        with torch.no_grad():
+            self.pos_1LC.copy_(waves(self.config["position_side"], self.config["dim"]))
 
     def _places(self, scale: int) -> Tensor:
         """Return the position embeddings of a scale: the grid of positions, area-averaged. `[1, n * n, dim]`."""
