@@ -267,7 +267,9 @@ def test_settings_for_pipelines_that_lack_what_they_ask_for(pipe, tmp_path):
     with pytest.raises(ValueError, match="refiner=folder given, which a ImagePipeline does not take"):
         read("autoregressive:refiner=folder").on(next_token).__enter__()
     pipe.vq_model.save_pretrained(tmp_path / "vq")
-    with pytest.raises(ValueError, match="holds a MultiscaleVQModel; a refiner is one of VARTransformer"):
+    with pytest.raises(
+        ValueError, match="holds a MultiscaleVQModel; a refiner is one of FlexVARTransformer, VARTransformer"
+    ):
         loading.load_refiner(tmp_path / "vq")
 
 

@@ -40,12 +40,8 @@ CODES, CODE_DIM = 8912, 32  # of the official tokenizer
 PRESETS: dict[str, dict[str, Any]] = {
     f"d{depth}": {"num_layers": depth, "num_heads": depth, "dim": 64 * depth} for depth in (16, 20, 24)
 }
-_HOOKS = (
-    "forward",
-    "_old_forward",
-    "_hf_hook",
-    "_diffusers_hook",
-)  # of accelerate and diffusers, in a module
+# What hooks of accelerate and diffusers leave in a module.
+_HOOKS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook")
 
 
 class AnyScales:
