@@ -32,6 +32,9 @@ POLICIES = {
     "sink + window": "sink-window:sink=2,window=8",
     "moved sink + window": "sink-window:sink=2,window=8,sink_gap=0",
     "Deep Forcing": "deep-forcing:sink=3,recent=3,budget=7,window=8,sink_gap=0",
+    "Lookahead Anchoring, 1 ahead": "future-anchor:anchors=2,ahead=1,window=8",
+    "Lookahead Anchoring, 4 ahead": "future-anchor:anchors=2,ahead=4,window=8",
+    "Lookahead Anchoring, 12 ahead": "future-anchor:anchors=2,ahead=12,window=8",
 }
 LENGTHS = 20  # times the training length
 TRUE = "(true clips)"
@@ -101,6 +104,8 @@ def plot(document: dict[str, Any], path: Path) -> None:
     titles = {"object": "one object, its colour, it moves on", "shape": "its shape is the caption's"}
     for panel, (name, title) in zip(panels, titles.items(), strict=True):
         for label, row in document["rows"].items():
+            if label.startswith("Lookahead"):
+                continue  # three more lines among the others, which hide them
             style = {"color": "0.6", "linestyle": ":"} if label == TRUE else {}
             panel.plot(range(1, LENGTHS + 1), row["held"][name], label=label, **style)
         panel.set(title=title, xlabel="frame / training length", ylim=(-0.02, 1.02))
