@@ -80,7 +80,7 @@ CLIPS_OF_TUNES = {
 # 27.68, of 27.77).
 AUTOENCODER = {"vae": (r"(encoder|decoder)\.(down|mid|up)_block", 4)}
 CONTINUOUS = Recipe(
-    "LatentImagePipeline",
+    "ContinuousImagePipeline",
     "continuous",
     {**CLASSES, "default_guidance_scale": 3.0},
     halved=AUTOENCODER,

@@ -70,7 +70,7 @@ IMPORTED = {
         45,
         "musicgen encodec var infinity magnet tree columns masked samplers.orders",
     ),
-    "LatentImagePipeline('shapes_mar')": (
+    "ContinuousImagePipeline('shapes_mar')": (
         0,
         48,
         "musicgen encodec var infinity magnet tree columns masked_image",

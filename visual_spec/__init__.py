@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from visual_spec.families import PIPELINES
+from visual_spec.families import FORMER, PIPELINES
 from visual_spec.samplers.registry import SAMPLERS
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __all__ = [*sorted(HOMES), "__version__"]  # pyright: ignore[reportUnsupportedDu
 
 
 def __getattr__(name: str) -> Any:
+    name = FORMER.get(name, name)
     if name not in HOMES:
         raise AttributeError(f"module 'visual_spec' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(HOMES[name]), name)

@@ -9,12 +9,12 @@ from visual_spec.pipelines.amused_image import AmusedImagePipeline as AmusedImag
 from visual_spec.pipelines.audio import AudioPipeline as AudioPipeline
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline as ChunkVideoPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline as ClassImagePipeline
+from visual_spec.pipelines.continuous_image import ContinuousImagePipeline as ContinuousImagePipeline
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline as DistilledImagePipeline
 from visual_spec.pipelines.distilled_image import DistilledTextImagePipeline as DistilledTextImagePipeline
 from visual_spec.pipelines.distilled_scales import DistilledScalePipeline as DistilledScalePipeline
 from visual_spec.pipelines.image import ImagePipeline as ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline as InfinityPipeline
-from visual_spec.pipelines.latent_image import LatentImagePipeline as LatentImagePipeline
 from visual_spec.pipelines.mage_image import MageImagePipeline as MageImagePipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline as MaskedClassImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline as MaskedImagePipeline
@@ -65,6 +65,7 @@ __all__ = [
     "ClassImagePipeline",
     "ColumnAutoregressiveSampler",
     "ColumnJacobiSampler",
+    "ContinuousImagePipeline",
     "ContinuousJacobiSampler",
     "ContinuousSampler",
     "DistilledImagePipeline",
@@ -77,7 +78,6 @@ __all__ = [
     "HeadSpeculativeSampler",
     "ImagePipeline",
     "InfinityPipeline",
-    "LatentImagePipeline",
     "MageImagePipeline",
     "MaskedClassImagePipeline",
     "MaskedImagePipeline",

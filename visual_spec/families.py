@@ -41,7 +41,7 @@ PIPELINES = {entry.class_name: entry for entry in (
     PipelineEntry("distilled_scales:DistilledScalePipeline", "image", "label", "unconditional-image-generation"),
     PipelineEntry("image:ImagePipeline", "image", "text", "text-to-image"),
     PipelineEntry("infinity:InfinityPipeline", "image", "text", "text-to-image"),
-    PipelineEntry("latent_image:LatentImagePipeline", "image", "label", "unconditional-image-generation"),
+    PipelineEntry("continuous_image:ContinuousImagePipeline", "image", "label", "unconditional-image-generation"),
     PipelineEntry("mage_image:MageImagePipeline", "image", "", "unconditional-image-generation"),
     PipelineEntry("masked_class_image:MaskedClassImagePipeline", "image", "label", "unconditional-image-generation"),
     PipelineEntry("masked_image:MaskedImagePipeline", "image", "text", "text-to-image"),
@@ -50,6 +50,11 @@ PIPELINES = {entry.class_name: entry for entry in (
     PipelineEntry("video:VideoPipeline", "video", "text", "text-to-video"),
 )}
 
+# Names of classes in folders and programs of earlier versions.
+FORMER = {
+    "CausalLatentTransformer": "CausalContinuousTransformer", "LatentImagePipeline": "ContinuousImagePipeline",
+    "LlamaGenTwoHeads": "LlamaGenNearToFar",
+}
 _PICTURES = ("ImagePipeline", "ClassImagePipeline")
 _LLAMAGEN = ("next_token.llamagen:LlamaGenTransformer", "next_token.llamagen_vq:VQModel")
 _CAPTIONS = ("text.caption_encoder:CaptionEncoder", "text.t5_features:T5Features")
@@ -321,13 +326,13 @@ FAMILIES = (
         layout=FileLayout(assemble="pipelines.convert:assemble_wan", recognise="pipelines.convert:is_of_wan"),
     ),
     Family(
-        "MAR", (CONTINUOUS,), ("LatentImagePipeline",),
-        ("continuous.mar:MARTransformer", "continuous.causal:CausalLatentTransformer"), stored_as="canvas",
+        "MAR", (CONTINUOUS,), ("ContinuousImagePipeline",),
+        ("continuous.mar:MARTransformer", "continuous.causal:CausalContinuousTransformer"), stored_as="canvas",
         plain="continuous", shorter="continuous:head_steps=25", measured="eval.defaults:continuous_settings",
-        load="LatentImagePipeline.from_official",
+        load="ContinuousImagePipeline.from_official",
         layout=FileLayout((
             OfficialFile("transformer", "MAR", "continuous.mar_checkpoint:is_mar",
-                "continuous.mar_checkpoint:load_mar_checkpoint", pipeline="LatentImagePipeline"),
+                "continuous.mar_checkpoint:load_mar_checkpoint", pipeline="ContinuousImagePipeline"),
             OfficialFile("vae", "KL-16", "continuous.mar_checkpoint:is_kl16",
                 "continuous.mar_checkpoint:load_kl16_checkpoint"),
         ), second="drafter", tokenizer="kl16.ckpt"),

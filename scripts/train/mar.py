@@ -24,11 +24,11 @@ from scripts.train.kl_tokenizer import moments_of
 from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of
-from visual_spec.models.continuous.causal import CausalLatentTransformer
+from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import HEADS, MARTransformer
 from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.continuous import guided
 from visual_spec.models.core.fingerprint import fingerprint
-from visual_spec.models.core.latents import guided
 from visual_spec.models.core.orders import guidance_scales, random_orders, step_slots
 from visual_spec.training.loop import (
     Descent,
@@ -41,11 +41,11 @@ from visual_spec.training.loop import (
     write_json,
 )
 
-LatentModel = MARTransformer | CausalLatentTransformer
+ContinuousModel = MARTransformer | CausalContinuousTransformer
 
 
 @dataclass(frozen=True)
-class LatentTraining:
+class ContinuousTraining:
     """Settings of a run.
 
     Attributes:
@@ -71,7 +71,7 @@ class LatentTraining:
 
 
 @dataclass
-class LatentPictures:
+class EncodedPictures:
     """Pictures as latents: labels long [N]; means and stds [N, L, d], in raster order; objects bool [N, L]."""
 
     labels: Tensor
@@ -87,11 +87,11 @@ class LatentPictures:
 
 def latent_pictures(
     tokenizer: AutoencoderKL, count: int, seed: int, *, held_out: bool = False, cache: Path | None = None
-) -> LatentPictures:
+) -> EncodedPictures:
     """Latents of scenes of one large object, kept in `cache`, a folder, if given, under the tokenizer's fingerprint."""
     path = cache / f"latents_{fingerprint([tokenizer])}_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
-        return LatentPictures(**read_content(path))
+        return EncodedPictures(**read_content(path))
     size = tokenizer.config["sample_size"]
     side = size // 2 ** (len(tokenizer.config["block_out_channels"]) - 1)
     scenes = sample_one_object_scenes(count, seed, held_out=held_out)
@@ -100,7 +100,7 @@ def latent_pictures(
         pixels = np.stack([render(scene, size) for scene in scenes[start : start + 200]])
         for pictures, parts in zip(moments_of(tokenizer, pixels), (means, stds), strict=True):
             parts.append(pictures.flatten(2).mT.contiguous())
-    pictures = LatentPictures(
+    pictures = EncodedPictures(
         labels=torch.tensor([class_of(scene) for scene in scenes]),
         means=torch.cat(means),
         stds=torch.cat(stds),
@@ -114,7 +114,7 @@ def latent_pictures(
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def initialise(model: LatentModel) -> None:
+def initialise(model: ContinuousModel) -> None:
     """Start embeddings and positions at a scale of order one, and the head as published.
 
     The official start of .02 is for a long training; a short one never hears a class that small (docs/LOG.md).
@@ -128,9 +128,9 @@ def initialise(model: LatentModel) -> None:
 
 
 def train_latents(
-    model: LatentModel,
+    model: ContinuousModel,
     tokenizer: AutoencoderKL,
-    settings: LatentTraining,
+    settings: ContinuousTraining,
     out: Path,
     *,
     every: int = 250,
@@ -168,10 +168,10 @@ def train_latents(
 
 
 def _step_loss(
-    model: LatentModel,
+    model: ContinuousModel,
     schedule: Any,
-    pictures: LatentPictures,
-    settings: LatentTraining,
+    pictures: EncodedPictures,
+    settings: ContinuousTraining,
     rng: np.random.Generator,
 ) -> Tensor:
     """Loss of one batch, drawn with `rng`."""
@@ -205,7 +205,7 @@ def _step_loss(
     return (losses * weights).sum() / weights.sum()
 
 
-def hidden_count(length: int, settings: LatentTraining, rng: np.random.Generator) -> int:
+def hidden_count(length: int, settings: ContinuousTraining, rng: np.random.Generator) -> int:
     """Return how many slots of each picture of a batch are hidden."""
     share = 0.0
     while not settings.hidden_share <= share <= 1.0:
@@ -215,11 +215,13 @@ def hidden_count(length: int, settings: LatentTraining, rng: np.random.Generator
 
 @torch.no_grad()
 def held_out_loss(
-    model: LatentModel, tokenizer: AutoencoderKL, settings: LatentTraining, count: int = 400
+    model: ContinuousModel, tokenizer: AutoencoderKL, settings: ContinuousTraining, count: int = 400
 ) -> float:
     """Mean loss of held-out pictures, in settings of its own so that runs compare."""
     pictures = latent_pictures(tokenizer, count, 777, held_out=True)
-    judged = LatentTraining(batch_size=50, label_dropout=0.0, object_weight=1.0, bfloat16=settings.bfloat16)
+    judged = ContinuousTraining(
+        batch_size=50, label_dropout=0.0, object_weight=1.0, bfloat16=settings.bfloat16
+    )
     schedule: Any = model.schedule(1000)
     losses = [
         _step_loss(model, schedule, pictures, judged, np.random.default_rng((777, part))).item()
@@ -228,7 +230,7 @@ def held_out_loss(
     return round(float(np.mean(losses)), 4)
 
 
-def _check_fit(model: LatentModel, pictures: LatentPictures) -> None:
+def _check_fit(model: ContinuousModel, pictures: EncodedPictures) -> None:
     length, numbers = pictures.means.shape[1:]
     if (model.grid.num_tokens, model.token_dim) != (length, numbers):
         raise ValueError(
@@ -244,7 +246,7 @@ def _check_fit(model: LatentModel, pictures: LatentPictures) -> None:
 
 @torch.no_grad()
 def draw(
-    model: LatentModel,
+    model: ContinuousModel,
     labels: Tensor,
     *,
     guidance: float = 1.0,
@@ -269,7 +271,7 @@ def draw(
     tokens = torch.zeros(batch_size, length, model.token_dim, device=model.device, dtype=model.dtype)
     rows = torch.arange(batch_size)[:, None]
     with_null = guidance != 1.0
-    if isinstance(model, CausalLatentTransformer):
+    if isinstance(model, CausalContinuousTransformer):
         state: Any = model.prefill(labels, batch_size=batch_size, guided=with_null, window=1)
         z = state.conditions[:, None]  # [R, 1, dim]
         for slot in range(length):
@@ -294,7 +296,7 @@ def draw(
 
 
 def _chain(
-    model: LatentModel,
+    model: ContinuousModel,
     schedule: Any,
     z: Tensor,
     scale: float | None,
@@ -319,7 +321,7 @@ def _chain(
 
 
 def judge(
-    model: LatentModel, tokenizer: AutoencoderKL, count: int, *, guidance: float, **settings: Any
+    model: ContinuousModel, tokenizer: AutoencoderKL, count: int, *, guidance: float, **settings: Any
 ) -> dict:
     """Class accuracy of pictures that a model draws, about as many of each class.
 
@@ -377,7 +379,7 @@ def new_model(kind: str, size: str, tokenizer: AutoencoderKL, head_kind: str) ->
         model: Any = MARTransformer(buffer_size=4, **shared)
     else:
         shared["num_layers"] *= 2
-        model = CausalLatentTransformer(prefix_length=1, **shared)
+        model = CausalContinuousTransformer(prefix_length=1, **shared)
     initialise(model)
     return model
 
@@ -397,14 +399,14 @@ class Options(RunOptions):
 
 
 def main() -> None:
-    options, settings = read_options(HELP, Options, LatentTraining)
+    options, settings = read_options(HELP, Options, ContinuousTraining)
     torch.manual_seed(settings.seed)
     tokenizer: Any = AutoencoderKL.from_pretrained(options.tokenizer, torch_dtype=torch.float32)
     tokenizer = tokenizer.eval().to(options.device)
     if options.start_from is None:
         model = new_model(options.kind, options.size, tokenizer, options.head_kind)
     else:
-        trained: Any = MARTransformer if options.kind == "mar" else CausalLatentTransformer
+        trained: Any = MARTransformer if options.kind == "mar" else CausalContinuousTransformer
         model = trained.from_pretrained(options.start_from, torch_dtype=torch.float32)
     model = model.to(options.device)
     record = train_latents(model, tokenizer, settings, options.out, cache=options.tokenizer)

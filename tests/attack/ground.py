@@ -12,7 +12,7 @@ from tests.helpers.official import add_tiny_presets, write_class_model, write_to
 from tests.helpers.sample_sets import scored
 from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
-from tests.helpers.tiny_latents import tiny_latent_pipeline
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from visual_spec import cli
 from visual_spec.pipelines.convert import convert

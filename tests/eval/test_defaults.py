@@ -7,7 +7,7 @@ from tests.helpers.evaluation import SCALES as PLAIN
 from tests.helpers.music_settings import MASKED, MASKED_LAW, masked_pipeline
 from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
-from tests.helpers.tiny_latents import tiny_latent_pipeline
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from tests.helpers.tiny_scales import SIDES, tiny_scale_pipeline
 from visual_spec.eval.defaults import scale_settings, settings_of_model
 from visual_spec.eval.settings import check_samplers, parse_setting

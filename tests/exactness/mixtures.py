@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
-from visual_spec.models.core.latents import ChainSettings
+from visual_spec.models.core.continuous import ChainSettings
 from visual_spec.models.core.protocol import TokenGrid
 
 

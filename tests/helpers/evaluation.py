@@ -12,7 +12,7 @@ import torch
 from tests.helpers.music_settings import LAW, MASKED, MASKED_LAW, PROMPTS, masked_pipeline
 from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_audio import HOP, RATE, tiny_audio_pipeline
-from tests.helpers.tiny_latents import tiny_latent_pipeline
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from visual_spec.data import shapes_parser, tunes, tunes_parser
 from visual_spec.eval.pair import MaskedPair

@@ -24,8 +24,8 @@ from tests.helpers.tiny import (
     tiny_vq_model,
 )
 from tests.helpers.tiny_audio import tiny_audio_pipeline
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from tests.helpers.tiny_infinity import tiny_bits, tiny_infinity
-from tests.helpers.tiny_latents import tiny_latent_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
 from visual_spec.models.text.t5_features import T5Features

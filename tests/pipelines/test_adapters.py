@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.helpers.pipelines import KINDS, Kind
 from tests.helpers.tiny import quiet, tiny_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
-from tests.helpers.tiny_latents import tiny_latent_pipeline
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from visual_spec.models.core.adapters import adapter_state, weight_of
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler

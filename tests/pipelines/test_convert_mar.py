@@ -17,7 +17,7 @@ from tests.helpers.tiny import seeded
 from visual_spec import cli
 from visual_spec.models.continuous import mar_checkpoint
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
-from visual_spec.pipelines.latent_image import LatentImagePipeline
+from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 
 LARGE = {"dim": 16, "num_layers": 2, "num_heads": 2, "head_width": 12, "head_depth": 2}
@@ -104,7 +104,7 @@ def test_files_become_a_pipeline_that_draws(files, tmp_path, capsys):
     out = tmp_path / "out"
     assert convert(out, files["vae"], files["small"], files["large"]) == 0
     facts = told(capsys)
-    assert facts["class"] == "LatentImagePipeline" and facts["files"][str(files["vae"])] == "KL-16"
+    assert facts["class"] == "ContinuousImagePipeline" and facts["files"][str(files["vae"])] == "KL-16"
     pipe: Any = load_pipeline(out)
     # The averaged weights, of the larger one as the model and of the smaller one as its drafter.
     for part, size in ((pipe.transformer, LARGE), (pipe.drafter, SMALL)):
@@ -112,7 +112,7 @@ def test_files_become_a_pipeline_that_draws(files, tmp_path, capsys):
         for key, value in weights_of(mar_shapes(size)).items():
             assert torch.equal(held[key], value), key
     found = pipe(3, generator=seeded(1)[0], output_type="np")
-    direct: Any = LatentImagePipeline.from_official(files["large"], files["vae"])
+    direct: Any = ContinuousImagePipeline.from_official(files["large"], files["vae"])
     assert found.tokens.equal(direct(3, generator=seeded(1)[0], output_type="np").tokens)
     assert found.images[0].shape == (32, 32, 3)
     drawn = ["generate", "3", "--model", str(out), "--out", str(tmp_path / "drawn"), "--device", "cpu"]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.helpers.tiny import tiny_pipeline
-from tests.helpers.tiny_latents import tiny_latent_pipeline
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from visual_spec.pipelines.embedded import embedded_folder
 from visual_spec.pipelines.loading import load_pipeline
 

@@ -12,7 +12,7 @@ import torch
 from tests.helpers.pipelines import KINDS, Kind
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
-from tests.helpers.tiny_latents import tiny_latent_pipeline
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.odd_addresses import misplaced, put_at_odd_addresses
 from tests.helpers.pipelines import KINDS, Kind
-from tests.helpers.tiny_latents import tiny_latent_pipeline
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from visual_spec.pipelines.loading import load_pipeline
 
 ALL = {

@@ -24,7 +24,7 @@ from scripts.train.kl_tokenizer import (
     train_kl_tokenizer,
 )
 from scripts.train.mar import (
-    LatentTraining,
+    ContinuousTraining,
     decode,
     draw,
     hidden_count,
@@ -37,7 +37,7 @@ from scripts.train.mar import (
 from tests.helpers.training import check_training, equal
 from tests.models.continuous import straight
 from visual_spec.data.shapes_classes import CLASSES, class_of
-from visual_spec.models.continuous.causal import CausalLatentTransformer
+from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 
 SIDE = 32  # pixels; 4 x 4 tokens of 3 numbers
@@ -53,7 +53,7 @@ def tiny_model(kind: str, **changes: Any) -> Any:
     sizes: dict[str, Any] = dict(
         grid_size=4, token_dim=3, dim=16, num_layers=1, num_heads=2, head_width=16, head_depth=1
     )
-    made = MARTransformer if kind == "mar" else CausalLatentTransformer
+    made = MARTransformer if kind == "mar" else CausalContinuousTransformer
     extra = {"buffer_size": 2} if kind == "mar" else {"order": [*range(15, -1, -1)]}
     model = made(**{**sizes, **extra, "num_classes": len(CLASSES), **changes})
     initialise(model)
@@ -119,7 +119,7 @@ def test_normalised_latents_have_a_spread_of_one_and_draw_the_same():
 
 # -- the models -------------------------------------------------------------------------------------------------------
 
-TRAINING = LatentTraining(steps=12, batch_size=4, scenes=12, learning_rate=4e-3)
+TRAINING = ContinuousTraining(steps=12, batch_size=4, scenes=12, learning_rate=4e-3)
 
 
 def test_latents_are_those_of_the_pictures_and_their_objects(tmp_path, tokenizer):
@@ -179,12 +179,12 @@ def test_an_interrupted_model_resumes_to_the_same_weights(tmp_path, tokenizer, k
         model = tiny_model(kind)
         return train_latents(model, tokenizer, TRAINING, out, every=every), model
 
-    saved = {"": MARTransformer if kind == "mar" else CausalLatentTransformer}
+    saved = {"": MARTransformer if kind == "mar" else CausalContinuousTransformer}
     check_training(tmp_path, train, 10, every=8, saved=saved)
 
 
 def test_shares_of_hidden_slots():
-    counts = [hidden_count(64, LatentTraining(), np.random.default_rng(i)) for i in range(500)]
+    counts = [hidden_count(64, ContinuousTraining(), np.random.default_rng(i)) for i in range(500)]
     assert min(counts) >= 13 and max(counts) == 64 and min(counts) < 20
     assert np.median(counts) == pytest.approx(64 * (1 - 0.5 * 0.57), abs=4)
 

@@ -229,7 +229,7 @@ def continuous_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Re
         index: its configuration.
         read: of a component its configuration.
     """
-    from visual_spec.models.core.latents import ChainSettings
+    from visual_spec.models.core.continuous import ChainSettings
     from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
 
     config = read("transformer")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from visual_spec.families import PIPELINES, component_homes
+from visual_spec.families import FORMER, PIPELINES, component_homes
 
 # By these diffusers tells how a component is loaded.
 _BASES = {
@@ -24,28 +24,25 @@ _BASES = {
 }
 
 
-# Names of classes in folders that earlier versions saved.
-_FORMER = {"LlamaGenTwoHeads": "LlamaGenNearToFar"}
-
-
 def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
     """What model_index.json says, with our classes named by name, whatever module they lived in when it was saved.
 
     The class of the pipeline is its name alone; diffusers reads the pair ["pipeline", name].
     """
     named = {
-        name: [__name__, _FORMER.get(value[1], value[1])] if _is_ours(value) else value
+        name: [__name__, FORMER.get(value[1], value[1])] if _is_ours(value) else value
         for name, value in index.items()
     }
     kind = index.get("_class_name")
-    return named | {"_class_name": kind[-1]} if isinstance(kind, list | tuple) and kind else named
+    kind = kind[-1] if isinstance(kind, list | tuple) and kind else kind
+    return named | ({"_class_name": FORMER.get(kind, kind)} if isinstance(kind, str) else {})
 
 
 def _is_ours(value: Any) -> bool:
     pair = (
         isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
     )
-    return pair and value[0].startswith("visual_spec.") and value[1] in {*component_homes(), *_FORMER}
+    return pair and value[0].startswith("visual_spec.") and value[1] in {*component_homes(), *FORMER}
 
 
 def registers(init: Callable[..., None]) -> Callable[..., None]:

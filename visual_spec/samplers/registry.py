@@ -22,7 +22,9 @@ COLUMNS = "columns"  # ColumnModel: columns of several codebooks
 MASKED = "masked"  # MaskedModel: all hidden tokens at once
 FRAMES = "frames"  # FrameModel: all hidden tokens of a frame at once, one frame after the other
 CHUNKS = "chunks"  # ChunkModel of `visual_spec.samplers.continuous.chunks`: chunks of frames
-CONTINUOUS = "continuous"  # CausalLatentModel, MaskedLatentModel: conditions of tokens that are vectors
+CONTINUOUS = (
+    "continuous"  # CausalContinuousModel, MaskedContinuousModel: conditions of tokens that are vectors
+)
 DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise
 
 RASTER_TREE_ORDER = (RASTER, TREE, ORDER, OWN_ORDER)

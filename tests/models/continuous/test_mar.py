@@ -10,7 +10,7 @@ import torch
 from tests.models.continuous import straight
 from tests.models.continuous.tiny import tiny_mar
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
-from visual_spec.models.core.latents import guided
+from visual_spec.models.core.continuous import guided
 
 
 @pytest.fixture

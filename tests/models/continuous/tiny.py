@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from visual_spec.models.continuous.causal import CausalLatentTransformer
+from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 
 SIZES: dict[str, Any] = dict(
@@ -19,9 +19,9 @@ def tiny_mar(**changes: Any) -> MARTransformer:
     return _random(MARTransformer(**{**SIZES, "buffer_size": 3, **changes}))
 
 
-def tiny_causal(**changes: Any) -> CausalLatentTransformer:
+def tiny_causal(**changes: Any) -> CausalContinuousTransformer:
     torch.manual_seed(0)
-    return _random(CausalLatentTransformer(**{**SIZES, "prefix_length": 2, **changes}))
+    return _random(CausalContinuousTransformer(**{**SIZES, "prefix_length": 2, **changes}))
 
 
 def _random(model: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from visual_spec.models.continuous.causal import CausalLatentTransformer
+from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.core.settings import DeclaredSetting, Within, settings_of, whole
 from visual_spec.models.masked.frames import FrameMaskedTransformer
@@ -118,7 +118,7 @@ def test_both_ends_of_a_range_are_allowed() -> None:
 
 
 OF_CLASSES = (
-    CausalLatentTransformer,
+    CausalContinuousTransformer,
     FrameMaskedTransformer,
     LlamaGenStudent,
     LlamaGenTransformer,

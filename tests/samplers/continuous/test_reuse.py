@@ -188,7 +188,7 @@ def test_what_cannot_be_reused_is_refused():
         ContinuousSampler(reuse=1, reuse_from=1.5)
     with pytest.raises(ValueError, match="graph=True with reuse given; local calls are not recorded"):
         ContinuousSampler(reuse=1, graph=True)
-    with pytest.raises(ValueError, match="reuse=1 given, but CausalLatentTransformer holds no keys"):
+    with pytest.raises(ValueError, match="reuse=1 given, but CausalContinuousTransformer holds no keys"):
         ContinuousSampler(reuse=1)(tiny_causal(), LABELS, law=LAW, generator=seeded(1, 2), batch_size=2)
     model = calm(tiny_mar(), 0.1)
     state = model.prepare(LABELS, batch_size=2, guided=False)

@@ -22,7 +22,7 @@ from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSched
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar import HEADS, check_sizes
 from visual_spec.models.core.cache import Places
-from visual_spec.models.core.latents import ChainSettings
+from visual_spec.models.core.continuous import ChainSettings
 from visual_spec.models.core.offload import check_cache_fits
 from visual_spec.models.core.protocol import TokenGrid, check_labels
 from visual_spec.models.core.saved import SavedModel
@@ -30,7 +30,7 @@ from visual_spec.models.core.settings import Count, register_to_config
 
 
 @dataclass
-class CausalLatentState(ConditionedState):
+class CausalContinuousState(ConditionedState):
     """Static cache of one decoding run; `conditions` belong to slot 0.
 
     Attributes:
@@ -56,7 +56,7 @@ class CausalLatentState(ConditionedState):
         return [self.keys, self.values]
 
 
-class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
+class CausalContinuousTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A next-token model of continuous tokens on a square grid.
 
     Slots count tokens in the order of decoding; `places` says where on the grid they stand. What is fed at a slot is
@@ -137,7 +137,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
     @torch.no_grad()
     def prefill(
         self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
-    ) -> CausalLatentState:
+    ) -> CausalContinuousState:
         """Run the class, allocate the cache and return the state whose `conditions [R, dim]` are of slot 0.
 
         Args:
@@ -160,7 +160,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
             2 * math.prod(shape) * hidden.element_size() // batch_size, batch_size, hidden.device
         )
         # Zeros, not empty: masked positions still enter the product with the values, and 0 * nan is nan.
-        state = CausalLatentState(
+        state = CausalContinuousState(
             hidden[:, -1], guided, window, keys=hidden.new_zeros(shape), values=hidden.new_zeros(shape)
         )
         at = torch.arange(self.prefix_length, device=hidden.device).expand(len(hidden), -1)
@@ -169,7 +169,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         return state
 
     @torch.no_grad()
-    def forward(self, state: CausalLatentState, tokens: Tensor, slots: Tensor) -> Tensor:
+    def forward(self, state: CausalContinuousState, tokens: Tensor, slots: Tensor) -> Tensor:
         """Feed tokens [B, W, d] at slots [B, W]; conditions z [R, W, dim], column w of slot `slots[b, w] + 1`.
 
         Writes the cache at those slots and attends to the class and to all slots up to each token's own. Slots after
@@ -182,7 +182,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         hidden = self._run(state, hidden, self.prefix_length + slots)
         return hidden + self.diffusion_pos_embed[self.places[slots.clamp_max(last) + 1]]
 
-    def _run(self, state: CausalLatentState, hidden: Tensor, at: Tensor) -> Tensor:
+    def _run(self, state: CausalContinuousState, hidden: Tensor, at: Tensor) -> Tensor:
         """The layers and the norm on `hidden [R, W, dim]` at places [R, W] of the cache."""
         size = state.keys.shape[3]
         if at.device.type == "cpu":  # reading the maximum costs no synchronisation and spares the unused tail

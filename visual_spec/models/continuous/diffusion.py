@@ -3,7 +3,7 @@
 A chain has `num_steps` levels. It starts at level `num_steps - 1` from standard normal noise; level i takes a point to
 the next, and what level 0 returns is the token. Each level is one normal law, which `kernel` gives as mean and standard
 deviation, so that a chain can be logged, coupled and replayed. Both classes follow
-`visual_spec.models.core.latents.LevelSchedule`.
+`visual_spec.models.core.continuous.LevelSchedule`.
 
     x = noise                                             # [N, d]
     for index in reversed(range(schedule.num_steps)):
@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.latents import ChainSettings
+from visual_spec.models.core.continuous import ChainSettings
 from visual_spec.models.core.settings import Within, whole
 
 TRAINING_LEVELS = 1000

@@ -23,7 +23,7 @@ from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar_reuse import Held, HeldLayers, at_places, put_at
-from visual_spec.models.core.latents import ChainSettings
+from visual_spec.models.core.continuous import ChainSettings
 from visual_spec.models.core.protocol import TokenGrid, check_labels
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.latents import ChainSettings, LatentModel
+from visual_spec.models.core.continuous import ChainSettings, ContinuousModel
 from visual_spec.models.core.orders import check_order
 from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.samplers.continuous import conditions
@@ -140,7 +140,7 @@ class ContinuousTokenSampler(Sampler):
             names += ("reuse", "reuse_from")
         return {name: self.config.get(name) for name in names}
 
-    def num_steps(self, model: LatentModel) -> int:
+    def num_steps(self, model: ContinuousModel) -> int:
         """Calls of a model that draws every token of a call at once."""
         return model.grid.num_tokens
 
@@ -238,7 +238,7 @@ class ContinuousTokenSampler(Sampler):
         """Levels of the plain chains of the next call."""
         return state.law.levels
 
-    def chain_lengths(self, model: LatentModel) -> list[int]:
+    def chain_lengths(self, model: ContinuousModel) -> list[int]:
         """All levels that plain chains may have."""
         return [self.chain_settings(model.chain).head_steps]
 

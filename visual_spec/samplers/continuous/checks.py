@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from visual_spec.models.core.latents import ChainSettings
+from visual_spec.models.core.continuous import ChainSettings
 from visual_spec.samplers.continuous.conditions import is_causal
 from visual_spec.samplers.continuous.rules import Rule
 from visual_spec.samplers.core.law import TokenLaw

@@ -32,7 +32,7 @@ class SlotGroup(NamedTuple):
 
 
 def is_causal(model: Any) -> bool:
-    """Whether a model feeds tokens in one order (`CausalLatentModel`); else it is a `MaskedLatentModel`."""
+    """Whether a model feeds tokens in one order (`CausalContinuousModel`); else it is a `MaskedContinuousModel`."""
     return hasattr(model, "prefill")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.head_step import head_step, takes
-from visual_spec.models.core.latents import ChainSettings, LatentModel, LevelSchedule, guided
+from visual_spec.models.core.continuous import ChainSettings, ContinuousModel, LevelSchedule, guided
 from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, rounds_of
 
@@ -48,7 +48,7 @@ class ChainLaw:
         """Nothing here depends on the samples."""
 
     def chains(
-        self, model: LatentModel, z: Tensor, slots: Tensor, schedule: LevelSchedule | None = None
+        self, model: ContinuousModel, z: Tensor, slots: Tensor, schedule: LevelSchedule | None = None
     ) -> Chains:
         """The chains of slots [B, N] with conditions `z [R, N, dim]`, as `model`'s head steers them."""
         return Chains(self, model, schedule or self.schedule, z, self.scales[slots].to(z.dtype))
@@ -66,7 +66,7 @@ class Chains:
     """
 
     law: ChainLaw
-    model: LatentModel
+    model: ContinuousModel
     schedule: LevelSchedule
     z: Tensor
     scales: Tensor

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.latents import LevelSchedule
+from visual_spec.models.core.continuous import LevelSchedule
 from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, register_to_config, with_groups
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.as_released import CspdReleaseRule, CspdRule, block_conditions

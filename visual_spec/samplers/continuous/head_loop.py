@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.head_step import head_step, law_step, takes
-from visual_spec.models.core.latents import LatentModel, LevelSchedule
+from visual_spec.models.core.continuous import ContinuousModel, LevelSchedule
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
 
 # Bytes of the modulations that are computed at once; longer chains are computed in stretches of levels.
@@ -35,7 +35,7 @@ class HeadLoop:
 
     def __init__(
         self,
-        model: LatentModel,
+        model: ContinuousModel,
         schedules: Iterable[LevelSchedule],
         *,
         temperature: float = 1.0,

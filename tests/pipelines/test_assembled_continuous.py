@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from scripts import assemble
-from tests.helpers.latent_image import generators, tiny_model, tiny_vae
+from tests.helpers.continuous_image import generators, tiny_model, tiny_vae
 from visual_spec.data.shapes_classes import CLASS_NAMES
 from visual_spec.models.continuous.mar import MARTransformer
+from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.embedded import embedded_folder
-from visual_spec.pipelines.latent_image import LatentImagePipeline
 
 EIGHT_BITS = re.compile(r"(encoder|decoder)\.\w+_blocks?\..*(conv|conv1|conv2|conv_shortcut)\.weight")
 
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def test_the_autoencoder_is_stored_in_eight_bits_between_its_first_and_last_layers(folder):
     stored = load_file(next((folder / "out" / "vae").glob("*.safetensors")))
-    pipe = LatentImagePipeline.from_pretrained(folder / "out")
+    pipe = ContinuousImagePipeline.from_pretrained(folder / "out")
     assert pipe.vae.dtype == torch.float32
     rounded = 0
     for key, value in tiny_vae().state_dict().items():

@@ -1,4 +1,4 @@
-"""A tiny random `LatentImagePipeline`: 4 x 4 tokens of 4 numbers, 5 classes, pictures of 8 x 8 pixels."""
+"""A tiny random `ContinuousImagePipeline`: 4 x 4 tokens of 4 numbers, 5 classes, pictures of 8 x 8 pixels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
-from visual_spec.pipelines.latent_image import LatentImagePipeline
+from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.sampler_text import make_sampler
 
 
-def tiny_latent_pipeline(kind: str = "mar", **changes: Any) -> LatentImagePipeline:
+def tiny_latent_pipeline(kind: str = "mar", **changes: Any) -> ContinuousImagePipeline:
     """With a drafter of one layer.
 
     Args:
@@ -31,7 +31,7 @@ def tiny_latent_pipeline(kind: str = "mar", **changes: Any) -> LatentImagePipeli
     )
     make = tiny_mar if kind == "mar" else tiny_causal
     sizes: dict[str, Any] = dict(token_dim=4, head_kind="velocity", head_steps=6, **changes)
-    return LatentImagePipeline(
+    return ContinuousImagePipeline(
         make(**sizes),
         vae.eval(),
         make_sampler("continuous"),

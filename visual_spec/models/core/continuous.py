@@ -2,8 +2,8 @@
 
 A token is a vector of d numbers. A trunk gives each slot a condition z; a head draws the slot's token from z by a chain
 of normal laws (`LevelSchedule`), one head call a level. There are two kinds of models. A causal one
-(`CausalLatentModel`) feeds tokens in its own order into a cache. A masked one (`MaskedLatentModel`) sees any set of
-known tokens, and has no cache.
+(`CausalContinuousModel`) feeds tokens in its own order into a cache. A masked one (`MaskedContinuousModel`) sees any
+set of known tokens, and has no cache.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LevelSchedule(Protocol):
         ...
 
 
-class LatentHead(Protocol):
+class DenoisingHead(Protocol):
     """What draws a token from its condition."""
 
     def modulations(self, z: Tensor, times: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class LatentHead(Protocol):
         ...
 
 
-class LatentModel(Protocol):
+class ContinuousModel(Protocol):
     """What both kinds of models have.
 
     Attributes:
@@ -110,14 +110,14 @@ class LatentModel(Protocol):
     def chain(self) -> ChainSettings: ...
 
     @property
-    def head(self) -> LatentHead: ...
+    def head(self) -> DenoisingHead: ...
 
     def schedule(self, num_steps: int, eta: float | None = None) -> LevelSchedule:
         """The chain that the head steers, of so many levels, where the model is; see `ChainSettings`."""
         ...
 
 
-class CausalLatentModel(LatentModel, Protocol):
+class CausalContinuousModel(ContinuousModel, Protocol):
     """Feeds tokens in one fixed order. `places` long [L + 1]: where each slot stands on the grid, and one more.
 
     The cache is written by slot, so a rejected token is simply written again.
@@ -134,7 +134,7 @@ class CausalLatentModel(LatentModel, Protocol):
         ...
 
 
-class MaskedLatentModel(LatentModel, Protocol):
+class MaskedContinuousModel(ContinuousModel, Protocol):
     """Sees the tokens that are known, whichever they are."""
 
     def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
@@ -150,13 +150,13 @@ class MaskedLatentModel(LatentModel, Protocol):
         ...
 
 
-class ReusingLatentModel(MaskedLatentModel, Protocol):
+class ReusingContinuousModel(MaskedContinuousModel, Protocol):
     """A masked model whose calls can go on from what an earlier one computed."""
 
     def __call__(
         self, state: Any, tokens: Tensor, known: Tensor, room: int | None = None, keep: bool = False
     ) -> Tensor:
-        """As `MaskedLatentModel`; `keep`: hold in the state what `again` needs."""
+        """As `MaskedContinuousModel`; `keep`: hold in the state what `again` needs."""
         ...
 
     def again(self, state: Any, tokens: Tensor, fresh: Tensor, places: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import visual_spec
-from tests.helpers.latent_image import generators, tiny_model, tiny_vae
+from tests.helpers.continuous_image import generators, tiny_model, tiny_vae
 from tests.helpers.tiny import quiet
 from visual_spec.eval.settings import sampler_settings
-from visual_spec.pipelines.latent_image import LatentImagePipeline
+from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -19,7 +19,7 @@ NAMES = ["red circle", "blue square", "green star"]
 
 
 def tiny_pipeline(kind="mar", *, drafter=False, sampler="continuous", **settings) -> Any:
-    pipe = LatentImagePipeline(
+    pipe = ContinuousImagePipeline(
         transformer=tiny_model(kind),
         vae=tiny_vae(),
         sampler=make_sampler(sampler, **settings),
@@ -58,7 +58,7 @@ def test_saved_and_loaded_it_draws_the_same(kind, tmp_path):
     pipe = tiny_pipeline(kind, drafter=True, sampler="speculative-continuous", rule="chain", final_noise=0.1)
     pipe.save_pretrained(tmp_path / "saved")
     loaded = quiet(load_pipeline(tmp_path / "saved"))
-    assert type(loaded) is LatentImagePipeline
+    assert type(loaded) is ContinuousImagePipeline
     assert sampler_settings(loaded.sampler) == sampler_settings(pipe.sampler)
     one: Any = pipe("red circle", generator=generators(1), output_type="latent")
     two: Any = loaded("red circle", generator=generators(1), output_type="latent")
@@ -77,9 +77,9 @@ def test_pictures_are_encoded_as_they_are_decoded():
 
 def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(ValueError, match="draws tokens of 3 numbers, but the autoencoder decodes 2"):
-        LatentImagePipeline(tiny_model("mar"), tiny_vae(2), make_sampler("continuous"))
+        ContinuousImagePipeline(tiny_model("mar"), tiny_vae(2), make_sampler("continuous"))
     with pytest.raises(ValueError, match="2 names for 3 classes"):
-        LatentImagePipeline(tiny_model("mar"), tiny_vae(), make_sampler("continuous"), id2label=NAMES[:2])
+        ContinuousImagePipeline(tiny_model("mar"), tiny_vae(), make_sampler("continuous"), id2label=NAMES[:2])
     pipe = tiny_pipeline()
     with pytest.raises(ValueError, match="top_k=5 given, which is for tokens out of a vocabulary"):
         pipe("red circle", top_k=5)

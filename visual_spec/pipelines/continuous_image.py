@@ -13,12 +13,12 @@ from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import KLDecoder
 
 if TYPE_CHECKING:
-    from visual_spec.models.continuous.causal import CausalLatentTransformer
+    from visual_spec.models.continuous.causal import CausalContinuousTransformer
     from visual_spec.models.continuous.mar import MARTransformer
     from visual_spec.models.core.layouts import Given
 
 
-class LatentImagePipeline(ClassImagePipeline):
+class ContinuousImagePipeline(ClassImagePipeline):
     """Draws pictures of classes by a model whose tokens are vectors: MAR, or a causal one.
 
     Args:
@@ -36,7 +36,7 @@ class LatentImagePipeline(ClassImagePipeline):
         ValueError: an autoencoder of other tokens, or another number of names than of classes.
 
     Example:
-        >>> pipe = LatentImagePipeline.from_pretrained("shapes_mar")
+        >>> pipe = ContinuousImagePipeline.from_pretrained("shapes_mar")
         >>> pipe("red circle", generator=torch.Generator().manual_seed(0)).images[0].save("circle.png")
     """
 
@@ -51,12 +51,12 @@ class LatentImagePipeline(ClassImagePipeline):
     @registers
     def __init__(
         self,
-        transformer: MARTransformer | CausalLatentTransformer,
+        transformer: MARTransformer | CausalContinuousTransformer,
         vae: AutoencoderKL,
         sampler: SchedulerMixin,
         id2label: list[str] | None = None,
         default_guidance_scale: float = 3.0,
-        drafter: MARTransformer | CausalLatentTransformer | None = None,
+        drafter: MARTransformer | CausalContinuousTransformer | None = None,
     ): ...
 
     @classmethod

@@ -6,7 +6,7 @@ import torch
 
 from scripts.train.kl_tokenizer import new_tokenizer
 from scripts.train.mar import initialise
-from visual_spec.models.continuous.causal import CausalLatentTransformer
+from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 
 
@@ -24,7 +24,7 @@ def tiny_model(kind, dim=16, seed=0, **changes):
     model = (
         MARTransformer(buffer_size=2, **shared)
         if kind == "mar"
-        else CausalLatentTransformer(prefix_length=1, **shared)
+        else CausalContinuousTransformer(prefix_length=1, **shared)
     )
     initialise(model)
     for parameter in model.parameters():  # nothing stays at the zeros that training starts from
