@@ -91,7 +91,7 @@ def _whole_key(value: Any) -> Iterator[Tensor]:
 # Read by no later call of the same width.
 _BOOKKEEPING = {"round", "target_calls", "commit_call", "meter", "width"}
 _CHAIN = {"cache", "drafter_cache", "tokens", "lengths", "label", "pending", "refused_law", "fed"}
-_OF_DRAFTS = {"given", "steady"}  # by slot: what a second source looks at
+_OF_DRAFTS = {"inputs", "steady"}  # by slot: what a second source looks at
 
 
 def _scrub(values: Tensor, out: Tensor, absurd: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Class pictures from continuous tokens: what the sampler draws, decoded; saved and loaded; refused by name."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -113,3 +114,24 @@ def test_levels_of_a_chain_are_scored_side_by_side():
     pipe = tiny_pipeline("causal", sampler="head-speculation", levels=4)
     trace = pipe("red circle", generator=generators(0), output_type="latent").trace
     assert trace.head_calls.item() < 16 * 5 and trace.output_law == "lossless"
+
+
+@pytest.mark.parametrize("written", ["LatentImagePipeline", ["pipeline", "LatentImagePipeline"]])
+def test_folders_and_programs_with_the_former_names_go_on(tmp_path, written):
+    pipe = tiny_pipeline("causal")
+    pipe.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    index |= {
+        "_class_name": written,
+        "transformer": ["visual_spec.models.continuous.causal", "CausalLatentTransformer"],
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    former = visual_spec.LatentImagePipeline
+    assert former is ContinuousImagePipeline
+    for load in (load_pipeline, former.from_pretrained):
+        loaded = quiet(load(tmp_path))
+        assert type(loaded) is former and type(loaded.transformer) is type(pipe.transformer)
+        weights = loaded.transformer.state_dict()
+        assert all(
+            torch.equal(weights[name], weight) for name, weight in pipe.transformer.state_dict().items()
+        )

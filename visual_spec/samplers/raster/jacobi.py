@@ -65,7 +65,7 @@ class JacobiState(State):
     Attributes:
         label: the laws that the drafts were drawn from; None under acceptance "identical".
         width: slots that the next call scores, at most the window; None: the whole window.
-        given: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any. Only with a
+        inputs: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any. Only with a
             second source, as are the following.
         steady: long [B, L + scratch], by slot: how many calls in a row left the draft as it was, at most 2. Only under
             acceptance "identical", with "chosen" drafts.
@@ -76,7 +76,7 @@ class JacobiState(State):
 
     label: Label | None = None
     width: int | None = None
-    given: Tensor | None = None
+    inputs: Tensor | None = None
     steady: Tensor | None = None
     drafter_cache: DecodeState | None = None
     fed: Tensor | None = None
@@ -175,8 +175,8 @@ class SpeculativeJacobiSampler(ChainSampler):
     @property
     def drafts(self) -> str:
         """Who drafts a slot whose draft is stale."""
-        given = self.config.get("drafts", CARRIED)  # a subclass may have no such setting
-        return given or (REPAIRED if self.identical else CARRIED)
+        drafts = self.config.get("drafts", CARRIED)  # a subclass may have no such setting
+        return drafts or (REPAIRED if self.identical else CARRIED)
 
     @property
     def redrafting(self) -> Redrafting:
@@ -206,7 +206,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         window = self.width(run.model)
         state: Any = self.state_kind.begin(run, scratch=window)
         if self.drafts != CARRIED:
-            state.given = torch.full_like(state.tokens, UNKNOWN)
+            state.inputs = torch.full_like(state.tokens, UNKNOWN)
         if self.drafts == PICTURED:
             from visual_spec.samplers.orders.ordered import whole_picture
 

@@ -50,27 +50,27 @@ Source = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
 def redrafted(state: Any, slots: Tensor, draft: Draft, count: int, source: Source) -> Draft:
     """Return the draft with other tokens and labels where the source replaces a stale one, in the first `count` slots.
 
-    Notes in `state.given` what each slot is about to be fed.
+    Notes in `state.inputs` what each slot is about to be fed.
 
     Args:
-        state: has `tokens` and `given`, long [B, S], by slot.
+        state: has `tokens` and `inputs`, long [B, S], by slot.
         slots: long [B, N], the slots of the draft.
         draft: the carried drafts; without a label under acceptance "identical".
     """
-    given, newest = state.given, slots[:, :1] - 1
+    inputs, newest = state.inputs, slots[:, :1] - 1
     tokens = torch.cat([state.tokens.gather(1, newest), draft.tokens], 1)  # [B, 1 + N]
     rows = None if draft.label is None else draft.label.rows.clone()  # [B, N]
     laws = [] if draft.label is None else [draft.label.laws]
     for place in range(min(count, slots.shape[1])):
         slot, before = slots[:, place, None], tokens[:, place, None]
         token, law, wanted = source(slot, before)
-        replaced = wanted & (given.gather(1, slot - 1) != before)
+        replaced = wanted & (inputs.gather(1, slot - 1) != before)
         tokens[:, place + 1, None] = torch.where(replaced, token, tokens[:, place + 1, None])
         if rows is not None:
             row = POINT_LAW if law is None else sum(part.shape[1] for part in laws)
             rows[:, place, None] = torch.where(replaced, row, rows[:, place, None])
             laws += [] if law is None else [law]
-    given.scatter_(1, torch.cat([newest, slots], 1), tokens)
+    inputs.scatter_(1, torch.cat([newest, slots], 1), tokens)
     label = None
     if draft.label is not None and rows is not None:
         label = Label(torch.cat(laws, 1), rows, draft.label.allowed)

@@ -102,14 +102,14 @@ class WindowMemory:
 
     Attributes:
         tokens: long [B, S], by slot: committed tokens, then drafts, then scratch.
-        given: long [B, S], by slot: what the last call was fed there, `UNKNOWN` before any.
+        inputs: long [B, S], by slot: what the last call was fed there, `UNKNOWN` before any.
         lengths: long [B], committed slots.
         reached: long [B], the first slot that no call has predicted.
         newest: long [B], the last slot that the last call predicted.
     """
 
     tokens: Tensor
-    given: Tensor
+    inputs: Tensor
     lengths: Tensor
     reached: Tensor
     newest: Tensor
