@@ -115,7 +115,7 @@ CASES = [
 ]
 
 
-@pytest.mark.fast_sets(34)
+@pytest.mark.fast_sets(16)
 @pytest.mark.parametrize("name, window", CASES)
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_windows_keep_laws_that_read_the_text(coupling, acceptance, window, name):
@@ -139,6 +139,7 @@ def committed_only(self: PrefixModel, predicted: Tensor) -> Tensor:
     return predicted[:, :1].expand_as(predicted)
 
 
+@pytest.mark.fast_sets(6)
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 @pytest.mark.parametrize("name", ["penalty", "penalty of a window", "bigrams", "a function"])
 def test_catches_rules_that_read_the_committed_text_only(monkeypatch, name, coupling, acceptance):

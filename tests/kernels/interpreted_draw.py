@@ -116,6 +116,7 @@ def test_rows_far_apart(tmp_path):
     assert all(torch.equal(*pair) for pair in zip(draw_triton(far, *arguments), expected, strict=False))
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize("name", ["until", "top_k", "both", "greedy"])
 def test_masked_sample(name):
     here = window(LAWS[name], 1, 3, 130, seed=4)

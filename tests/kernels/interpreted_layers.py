@@ -35,6 +35,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_TILES", dict.fromkeys((2, 4), (16, 8, 4)))
 
 
+@pytest.mark.fast_sets(4)
 @pytest.mark.usefixtures("small_splits")
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -31,6 +31,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TILE", 64)
 
 
+@pytest.mark.fast_sets(3)
 @pytest.mark.parametrize("size", [1, 2, 7, 24])
 @pytest.mark.parametrize(("gap", "distance"), [(1.0, float("inf")), (0.15, 3.0)])
 def test_grouped(size, gap, distance):

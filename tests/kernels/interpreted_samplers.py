@@ -56,6 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize(
     ("settings", "law"),
     [
@@ -84,6 +85,7 @@ def test_masked_decodes(request, settings, law):
     assert torch.equal(found.trace.entry_call, expected.trace.entry_call)
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize(
     ("acceptance", "relaxation"),
     [

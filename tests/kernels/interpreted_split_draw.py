@@ -90,12 +90,14 @@ def in_double_precision(here: Window) -> tuple[Tensor, Tensor]:
     return tokens, margins
 
 
+@pytest.mark.fast_sets(3)
 @pytest.mark.parametrize("name", LAWS)
 def test_draws_what_one_kernel_draws(name):
     here = window(LAWS[name], 2, 1, 100)
     assert torch.equal(drawn(here), here.noise.categorical(here.target, here.slots, STREAM, ROUND))
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize(
     "law",
     [

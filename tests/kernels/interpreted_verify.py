@@ -32,6 +32,7 @@ def both(here: Case) -> tuple[torch.Tensor, ...]:
     return found
 
 
+@pytest.mark.fast_sets(4)
 @pytest.mark.parametrize("name", LAWS)
 def test_kernel_does_what_the_samplers_do(name):
     kept = both(case(LAWS[name], 1, 6, 130))[1]
@@ -102,6 +103,7 @@ def test_rows_far_apart(tmp_path):
         compare(verify_triton(*here.arguments), expected)
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize(
     ("coupling", "acceptance"), [("gumbel", "identical"), ("gumbel", "exact"), ("maximal", "exact")]
 )

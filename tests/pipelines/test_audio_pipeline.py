@@ -102,6 +102,7 @@ def test_callback_and_progress_count_columns_over_all_windows(pipe):
     assert silent[-1] == {}
 
 
+@pytest.mark.fast_sets(4)
 @pytest.mark.parametrize(
     ("pattern", "settings"),
     [

@@ -67,7 +67,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.fast_sets(36)
+@pytest.mark.fast_sets(12)
 @pytest.mark.parametrize("window", (None, "depth-window", "depth-window:window=2"))
 @pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("law", LAWS)

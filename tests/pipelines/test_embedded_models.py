@@ -40,6 +40,7 @@ DRAWN: dict[str, tuple[list[str], Any, int, float]] = {
     "motion_masked": (motion.held_out_prompts(8, seed=2), motion_parser.score, 16 * 4 + 15, 0.55),
     "tunes_masked": (tunes.held_out_prompts(4, seed=17), tunes_parser.score, 20 + 10 + 10 + 10, 0.65),
 }
+LONG = ("motion_nar", "motion_masked", "shapes_any")  # 20 seconds and more
 
 
 def load(name: str) -> Any:
@@ -65,7 +66,7 @@ def test_it_is_small_computes_in_float32_and_shares_what_it_can(name):
         assert {value.dtype for value in stored.values() if value.ndim == 2} == {torch.float8_e4m3fn}
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in DRAWN])
 def test_it_draws_its_prompts_in_few_calls(name):
     (prompts, score, calls, least), pipe = DRAWN[name], load(name)
     found = pipe(prompts, generator=seeded(*range(len(prompts))))

@@ -50,6 +50,7 @@ def _accelerated():
     restore(MODEL)
 
 
+@pytest.mark.fast_sets(6)
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize(
     "more",

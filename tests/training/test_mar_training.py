@@ -163,7 +163,7 @@ def test_a_kill_while_latents_are_kept_leaves_no_half_of_them(tmp_path, tokenize
     assert torch.equal(kept.means, latent_pictures(tokenizer, 6, 3).means)
 
 
-@pytest.mark.fast_sets(2)
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize("kind", ["mar", "causal"])
 @pytest.mark.parametrize("head_kind", ["velocity", "flow"])
 def test_models_learn(tmp_path, tokenizer, kind, head_kind):

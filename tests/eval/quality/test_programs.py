@@ -86,6 +86,7 @@ def test_a_program_runs_only_where_it_is_trusted(tmp_path, capsys):
     assert (tmp_path / "written").exists()  # the planted program does what it is said to do
 
 
+@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize(
     ("network", "said"),
     [

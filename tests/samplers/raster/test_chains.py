@@ -220,6 +220,7 @@ def test_a_sample_of_a_network_does_not_depend_on_its_batch(sampler, drafter):
         assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[row])
 
 
+@pytest.mark.fast_sets(20)
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_greedy_decoding_is_the_same_everywhere(name):
     sampler = LOSSLESS[name]
@@ -227,6 +228,7 @@ def test_greedy_decoding_is_the_same_everywhere(name):
     assert torch.equal(decode(sampler, law=GREEDY).tokens, expected.tokens)
 
 
+@pytest.mark.fast_sets(20)
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_no_committed_token_changes(monkeypatch, name):
     sampler = CHAINS[name]
@@ -242,7 +244,7 @@ def test_no_committed_token_changes(monkeypatch, name):
     assert decode(sampler, range(8)).trace.target_calls.unique().numel() > 1
 
 
-@pytest.mark.fast_sets(42)
+@pytest.mark.fast_sets(14)
 @pytest.mark.parametrize("name", CHAINS)
 def test_logits_of_slots_past_the_grid_and_of_forced_entries_count_for_nothing(monkeypatch, name):
     sampler = CHAINS[name]
@@ -276,7 +278,7 @@ def test_logits_of_slots_past_the_grid_and_of_forced_entries_count_for_nothing(m
     assert found.trace.divergence == expected.trace.divergence
 
 
-@pytest.mark.fast_sets(42)
+@pytest.mark.fast_sets(14)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch, name):
     operations = operations_of(type(CHAINS[name]))
@@ -291,6 +293,7 @@ def test_a_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch, n
 # ------------------------------------------------------------------------------------------------- relaxed rules
 
 
+@pytest.mark.fast_sets(16)
 @pytest.mark.parametrize("name", RELAXED)
 def test_relaxed_samplers_say_that_they_are_lossy_and_by_how_much(name):
     sampler, samples = RELAXED[name], range(12)

@@ -228,6 +228,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.fast_sets(3)
 # Each rule and each draft in every run: they keep their own tensors.
 @pytest.mark.parametrize(
     "coupling, acceptance, initial_draft",
