@@ -50,7 +50,7 @@ assert found["sampler"] == {"name": "copies", "num_drafts": 4, "acceptance": "id
 assert found["comparison"][0]["identical"] and found["comparison"][0]["calls"] < 256
 curve = run("bench", "--curve", "--samplers", "copies", "--guidance-scales", "1", "--prompts", "1")
 assert "copies" in curve
-sizes = "--samples", "2", "--batch-size", "1", "--alone", "0"
+sizes = "--samples", "4", "--batch-size", "1", "--alone", "0"
 run("eval", "--samplers", "copies", "--controls", "--out", "quality", *sizes)
 assert any("copies" in path.name for path in Path("quality").iterdir())
 
