@@ -134,3 +134,21 @@ def test_commands_that_measure_refuse_it(pipe, tmp_path, capsys, command):
     pipe.save_pretrained(tmp_path / "model")
     assert cli.main([command, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]) == 2
     assert "chunk" in capsys.readouterr().err.lower()
+
+
+@pytest.mark.parametrize("output_type", ["pt", "np", "pil", "latent"])
+def test_a_clip_grows_chunk_by_chunk(pipe, output_type):
+    request = dict(num_frames=6, generator=seeds(1), output_type=output_type)
+    outputs = list(pipe.stream(PROMPT, **request))
+    whole = pipe(PROMPT, **request | dict(generator=seeds(1)))
+    assert torch.equal(outputs[-1].latents, whole.latents) and len(outputs) == 3 + 1
+    for chunks, output in enumerate(outputs[:-1], 1):
+        known = 2 * chunks
+        assert torch.equal(output.latents, whole.latents[:, :, :known])
+        assert (output.trace.commit_call >= 0).sum() == known
+        if output_type in ("pt", "np"):
+            assert output.frames.shape == whole.frames.shape and type(output.frames) is type(whole.frames)
+            assert (output.frames[:, :known] == whole.frames[:, :known]).all()
+            assert (output.frames[:, known:] == 0.5).all()
+        if output_type == "pil":
+            assert len(output.frames[0]) == 6 and output.frames[0][0] == whole.frames[0][0]

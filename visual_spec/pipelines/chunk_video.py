@@ -244,6 +244,18 @@ class ChunkVideoPipeline(ReadsText):
         frames = self.decode_latents(result.tokens, args["output_type"])
         return frames, result.tokens, result.trace, self.frame_rate
 
+    def _partial(self, result: Any, args: Mapping[str, Any]) -> ChunkVideoPipelineOutput:
+        """What `stream` shows after a chunk: the frames so far, and grey ones."""
+        from visual_spec.pipelines.streaming import GREY
+
+        num_frames, output_type = self._rollout(args)[0], args["output_type"]
+        frames = self.decode_latents(result.tokens, "latent" if output_type == "latent" else "pt")
+        if output_type != "latent":
+            known = frames.shape[1]
+            grey = frames.new_full((len(frames), num_frames - known, *frames.shape[2:]), GREY)
+            frames = shown(list(2 * torch.cat([frames, grey], 1) - 1), self.image_processor, output_type)
+        return self._output(frames, result.tokens, result.trace, self.frame_rate)
+
     def decode_latents(self, latents: Tensor, output_type: str = "pil") -> Any:
         """Clips of latents [B, 3, T, h, w] in the form `output_type` asks for (see `ChunkVideoPipelineOutput`)."""
         if output_type == "latent":
