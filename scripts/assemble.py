@@ -51,8 +51,9 @@ class Recipe:
         sampler: as on the command line.
         settings: of the pipeline.
         shared: parts of another folder: {part: folder beside this one, or "folder/part"}.
+        classes: of shared parts that are read as another class than they were saved as.
         halved: parts that are stored in 16 bits, {part: None}, with some weights in 8: {part: (beginning of their
-            names, dimensions)}. Other parts keep the weights that the trainer stored.
+            names, dimensions; 0: any)}. Other parts keep the weights that the trainer stored.
         rounded: parts of transformers whose halved weights `round_weights` rounds.
         configured: settings that the trained networks get.
         equal_to: a folder beside this one whose equal parts are shared with it.
@@ -62,6 +63,7 @@ class Recipe:
     sampler: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)
     halved: Mapping[str, tuple[str, int] | None] = field(default_factory=dict)
     rounded: tuple[str, ...] = ()
     configured: Mapping[str, Any] = field(default_factory=dict)
@@ -129,6 +131,14 @@ RECIPES = {
         "scale-wise",
         {**CLASSES, "default_guidance_scale": 2.0, "default_top_k": 0, "default_top_p": 1.0},
         halved={"vq_model": None} | dict.fromkeys(("transformer", "refiner"), (r"(blocks|head_nm)[.]", 2)),
+    ),
+    "shapes_flexvar": Recipe(
+        "ScaleImagePipeline",
+        "scale-wise",
+        {**CLASSES, "default_guidance_scale": 2.0, "default_top_k": 0, "default_top_p": 1.0},
+        {"vq_model": "shapes"},
+        classes={"vq_model": "FlexVQModel"},
+        halved={"transformer": (r".*(weight|pos_1LC)$", 0)},
     ),
     # A refiner that was fine-tuned for CoDe, named by `--sampler scale-wise:refiner=shapes_var_refiner`.
     "shapes_var_refiner": Recipe("", halved={"transformer": None}),
@@ -200,7 +210,7 @@ def assemble(
         return
     for part, owner in recipe.shared.items():
         home, _, name = owner.partition("/")
-        networks[part] = load(out.parent / home / (name or part))
+        networks[part] = load(out.parent / home / (name or part), recipe.classes.get(part))
     if text := sampler or recipe.sampler:
         name, settings = parse_sampler(text)
         networks["sampler"] = make_sampler(name, **settings)
@@ -222,10 +232,10 @@ def assemble(
         share_equal_parts(out, out.parent / recipe.equal_to)
 
 
-def load(folder: Path, **settings: Any) -> Any:
-    """A network that was saved in `folder`, of the class that its configuration names, in 32 bits."""
+def load(folder: Path, name: str | None = None, **settings: Any) -> Any:
+    """A network that was saved in `folder`, in 32 bits, of the class `name`, or else of the one that it names."""
     config = json.loads((folder / "config.json").read_text())
-    name = config.get("_class_name") or config["architectures"][0]
+    name = name or config.get("_class_name") or config["architectures"][0]
     home = "transformers" if "_class_name" not in config else "diffusers"
     kind = getattr(components, name, None) or getattr(importlib.import_module(home), name)
     settings["torch_dtype" if issubclass(kind, ModelMixin) else "dtype"] = torch.float32
@@ -253,10 +263,11 @@ def hold_in_8_bits(model: nn.Module, names: str = "", ndim: int = 2) -> None:
 
     Args:
         model: changed in place.
+        ndim: 0 is any number.
         names: a regular expression for the beginning of their names.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim == ndim and re.match(names, name):
+        if ndim in (0, parameter.ndim) and re.match(names, name):
             parameter.data = parameter.data.to(torch.float8_e4m3fn)
 
 

@@ -33,7 +33,7 @@ def cosine_rate(step: int, total: int, peak: float, warmup: int) -> float:
 
 def write_json(path: Path, document: dict) -> None:
     """Write a JSON document whole."""
-    write_atomically(path, json.dumps(document, indent=1) + "\n", overwrite=True)
+    write_atomically(path, json.dumps(document, separators=(",", ":")) + "\n", overwrite=True)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -31,7 +32,7 @@ from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
-from visual_spec.models.next_scale.var import SCALES, VARTransformer, check_sizes
+from visual_spec.models.next_scale.var import SCALES, VARTransformer, check_sizes, sizes_of, zero_biases
 from visual_spec.models.next_token.llamagen_checkpoint import build, recognise
 from visual_spec.models.next_token.llamagen_vq import VQModel
 
@@ -45,7 +46,7 @@ _HOOKS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook")
 
 
 class AnyScales:
-    """A model or tokenizer of which every call may have other scales."""
+    """A model or tokenizer whose calls may have other scales."""
 
     scales: tuple[int, ...]
 
@@ -63,9 +64,9 @@ class AnyScales:
         view.set_scales(scales)
         return view
 
+    @abstractmethod
     def set_scales(self, scales: Sequence[int]) -> None:
         """Set the sides of the maps, coarse to fine."""
-        raise NotImplementedError
 
 
 class FlexVARTransformer(AnyScales, VARTransformer):
@@ -79,7 +80,7 @@ class FlexVARTransformer(AnyScales, VARTransformer):
 
     Raises:
         ValueError: the scales do not begin with 1, are not ordered coarse to fine, or end above `position_side`; or the
-            width is not a multiple of twice the heads.
+            width is not a multiple of the heads.
     """
 
     @register_to_config
@@ -306,27 +307,12 @@ def load_flexvar(
         dtype: dtype of the weights; None keeps the file's.
 
     Raises:
-        ValueError, OSError: as in `read_checkpoint`; or the weights are not FlexVAR's; or keys are missing, unexpected
-            or mis-shaped, which the message lists.
+        ValueError, OSError: as `load_var_checkpoint`.
     """
     weights, name = _FLEXVAR.read(source)
-    dim, side = weights["pos_1LC"].shape[1:3]
-    config = {
-        "vocab_size": weights["head.weight"].shape[0],
-        "code_dim": weights["word_embed.weight"].shape[1],
-        "dim": dim,
-        "num_layers": count_parts(weights, "blocks."),
-        "num_heads": weights["blocks.0.attn.scale_mul_1H11"].shape[1],
-        "num_classes": weights["class_emb.weight"].shape[0] - 1,
-        "scales": tuple(scales),
-        "shared_adaln": "shared_ada_lin.1.weight" in weights,
-        "position_side": side,
-    }
-
-    def constants(model: FlexVARTransformer) -> dict[str, Tensor]:
-        return {f"blocks.{i}.attn.zero_k_bias": torch.zeros(dim) for i in range(len(model.blocks))}
-
-    return loaded(FlexVARTransformer, config, weights, name, what="FlexVAR", constants=constants, dtype=dtype)
+    config = sizes_of(weights) | {"scales": tuple(scales), "position_side": weights["pos_1LC"].shape[-1]}
+    checked: Any = dict(what="FlexVAR", constants=zero_biases, dtype=dtype)
+    return loaded(FlexVARTransformer, config, weights, name, **checked)
 
 
 def load_flexvae(
@@ -340,8 +326,7 @@ def load_flexvae(
         dtype: dtype of the weights; None keeps the file's.
 
     Raises:
-        ValueError, OSError: as in `read_checkpoint`; or keys are missing, unexpected or mis-shaped, which the message
-            lists.
+        ValueError, OSError: as `visual_spec.models.next_token.llamagen_checkpoint.load_tokenizer`.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     architecture = recognise(checkpoint)

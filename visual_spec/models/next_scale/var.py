@@ -288,24 +288,33 @@ def load_var_checkpoint(
 
 def _constants(model: VARTransformer) -> dict[str, Tensor]:
     """Return the buffers of the official files that our models do not have."""
-    length, dim = model.pos_1LC.shape[1:]
+    length = model.pos_1LC.shape[1]
     sizes = torch.tensor([side * side for side in model.config["scales"]])
     levels = torch.arange(len(sizes)).repeat_interleave(sizes)  # [L]
     mask = torch.zeros(length, length).masked_fill(levels[:, None] < levels, -torch.inf)
-    biases = {f"blocks.{index}.attn.zero_k_bias": torch.zeros(dim) for index in range(len(model.blocks))}
-    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **biases}
+    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **zero_biases(model)}
+
+
+def zero_biases(model: VARTransformer) -> dict[str, Tensor]:
+    """Return the biases of keys, which official files hold."""
+    zero = torch.zeros(model.config["dim"])
+    return {f"blocks.{index}.attn.zero_k_bias": zero for index in range(len(model.blocks))}
 
 
 def _config(weights: Mapping[str, Tensor], name: str, scales: Sequence[int] | None) -> dict[str, Any]:
-    length, dim = weights["pos_1LC"].shape[1:]
+    length, levels = weights["pos_1LC"].shape[1], len(weights["lvl_embed.weight"])
+    return sizes_of(weights) | {"scales": _read_scales(weights, name, scales, levels, length)}
+
+
+def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the sizes of a VAR or a FlexVAR, without its scales."""
     return {
         "vocab_size": weights["head.weight"].shape[0],
         "code_dim": weights["word_embed.weight"].shape[1],
-        "dim": dim,
+        "dim": weights["class_emb.weight"].shape[1],
         "num_layers": count_parts(weights, "blocks."),
         "num_heads": weights["blocks.0.attn.scale_mul_1H11"].shape[1],
         "num_classes": weights["class_emb.weight"].shape[0] - 1,
-        "scales": _read_scales(weights, name, scales, len(weights["lvl_embed.weight"]), length),
         "shared_adaln": "shared_ada_lin.1.weight" in weights,
     }
 
