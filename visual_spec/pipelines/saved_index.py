@@ -215,7 +215,7 @@ def _check_component(folder: Path, kind: type, variant: str | None) -> None:
     config = read_settings(folder / "config.json")
     if issubclass(kind, SavedModel):
         saved_as = config.get("_class_name", kind.__name__)
-        if saved_as != kind.__name__:
+        if saved_as not in (kind.__name__, *kind.reads):
             raise ValueError(
                 f"{folder / 'config.json'} is of a {shortened(saved_as)}, where the pipeline has a {kind.__name__}; "
                 "copy or download it again."

@@ -60,9 +60,11 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
 
     Attributes:
         stored_as: dtypes in files that are accepted for floating ones of at least 16 bits, and cast on loading.
+        reads: other classes whose folders hold the same weights.
     """
 
     stored_as: ClassVar[tuple[torch.dtype, ...]] = ()
+    reads: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, **kwargs: Any) -> Self:

@@ -154,6 +154,7 @@ class FlexVQModel(AnyScales, MultiscaleTokenizer, VQModel):
     """
 
     tokens_per_place = 1
+    reads = ("VQModel",)
 
     @register_to_config
     def __init__(
