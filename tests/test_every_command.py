@@ -37,6 +37,7 @@ SAMPLERS = dict.fromkeys(embedded_models(), "speculative-jacobi") | {
     "shapes_causal": "continuous:head_steps=5",
     "shapes_distilled": "distilled:steps=2",
     "shapes_mar": "continuous:steps=2",
+    "shapes_flexvar": "scale-wise:scales=1/4/16",
     "shapes_masked": "masked:steps=2",
     "shapes_nar": "ordered",
     "shapes_shuffle": "block-jacobi:window=4",
@@ -50,6 +51,7 @@ QUICK = {  # to measure, and to judge: one model of a medium
 }
 PROMPTS = {
     "shapes_causal": "red circle",  # models of classes: their names
+    "shapes_flexvar": "red circle",
     "shapes_mar": "red circle",
     "shapes_var": "red circle",
 }

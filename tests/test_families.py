@@ -60,6 +60,7 @@ def test_the_stub_for_editors_is_up_to_date():
         "shapes_any": "RandAR",
         "shapes_shuffle": "Token-Shuffle",
         "shapes_var": "VAR",
+        "shapes_flexvar": "FlexVAR, SAR",
         "shapes_mar": "MAR",
         "shapes_masked": "MaskGIT",
         "shapes_distilled": "DD1 student of captions",

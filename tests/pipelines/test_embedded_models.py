@@ -21,6 +21,7 @@ MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
     "shapes_nar": ("ImagePipeline", "own order", 4e6, READERS),
     "shapes_any": ("ImagePipeline", "any-order", 3.2e6, READERS),
     "shapes_shuffle": ("ImagePipeline", "own order, blocks", 0.9e6, READERS),  # its changes to `shapes`
+    "shapes_flexvar": ("ScaleImagePipeline", "scales", 0.8e6, {"vq_model": "shapes"}),
     "shapes_masked": ("MaskedImagePipeline", "masked", 7.7e6, READERS),
     "shapes_distilled": (
         "DistilledTextImagePipeline", "distilled", 3.4e6, {**READERS, "teacher": "shapes/transformer"},

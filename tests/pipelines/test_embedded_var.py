@@ -15,7 +15,7 @@ from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var
 from visual_spec.data.shapes_classes import CLASS_NAMES, score_class
 from visual_spec.pipelines.embedded import describe, embedded_folder
-from visual_spec.pipelines.loading import load_refiner
+from visual_spec.pipelines.loading import load_pipeline, load_refiner
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
 
@@ -108,3 +108,16 @@ def test_the_embedded_model_draws_the_classes_it_is_asked_for():
     assert pipe.refiner_law(pipe.make_law()).guidance_scale == 1 < pipe.make_law().guidance_scale
     red, number = pipe("red circle", generator=seeded(1)), pipe(0, generator=seeded(1))
     assert red.tokens.equal(number.tokens)
+
+
+def test_the_embedded_flexvar_draws_classes_in_ten_scales_and_in_five():
+    pipe: Any = quiet(load_pipeline("shapes_flexvar"))
+    labels = list(range(0, 48, 4))
+    for scales, calls in ((None, 10), ([1, 2, 4, 8, 16], 5)):
+        pipe.sampler = type(pipe.sampler)(scales=scales)
+        drawn = pipe(labels, generator=seeded(*range(len(labels))))
+        assert drawn.trace.model_calls == (calls,) and drawn.images[0].size == (128, 128)
+        scores = [
+            score_class(CLASS_NAMES[label], image) for label, image in zip(labels, drawn.images, strict=True)
+        ]
+        assert np.mean([all(score.values()) for score in scores]) >= 0.5
