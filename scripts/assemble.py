@@ -175,6 +175,12 @@ RECIPES = {
         "VideoPipeline", "frame-masked:steps=4,history_hidden=0.3", CLIPS, {"vq_model": "shapes"}
     ),
     "motion_causal": Recipe("ChunkVideoPipeline", "chunk-wise:chunk=2,shift=3.0", {"training_frames": 8}),
+    "motion_planned": Recipe(
+        "VideoPipeline",
+        "frame-masked:steps=4,history_hidden=0.1",
+        CLIPS,
+        {"vq_model": "shapes", "text_encoder": "motion_masked"},
+    ),
 }
 
 

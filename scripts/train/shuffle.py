@@ -69,11 +69,21 @@ def start_from_raster(raster: LlamaGenTransformer, rank: int, order: str = "bloc
     _start_linear(model.unshuffle, heads.repeat(count, 1))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(SHARED))
-    for block in model.layers:
-        for layer in [part for part in block.modules() if isinstance(part, nn.Linear)]:
-            layer.weight.requires_grad_(False)
-            parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
+    add_changes(model.layers, rank)
     return model
+
+
+def add_changes(blocks: nn.Module, rank: int) -> None:
+    """Give the matrices of `blocks` changes of low rank, which train in their place."""
+    for layer in [part for part in blocks.modules() if isinstance(part, nn.Linear)]:
+        layer.weight.requires_grad_(False)
+        parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
+
+
+def merge_changes(model: nn.Module) -> None:
+    """Make the changed matrices plain ones."""
+    for layer in [part for part in model.modules() if parametrize.is_parametrized(part)]:
+        parametrize.remove_parametrizations(layer, "weight")
 
 
 def _start_linear(blocks: nn.Sequential, matrix: Tensor) -> None:
@@ -90,7 +100,7 @@ def _start_linear(blocks: nn.Sequential, matrix: Tensor) -> None:
 
 
 @torch.no_grad()
-def save_changes(model: LlamaGenShuffle, out: Path) -> None:
+def save_changes(model: Any, out: Path, adapts: str = "shapes/transformer") -> None:
     """Round what has been trained, matrices to 8 bits (e4m3) and all else to 16, in place, and store it in `out`."""
     parts = {}
     for name, value in model.named_parameters():
@@ -103,7 +113,7 @@ def save_changes(model: LlamaGenShuffle, out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     config.pop("_name_or_path", None)
     write_json(out / "config.json", config)
-    write_json(out / ADAPTER, {"adapts": "shapes/transformer"})
+    write_json(out / ADAPTER, {"adapts": adapts})
     save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
@@ -148,8 +158,7 @@ def train_shuffle(
         model, settings, out, descend, every=every, reads=[vq_model, encoder], curve_every=50, digits=3
     )
     record = run.run(loss_of, batch, judged)
-    for layer in [part for part in model.modules() if parametrize.is_parametrized(part)]:
-        parametrize.remove_parametrizations(layer, "weight")
+    merge_changes(model)
     return record
 
 

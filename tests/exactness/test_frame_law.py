@@ -57,11 +57,12 @@ def clip_law(
 ) -> dict[Tokens, float]:
     """The law of clips whose frames later ones see without the places of a pattern, all as probable."""
     mask, count, law = model.vocab_size, model.frame_tokens, defaultdict(float)
-    one: Any = SimpleNamespace(vocab_size=mask, grid=TokenGrid(model.grid.height, model.grid.width))
     table = model.table.tolist()
     for pattern in patterns:
         clips: dict[Tokens, float] = {(): 1.0}
-        for frame in range(model.grid.frames):
+        for frame, group in enumerate(model.frame_groups):
+            grid = TokenGrid(model.grid.height, model.grid.width, len(group))
+            one: Any = SimpleNamespace(vocab_size=mask, grid=grid)
             known = None if given is None else given[frame * count : (frame + 1) * count]
             longer = defaultdict(float)
             for clip, weight in clips.items():
@@ -110,6 +111,19 @@ def test_three_tokens_and_other_parts(monkeypatch, score, schedule):
     order = [[0, 1, 2]] if score == "raster" else None
     wanted = clip_law(model, 3, [{0}], score=score, schedule=schedule, orders=order, temperature_curve="root")
     assert distance(drawn(monkeypatch, model, sampler), wanted) < 1e-10
+
+
+def test_frames_that_are_drawn_together(monkeypatch):
+    """The first frame, then two by one schedule over their four tokens; half of each is hidden when written."""
+    model = model_of(3, 1, 2)
+    monkeypatch.setattr(TableFrameModel, "frame_groups", [[0], [1, 2]])
+    noise = ForcedNoise(2 ** (2 * 2 + 2 * 4), None)
+    sampler = FrameMaskedSampler(2, 0.5, **NO_NOISE)
+    found = law_of_sampler(monkeypatch, sampler, model, TokenLaw(), noise)  # type: ignore[arg-type]
+    together = clip_law(model, 2, [{0}])
+    assert distance(found, together) < 1e-10
+    monkeypatch.undo()
+    assert distance(together, clip_law(model, 2, [{0}])) > 0.01  # so frame after frame is another law
 
 
 @pytest.mark.parametrize("unconditional", ["hidden", "same"])

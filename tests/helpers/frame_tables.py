@@ -49,6 +49,10 @@ class TableFrameModel:
     def frame_tokens(self) -> int:
         return self.grid.height * self.grid.width
 
+    @property
+    def frame_groups(self) -> list[list[int]]:
+        return [[frame] for frame in range(self.grid.frames)]
+
     def prepare(self, condition: Tensor | None, *, batch_size: int, guided: bool) -> TableFrameState:
         rows = torch.zeros(batch_size, dtype=torch.long) if condition is None else condition
         if guided:
@@ -59,7 +63,7 @@ class TableFrameModel:
         self.calls.append(tokens.clone())
         tokens = tokens.repeat(len(state.rows_of) // len(tokens), 1)
         seen = torch.cat([state.written, tokens], 1)  # [R, J]
-        first, count = state.written.shape[1], self.frame_tokens
+        first, count = state.written.shape[1], tokens.shape[1]
         table = self.table[state.rows_of, first : first + count]  # [R, N, L, V + 1, V]
         index = seen[:, None, :, None, None].expand(-1, count, -1, 1, self.vocab_size)
         return table[:, :, : seen.shape[1]].gather(3, index)[:, :, :, 0].sum(2)

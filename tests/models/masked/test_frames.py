@@ -136,3 +136,54 @@ def test_a_saved_model_is_the_same(tmp_path):
     loaded = FrameMaskedTransformer.from_pretrained(tmp_path, torch_dtype=torch.float64)
     tokens = some_tokens(2)
     assert torch.equal(loaded.predictions(tokens, condition(2)), model.predictions(tokens, condition(2)))
+
+
+def planned_frames(**changes) -> FrameMaskedTransformer:
+    """Seven frames: the first, 2, 4 and 6 together, then 1, 3 and 5."""
+    return tiny_frames(num_frames=7, key_frames=[2, 4, 6], **changes)
+
+
+def test_key_frames_say_what_is_drawn_when_and_what_a_frame_sees():
+    model = planned_frames(num_layers=1)  # with more, key frames pass on what they see
+    assert model.frame_groups == [[0], [2, 4, 6], [1, 3, 5]]
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(12, (1, 28), generator=generator)
+    before, seen = model.predictions(tokens, condition(1)), []
+    for frame in range(7):
+        other = tokens.clone()
+        other[0, 4 * frame] = (tokens[0, 4 * frame] + 1) % 12
+        moved = (model.predictions(other, condition(1)) - before).abs().amax(-1)[0] > 1e-9
+        assert (moved.unflatten(0, (7, 4)).all(1) == moved.unflatten(0, (7, 4)).any(1)).all()
+        seen.append(moved.unflatten(0, (7, 4)).all(1).tolist())
+    # Of each frame, those that it sees; 1 and 3 do not see the key frames after their end, nor the other parts.
+    wanted = [{0}, {0, 1, 2}, {0, 2, 4, 6}, {0, 2, 3, 4}, {0, 2, 4, 6}, {0, 2, 4, 5, 6}, {0, 2, 4, 6}]
+    assert [{f for f in range(7) if seen[f][row]} for row in range(7)] == wanted
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_a_cached_decode_by_key_frames_equals_one_pass(guided):
+    model = planned_frames()
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(13, (2, 28), generator=generator)
+    state, logits = model.prepare(condition(2), batch_size=2, guided=guided), {}
+    for group in model.frame_groups:
+        fed = tokens.unflatten(1, (7, 4))[:, group].flatten(1)
+        model(state, torch.full_like(fed, 12))  # a call leaves nothing behind
+        parts = model(state, fed).unflatten(1, (len(group), 4))
+        logits |= {frame: parts[:, place] for place, frame in enumerate(group)}
+        model.write(state, fed)
+    whole = torch.cat([logits[frame] for frame in range(7)], 1)
+    assert torch.allclose(whole[:2], model.predictions(tokens, condition(2)), rtol=0, atol=1e-12)
+    if guided:
+        nobody = model.predictions(tokens, condition(2), torch.ones(2, dtype=torch.bool))
+        assert torch.allclose(whole[2:], nobody, rtol=0, atol=1e-12)
+
+
+def test_key_frames_that_fit_no_clip_are_refused(tmp_path):
+    for keys in ([0, 6], [2, 4], [4, 2, 6], [2, 7]):
+        with pytest.raises(ValueError, match="of 7 frames; pass rising frames from 1 on, the last one 6"):
+            tiny_frames(num_frames=7, key_frames=keys)
+    with pytest.raises(ValueError, match="num_frames=3 of a model that draws key frames first; pass 7"):
+        planned_frames().first_frames(3)
+    planned_frames().save_pretrained(tmp_path)
+    assert FrameMaskedTransformer.from_pretrained(tmp_path).frame_groups == [[0], [2, 4, 6], [1, 3, 5]]

@@ -180,3 +180,46 @@ def test_other_models_and_requests_are_refused():
         draw(FrameMaskedSampler(), model_of(), law=TokenLaw(guidance_scale=2.0, guidance_until=3))
     with pytest.raises(ValueError, match=r"pass int64 \(2, 24\)"):
         draw(FrameMaskedSampler(), model_of(), given=torch.zeros(2, 8, dtype=torch.long))
+
+
+class PlannedTable(TableFrameModel):
+    """The same tables, for frames that are drawn as [0], [2], [1]: what a frame sees is what was written before."""
+
+    groups = [[0], [2], [1]]
+
+    @property
+    def frame_groups(self) -> list[list[int]]:
+        return self.groups
+
+
+def test_frames_are_drawn_in_the_order_of_their_groups():
+    """Of an order of single frames: the clip drawn frame after frame, its frames put in their places."""
+    plain, planned = model_of(), PlannedTable(TokenGrid(2, 4, 3), MASK, conditions=2, spread=0.4)
+    sampler = FrameMaskedSampler(3, 0.5)
+    wanted, result = draw(sampler, plain), draw(sampler, planned)
+    frames = [wanted.tokens[:, 8 * frame : 8 * frame + 8] for frame in (0, 2, 1)]
+    assert torch.equal(result.tokens, torch.cat(frames, 1))
+    calls = [wanted.trace.entry_call[:, 8 * frame : 8 * frame + 8] for frame in (0, 2, 1)]
+    assert torch.equal(result.trace.entry_call, torch.cat(calls, 1))
+    assert torch.equal(result.trace.commit_call, result.trace.entry_call[..., 0])
+    given = torch.full((2, 24), MASK)
+    given[:, 16:] = result.tokens[:, 16:]
+    again = draw(sampler, planned, given=given)
+    assert torch.equal(again.tokens[:, :8], result.tokens[:, :8])
+    assert torch.equal(again.tokens[:, 16:], given[:, 16:]) and again.trace.frame_calls.tolist() == [4, 1, 3]
+
+
+def test_a_group_of_frames_is_one_masked_decode():
+    planned = PlannedTable(TokenGrid(2, 4, 3), MASK, conditions=2, spread=0.4)
+    planned.groups = [[0], [1, 2]]
+    result = draw(FrameMaskedSampler(4, 0.25, schedule="linear"), planned)
+    assert result.trace.target_calls.tolist() == [9, 9] and result.trace.frame_calls.tolist() == [5, 4]
+    assert [(call == MASK).sum(1).tolist() for call in planned.calls[4:]] == [
+        [16] * 2,
+        [12] * 2,
+        [8] * 2,
+        [4] * 2,
+    ]
+    assert torch.equal(
+        planned.writes[0][:2], result.tokens[:, :8].masked_fill(torch.arange(8) % 4 == 0, MASK)
+    )

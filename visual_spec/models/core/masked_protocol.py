@@ -89,7 +89,15 @@ class MaskedModel(HidingModel, Protocol):
 
 
 class FrameModel(HidingModel, Protocol):
-    """A model that predicts the hidden tokens of one frame after the other, given the frames before."""
+    """A model that predicts the hidden tokens of one frame after the other, given the frames before.
+
+    Or of one group of frames after the other (`frame_groups`): "frame" then means such a group, frame after frame.
+    """
+
+    @property
+    def frame_groups(self) -> list[list[int]]:
+        """The frames that are drawn together, in the order in which they are drawn: each frame once."""
+        ...
 
     def __call__(self, state: Any, tokens: Tensor) -> Tensor:
         """Score every slot of the next frame. No host synchronisation. Keeps nothing.

@@ -4,17 +4,24 @@ After Lumos-1 (Yuan et al., arXiv 2507.08801, sections 3.1 and 3.3): a decoder o
 the very slots they stand at. A frame is drawn from hidden tokens, and reads what the cache holds of the frames before.
 The last row of the token embedding is the mask.
 
+With `key_frames`, the order of MMPL (Xiang et al., "Macro-from-micro planning", arXiv 2508.03334, and its public code)
+over such frames: the first frame, then all key frames together, then all others together. Those between two key frames
+see each other, the first frame, and the key frames up to the one that ends them; so the parts of a clip do not wait for
+each other.
+
 Rotary table and place embeddings are our LlamaGen's over frames, not Lumos-1's MM-RoPE; so this class reads no
 official weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
@@ -34,7 +41,7 @@ class FrameState(MaskedState):
     Attributes:
         held: keys and values of the prefix and of all frames, by slot; the next frame's are written again by
             every call.
-        frames: how many frames are written for good.
+        frames: how many groups of frames (`frame_groups`) are written for good.
     """
 
     held: LlamaGenState
@@ -52,9 +59,11 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
         dim, num_layers, num_heads, grid_size, num_frames, prefix_length, num_classes, caption_dim: as of
             `LlamaGenTransformer`; at least two frames.
         feed_forward_dim: hidden width of the SwiGLU layers; None: `LlamaGenTransformer`'s.
+        key_frames: the frames that are drawn together after the first one, rising, the last frame among them; the
+            others are drawn after them. None: frame after frame.
 
     Raises:
-        ValueError: fewer than two frames, or as `LlamaGenTransformer`.
+        ValueError: fewer than two frames, other key frames, or as `LlamaGenTransformer`.
     """
 
     _repeated_blocks = ["TransformerBlock"]
@@ -75,6 +84,7 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
         num_classes: Count | None = None,
         caption_dim: Count | None = None,
         feed_forward_dim: int | None = None,
+        key_frames: Sequence[int] | None = None,
     ):
         super().__init__()
         if num_frames < 2:
@@ -82,6 +92,13 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
                 f"num_frames={num_frames} given; this model draws clips, pass at least 2 (pictures: "
                 "MaskedImageTransformer)."
             )
+        if key_frames is not None:
+            rising = [0, *key_frames, num_frames]
+            if rising != sorted(set(rising)) or rising[-2] != num_frames - 1:
+                raise ValueError(
+                    f"key_frames={list(key_frames)} of {num_frames} frames; pass rising frames from 1 on, the last one "
+                    f"{num_frames - 1}, e.g. [1, {num_frames // 2}, {num_frames - 1}]."
+                )
         self.transformer = LlamaGenTransformer(
             vocab_size=vocab_size,
             dim=dim,
@@ -107,14 +124,40 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
         """N, tokens of a frame."""
         return self.grid.height * self.grid.width
 
+    @property
+    def frame_groups(self) -> list[list[int]]:
+        """The frames that are drawn together, in the order in which they are drawn."""
+        frames, keys = range(self.grid.frames), self.config["key_frames"]
+        if keys is None:
+            return [[frame] for frame in frames]
+        return [[0], list(keys), [frame for frame in frames[1:] if frame not in keys]]
+
+    def seen_frames(self) -> Tensor:
+        """Which frames (columns) a frame (row) sees, itself included: bool `[T, T]`."""
+        frames, keys = torch.arange(self.grid.frames), self.config["key_frames"]
+        if keys is None:
+            return frames[:, None] >= frames
+        ends = torch.tensor([0, *keys])
+        part = torch.searchsorted(ends, frames)  # a key frame ends its part: 0, (0, keys[0]], ...
+        key = torch.isin(frames, ends[1:])
+        earlier = (frames == 0) | (key & (part[:, None] >= part)) | (key[:, None] & key)
+        return torch.where(
+            frames[:, None] == 0, frames == 0, earlier | (part[:, None] == part) & ~key[:, None]
+        )
+
     def first_frames(self, count: int) -> Self:
         """Return this model over the first `count` frames only, with the same weights.
 
         Raises:
-            ValueError: the model has not so many frames.
+            ValueError: the model has not so many frames, or fewer of a model with key frames, whose early frames see
+                some of later ones.
         """
         if count == self.grid.frames:
             return self
+        if self.config["key_frames"] is not None:
+            raise ValueError(
+                f"num_frames={count} of a model that draws key frames first; pass {self.grid.frames}, or leave it out."
+            )
         shorter = copy(self)
         shorter.grid = self.transformer.first_frames(count).grid
         return shorter
@@ -135,28 +178,35 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
     @loads_weights
     @torch.no_grad()
     def forward(self, state: FrameState, tokens: Tensor) -> Tensor:
-        """Score every slot of the next frame, given its tokens `[B, N]`, some of them hidden: logits `[R, N, V]`."""
+        """Score every slot of the next group of frames, given its tokens `[B, N]`: logits `[R, N, V]`.
+
+        Some tokens are hidden. N counts the slots of all frames of the group, frame after frame.
+        """
         logits = self.transformer.output(self._fed(state, tokens))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @loads_weights
     @torch.no_grad()
     def write(self, state: FrameState, tokens: Tensor) -> None:
-        """Make `tokens [B, N]` or `[R, N]`, some of them hidden, what later frames see of the next frame."""
+        """Make `tokens [B, N]` or `[R, N]`, some of them hidden, what later frames see of the next group."""
         self._fed(state, tokens)
         state.frames += 1
 
     def _fed(self, state: FrameState, tokens: Tensor) -> Tensor:
-        """Return what the head reads at the slots of the next frame, `[R, N, dim]`."""
+        """Return what the head reads at the slots of the next group, `[R, N, dim]`."""
         held, count = state.held, self.frame_tokens
         cache, prefix_mask = held.cache, held.prefix_mask
         rows, prefix = prefix_mask.shape
         tokens = tokens.repeat(rows // len(tokens), 1)  # [R, N]
-        first = state.frames * count
-        slots = torch.arange(first, first + count, device=tokens.device).expand(rows, -1)
-        size = prefix + first + count
+        groups = self.frame_groups
+        frames = torch.tensor(groups[state.frames])
+        held_frames = 1 + max(map(max, groups[: state.frames + 1]))
+        slots = (frames[:, None] * count + torch.arange(count)).flatten().to(tokens.device).expand(rows, -1)
+        size = prefix + held_frames * count
         cache.at(prefix + slots, size)
-        seen = torch.ones(rows, 1, count, size, dtype=torch.bool, device=tokens.device)
+        visible = self.seen_frames()[frames, :held_frames]
+        visible = visible.repeat_interleave(count, 0).repeat_interleave(count, 1)
+        seen = F.pad(visible.to(tokens.device), (prefix, 0), value=True).repeat(rows, 1, 1, 1)
         seen[..., :prefix] = prefix_mask[:, None, None]
         hidden = self.transformer.embed(tokens, slots)
         mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
@@ -171,11 +221,12 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
     ) -> Tensor:
         """Logits `[B, L, V]` of clips, or of first frames, `tokens [B, L]`, some of them hidden; with gradients.
 
-        A slot sees all slots of its own frame and of those before, as they are given.
+        A slot sees all slots of the frames that its own frame sees, as they are given.
 
         `dropped`, bool [B]: rows whose condition is replaced by the unconditional one.
         """
         slots = torch.arange(tokens.shape[1], device=tokens.device)
         frame = slots // self.frame_tokens
-        trunk = self.transformer.forced(tokens, slots, frame[:, None] >= frame, condition, dropped)
+        seen = self.seen_frames().to(tokens.device)[frame[:, None], frame]
+        trunk = self.transformer.forced(tokens, slots, seen, condition, dropped)
         return self.transformer.output(self.transformer.norm(trunk[:, 1:]))

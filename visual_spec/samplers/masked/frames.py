@@ -5,6 +5,9 @@ read from the cache. Then one more call writes the frame for later ones: a copy 
 The model was trained with such a history (autoregressive discrete diffusion forcing), where a copy of a still
 background would have been too easy. With T frames a clip takes `steps` T + T - 1 calls: nothing reads the last frame.
 
+A model may name frames that are drawn together (`frame_groups`), such as key frames before those between them (MMPL).
+Then all this holds for groups of frames: three groups take 3 `steps` + 2 calls.
+
 The decoder defines its own output law, a product over frames of the laws of masked decoding.
 
 * Yuan et al., "Lumos-1: on autoregressive video generation with discrete diffusion from a unified model perspective",
@@ -55,7 +58,8 @@ class FrameTrace(MaskedTrace):
     """A `MaskedTrace` of a decode by frames. Calls that write a frame count, and keep no token.
 
     Attributes:
-        frame_calls: long [T], calls of the batch for each frame: those that drew it, and the one that wrote it.
+        frame_calls: long [G], calls of the batch for each frame, or group of frames that are drawn together: those
+            that drew it, and the one that wrote it.
     """
 
     frame_calls: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
@@ -71,7 +75,7 @@ class FrameTrace(MaskedTrace):
 
 @dataclass
 class FrameView:
-    """The next frame of a `FrameModel` as a `MaskedModel`."""
+    """The next group of frames of a `FrameModel` as a `MaskedModel`."""
 
     model: Any
     grid: TokenGrid
@@ -87,22 +91,24 @@ class FrameView:
         return self.model.mask_id
 
     def __call__(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
-        """Score the slots of the next frame, given its tokens [B, N, 1]: logits [R, N, V]."""
+        """Score the slots of the group, given its tokens [B, N, 1]: logits [R, N, V]."""
         return self.model(state, tokens[..., 0])
 
 
 @dataclass
 class FramesState:
-    """A batch between two calls. L = T N slots.
+    """A batch between two calls. L = T N slots, in the order in which their frames are drawn.
 
     Attributes:
         cache: the model's own state.
+        groups: the frames that are drawn together, G groups. "Frame" means such a group below.
+        order: long [L], the place of each slot in the clip.
         view: what draws the next frame.
         tokens: long [B, L], the mask id where a token is hidden.
         entry_call: long [B, L], which of its sample's calls kept each token; -1 for tokens not yet kept, and given
             ones.
         target_calls: long [B]; under an entropy bound complete frames wait for the frames of other samples.
-        history: bool [B, N], the places that are hidden of every frame that is written.
+        history: bool [B, N], the places that are hidden of every single frame that is written.
         frame_calls: calls of each frame so far.
         drawn: the frames of which some sample has a token to decode.
         frame: the frame that is being decoded.
@@ -112,6 +118,8 @@ class FramesState:
     """
 
     cache: Any
+    groups: list[list[int]]
+    order: Tensor
     view: FrameView
     tokens: Tensor
     entry_call: Tensor
@@ -132,8 +140,8 @@ class FramesState:
     @property
     def places(self) -> slice:
         """The slots of the frame."""
-        count = self.view.grid.num_tokens
-        return slice(self.frame * count, (self.frame + 1) * count)
+        count, first = self.history.shape[1], sum(map(len, self.groups[: self.frame]))
+        return slice(first * count, (first + len(self.groups[self.frame])) * count)
 
 
 class FrameMaskedSampler(Sampler):
@@ -204,16 +212,21 @@ class FrameMaskedSampler(Sampler):
         """Hide all tokens that are not given, and begin the first frame."""
         grid, given = run.model.grid, run.parts.get("given")
         tokens = torch.full((run.batch_size, grid.num_tokens), run.model.mask_id, device=run.device)
+        groups = run.model.frame_groups
+        order = torch.arange(grid.num_tokens).unflatten(0, (grid.frames, -1))[sum(groups, [])]
+        order = order.flatten().to(run.device)
         if given is not None:
-            tokens.copy_(given.reshape(tokens.shape))
+            tokens.copy_(given.reshape(tokens.shape)[:, order])
         state = FramesState(
             cache=run.cache,
-            view=FrameView(run.model, TokenGrid(grid.height, grid.width)),
+            groups=groups,
+            order=order,
+            view=FrameView(run.model, grid),
             tokens=tokens,
             entry_call=torch.full_like(tokens, -1),
             target_calls=torch.zeros_like(tokens[:, 0]),
             history=self._history(run),
-            frame_calls=[0] * grid.frames,
+            frame_calls=[0] * len(groups),
             drawn=_drawn_frames(run),
             meter=Dependence(run.batch_size, run.device) if self.config.measure else None,
         )
@@ -246,7 +259,8 @@ class FrameMaskedSampler(Sampler):
     def _write(self, run: Run, state: FramesState) -> None:
         """Write the frame, partly hidden, and begin the next one."""
         mask = run.model.mask_id
-        tokens = state.tokens[:, state.places].masked_fill(state.history, mask)  # [B, N]
+        hidden = state.history.repeat(1, len(state.groups[state.frame]))
+        tokens = state.tokens[:, state.places].masked_fill(hidden, mask)  # [B, N] of each single frame
         if run.guided and self.config.unconditional_history == "hidden":
             tokens = torch.cat([tokens, torch.full_like(tokens, mask)])
         run.model.write(state.cache, tokens)
@@ -256,6 +270,8 @@ class FrameMaskedSampler(Sampler):
         run.lap("write")
 
     def _begin_frame(self, run: Run, state: FramesState) -> None:
+        grid = run.model.grid
+        state.view = FrameView(run.model, TokenGrid(grid.height, grid.width, len(state.groups[state.frame])))
         state.drawing = self._first.begin(
             replace(run, model=state.view, parts={}),
             state.tokens[:, state.places, None].clone(),
@@ -284,9 +300,11 @@ class FrameMaskedSampler(Sampler):
         return state.tokens != run.model.mask_id
 
     def result(self, run: Run, state: FramesState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        back = state.order.argsort()
+        tokens, trace["commit_call"] = tokens[:, back], trace["commit_call"][:, back.cpu()]
         whole = FrameTrace(
             **trace,
-            entry_call=state.entry_call[..., None].cpu(),
+            entry_call=state.entry_call[:, back, None].cpu(),
             whole_calls=float(state.round + 1),
             total_correlation=None if state.meter is None else state.meter.correlation.cpu(),
             frame_calls=torch.tensor(state.frame_calls),
@@ -302,9 +320,9 @@ def even_places(number: int, count: int) -> list[int]:
 
 
 def _drawn_frames(run: Run) -> list[int]:
-    """Return the frames of which some sample has a token to decode."""
-    frames, given = run.model.grid.frames, run.parts.get("given")
+    """Return the groups of frames of which some sample has a token to decode."""
+    groups, given = run.model.frame_groups, run.parts.get("given")
     if given is None:
-        return list(range(frames))
-    unknown = (given.reshape(run.batch_size, frames, -1) == run.model.mask_id).any(2).any(0)
-    return unknown.nonzero()[:, 0].tolist()
+        return list(range(len(groups)))
+    unknown = (given.reshape(run.batch_size, run.model.grid.frames, -1) == run.model.mask_id).any(2).any(0)
+    return [index for index, group in enumerate(groups) if bool(unknown[group].any())]
