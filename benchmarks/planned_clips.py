@@ -1,6 +1,8 @@
 """Key frames first, in MMPL's order, beside frame after frame: calls that wait, time, attributes, drift.
 
-python benchmarks/planned_clips.py --out benchmarks/results/motion-planned.json
+python benchmarks/planned_clips.py --planned FOLDER --out benchmarks/results/motion-planned.json
+
+FOLDER holds `motion_planned`, as `scripts/train planned` and `scripts/assemble.py motion_planned` make it.
 
 Whole clips are of held-out prompts, each model's turn after the other's at batch 1 (processor time), attributes by the
 parser of `motion`. Long clips are of shapes that bounce (`benchmarks.long_clips`): 11 segments of 16 frames, each
@@ -31,7 +33,7 @@ from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.segments import draw_segments
 
-MODELS = {"frame after frame": "motion_masked", "planned": "motion_planned", "untrained": "motion_masked"}
+NAMES_OF_ROWS = ("frame after frame", "planned", "untrained")
 LAW = TokenLaw(temperature=0.7)
 
 
@@ -65,7 +67,7 @@ def whole_clips(pipes: dict[str, Any], count: int) -> dict[str, Any]:
             "parts": {p: round(float(np.mean([a[p] for a in answers if p in a])), 3) for p in parts},
             "processor_seconds": round(float(np.mean(seconds[name])), 3),
         }
-    first, second, _ = MODELS
+    first, second, _ = NAMES_OF_ROWS
     rows["speed"] = rounded(ratio_figure(seconds[first], seconds[second]))
     return rows
 
@@ -144,9 +146,11 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=16, help="long clips")
     parser.add_argument("--segments", type=int, default=11)
     parser.add_argument("--keep", type=Path, help="folder for every tenth frame of the long clips")
+    parser.add_argument("--planned", type=Path, required=True, help="folder of motion_planned")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    pipes = {name: load_pipeline(folder) for name, folder in MODELS.items()}
+    folders = ("motion_masked", options.planned, "motion_masked")
+    pipes = {name: load_pipeline(folder) for name, folder in zip(NAMES_OF_ROWS, folders, strict=True)}
     for pipe in pipes.values():
         pipe.set_progress_bar_config(disable=True)
     planned, untrained = pipes["planned"], pipes["untrained"]

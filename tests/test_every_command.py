@@ -33,7 +33,6 @@ CANNOT = {
 SAMPLERS = dict.fromkeys(embedded_models(), "speculative-jacobi") | {
     "motion_masked": "frame-masked:steps=2",
     "motion_nar": "ordered",
-    "motion_planned": "frame-masked:steps=2",
     "shapes_any": "any-order:steps=4",
     "shapes_causal": "continuous:head_steps=5",
     "shapes_distilled": "distilled:steps=2",

@@ -68,7 +68,6 @@ def test_the_stub_for_editors_is_up_to_date():
         "tunes_masked": "MAGNeT",
         "motion": "LlamaGen of clips",
         "motion_masked": "frame-masked",
-        "motion_planned": "frame-masked",
         "motion_nar": "NAR, FlashAR, PAR",
         "motion_causal": "Self-Forcing",
     }.items(),

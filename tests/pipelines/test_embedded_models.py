@@ -28,9 +28,6 @@ MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
     ),
     "motion_nar": ("VideoPipeline", "own order", 3.6e6, {"vq_model": "shapes", "text_encoder": "motion"}),
     "motion_masked": ("VideoPipeline", "frames", 1.4e6, {"vq_model": "shapes"}),
-    "motion_planned": (  # its changes to `motion_masked`
-        "VideoPipeline", "frames", 0.15e6, {"vq_model": "shapes", "text_encoder": "motion_masked"},
-    ),
     "motion_causal": ("ChunkVideoPipeline", "chunks", 1.5 * 2**20, {}),
     "tunes_masked": ("AudioPipeline", "masked", 4e6, {"codec": "tunes", "text_encoder": "tunes"}),
 }  # fmt: skip
