@@ -1,4 +1,4 @@
-"""Train the embedded `motion_planned`: key frames first, from the frame-by-frame model `motion_masked`.
+"""Train `motion_planned`: key frames first, from the frame-by-frame model `motion_masked`.
 
 The order of MMPL (arXiv 2508.03334), with the weights of `motion_masked` plus changes of low rank: the first frame, the
 key frames together, the others together. All frames of a group hide the same share of their tokens, as while a group is
