@@ -90,6 +90,7 @@ def test_sizes_of_the_models_of_transformers():
         "LlamaGen",
         "ControlAR",
         "DD1",
+        "FlexVAR",
         "VAR",
         "MusicGen",
         "MAGNeT",

@@ -33,6 +33,7 @@ from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
+from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
@@ -83,7 +84,7 @@ def _masked_classes() -> Any:
 
 def _chunks() -> Any:
     transformer, encoder = new_model(24, 1, 2)
-    return ChunkVideoPipeline(transformer.eval(), encoder.eval())
+    return ChunkVideoPipeline(transformer.eval(), encoder.eval(), ChunkWiseSampler(chunk=2, shift=3.0))
 
 
 def _quiet(make: Callable[[], Any]) -> Callable[[], Any]:

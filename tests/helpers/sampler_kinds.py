@@ -91,6 +91,16 @@ class Upsampler(nn.Module):
         return self.get_buffer("table")[tokens[:, 0]]
 
 
+class AnyScaleTokenizer(FormulaTokenizer):
+    def at(self, scales: Sequence[int]) -> AnyScaleTokenizer:
+        return AnyScaleTokenizer(tuple(scales), self.codebook_size)
+
+
+class AnyScaleModel(TableScaleModel):
+    def at(self, scales: Sequence[int]) -> AnyScaleModel:
+        return AnyScaleModel(tuple(scales), self.vocab_size, conditions=self.conditions)
+
+
 RASTER_MODEL = _raster()
 # Both kinds of drafters at once: a model of the same tokens, and one of a smaller picture with what enlarges it.
 RASTER_DRAFTER = TabularModel(TokenGrid(4, 4), 12, order=2, conditions=3, dependence=0.3)
@@ -138,7 +148,7 @@ KINDS = {
         given={"num_frames": 6, "height": 2, "width": 2},
     ),
     SCALES: Kind(
-        TableScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": FormulaTokenizer(SIDES, 7)}
+        AnyScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": AnyScaleTokenizer(SIDES, 7)}
     ),
 }
 
@@ -226,7 +236,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         steps=3, schedule="linear", order="raster", num_drafts=2, acceptance="exact"
     ),
     "ScaleWiseSampler": dict(
-        ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2},
+        ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2}, scales=[1, 2, 4],
         num_draft_scales="all", refiner_guidance_scale=1.5, cache_share="off", num_drafters=2,
     ),
 }  # fmt: skip
@@ -259,6 +269,7 @@ REFUSED: dict[str, list[Any]] = {
     "chunk": _COUNT,
     "shift": [0.0, -1.0, math.inf, True, "1"],
     "first_steps": [0, -2, 1.5, True, "8", (), (4, 0), (4, 5)],
+    "scales": [0, "4", [1, 0], [1, 1.5], [True], ["1"]],
     "num_draft_scales": [-1, 1.5, True, "half"],
     "refiner_guidance_scale": [math.nan, True, "1"],
     "cache_share": [0.0, 1.5, True, "little"],

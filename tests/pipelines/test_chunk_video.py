@@ -28,7 +28,7 @@ def pipe():
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter += 0.2 * torch.randn(parameter.shape)
-    return quiet(ChunkVideoPipeline(transformer.eval(), encoder.eval()))
+    return quiet(ChunkVideoPipeline(transformer.eval(), encoder.eval(), ChunkWiseSampler(chunk=2, shift=3.0)))
 
 
 def seeds(*numbers):

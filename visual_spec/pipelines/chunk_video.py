@@ -71,13 +71,13 @@ class ChunkVideoPipeline(ReadsText):
     Args:
         transformer: a Wan of diffusers that was trained to be causal by chunks, with three channels.
         text_encoder: turns prompts into the features that the transformer reads.
-        sampler: how chunks are drawn; None: `ChunkWiseSampler(chunk=2, shift=3)`.
+        sampler: how chunks are drawn.
         training_frames: frames of the clips that the transformer was trained on: what its caches are measured by.
         frame_size: rows and columns of a small frame.
         scale: pixels of a frame on a side of one of a small frame.
         default_policy: the cache where a call names none, as text.
-        chunk, default_steps, default_shift: set `chunk`, `steps` and `shift` of the sampler; earlier versions saved
-            them here.
+        chunk, default_steps, default_shift: set `chunk`, `steps` and `shift` of the sampler, which they make where
+            there is none; earlier versions saved them here.
         frame_rate: frames per second of the clips.
 
     Raises:
@@ -117,10 +117,9 @@ class ChunkVideoPipeline(ReadsText):
         self.image_processor = ShownPictures()
         former = {"chunk": chunk, "steps": default_steps, "shift": default_shift}
         changed = {name: value for name, value in former.items() if value is not None}
-        if sampler is None:
-            self.sampler = ChunkWiseSampler(**{"chunk": 2, "shift": 3.0, **changed})
-        elif changed:
-            self.sampler = type(sampler).from_config(sampler.config, **changed)
+        if changed:
+            settings = {"chunk": 2, "shift": 3.0} if sampler is None else sampler.config
+            self.sampler = ChunkWiseSampler.from_config(settings, **changed)
         self.register_to_config(chunk=None, default_steps=None, default_shift=None)
 
     def _check_parts(self) -> None:
@@ -154,7 +153,7 @@ class ChunkVideoPipeline(ReadsText):
 
     def _checked(self, args: Mapping[str, Any]) -> Asked:
         asked = self._asked(args)
-        self._check_call(args, asked, "transformer")
+        self._check_call(args, asked, "transformer", "sampler")
         self._rollout(args)
         return asked
 

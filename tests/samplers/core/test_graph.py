@@ -21,13 +21,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.cached_decoders import case, rows_of
+from tests.helpers.column_drafters import columns as music_columns
+from tests.helpers.column_drafters import drafter_for
 from tests.helpers.columns import MODEL as COLUMNS
 from tests.helpers.columns import POOR as POOR_COLUMNS
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnState, TabularModel
 from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
+from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.next_token import cached_decoder
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core import base, graph
@@ -160,6 +165,51 @@ def test_recorded_calls_give_the_same_columns_and_are_recorded_once(recordings, 
             assert found.trace.divergence == pytest.approx(eager.trace.divergence, rel=1e-6)
         assert "step" in found.trace.phase_seconds and "step" not in eager.trace.phase_seconds
     assert len(recordings) == 1
+
+
+@pytest.mark.parametrize("name", ["plain", "identical", "by codebook", "drafted", "drafted, identical"])
+def test_recorded_calls_of_musicgen_and_its_drafter_give_the_same_columns(recordings, name):
+    sampler = COLUMN_SAMPLERS[name]
+    eager_sampler = type(sampler).from_config(sampler.config, graph=False)
+    law = TokenLaw(guidance_scale=2.0, top_k=5)
+
+    def draw_music(sampler: Any, seed: int, target: Any) -> Any:
+        words = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        condition = MusicCondition(words, torch.tensor([[1, 1, 1, seed % 2], [1, 1, 1, 1]]).bool())
+        parts = {"drafter": drafter_for(target)} if sampler.needs_drafter else {}
+        return sampler(
+            target, condition, law=law, generator=seeded(seed, seed + 1), batch_size=2, **parts
+        ).tokens
+
+    target, kept = music_columns(), None
+    for seed in (3, 40, 500):
+        target = MusicgenColumnModel(
+            target.model, target.num_frames
+        )  # a new one of the same weights, as pipelines do
+        tokens = draw_music(sampler, seed, target)
+        assert tokens.equal(draw_music(eager_sampler, seed, target))
+        assert kept is None or not tokens.equal(kept)
+        kept = tokens
+    assert (
+        len(recordings) == 1 or sampler.needs_drafter
+    )  # which is new, with new weights, in each of these decodes
+
+
+@pytest.mark.parametrize("name", ["drafted", "drafted, identical", "tree", "tree, top-k"])
+def test_recorded_calls_of_an_eagle_drafter_give_the_same_tokens(recordings, name):
+    model, sampler = tiny_transformer(), SAMPLERS[name]
+    torch.manual_seed(5)
+    eagle = EagleDrafter.for_target(model).to(model.dtype).eval()
+    plain = type(sampler).from_config(sampler.config, graph=False)
+    for seed in (3, 40, 500):
+        tokens, eager = (
+            one(
+                model, captions(seed), law=LAW, generator=seeded(seed, 1, 2), batch_size=3, drafter=eagle
+            ).tokens
+            for one in (sampler, plain)
+        )
+        assert tokens.equal(eager)
+    assert len(recordings) == 2  # of calls, and of the prefill
 
 
 def test_a_place_that_takes_over_another_ones_tensor_keeps_its_value():

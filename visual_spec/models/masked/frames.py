@@ -132,12 +132,12 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
             return [[frame] for frame in frames]
         return [[0], list(keys), [frame for frame in frames[1:] if frame not in keys]]
 
-    def seen_frames(self) -> Tensor:
-        """Which frames (columns) a frame (row) sees, itself included: bool `[T, T]`."""
-        frames, keys = torch.arange(self.grid.frames), self.config["key_frames"]
+    def seen_frames(self, device: torch.device | None = None) -> Tensor:
+        """Which frames (columns) a frame (row) sees, itself included: bool `[T, T]` on a device; None: the CPU."""
+        frames, keys = torch.arange(self.grid.frames, device=device), self.config["key_frames"]
         if keys is None:
             return frames[:, None] >= frames
-        ends = torch.tensor([0, *keys])
+        ends = torch.stack([torch.full((), end, device=device) for end in (0, *keys)])
         part = torch.searchsorted(ends, frames)  # a key frame ends its part: 0, (0, keys[0]], ...
         key = torch.isin(frames, ends[1:])
         earlier = (frames == 0) | (key & (part[:, None] >= part)) | (key[:, None] & key)
@@ -199,14 +199,15 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
         rows, prefix = prefix_mask.shape
         tokens = tokens.repeat(rows // len(tokens), 1)  # [R, N]
         groups = self.frame_groups
-        frames = torch.tensor(groups[state.frames])
-        held_frames = 1 + max(map(max, groups[: state.frames + 1]))
-        slots = (frames[:, None] * count + torch.arange(count)).flatten().to(tokens.device).expand(rows, -1)
+        frames = [torch.full((), frame, device=tokens.device) for frame in groups[state.frames]]
+        own, held_frames = torch.stack(frames), 1 + max(map(max, groups[: state.frames + 1]))
+        slots = own[:, None] * count + torch.arange(count, device=tokens.device)
+        slots = slots.flatten().expand(rows, -1)
         size = prefix + held_frames * count
         cache.at(prefix + slots, size)
-        visible = self.seen_frames()[frames, :held_frames]
+        visible = self.seen_frames(tokens.device)[own, :held_frames]
         visible = visible.repeat_interleave(count, 0).repeat_interleave(count, 1)
-        seen = F.pad(visible.to(tokens.device), (prefix, 0), value=True).repeat(rows, 1, 1, 1)
+        seen = F.pad(visible, (prefix, 0), value=True).repeat(rows, 1, 1, 1)
         seen[..., :prefix] = prefix_mask[:, None, None]
         hidden = self.transformer.embed(tokens, slots)
         mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
