@@ -63,6 +63,14 @@ class MusicgenState(DecodeState):
     def narrow(self, width: int) -> None:
         self.features = [layer[:, :width] for layer in self.features]
 
+    def buffers(self) -> list[Tensor]:
+        steps, text = self.cache.self_attention_cache, self.cache.cross_attention_cache
+        assert isinstance(steps, SlotCache)
+        words = [tensor for layer in text.layers for tensor in (layer.keys, layer.values)]
+        tables = [] if self.stacks is None else self.stacks.buffers()
+        held = [] if self.held is None else [self.held]
+        return [*steps.buffers(), *words, self.seen, self.free, self.forced, *held, *tables]
+
 
 class MusicgenColumnModel(MusicgenModules):
     """A `ColumnModel` that predicts one step of the pattern after the other.

@@ -49,6 +49,10 @@ class Stacks:
         )
         return self
 
+    def buffers(self) -> list[Tensor]:
+        """Return the tables, in a fixed order."""
+        return [self.sources, self.frames, self.kept]
+
     def columns(self, held: Tensor, steps: Tensor) -> Tensor:
         """Return what is fed at `steps [B, W]`, long [B, W, K]: the stack of their frame so far.
 

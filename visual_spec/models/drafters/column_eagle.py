@@ -78,6 +78,9 @@ class ColumnEagleState(DecodeState):
     features: Tensor
     observed: Tensor
 
+    def buffers(self) -> list[Tensor]:
+        return [*self.cache.buffers(), self.features, self.observed]
+
 
 class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """Drafts columns for a MusicGen, in one row a sample. It reads no caption: the features already depend on it.

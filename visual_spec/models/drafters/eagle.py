@@ -57,6 +57,9 @@ class EagleState(DecodeState):
         self.cache.select(rows)
         self.logits, self.features, self.tree = self.logits[rows], self.features[rows], self.tree[rows]
 
+    def buffers(self) -> list[Tensor]:
+        return [*self.cache.buffers(), self.features]
+
 
 def check_sizes(drafter: Any, sizes: Mapping[str, Any], trainer: str) -> None:
     """Refuse a target of other sizes than those that a drafter was made for.
@@ -89,6 +92,8 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """
 
     _no_split_modules = ["TransformerBlock"]
+
+    stored_as = (torch.float8_e4m3fn,)  # the matrices of the embedded one (scripts/assemble.py)
 
     @register_to_config
     def __init__(
