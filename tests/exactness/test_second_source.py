@@ -102,8 +102,8 @@ def test_catches_a_new_draft_with_the_label_of_the_carried_one(monkeypatch, draf
 def test_catches_a_choice_by_the_noise_of_the_slot(monkeypatch):
     """What acceptance "identical" may do: take the drafter's token only if it is probable."""
 
-    def choosy(source: Chosen, slot: Any, before: Any) -> Any:
-        tokens, law, wanted = real(source, slot, before)
+    def choosy(source: Chosen, place: int, before: Any) -> Any:
+        tokens, law, wanted = real(source, place, before)
         return tokens, law, wanted & (law.gather(-1, tokens[..., None])[..., 0].exp() > 0.4)
 
     real = Chosen.__call__

@@ -230,13 +230,14 @@ class SpeculativeJacobiSampler(ChainSampler):
         if self.drafts == CARRIED:
             return carried
         source: Source
+        tokens, grid, count = state.tokens, run.model.grid, self.config.redrafts
         if self.drafts in (REPAIRED, PICTURED):
-            source = copies(state.tokens, state.lengths, run.model.grid)
+            source = copies(tokens, state.lengths, grid, slots[:, :count])
             if state.picture is not None:
-                source = pictured(state.picture, state.tokens, run.model.grid, source)
+                source = pictured(state.picture, tokens, grid, slots[:, :count], source)
         else:
-            source = Chosen(run, state, window, self.config.coupling == "gumbel", state.steady)
-        draft = redrafted(state, slots, carried, self.config.redrafts, source)
+            source = Chosen(run, state, slots, window, self.config.coupling == "gumbel", state.steady)
+        draft = redrafted(state, slots, carried, count, source)
         if self.redrafting.redraws:  # `settle` leaves kept drafts where they are
             state.tokens.scatter_(1, slots, draft.tokens)
         if self.needs_drafter:

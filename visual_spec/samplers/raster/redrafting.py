@@ -36,21 +36,24 @@ CHOSEN: Final = "chosen"
 DRAFTS = (CARRIED, REPAIRED, PICTURED, CHOSEN)
 
 UNKNOWN: Final = -1  # a slot that no call was fed, or that has no copy
+_HALF: Final = 1 << 32  # more than any token and any place
 
 # How far the drafter's best token must lead, in nats under the slot's noise, to replace a carried draft that 0, 1, and
 # 2 or more calls in a row have left as it was. From a logistic regression on 24 prompts of `shapes`, without its small
 # terms.
 NEEDED_MARGIN = (0.0, 1.4, 2.0)
 
-# Drafts the slots long [B, 1] after the tokens long [B, 1] that are now before them. Returns tokens long [B, 1], their
-# law [B, 1, V] (None: they are a function of earlier tokens), and bool [B, 1], where they are wanted.
-Source = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
+# Drafts one of the slots that it was made for, by their number, after the tokens long [B, 1] that are now before it.
+# Returns tokens long [B, 1], their law [B, 1, V] (None: they are a function of earlier tokens), and bool [B, 1], where
+# they are wanted; elsewhere the tokens mean nothing.
+Source = Callable[[int, Tensor], tuple[Tensor, Tensor | None, Tensor]]
 
 
 def redrafted(state: Any, slots: Tensor, draft: Draft, count: int, source: Source) -> Draft:
     """Return the draft with other tokens and labels where the source replaces a stale one, in the first `count` slots.
 
-    Notes in `state.inputs` what each slot is about to be fed.
+    Notes in `state.inputs` what each slot is about to be fed. The walk is a chain of small operations, so sources do
+    before it what they can, for all slots at once.
 
     Args:
         state: has `tokens` and `inputs`, long [B, S], by slot.
@@ -58,26 +61,29 @@ def redrafted(state: Any, slots: Tensor, draft: Draft, count: int, source: Sourc
         draft: the carried drafts; without a label under acceptance "identical".
     """
     inputs, newest = state.inputs, slots[:, :1] - 1
-    tokens = torch.cat([state.tokens.gather(1, newest), draft.tokens], 1)  # [B, 1 + N]
+    before = state.tokens.gather(1, newest)  # [B, 1]
+    fed = inputs.gather(1, slots - 1)  # [B, N], before each slot, in the last call
     rows = None if draft.label is None else draft.label.rows.clone()  # [B, N]
     laws = [] if draft.label is None else [draft.label.laws]
+    tokens = [before]
     for place in range(min(count, slots.shape[1])):
-        slot, before = slots[:, place, None], tokens[:, place, None]
-        token, law, wanted = source(slot, before)
-        replaced = wanted & (inputs.gather(1, slot - 1) != before)
-        tokens[:, place + 1, None] = torch.where(replaced, token, tokens[:, place + 1, None])
+        token, law, wanted = source(place, before)
+        replaced = wanted & (fed[:, place, None] != before)
+        before = torch.where(replaced, token, draft.tokens[:, place, None])
+        tokens.append(before)
         if rows is not None:
             row = POINT_LAW if law is None else sum(part.shape[1] for part in laws)
             rows[:, place, None] = torch.where(replaced, row, rows[:, place, None])
             laws += [] if law is None else [law]
-    inputs.scatter_(1, torch.cat([newest, slots], 1), tokens)
+    now = torch.cat([*tokens, draft.tokens[:, len(tokens) - 1 :]], 1)  # [B, 1 + N]
+    inputs.scatter_(1, torch.cat([newest, slots], 1), now)
     label = None
     if draft.label is not None and rows is not None:
         label = Label(torch.cat(laws, 1), rows, draft.label.allowed)
-    return Draft(tokens[:, 1:], label, draft.provenance)
+    return Draft(now[:, 1:], label, draft.provenance)
 
 
-def copies(tokens: Tensor, lengths: Tensor, grid: TokenGrid) -> Source:
+def copies(tokens: Tensor, lengths: Tensor, grid: TokenGrid, slots: Tensor) -> Source:
     """Return the source that copies the last committed token with the same two neighbours.
 
     They are the token before, and the one above; in a video the one at the same place a frame earlier.
@@ -85,34 +91,40 @@ def copies(tokens: Tensor, lengths: Tensor, grid: TokenGrid) -> Source:
     Args:
         tokens: long [B, S], by slot.
         lengths: long [B], committed slots.
+        slots: long [B, n], those that are drafted.
     """
     back = _far_neighbour(grid)
     places = torch.arange(tokens.shape[1], device=tokens.device)  # [S]
     committed = (places >= back) & (places < lengths[:, None])  # [B, S]
     left, far = tokens.roll(1, 1), tokens.roll(back, 1)
+    own = tokens.gather(1, (slots - back).clamp(min=0))  # [B, n], the far neighbours of the slots
+    alike = committed[:, None] & (far[:, None] == own[..., None]) & (slots >= back)[..., None]  # [B, n, S]
+    # The last place has the largest number, whose low half is its token.
+    numbered = torch.where(alike, (places * _HALF + tokens)[:, None], UNKNOWN)
 
-    def source(slot: Tensor, before: Tensor) -> tuple[Tensor, None, Tensor]:
-        alike = committed & (left == before) & (far == tokens.gather(1, (slot - back).clamp(min=0)))
-        last = torch.where(alike, places, UNKNOWN).amax(1, keepdim=True)  # [B, 1]
-        return tokens.gather(1, last.clamp(min=0)), None, (last >= 0) & (slot >= back)
+    def source(place: int, before: Tensor) -> tuple[Tensor, None, Tensor]:
+        last = torch.where(left == before, numbered[:, place], UNKNOWN).amax(1, keepdim=True)  # [B, 1]
+        return last & (_HALF - 1), None, last >= 0
 
     return source
 
 
-def pictured(picture: Tensor, tokens: Tensor, grid: TokenGrid, other: Source) -> Source:
+def pictured(picture: Tensor, tokens: Tensor, grid: TokenGrid, slots: Tensor, other: Source) -> Source:
     """Return the source that takes the token of a picture, long [B, S], where that has the same two neighbours.
 
     Args:
         tokens: long [B, S], by slot.
+        slots: long [B, n], those that are drafted.
         other: the source elsewhere, without laws.
     """
-    back = _far_neighbour(grid)
+    far = (slots - _far_neighbour(grid)).clamp(min=0)
+    alike_far = picture.gather(1, far) == tokens.gather(1, far)  # [B, n]
+    own, left = picture.gather(1, slots), picture.gather(1, slots - 1)
 
-    def source(slot: Tensor, before: Tensor) -> tuple[Tensor, None, Tensor]:
-        copied, _, wanted = other(slot, before)
-        far = (slot - back).clamp(min=0)
-        alike = (picture.gather(1, slot - 1) == before) & (picture.gather(1, far) == tokens.gather(1, far))
-        return torch.where(alike, picture.gather(1, slot), copied), None, wanted | alike
+    def source(place: int, before: Tensor) -> tuple[Tensor, None, Tensor]:
+        copied, _, wanted = other(place, before)
+        alike = alike_far[:, place, None] & (left[:, place, None] == before)
+        return torch.where(alike, own[:, place, None], copied), None, wanted | alike
 
     return source
 
@@ -126,23 +138,26 @@ class Chosen:
     """The source that draws from the drafter's law, one drafter call a slot.
 
     Args:
+        slots: long [B, n], those that are drafted.
         window: the most tokens that a target call commits.
         own_noise: draw with the noise of the slot itself, as the target does under coupling "gumbel".
         steady: long [B, S], by slot: how many calls in a row left the carried draft as it was. None, where that may not
             count: every stale draft is replaced.
     """
 
-    def __init__(self, run: Run, state: Any, window: int, own_noise: bool, steady: Tensor | None) -> None:
+    def __init__(
+        self, run: Run, state: Any, slots: Tensor, window: int, own_noise: bool, steady: Tensor | None
+    ) -> None:
         from visual_spec.samplers.core.drafters import catch_up  # where there is a drafter
 
-        self.run, self.state, self.steady = run, state, steady
+        self.run, self.state, self.slots, self.steady = run, state, slots, steady
         self.noise = (TOKEN, 0) if own_noise else (REDRAFT, state.round + 1)
         self.ahead: Tensor | None = catch_up(run, state, window)  # [R, 1, V]
 
-    def __call__(self, slot: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, place: int, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from visual_spec.samplers.core.drafters import ask_drafter, draft_law
 
-        run, logits = self.run, self.ahead
+        run, logits, slot = self.run, self.ahead, self.slots[:, place, None]
         if logits is None:
             logits = ask_drafter(run.drafter, self.state.drafter_cache, before, slot - 1)
         self.ahead = None
