@@ -157,7 +157,10 @@ def run_job(job: Job, limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
         command = [sys.executable, *(word.replace(OUT, str(out)) for word in job.command)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the checkout need not be installed
+        paths = (str(ROOT), str(ROOT / "weights"), os.environ.get("PYTHONPATH", ""))
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths))
+        }  # nothing need be installed
         with (Path(scratch) / "log").open("w+") as log:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
