@@ -117,7 +117,7 @@ def test_where_the_neighbours_agree_the_picture_is_read_and_elsewhere_the_copy()
         2,
         True,
     )  # left differs from the picture's 7: slot 4 has it in the text, itself committed
-    assert at(6, 6)[1] is False  # left as in the picture, above 1 in the text and 7 there
+    assert at(6, 6) == (1, False)  # left as in the picture, above 1 in the text and 7 there
     assert at(7, 1) == (8, True)
 
 

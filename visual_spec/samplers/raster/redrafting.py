@@ -45,7 +45,7 @@ NEEDED_MARGIN = (0.0, 1.4, 2.0)
 
 # Drafts one of the slots that it was made for, by their number, after the tokens long [B, 1] that are now before it.
 # Returns tokens long [B, 1], their law [B, 1, V] (None: they are a function of earlier tokens), and bool [B, 1], where
-# they are wanted; elsewhere the tokens mean nothing.
+# they are wanted.
 Source = Callable[[int, Tensor], tuple[Tensor, Tensor | None, Tensor]]
 
 
@@ -99,11 +99,12 @@ def copies(tokens: Tensor, lengths: Tensor, grid: TokenGrid, slots: Tensor) -> S
     left, far = tokens.roll(1, 1), tokens.roll(back, 1)
     own = tokens.gather(1, (slots - back).clamp(min=0))  # [B, n], the far neighbours of the slots
     alike = committed[:, None] & (far[:, None] == own[..., None]) & (slots >= back)[..., None]  # [B, n, S]
-    # The last place has the largest number, whose low half is its token.
-    numbered = torch.where(alike, (places * _HALF + tokens)[:, None], UNKNOWN)
+    # The last place has the largest number, whose low half is its token; of no place it is the first token.
+    none = (tokens[:, :1] - _HALF)[..., None]  # [B, 1, 1]
+    numbered = torch.where(alike, (places * _HALF + tokens)[:, None], none)
 
     def source(place: int, before: Tensor) -> tuple[Tensor, None, Tensor]:
-        last = torch.where(left == before, numbered[:, place], UNKNOWN).amax(1, keepdim=True)  # [B, 1]
+        last = torch.where(left == before, numbered[:, place], none[:, 0]).amax(1, keepdim=True)  # [B, 1]
         return last & (_HALF - 1), None, last >= 0
 
     return source

@@ -159,7 +159,7 @@ class WindowMemory:
         copied = copied_tokens(LEFT, self.tokens, slots, self.newest[:, None], grid)
         drafts = torch.where(known, self.tokens.gather(1, slots), copied)
         self.tokens.scatter_(1, slots, drafts)
-        source = copies(self.tokens, self.lengths, grid)
+        source = copies(self.tokens, self.lengths, grid, slots[:, :redrafts])
         return redrafted(self, slots, Draft(drafts, None, "last call"), redrafts, source).tokens
 
 
