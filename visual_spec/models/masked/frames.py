@@ -41,10 +41,14 @@ class FrameState(MaskedState):
     Attributes:
         held: keys and values of the prefix and of all frames, by slot; the next frame's are written again by
             every call.
-        frames: how many groups of frames (`frame_groups`) are written for good.
+        groups: the frames of each group (`frame_groups`), long `[frames of the group]` each.
+        seen: bool `[T, T]`, from `seen_frames`.
+        frames: how many groups of frames are written for good.
     """
 
     held: LlamaGenState
+    groups: list[Tensor]
+    seen: Tensor
     frames: int = 0
 
     def select(self, samples: Tensor) -> None:
@@ -173,7 +177,12 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
             TypeError, ValueError: as `LlamaGenTransformer.prefill`.
         """
         held = self.transformer.prefill(condition, batch_size=batch_size, guided=guided, window=0)
-        return FrameState(guided, held.cache.keys.device, held)
+        device = held.cache.keys.device
+        groups = [
+            torch.stack([torch.full((), frame, device=device) for frame in group])
+            for group in self.frame_groups
+        ]
+        return FrameState(guided, device, held, groups, self.seen_frames(device))
 
     @loads_weights
     @torch.no_grad()
@@ -198,14 +207,13 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
         cache, prefix_mask = held.cache, held.prefix_mask
         rows, prefix = prefix_mask.shape
         tokens = tokens.repeat(rows // len(tokens), 1)  # [R, N]
-        groups = self.frame_groups
-        frames = [torch.full((), frame, device=tokens.device) for frame in groups[state.frames]]
-        own, held_frames = torch.stack(frames), 1 + max(map(max, groups[: state.frames + 1]))
+        own = state.groups[state.frames]
+        held_frames = 1 + max(map(max, self.frame_groups[: state.frames + 1]))
         slots = own[:, None] * count + torch.arange(count, device=tokens.device)
         slots = slots.flatten().expand(rows, -1)
         size = prefix + held_frames * count
         cache.at(prefix + slots, size)
-        visible = self.seen_frames(tokens.device)[own, :held_frames]
+        visible = state.seen[own, :held_frames]
         visible = visible.repeat_interleave(count, 0).repeat_interleave(count, 1)
         seen = F.pad(visible, (prefix, 0), value=True).repeat(rows, 1, 1, 1)
         seen[..., :prefix] = prefix_mask[:, None, None]
@@ -228,6 +236,6 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
         """
         slots = torch.arange(tokens.shape[1], device=tokens.device)
         frame = slots // self.frame_tokens
-        seen = self.seen_frames().to(tokens.device)[frame[:, None], frame]
+        seen = self.seen_frames(tokens.device)[frame[:, None], frame]
         trunk = self.transformer.forced(tokens, slots, seen, condition, dropped)
         return self.transformer.output(self.transformer.norm(trunk[:, 1:]))

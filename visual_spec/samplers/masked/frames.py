@@ -324,5 +324,6 @@ def _drawn_frames(run: Run) -> list[int]:
     groups, given = run.model.frame_groups, run.parts.get("given")
     if given is None:
         return list(range(len(groups)))
-    unknown = (given.reshape(run.batch_size, run.model.grid.frames, -1) == run.model.mask_id).any(2).any(0)
-    return [index for index, group in enumerate(groups) if bool(unknown[group].any())]
+    hidden = given.reshape(run.batch_size, run.model.grid.frames, -1) == run.model.mask_id
+    unknown = hidden.any(2).any(0).tolist()  # by frame
+    return [index for index, group in enumerate(groups) if any(unknown[frame] for frame in group)]
