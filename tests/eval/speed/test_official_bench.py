@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import JanusForConditionalGeneration
 
 from tests.helpers.bench import benched
 from tests.helpers.official import add_tiny_presets
@@ -137,6 +138,23 @@ def test_baselines_that_do_not_fit_or_do_not_apply_are_said_to_be_left_out(capsy
     monkeypatch.setattr(measure, "available_memory", lambda device: with_baseline - 1)
     document, _, _ = run(capsys, *arguments, "--guidance-scales", "3")
     assert document["left_out"] == [left | {"batch_size": 1, "guidance_scale": 3.0}]
+
+
+def test_a_baseline_that_fails_costs_its_row_only(capsys, monkeypatch):
+    """As `generate` of another version of transformers."""
+    monkeypatch.setitem(official_sizes.TRANSFORMERS, "tiny", lambda size: tiny_of("janus"))
+
+    def fails(*args: Any, **settings: Any) -> None:
+        raise TypeError("missing 1 required positional argument")
+
+    monkeypatch.setattr(JanusForConditionalGeneration, "generate", fails)
+    arguments = ["--model", "tiny", "--slots", "5", "--samplers", JACOBI, "--guidance-scales", "3"]
+    document, _, _ = run(capsys, *arguments)
+    names = [row["name"] for row in document["rows"]]
+    assert names[:2] == ["official loop", "autoregressive"] and len(names) == 4
+    (left,) = document["left_out"]
+    assert left["name"] == "transformers generate"
+    assert left["error"] == "TypeError: missing 1 required positional argument"
 
 
 def test_speed_ups_are_over_the_fastest_row_that_draws_a_token_a_call():

@@ -83,6 +83,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
                 slots=args.slots,
                 probability=args.accept_probability,
                 baselines=chosen,
+                left_out=left_out,
                 report=report,
             )
     facts = environment(device, dtype)
@@ -216,6 +217,7 @@ def measure_calls(
     slots: int,
     probability: float,
     baselines: Sequence[Baseline] = (),
+    left_out: list[dict[str, Any]],
     report: Report = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Time the calls of every setting over `slots` slots in the middle of the grid.
@@ -227,6 +229,7 @@ def measure_calls(
         official: filled.
         settings: the first is plain decoding.
         baselines: of `visual_spec.eval.speed.baselines`; their rows come first.
+        left_out: gets those that fail, with the error; the others are measured all the same.
 
     Returns:
         One dict per row. Measured: `seconds` and `calls` of every round without the prefill, `ms_per_call`
@@ -277,8 +280,13 @@ def measure_calls(
                 tokens_per_call=tokens / calls,
                 calls_per_image=calls,
             )
-        except Exception as error:  # code of another library: our own rows go on
-            report(f"{baseline.name} failed, and has no row: {type(error).__name__}: {error}")
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            # Another version of its library may call it otherwise.
+            left_out.append(
+                {"name": baseline.name, "batch_size": batch_size, "guidance_scale": law.guidance_scale}
+                | {"error": f"{type(error).__name__}: {error}"}
+            )
+            report(f"{baseline.name} failed, and has no row: {left_out[-1]['error']}")
     for setting in with_graphs(settings, model.device, recordable=recordable):
         plain = isinstance(setting.sampler, AutoregressiveSampler)
         per_call = 1.0 if plain else stated_tokens_per_call(probability, window_of(setting))
