@@ -157,10 +157,9 @@ def run_job(job: Job, limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
         command = [sys.executable, *(word.replace(OUT, str(out)) for word in job.command)]
-        paths = (str(ROOT), str(ROOT / "weights"), os.environ.get("PYTHONPATH", ""))
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths))
-        }  # nothing need be installed
+        paths = [str(ROOT), str(ROOT / "weights"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        # The machine may have neither the package nor the models installed.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with (Path(scratch) / "log").open("w+") as log:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True

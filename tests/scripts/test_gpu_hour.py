@@ -68,6 +68,14 @@ def test_a_budget_leaves_the_rest_for_the_next_run(tmp_path, capsys):
     assert "no time left" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
+def test_commands_find_the_checkout_its_models_and_what_was_on_the_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "carried.py").touch()
+    text = "import carried, benchmarks, visual_spec_models as models; print(models.__file__)"
+    done = run_job(Job("imports", 60, ("-c", text)), 60)
+    assert done["status"] == "ok" and str(ROOT / "weights") in done["said"]
+
+
 def test_results_of_pytest_are_counted(tmp_path):
     file = tmp_path / "test_three.py"
     file.write_text(
