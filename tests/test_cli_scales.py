@@ -109,7 +109,7 @@ def test_one_model_is_the_same_pixel_for_pixel(model, tmp_path, capsys):
             ["--window", "8"],
             "the scale-wise sampler has no setting window; it takes cache_share: ",
         ),
-        (["--guidance-until", "3"], "takes no --guidance-until; leave it out"),
+        (["--guidance-until", "3"], "--guidance-until counts the tokens of a next-token model"),
         (["--sampler", "scale-wise:num_draft_scales=9"], "num_draft_scales=9; pass an integer from 0 to 4"),
         (["--sampler", "scale-wise:cache_share=0.2"], "pass a share of at least 0.6429"),
         (["--sampler", "scale-wise:refiner=nowhere"], "no refiner 'nowhere'"),

@@ -401,6 +401,11 @@ def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
         ValueError: the pipeline takes no such thing or no such law, or a file is no picture.
         OSError: there is no such file.
     """
+    if args.guidance_until is not None and pipe.unit == "scales":
+        raise ValueError(
+            "--guidance-until counts the tokens of a next-token model; this one decodes scale by scale, and its "
+            "guidance grows from scale to scale. Leave it out."
+        )
     inputs = _chosen(args, _INPUTS)
     taken = inspect.signature(type(pipe).__call__).parameters
     law = {} if args.masked else _chosen(args, LAW_SETTINGS)  # a pair hands all on
@@ -416,11 +421,6 @@ def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
 
 def _check(args: argparse.Namespace, pipe: Any, sampler: Any, inputs: dict[str, Any]) -> None:
     """Refuse, before any work, what the pipeline has no use of."""
-    if args.guidance_until is not None and pipe.unit == "scales":
-        raise ValueError(
-            "--guidance-until counts the tokens of a next-token model; this one decodes scale by scale, and its "
-            "guidance grows from scale to scale. Leave it out."
-        )
     if args.compare and not pipe.comparable:
         raise ValueError(
             f"{args.model} has one way to decode; there is no plain decoding to compare it with. Leave --compare out."
