@@ -173,33 +173,30 @@ def test_recorded_calls_of_musicgen_and_its_drafter_give_the_same_columns(record
     eager_sampler = type(sampler).from_config(sampler.config, graph=False)
     law = TokenLaw(guidance_scale=2.0, top_k=5)
 
-    def draw_music(sampler: Any, seed: int, target: Any) -> Any:
+    known = music_columns()
+    parts = {"drafter": drafter_for(known)} if sampler.needs_drafter else {}
+
+    def draw_music(sampler: Any, seed: int) -> Any:
+        target = MusicgenColumnModel(known.model, known.num_frames)  # a new one, as pipelines make
         words = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         condition = MusicCondition(words, torch.tensor([[1, 1, 1, seed % 2], [1, 1, 1, 1]]).bool())
-        parts = {"drafter": drafter_for(target)} if sampler.needs_drafter else {}
         return sampler(
             target, condition, law=law, generator=seeded(seed, seed + 1), batch_size=2, **parts
         ).tokens
 
-    target, kept = music_columns(), None
-    for seed in (3, 40, 500):
-        target = MusicgenColumnModel(
-            target.model, target.num_frames
-        )  # a new one of the same weights, as pipelines do
-        tokens = draw_music(sampler, seed, target)
-        assert tokens.equal(draw_music(eager_sampler, seed, target))
-        assert kept is None or not tokens.equal(kept)
-        kept = tokens
-    assert (
-        len(recordings) == 1 or sampler.needs_drafter
-    )  # which is new, with new weights, in each of these decodes
+    drawn = [draw_music(sampler, seed) for seed in (3, 40, 500)]
+    for seed, tokens in zip((3, 40, 500), drawn, strict=True):
+        assert tokens.equal(draw_music(eager_sampler, seed))
+    assert not drawn[0].equal(drawn[1]) and not drawn[1].equal(drawn[2])
+    assert len(recordings) == 1
 
 
 @pytest.mark.parametrize("name", ["drafted", "drafted, identical", "tree", "tree, top-k"])
 def test_recorded_calls_of_an_eagle_drafter_give_the_same_tokens(recordings, name):
     model, sampler = tiny_transformer(), SAMPLERS[name]
     torch.manual_seed(5)
-    eagle = EagleDrafter.for_target(model).to(model.dtype).eval()
+    eagle: Any = EagleDrafter.for_target(model)
+    eagle = eagle.to(model.dtype).eval()
     plain = type(sampler).from_config(sampler.config, graph=False)
     for seed in (3, 40, 500):
         tokens, eager = (

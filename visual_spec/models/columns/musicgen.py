@@ -11,6 +11,7 @@ a MusicGen Melody, the condition stands in front of the steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +65,10 @@ class MusicgenState(DecodeState):
         self.features = [layer[:, :width] for layer in self.features]
 
     def buffers(self) -> list[Tensor]:
-        steps, text = self.cache.self_attention_cache, self.cache.cross_attention_cache
+        steps = self.cache.self_attention_cache
         assert isinstance(steps, SlotCache)
-        words = [tensor for layer in text.layers for tensor in (layer.keys, layer.values)]
+        layers: Sequence[Any] = self.cache.cross_attention_cache.layers
+        words = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
         tables = [] if self.stacks is None else self.stacks.buffers()
         held = [] if self.held is None else [self.held]
         return [*steps.buffers(), *words, self.seen, self.free, self.forced, *held, *tables]
