@@ -93,6 +93,8 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
 
     _no_split_modules = ["TransformerBlock"]
 
+    stored_as = (torch.float8_e4m3fn,)  # the matrices of the embedded one (scripts/assemble.py)
+
     @register_to_config
     def __init__(
         self,
