@@ -79,7 +79,7 @@ def chained(pipe: Any, prompts: list[str], segments: int) -> tuple[torch.Tensor,
     start, generators = torch.full(shape, model.mask_id), seeded(*range(len(prompts)))
     for _ in range(segments):
         result = pipe.sampler(
-            model, pipe.text_encoder(prompts), given=start.flatten(1), law=LAW, generator=generators,
+            model, pipe.text_encoder(prompts), known_tokens=start.flatten(1), law=LAW, generator=generators,
             batch_size=len(prompts),
         )  # fmt: skip
         tokens = result.tokens.view(shape)

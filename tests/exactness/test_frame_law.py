@@ -169,7 +169,9 @@ def test_given_tokens(monkeypatch):
     """The first frame is known, and the second in part."""
     model = model_of(3, 1, 2)
     given = (1, 0, 2, 1, 2, 2)
-    found = drawn(monkeypatch, model, FrameMaskedSampler(2, 0.5, **NO_NOISE), given=given, frames=range(2))
+    found = drawn(
+        monkeypatch, model, FrameMaskedSampler(2, 0.5, **NO_NOISE), known_tokens=given, frames=range(2)
+    )
     assert distance(found, clip_law(model, 2, [{0}], given=given)) < 1e-10
 
 

@@ -58,7 +58,7 @@ def check(
 
     forced = ForcedNoise(rows, chance if noise else None)
     forced.rolls = rolls
-    options: dict[str, Any] = {} if given is None else {"given": given}
+    options: dict[str, Any] = {} if given is None else {"known_tokens": given}
     if "rescorer" in plain:
         rescorer = options["rescorer"] = plain.pop("rescorer")
         plain["other"] = rescorer.probabilities
@@ -151,7 +151,7 @@ def test_a_codebook_that_is_given_whole_costs_no_call(monkeypatch):
     model = table(3, 2, books=2)
     noise = ForcedNoise(2 ** (3 * 2))
     sampler = MaskedSampler((3, 2))
-    found = law_of_sampler(monkeypatch, sampler, model, TokenLaw(), noise, given=given)
+    found = law_of_sampler(monkeypatch, sampler, model, TokenLaw(), noise, known_tokens=given)
     assert distance(found, Plain(model, [0, 2], given=given).law()) < 1e-10
 
 

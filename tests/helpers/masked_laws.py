@@ -89,10 +89,10 @@ def law_of_sampler(
     rows = len(noise.weight)
     monkeypatch.setattr(base, "CounterNoise", lambda keys, device, **kept: noise)
     monkeypatch.setattr(base, "draw_keys", lambda generator, batch_size: torch.zeros(batch_size))
-    given = options.pop("given", None)
+    given = options.pop("known_tokens", None)
     if given is not None:
         shape = (model.grid.num_tokens, model.grid.codebooks)
-        options["given"] = torch.tensor(given).view(shape).expand(rows, -1, -1)
+        options["known_tokens"] = torch.tensor(given).view(shape).expand(rows, -1, -1)
     result = sampler(model, None, law=law, batch_size=rows, **options)
     # Under an entropy bound fewer steps may do; then rows that differ in choices never made are copies of each other.
     once = noise.digits == 0

@@ -49,7 +49,7 @@ def by_hand(
     model = MagnetModel(pipe.transformer, given.shape[-1] + new, reach=4)
     law = TokenLaw(guidance_scale=2.0, temperature=1.7, top_p=0.9)
     asked: dict[str, Any] = dict(
-        law=law, generator=generators, batch_size=len(given), given=model.given(given)
+        law=law, generator=generators, batch_size=len(given), known_tokens=model.known_tokens(given)
     )
     return sampler()(model, condition, **asked).tokens.transpose(1, 2)
 

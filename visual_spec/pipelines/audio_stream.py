@@ -226,7 +226,7 @@ def decode_windows(
             watched = None
             if isinstance(model, MagnetModel):
                 call: Any = (model, condition)
-                parts = parts | {"given": model.given(codes[..., before:])}
+                parts = parts | {"known_tokens": model.known_tokens(codes[..., before:])}
             else:
                 watched = None if stream is None or stream.listener is None else WatchedModel(model)
                 call = (watched or model, known)

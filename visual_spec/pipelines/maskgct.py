@@ -494,7 +494,7 @@ class MaskgctPipeline(VisualPipeline):
     ) -> Any:
         """Run one stage, whose calls count on from `first`."""
         frames, count = decoder.grid.width, len(condition.prompts)
-        given = decoder.given(condition.lengths, self._execution_device)
+        known = decoder.known_tokens(condition.lengths, self._execution_device)
 
         def listen(step: int, lengths: Tensor) -> Any:
             return listener(first + step, lambda: int(lengths.min()), lengths=lengths)
@@ -508,7 +508,7 @@ class MaskgctPipeline(VisualPipeline):
                 batch_size=count,
                 generator=generator,
                 callback=progress,
-                given=given,
+                known_tokens=known,
             )
             progress.finish()
         return result

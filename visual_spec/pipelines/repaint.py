@@ -50,7 +50,7 @@ def check_repainting(
         raise ValueError(
             f"strength={strength!r}; pass the share of tokens to draw anew, above 0 and at most 1."
         )
-    if "given" not in getattr(pipe.sampler, "takes", ()):
+    if "known_tokens" not in getattr(pipe.sampler, "takes", ()):
         raise ValueError(
             f"{type(pipe.sampler).__name__} keeps no tokens of a picture; set pipe.sampler to a MaskedSampler, which "
             "masked models take, or leave image out."
@@ -83,7 +83,7 @@ def known_tokens(
     count: int,
     each: int,
 ) -> Tensor:
-    """Return what a `MaskedSampler` takes as `given`: long [count * each, L], the mask id where a token is drawn.
+    """Return what a `MaskedSampler` takes as `known_tokens`: long [count * each, L]. The mask id is to be drawn.
 
     Args:
         pipe: a `TokenImagePipeline` of a masked model.

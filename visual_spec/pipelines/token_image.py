@@ -133,8 +133,8 @@ class TokenImagePipeline(VisualPipeline):
             from visual_spec.pipelines.repaint import known_tokens
 
             picture = [args[name] for name in ("image", "mask", "strength", "generator")]
-            parts["given"] = known_tokens(self, *picture, count=asked.count, each=asked.each)
-            known = int((parts["given"] != model.mask_id).sum())
+            parts["known_tokens"] = known_tokens(self, *picture, count=asked.count, each=asked.each)
+            known = int((parts["known_tokens"] != model.mask_id).sum())
         heard = self._listener(args, asked)
 
         def listen(step: int, lengths: torch.Tensor) -> Any:

@@ -56,7 +56,7 @@ def test_known_tokens_stay_in_half_precision():
     model = model.float()  # this CPU has no half-precision convolutions of depth; the draws are what matters
     told = ClipCondition(*(part.float() for part in vars(told).values() if isinstance(part, Tensor)))
     sampler = MaskedSampler(**PRESETS["amused"].settings | {"steps": 4})
-    found = sampler(model, told, law=PRESETS["amused"].law, given=given, batch_size=64)
+    found = sampler(model, told, law=PRESETS["amused"].law, known_tokens=given, batch_size=64)
     assert torch.equal(found.tokens[:, 1::2], known[:, 1::2])
     assert (found.tokens < CODES).all()
 

@@ -146,7 +146,7 @@ def test_text_to_semantic_decodes_what_the_published_loop_decodes(semantic):
         law=law,
         batch_size=3,
         generator=seeded(5, 6, 7),
-        given=model.given(condition.lengths),
+        known_tokens=model.known_tokens(condition.lengths),
     )
     assert int(result.trace.target_calls[0]) == steps
     for row, (_, _, length) in enumerate(LENGTHS):
@@ -178,7 +178,7 @@ def test_semantic_to_acoustic_decodes_what_the_published_loop_decodes(acoustic):
         law=law,
         batch_size=3,
         generator=seeded(5, 6, 7),
-        given=model.given(condition.lengths),
+        known_tokens=model.known_tokens(condition.lengths),
     )
     for row, (_, _, length) in enumerate(LENGTHS):
         noise = noise_of(5 + row)

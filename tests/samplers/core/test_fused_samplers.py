@@ -144,7 +144,7 @@ def decode_masked(settings: dict[str, Any], law: TokenLaw, dtype: torch.dtype = 
     given[1, 2] = 1
     condition = torch.tensor([1, 0, 1])
     sampler = MaskedSampler(4, **settings)
-    return sampler(model, condition, law=law, generator=generator, batch_size=3, given=given)
+    return sampler(model, condition, law=law, generator=generator, batch_size=3, known_tokens=given)
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -203,5 +203,5 @@ def test_logits_without_a_law_are_reported_where_tokens_are_drawn(asked, guided)
         MaskedSampler(2)(model, condition, law=law, batch_size=3)
     given = torch.full((3, 5), 3)
     given[1, 3] = 0  # nothing is drawn there
-    tokens = MaskedSampler(2)(model, condition, law=law, batch_size=3, given=given).tokens
+    tokens = MaskedSampler(2)(model, condition, law=law, batch_size=3, known_tokens=given).tokens
     assert tokens[1, 3] == 0 and (tokens < 3).all()

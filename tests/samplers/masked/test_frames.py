@@ -98,11 +98,11 @@ def test_noise_may_end_with_the_first_frame():
     given = first.tokens.clone()
     given[:, 8:] = MASK
     without = FrameMaskedSampler(**both | {"choice_temperature": 0.0})
-    assert torch.equal(draw(without, model_of(3), given=given).tokens, first.tokens)
+    assert torch.equal(draw(without, model_of(3), known_tokens=given).tokens, first.tokens)
     # The first frame that is drawn has it, whatever is given before.
-    again = draw(FrameMaskedSampler(**both, later_noise=False), model_of(3), given=given).tokens
+    again = draw(FrameMaskedSampler(**both, later_noise=False), model_of(3), known_tokens=given).tokens
     assert torch.equal(
-        again[:, 8:16], draw(FrameMaskedSampler(**both), model_of(3), given=given).tokens[:, 8:16]
+        again[:, 8:16], draw(FrameMaskedSampler(**both), model_of(3), known_tokens=given).tokens[:, 8:16]
     )
     assert not torch.equal(again[:, 8:16], first.tokens[:, 8:16])
 
@@ -111,7 +111,7 @@ def test_given_frames_cost_the_call_that_writes_them():
     model = model_of(3)
     given = torch.full((2, 24), MASK)
     given[:, :8] = torch.arange(8) % MASK
-    result = draw(FrameMaskedSampler(3, 0.5), model, given=given)
+    result = draw(FrameMaskedSampler(3, 0.5), model, known_tokens=given)
     assert torch.equal(result.tokens[:, :8], given[:, :8])
     assert result.trace.frame_calls.tolist() == [1, 4, 3] and result.trace.target_calls.tolist() == [8, 8]
     assert (result.trace.entry_call[:, :8] == -1).all()
@@ -123,7 +123,7 @@ def test_frames_behind_the_last_unknown_token_cost_nothing():
     model = model_of(3)
     given = torch.zeros(2, 24, dtype=torch.long)
     given[0, 3] = MASK
-    result = draw(FrameMaskedSampler(3), model, given=given)
+    result = draw(FrameMaskedSampler(3), model, known_tokens=given)
     assert result.trace.frame_calls.tolist() == [3, 0, 0] and not model.writes
     assert result.trace.target_calls.tolist() == [3, 3]
 
@@ -179,7 +179,7 @@ def test_other_models_and_requests_are_refused():
     with pytest.raises(ValueError, match="guidance_until"):
         draw(FrameMaskedSampler(), model_of(), law=TokenLaw(guidance_scale=2.0, guidance_until=3))
     with pytest.raises(ValueError, match=r"pass int64 \(2, 24\)"):
-        draw(FrameMaskedSampler(), model_of(), given=torch.zeros(2, 8, dtype=torch.long))
+        draw(FrameMaskedSampler(), model_of(), known_tokens=torch.zeros(2, 8, dtype=torch.long))
 
 
 class PlannedTable(TableFrameModel):
@@ -204,7 +204,7 @@ def test_frames_are_drawn_in_the_order_of_their_groups():
     assert torch.equal(result.trace.commit_call, result.trace.entry_call[..., 0])
     given = torch.full((2, 24), MASK)
     given[:, 16:] = result.tokens[:, 16:]
-    again = draw(sampler, planned, given=given)
+    again = draw(sampler, planned, known_tokens=given)
     assert torch.equal(again.tokens[:, :8], result.tokens[:, :8])
     assert torch.equal(again.tokens[:, 16:], given[:, 16:]) and again.trace.frame_calls.tolist() == [4, 1, 3]
 

@@ -262,7 +262,7 @@ def test_magnet_is_that_of_a_plain_loop_over_single_clips(prompt_frames, rescore
         law=LAW,
         generator=seeded(1, 2, 3),
         batch_size=3,
-        given=model.given(prompt),
+        known_tokens=model.known_tokens(prompt),
         rescorer=rescorer,
     )
     keys = draw_keys(seeded(1, 2, 3), 3)
@@ -333,10 +333,10 @@ def test_a_sample_does_not_depend_on_its_batch():
     given = torch.full((3, FRAMES, 4), CODES)
     given[1, :4] = 3  # other tokens are known in every sample
     given[2, 7:, 2] = 5
-    whole = sampler(model, text(), law=LAW, generator=seeded(7, 8, 9), batch_size=3, given=given)
+    whole = sampler(model, text(), law=LAW, generator=seeded(7, 8, 9), batch_size=3, known_tokens=given)
     for row in range(3):
         own = given[row : row + 1]
-        alone = sampler(model, text([row]), law=LAW, generator=seeded(7 + row), given=own)
+        alone = sampler(model, text([row]), law=LAW, generator=seeded(7 + row), known_tokens=own)
         assert torch.equal(alone.tokens[0], whole.tokens[row])
         known = own[0] != CODES
         assert torch.equal(whole.tokens[row][known], own[0][known])
@@ -352,10 +352,12 @@ def test_rows_with_other_numbers_of_known_tokens_keep_as_many_as_alone():
     for row, count in enumerate((0, 3, 7, 11)):
         given[row, :count] = 1
     sampler = MaskedSampler(4, choice_temperature=1.0)
-    whole: Any = sampler(model, None, law=TokenLaw(), generator=seeded(0, 1, 2, 3), batch_size=4, given=given)
+    whole: Any = sampler(
+        model, None, law=TokenLaw(), generator=seeded(0, 1, 2, 3), batch_size=4, known_tokens=given
+    )
     for row in range(4):
         alone: Any = sampler(
-            model, None, law=TokenLaw(), generator=seeded(row), batch_size=1, given=given[row, None]
+            model, None, law=TokenLaw(), generator=seeded(row), batch_size=1, known_tokens=given[row, None]
         )
         assert torch.equal(alone.trace.entry_call[0], whole.trace.entry_call[row])
         assert torch.equal(alone.tokens[0], whole.tokens[row])
@@ -364,7 +366,7 @@ def test_rows_with_other_numbers_of_known_tokens_keep_as_many_as_alone():
 def test_known_tokens_in_an_open_span_are_never_kept_by_a_call():
     model = TabularMaskedModel(TokenGrid(1, 7), 2)
     given = torch.tensor([[2, 1, 2, 2, 2, 0, 2]])
-    result: Any = MaskedSampler(3, span=3)(model, None, law=TokenLaw(), batch_size=1, given=given)
+    result: Any = MaskedSampler(3, span=3)(model, None, law=TokenLaw(), batch_size=1, known_tokens=given)
     assert (result.trace.entry_call[0, :, 0] == -1).tolist() == (given[0] < 2).tolist()
     assert result.tokens[0, [1, 5]].tolist() == [1, 0]
 
@@ -385,13 +387,13 @@ def test_falling_temperatures_end_where_they_should():
 def test_the_trace_tells_when_tokens_were_kept():
     model, seen = magnet(), []
     sampler = MaskedSampler(STEPS, **MAGNET)  # pyright: ignore[reportArgumentType]
-    given = model.given(torch.zeros(3, 4, 3, dtype=torch.long))
+    given = model.known_tokens(torch.zeros(3, 4, 3, dtype=torch.long))
     result = sampler(
         model,
         text(),
         law=LAW,
         batch_size=3,
-        given=given,
+        known_tokens=given,
         callback=lambda call, lengths: seen.append((call, lengths.tolist())),
     )
     trace = result.trace
@@ -455,7 +457,7 @@ def test_an_image_model_gives_tokens_without_codebooks():
         result = sampler(model, None, law=preset.law, batch_size=5)
         assert result.tokens.shape == (5, 4) and (result.tokens < 3).all()
         given = torch.tensor([[0, 3, 3, 2]]).expand(5, -1)
-        result = sampler(model, None, law=preset.law, batch_size=5, given=given)
+        result = sampler(model, None, law=preset.law, batch_size=5, known_tokens=given)
         assert (result.tokens[:, [0, 3]] == torch.tensor([0, 2])).all() and (result.tokens < 3).all()
 
 
@@ -510,16 +512,16 @@ def test_requests_that_cannot_be_served_are_refused():
     known = torch.zeros(3, FRAMES, 4, dtype=torch.long)
     refused(
         MaskedSampler(4),
-        r"given is torch.int64 of shape \(3, 10\); pass int64 \(3, 10, 4\)",
-        given=known[..., 0],
+        r"known_tokens is torch.int64 of shape \(3, 10\); pass int64 \(3, 10, 4\)",
+        known_tokens=known[..., 0],
     )
-    refused(MaskedSampler(4), r"given is torch.float32", given=known.float())
+    refused(MaskedSampler(4), r"known_tokens is torch.float32", known_tokens=known.float())
     refused(
         MaskedSampler(4),
         "ids from 0 to 17; tokens are 0 to 15, and the mask is 16",
-        given=known.index_fill(1, torch.tensor([1]), 17),
+        known_tokens=known.index_fill(1, torch.tensor([1]), 17),
     )
-    refused(MaskedSampler(4), "all tokens are given", given=known)
+    refused(MaskedSampler(4), "all tokens are known", known_tokens=known)
     other = MusicgenColumnModel(musicgen(), FRAMES)
     other.vocab_size = 9
     refused(MaskedSampler(4), "the rescorer knows 9 codes, and the model 16", rescorer=other)
@@ -527,7 +529,7 @@ def test_requests_that_cannot_be_served_are_refused():
     refused(MaskedSampler(4, score="entropy"), "nothing to rescore", rescorer=other)
     codes = torch.zeros(3, 4, 2, dtype=torch.long)
     with pytest.raises(
-        ValueError, match=r"the condition gives codes \(3, 4, 2\).*given=model.given\(codes\)"
+        ValueError, match=r"the condition gives codes \(3, 4, 2\).*known_tokens=model.known_tokens\(codes\)"
     ):
         condition = MusicCondition(text().features, text().mask, codes)
         MaskedSampler(4)(model, condition, law=law, batch_size=3)
@@ -537,7 +539,7 @@ def test_requests_that_cannot_be_served_are_refused():
         (codes + CODES, "codes from 16 to 16 given; this model's are 0 to 15"),
     ]:
         with pytest.raises(ValueError, match=message):
-            model.given(wrong)
+            model.known_tokens(wrong)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -552,4 +554,4 @@ def test_logits_that_define_no_law_name_sample_and_slot(bad):
     with pytest.raises(FloatingPointError, match=r"sample 1 .*slot 4"):  # slot 2 of codebook 0
         MaskedSampler(2)(model, None, law=TokenLaw(), batch_size=2)
     given = torch.tensor([[2, 2], [2, 2], [1, 1]]).expand(2, -1, -1)
-    MaskedSampler(2)(model, None, law=TokenLaw(), batch_size=2, given=given)  # nothing is drawn there
+    MaskedSampler(2)(model, None, law=TokenLaw(), batch_size=2, known_tokens=given)  # nothing is drawn there

@@ -274,7 +274,7 @@ def test_a_group_is_kept_in_the_order_of_its_full_call(given):
         known[::2, 3], known[::3, 5] = 1, 0
     sampler = MaskedSampler(steps, reuse=reuse, reuse_from=0.3, schedule="linear")
     found: Any = sampler(
-        model, None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count, given=known
+        model, None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count, known_tokens=known
     )
     assert isinstance(found.trace, MaskedTrace)
     calls = found.trace.entry_call[..., 0]  # [B, L]

@@ -41,14 +41,16 @@ def test_plans_are_chained_and_the_rest_is_filled_at_once():
         for _ in range(3):
             given = torch.full((1, 5, 4), MASK)
             given[:, 0] = first
-            alone = SAMPLER(model, own, given=given.flatten(1), law=LAW, generator=[generator], batch_size=1)
+            alone = SAMPLER(
+                model, own, known_tokens=given.flatten(1), law=LAW, generator=[generator], batch_size=1
+            )
             plan = alone.tokens.view(1, 5, 4)
             plan[:, [1, 3]] = MASK
             plans.append(plan)
             first = plan[:, 4]
         for segment, plan in enumerate(plans):
             filled = SAMPLER(
-                model, own, given=plan.flatten(1), law=LAW, generator=[generator], batch_size=1
+                model, own, known_tokens=plan.flatten(1), law=LAW, generator=[generator], batch_size=1
             ).tokens.view(5, 4)
             assert torch.equal(tokens[sample, 4 * segment : 4 * segment + 5], filled)
 

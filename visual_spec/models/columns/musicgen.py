@@ -425,7 +425,7 @@ class MagnetModel(MusicgenModules):
         if isinstance(condition, MusicCondition) and condition.codes is not None:
             raise ValueError(
                 f"the condition gives codes {tuple(condition.codes.shape)}; hand them to the sampler, as "
-                "given=model.given(codes)."
+                "known_tokens=model.known_tokens(codes)."
             )
         states, seen = self.encoder_states(condition, guided=guided)
         return MagnetState(guided, self.device, states, seen, self.position_table(frames).to(states))
@@ -472,8 +472,8 @@ class MagnetModel(MusicgenModules):
         logits = self.heads[stage](features)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def given(self, codes: Tensor) -> Tensor:
-        """The sampler's `given` for a clip that begins with codes, long [B, K, P]: long [B, T, K], the rest hidden.
+    def known_tokens(self, codes: Tensor) -> Tensor:
+        """The sampler's `known_tokens`, long [B, T, K], of a clip that begins with codes, long [B, K, P].
 
         Raises:
             ValueError: the number of codebooks differs, no frame is left to decode, or codes exceed the vocabulary.

@@ -336,8 +336,8 @@ class _SpeechDecoder(nn.Module):
         """Return where the weights are."""
         return next(self.parameters()).device
 
-    def given(self, lengths: Sequence[int], device: torch.device | None = None) -> Tensor:
-        """Return the sampler's `given`, long [B, L, K]: what lies after the end of a sample is not decoded."""
+    def known_tokens(self, lengths: Sequence[int], device: torch.device | None = None) -> Tensor:
+        """Return the sampler's `known_tokens`, long [B, L, K]: what lies after the end of a sample is not decoded."""
         ends = torch.tensor(lengths, device=device)[:, None]
         there = torch.arange(self.grid.width, device=device) < ends  # [B, L]
         return torch.where(there, self.mask_id, 0)[..., None].repeat(1, 1, self.grid.codebooks)

@@ -56,7 +56,7 @@ def _check_masked_request(model: Any, law: TokenLaw, batch_size: int) -> None:
         )
 
 
-def check_given(model: MaskedModel, given: Tensor, batch_size: int) -> None:
+def check_known_tokens(model: MaskedModel, known_tokens: Tensor, batch_size: int) -> None:
     """Refuse known tokens of a wrong shape or range, or none to decode.
 
     Raises:
@@ -65,19 +65,19 @@ def check_given(model: MaskedModel, given: Tensor, batch_size: int) -> None:
     grid = model.grid
     shapes = [(batch_size, grid.num_tokens, grid.codebooks)]
     shapes += [shapes[0][:2]] if grid.codebooks == 1 else []
-    if tuple(given.shape) not in shapes or given.dtype != torch.long:
+    if tuple(known_tokens.shape) not in shapes or known_tokens.dtype != torch.long:
         raise ValueError(
-            f"given is {given.dtype} of shape {tuple(given.shape)}; pass int64 {shapes[-1]}, with the mask id "
-            f"{model.mask_id} where a token is to be decoded."
+            f"known_tokens is {known_tokens.dtype} of shape {tuple(known_tokens.shape)}; pass int64 {shapes[-1]}, "
+            f"with the mask id {model.mask_id} where a token is to be decoded."
         )
-    known = given[given != model.mask_id]
+    known = known_tokens[known_tokens != model.mask_id]
     if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < model.vocab_size:
         raise ValueError(
-            f"given holds ids from {int(known.min())} to {int(known.max())}; tokens are 0 to {model.vocab_size - 1}, "
-            f"and the mask is {model.mask_id}."
+            f"known_tokens holds ids from {int(known.min())} to {int(known.max())}; tokens are 0 to "
+            f"{model.vocab_size - 1}, and the mask is {model.mask_id}."
         )
-    if known.numel() == given.numel():
-        raise ValueError("all tokens are given; leave some at the mask id to have them decoded.")
+    if known.numel() == known_tokens.numel():
+        raise ValueError("all tokens are known; leave some at the mask id to have them decoded.")
 
 
 def check_rescorer(model: MaskedModel, rescorer: Rescorer, ranking: Ranking) -> None:

@@ -43,7 +43,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
-from visual_spec.samplers.masked.checks import check_frame_model, check_given
+from visual_spec.samplers.masked.checks import check_frame_model, check_known_tokens
 from visual_spec.samplers.masked.dependence import Dependence
 from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
 from visual_spec.samplers.masked.state import MaskedRunState, MaskedTrace
@@ -161,8 +161,8 @@ class FrameMaskedSampler(Sampler):
         groups: by their names, the settings of `Schedule`, `Ranking` and `LawByStep`, within each frame.
 
     A call takes
-        given: long [B, L] or [B, L, 1], known tokens; the mask id marks tokens to decode. Frames that are known in all
-            samples cost the one call that writes them. None: no token is known.
+        known_tokens: long [B, L] or [B, L, 1]; the mask id marks tokens to decode. Frames that are known in all samples
+            cost the one call that writes them. None: no token is known.
 
     and returns tokens long [B, L] with a `FrameTrace`.
 
@@ -170,7 +170,7 @@ class FrameMaskedSampler(Sampler):
         ValueError: a name is unknown, a number is out of its range, or two settings exclude each other.
     """
 
-    takes = ("given",)
+    takes = ("known_tokens",)
     promise = "lossy"
     counts_prefill = False
     records_steps = False
@@ -194,8 +194,8 @@ class FrameMaskedSampler(Sampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_frame_model(model, law, batch_size)
-        if parts.get("given") is not None:
-            check_given(model, parts["given"], batch_size)
+        if parts.get("known_tokens") is not None:
+            check_known_tokens(model, parts["known_tokens"], batch_size)
 
     def prefill(
         self, model: FrameModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
@@ -210,13 +210,13 @@ class FrameMaskedSampler(Sampler):
 
     def prepare(self, run: Run) -> FramesState:
         """Hide all tokens that are not given, and begin the first frame."""
-        grid, given = run.model.grid, run.parts.get("given")
+        grid, known = run.model.grid, run.parts.get("known_tokens")
         tokens = torch.full((run.batch_size, grid.num_tokens), run.model.mask_id, device=run.device)
         groups = run.model.frame_groups
         order = torch.arange(grid.num_tokens).unflatten(0, (grid.frames, -1))[sum(groups, [])]
         order = order.flatten().to(run.device)
-        if given is not None:
-            tokens.copy_(given.reshape(tokens.shape)[:, order])
+        if known is not None:
+            tokens.copy_(known.reshape(tokens.shape)[:, order])
         state = FramesState(
             cache=run.cache,
             groups=groups,
@@ -321,9 +321,9 @@ def even_places(number: int, count: int) -> list[int]:
 
 def _drawn_frames(run: Run) -> list[int]:
     """Return the groups of frames of which some sample has a token to decode."""
-    groups, given = run.model.frame_groups, run.parts.get("given")
-    if given is None:
+    groups, known = run.model.frame_groups, run.parts.get("known_tokens")
+    if known is None:
         return list(range(len(groups)))
-    hidden = given.reshape(run.batch_size, run.model.grid.frames, -1) == run.model.mask_id
+    hidden = known.reshape(run.batch_size, run.model.grid.frames, -1) == run.model.mask_id
     unknown = hidden.any(2).any(0).tolist()  # by frame
     return [index for index, group in enumerate(groups) if any(unknown[frame] for frame in group)]

@@ -35,7 +35,12 @@ from visual_spec.samplers.core.masking import SPAN_SCORES
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.calls import RecordedCalls, Reuse
-from visual_spec.samplers.masked.checks import check_given, check_masked_model, check_rescorer, check_reuse
+from visual_spec.samplers.masked.checks import (
+    check_known_tokens,
+    check_masked_model,
+    check_rescorer,
+    check_reuse,
+)
 from visual_spec.samplers.masked.dependence import Dependence
 from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
 from visual_spec.samplers.masked.state import MaskedRunState, MaskedTrace
@@ -59,7 +64,7 @@ class MaskedSampler(Sampler):
             `LawByStep` (temperature and guidance) and `Reuse` (calls that reuse earlier ones).
 
     A call takes
-        given: long [B, L, K] (or [B, L] for one codebook), known tokens; the mask id marks tokens to decode. None: no
+        known_tokens: long [B, L, K] (or [B, L] for one codebook); the mask id marks tokens to decode. None: no
             token is known.
         rescorer: an autoregressive model of the same codes; draws are then ranked by a mixture of both models'
             probabilities (MAGNeT, section 3.4, which the released code lacks). It costs one forward a step, except in
@@ -74,7 +79,7 @@ class MaskedSampler(Sampler):
         ValueError: a name is unknown, a number is out of its range, or two settings exclude each other.
     """
 
-    takes = ("given", "rescorer", "rescorer_condition", "shortcut")
+    takes = ("known_tokens", "rescorer", "rescorer_condition", "shortcut")
     promise = "lossy"
     counts_prefill = False
     records_steps = False
@@ -124,8 +129,8 @@ class MaskedSampler(Sampler):
             )
         check_reuse(model, self.config, parts)
         wants_graph(self.config.graph, model)  # refuses what cannot be recorded
-        if parts.get("given") is not None:
-            check_given(model, parts["given"], batch_size)
+        if parts.get("known_tokens") is not None:
+            check_known_tokens(model, parts["known_tokens"], batch_size)
         if parts.get("rescorer") is not None:
             check_rescorer(model, parts["rescorer"], self._loop.ranking)
 
@@ -143,15 +148,15 @@ class MaskedSampler(Sampler):
     def planned_calls(self, model: MaskedModel, parts: dict[str, Any]) -> int | None:
         if self.config.entropy_bound is not None:
             return None
-        return sum(self._steps(model, parts.get("given")))
+        return sum(self._steps(model, parts.get("known_tokens")))
 
     def prepare(self, run: Run) -> MaskedRunState:
         """Hide all tokens that are not given."""
-        grid, given = run.model.grid, run.parts.get("given")
+        grid, known = run.model.grid, run.parts.get("known_tokens")
         shape = (run.batch_size, grid.num_tokens, grid.codebooks)
         tokens = torch.full(shape, run.model.mask_id, device=run.device)
-        if given is not None:
-            tokens.copy_(given.reshape(shape))
+        if known is not None:
+            tokens.copy_(known.reshape(shape))
         recording = wants_graph(self.config.graph, run.model) and not self._loop.reuse.by_shortcut
 
         @functools.cache
@@ -161,7 +166,7 @@ class MaskedSampler(Sampler):
         return self._loop.begin(
             run,
             tokens,
-            self._steps(run.model, given),
+            self._steps(run.model, known),
             first=0,
             calls=RecordedCalls(run.model, run.cache) if recording else run.model,
             meter=Dependence(run.batch_size, run.device) if self.config.measure else None,
@@ -191,11 +196,11 @@ class MaskedSampler(Sampler):
             tokens = torch.where(tokens < run.model.vocab_size, tokens, 0)
         return SampleResult(tokens if run.model.grid.codebooks > 1 else tokens[..., 0], whole)
 
-    def _steps(self, model: MaskedModel, given: Tensor | None) -> list[int]:
+    def _steps(self, model: MaskedModel, known: Tensor | None) -> list[int]:
         """Return the calls of each codebook. A codebook whose tokens are all given costs none."""
         steps, codebooks = self.config.steps, model.grid.codebooks
         counts = [steps] * codebooks if isinstance(steps, int) else list(steps)
-        if given is None:
+        if known is None:
             return counts
-        unknown = (given.reshape(-1, codebooks) == model.mask_id).any(0).tolist()
+        unknown = (known.reshape(-1, codebooks) == model.mask_id).any(0).tolist()
         return [count if some else 0 for count, some in zip(counts, unknown, strict=True)]

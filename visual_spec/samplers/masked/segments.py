@@ -80,7 +80,12 @@ def draw_segments(
         if plans:
             start[:, 0] = plans[-1][:, -1]
         drawn = sampler(
-            model, condition(1), given=start.flatten(1), law=law, generator=[*generator], batch_size=batch
+            model,
+            condition(1),
+            known_tokens=start.flatten(1),
+            law=law,
+            generator=[*generator],
+            batch_size=batch,
         )
         plan = drawn.tokens.view(shape).cpu()
         plan[:, filled] = model.mask_id
@@ -88,7 +93,9 @@ def draw_segments(
         calls.append(int(drawn.trace.target_calls.max()))
     rows = torch.stack(plans, 1).view(batch * segments, -1)
     own = [one for one in generator for _ in range(segments)]
-    drawn = sampler(model, condition(segments), given=rows, law=law, generator=own, batch_size=len(rows))
+    drawn = sampler(
+        model, condition(segments), known_tokens=rows, law=law, generator=own, batch_size=len(rows)
+    )
     clips = drawn.tokens.cpu().view(batch, segments, *shape[1:])
     tokens = torch.cat([clips[:, 0, :1], clips[:, :, 1:].flatten(1, 2)], 1)
     return tokens, SegmentTrace(calls, int(drawn.trace.target_calls.max()))
