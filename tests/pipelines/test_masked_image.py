@@ -130,7 +130,7 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
         with pytest.raises(kind, match=message):
             pipe(PROMPT, **settings)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="all tokens are given"):
+    with pytest.raises(ValueError, match="all tokens are known"):
         pipe(PROMPT, image=image, mask=mask_of())
     pipe.sampler = SpeculativeMaskedSampler(2)
     with pytest.raises(ValueError, match="SpeculativeMaskedSampler keeps no tokens of a picture"):
