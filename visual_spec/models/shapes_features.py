@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.saved import SavedModel
@@ -24,7 +22,7 @@ def _level(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
     )
 
 
-class ShapesFeatures(SavedModel, ModelMixin, ConfigMixin):
+class ShapesFeatures(SavedModel):
     """Maps pictures to features, and features to the content of the picture.
 
     Called on uint8 pictures, it is a `feature` module of `torchmetrics.image.fid.FrechetInceptionDistance`. On true

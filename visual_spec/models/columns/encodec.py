@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.models.encodec.modeling_encodec import EncodecConv1d
 
-from visual_spec.models.core.offload import at_hand, loads_weights
+from visual_spec.models.core.offload import at_hand, decodes
 
 
 def check_codec(codec: Any) -> None:
@@ -97,8 +97,7 @@ class StreamingDecoder:
         """Number of frames that the decoder looks ahead."""
         return self.first.radius + self.others.radius
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def __call__(self, codes: Tensor, *, last: bool = False) -> Tensor:
         """Decode further codes, long [B, K, n]; n may be 0 in a last call that is not the first.
 

@@ -26,7 +26,7 @@ from visual_spec.models.columns.stacks import Stacks, check_stacked
 from visual_spec.models.core.cache import seen_up_to
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_groups
-from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, wide
 from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.core.transformers_cache import SlotCache
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -161,7 +161,6 @@ class MusicgenColumnModel(MusicgenModules):
         return self.pattern.apply(codes, self.special_id).transpose(1, 2)
 
     @loads_groups
-    @torch.no_grad()
     def prefill(
         self, condition: TextCondition, *, batch_size: int, guided: bool, window: int
     ) -> MusicgenState:
@@ -207,7 +206,6 @@ class MusicgenColumnModel(MusicgenModules):
         return state
 
     @loads_groups
-    @torch.no_grad()
     def __call__(self, state: MusicgenState, tokens: Tensor, steps: Tensor) -> Tensor:
         """Feed columns `tokens [B, W, K]` at `steps [B, W]`; logits `[R, W, K, V]`, position w predicting step
         `steps[b, w] + 1`.
@@ -412,7 +410,6 @@ class MagnetModel(MusicgenModules):
         return scores[torch.arange(batch, device=codes.device), :, stages]
 
     @loads_groups
-    @torch.no_grad()
     def prepare(self, condition: TextCondition, *, batch_size: int, guided: bool) -> MagnetState:
         """Compute the projection of the text. See `MaskedModel`.
 
@@ -431,7 +428,6 @@ class MagnetModel(MusicgenModules):
         return MagnetState(guided, self.device, states, seen, self.position_table(frames).to(states))
 
     @loads_groups
-    @torch.no_grad()
     def __call__(
         self,
         state: MagnetState,
@@ -469,8 +465,7 @@ class MagnetModel(MusicgenModules):
     @loads_groups
     def scores(self, state: MagnetState, features: Tensor, stage: int) -> Tensor:
         """Return logits [R, W, V] of codebook `stage` for features [R, W, dim]."""
-        logits = self.heads[stage](features)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(self.heads[stage](features))
 
     def known_tokens(self, codes: Tensor) -> Tensor:
         """The sampler's `known_tokens`, long [B, T, K], of a clip that begins with codes, long [B, K, P].

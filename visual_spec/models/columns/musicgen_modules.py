@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
+from visual_spec.models.core.protocol import wide
 from visual_spec.models.next_token.llamagen import TextCondition
 
 WHOLE_MODELS = ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration")
@@ -256,8 +257,7 @@ class MusicgenModules:
 
     def score(self, features: Tensor) -> Tensor:
         """Return logits [R, W, K, V] of features [R, W, dim], in at least float32."""
-        logits = torch.stack([head(features) for head in self.heads], dim=2)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(torch.stack([head(features) for head in self.heads], dim=2))
 
     def _mask(self, visible: Tensor, like: Tensor) -> Tensor:
         if self._attention == "sdpa":

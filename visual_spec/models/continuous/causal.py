@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_labels
@@ -56,7 +54,7 @@ class CausalContinuousState(ConditionedState):
         return [self.keys, self.values]
 
 
-class CausalContinuousTransformer(SavedModel, ModelMixin, ConfigMixin):
+class CausalContinuousTransformer(SavedModel):
     """A next-token model of continuous tokens on a square grid.
 
     Slots count tokens in the order of decoding; `places` says where on the grid they stand. What is fed at a slot is

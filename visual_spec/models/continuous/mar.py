@@ -15,8 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_labels
@@ -63,7 +61,7 @@ class MARState(ConditionedState):
         return [self.conditions]
 
 
-class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
+class MARTransformer(SavedModel):
     """A masked model of continuous tokens on a square grid. The defaults are MAR-B's.
 
     Args:

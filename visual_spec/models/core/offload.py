@@ -59,9 +59,14 @@ def loads_weights(method: Callable[..., Any]) -> Callable[..., Any]:
     return _entry(method, leaves=True)
 
 
+def decodes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark an entry point of a decode: it runs with the weights `at_hand`, and without gradients."""
+    return loads_weights(torch.no_grad()(method))
+
+
 def loads_groups(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark an entry point of an adapter that calls all leaf modules by their `forward`; see `at_hand`."""
-    return _entry(method, leaves=False)
+    """As `decodes`, of an adapter that calls all leaf modules by their `forward`; see `at_hand`."""
+    return _entry(torch.no_grad()(method), leaves=False)
 
 
 def _entry(method: Callable[..., Any], *, leaves: bool) -> Callable[..., Any]:

@@ -16,6 +16,11 @@ from visual_spec.models.core.settings import Count, read_fields
 RASTER_ORDER, ANY_ORDER = "raster", "any"
 
 
+def wide(values: Tensor) -> Tensor:
+    """Return values in at least float32, the precision of logits and of norms."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 @dataclass(frozen=True)
 class TokenGrid:
     """The geometry of the tokens, in raster order: frames, then rows, then columns.

@@ -56,8 +56,6 @@ def _wraps(wrapped: Callable) -> Callable[[_Method], _Method]:
 class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
     """A diffusers model whose folder is checked when it is loaded, and which takes adapters of PEFT.
 
-    Subclasses also list `ModelMixin` and `ConfigMixin` as bases: diffusers looks for them in the module of a class.
-
     Attributes:
         stored_as: dtypes in files that are accepted for floating ones of at least 16 bits, and cast on loading.
         reads: other classes whose folders hold the same weights.

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -259,7 +257,7 @@ class Decoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(x)))
 
 
-class PictureTokenizer(SavedModel, ModelMixin, ConfigMixin):
+class PictureTokenizer(SavedModel):
     """A tokenizer of square pictures with the settings `channel_multipliers`, `image_size` and `codebook_size`."""
 
     @property

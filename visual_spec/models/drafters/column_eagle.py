@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenState
 from visual_spec.models.columns.musicgen_modules import MusicgenModules
 from visual_spec.models.core.cache import StaticCache
-from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
@@ -82,7 +80,7 @@ class ColumnEagleState(DecodeState):
         return [*self.cache.buffers(), self.features, self.observed]
 
 
-class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
+class ColumnEagleDrafter(SavedModel):
     """Drafts columns for a MusicGen, in one row a sample. It reads no caption: the features already depend on it.
 
     The embeddings, positions and heads are the target's.
@@ -165,8 +163,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the FeatureDrafter contract of the samplers -------------------------------------------------------
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def follow(
         self, model: MusicgenColumnModel, state: MusicgenState, *, window: int, guidance_scale: float
     ) -> ColumnEagleState:
@@ -198,8 +195,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             drafting.features[:, 1 : 1 + first.shape[1]] = first  # replaces the drafter's own features
         return drafting
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def observe(self, state: ColumnEagleState, features: Sequence[Tensor], steps: Tensor) -> None:
         """Record the features [R, W, dim] of each layer of the target, from its call at steps [B, W]."""
         read = self.read(features, state.beside.guided, state.guidance_scale)  # [B, W, dim]
@@ -211,8 +207,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
         places = torch.cat([places[:, :1] - 1, places], 1)
         state.features[rows, places] = state.observed[rows, places]
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(self, state: ColumnEagleState, tokens: Tensor, steps: Tensor) -> Tensor:
         """Feed columns [B, W, K] at steps [B, W]; guided logits [B, W, K, V], position w predicting step
         `steps[b, w] + 1`.

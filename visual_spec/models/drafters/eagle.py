@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache, seen_in_tree
-from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.offload import decodes
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -81,7 +79,7 @@ def check_sizes(drafter: Any, sizes: Mapping[str, Any], trainer: str) -> None:
         )
 
 
-class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
+class EagleDrafter(SavedModel):
     """Drafts for a `LlamaGenTransformer`, on all rows of a batch: with guidance both branches are drafted.
 
     It owns a projection of [token embedding; feature] to one vector, and one block of the target's kind over the image
@@ -135,8 +133,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the FeatureDrafter contract of the samplers -------------------------------------------------------
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def follow(self, model: LlamaGenTransformer, state: Any, *, window: int) -> EagleState:
         """Return the drafter's cache beside a target that has just been prefilled: `state.features` [R, 1, dim].
 
@@ -160,8 +157,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             tree=first.new_zeros(rows, 1, dim),
         )
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def observe(self, state: EagleState, features: Tensor, slots: Tensor) -> None:
         """Record the target's features [R, W, dim] at slots [B, W]; each predicted the slot after its own."""
         if state.guided:
@@ -169,8 +165,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         state.features[rows, slots + 1] = features
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(
         self, state: EagleState, tokens: Tensor, slots: Tensor, visible: Tensor | None = None
     ) -> Tensor:
@@ -265,8 +260,7 @@ _SHARED = ("vocab_size", "dim", "num_heads", "grid_size", "norm_eps")
 
 def logits_of(target: LlamaGenTransformer, features: Tensor) -> Tensor:
     """Return the logits [..., V] of the target's head on features [..., dim], at least float32."""
-    logits = target.output(features)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide(target.output(features))
 
 
 def attend_unrolled(query: Tensor, cached: list[tuple[Tensor, Tensor]], distance: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -31,7 +29,7 @@ class _ConvBlock(nn.Module):
         return x + self.conv2(F.gelu(self.conv1(self.norm(x))))
 
 
-class TokenUpsampler(SavedModel, ModelMixin, ConfigMixin):
+class TokenUpsampler(SavedModel):
     """Predicts logits of each high-resolution token independently, from the low-resolution tokens.
 
     Args:
@@ -70,7 +68,7 @@ class TokenUpsampler(SavedModel, ModelMixin, ConfigMixin):
         return self.head(self.norm(rearrange(x, "b c h w -> b (h w) c")))
 
 
-class MultiscaleDrafter(SavedModel, ModelMixin, ConfigMixin):
+class MultiscaleDrafter(SavedModel):
     """A low-resolution transformer and the up-sampler that reads its tokens.
 
     Args:

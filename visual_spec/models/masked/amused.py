@@ -20,8 +20,8 @@ from diffusers.models.unets.uvit_2d import UVit2DModel
 from torch import Tensor
 
 from visual_spec.models.core.masked_protocol import MaskedState
-from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.offload import decodes
+from visual_spec.models.core.protocol import TokenGrid, wide
 
 AESTHETIC_SCORE = 6.0
 
@@ -139,8 +139,7 @@ class AmusedTransformer(UVit2DModel):
         )
         return AmusedState(guided, states.device, pooled, states, sizes.expand(len(states), -1))
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: AmusedState, tokens: Tensor, stage: int = 0
     ) -> Tensor:
@@ -149,8 +148,7 @@ class AmusedTransformer(UVit2DModel):
         if state.guided:
             ids = ids.repeat(2, 1, 1)
         logits = super().forward(ids, state.states, state.pooled, state.sizes)  # [R, codes, H, W]
-        logits = logits.flatten(2).mT[..., : self.vocab_size]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(logits.flatten(2).mT[..., : self.vocab_size])
 
 
 class AmusedVQModel(VQModel):

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.offload import loads_weights
@@ -21,7 +19,7 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import register_to_config
 
 
-class CausalLayer(SavedModel, ModelMixin, ConfigMixin):
+class CausalLayer(SavedModel):
     """Scores the tokens of a group one given the other; see `SelfSpeculativeMaskedSampler`.
 
     A fresh layer returns the features as they are, so its law is the masked model's.

@@ -22,12 +22,11 @@ from typing import Self
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.masked_protocol import MaskedState
-from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.offload import decodes
+from visual_spec.models.core.protocol import wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
@@ -55,7 +54,7 @@ class FrameState(MaskedState):
         self.held.select(samples)
 
 
-class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
+class FrameMaskedTransformer(SavedModel):
     """A `FrameModel` over the frames of a clip.
 
     Args:
@@ -168,8 +167,7 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the contract of `FrameModel` ----------------------------------------------------------------------
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def prepare(self, condition: TextCondition | Tensor, *, batch_size: int, guided: bool) -> FrameState:
         """Run the prefix, and allocate the cache of all frames.
 
@@ -184,18 +182,15 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
         ]
         return FrameState(guided, device, held, groups, self.seen_frames(device))
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(self, state: FrameState, tokens: Tensor) -> Tensor:
         """Score every slot of the next group of frames, given its tokens `[B, N]`: logits `[R, N, V]`.
 
         Some tokens are hidden. N counts the slots of all frames of the group, frame after frame.
         """
-        logits = self.transformer.output(self._fed(state, tokens))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(self.transformer.output(self._fed(state, tokens)))
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def write(self, state: FrameState, tokens: Tensor) -> None:
         """Make `tokens [B, N]` or `[R, N]`, some of them hidden, what later frames see of the next group."""
         self._fed(state, tokens)

@@ -13,16 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.continuous.blocks import Block
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 from visual_spec.models.core.masked_protocol import MaskedState
-from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.offload import decodes, loads_weights
+from visual_spec.models.core.protocol import TokenGrid, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 
@@ -94,7 +92,7 @@ class TokenHead(nn.Module):
         return F.linear(self.ln(F.gelu(self.fc(x))), table, self.bias[0, 0, : len(table)])
 
 
-class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
+class MageTransformer(SavedModel):
     """A `MaskedModel` over a square grid of image tokens, without a condition. The defaults are MAGE-B's.
 
     Args:
@@ -164,8 +162,7 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Width of the features before the head, for a `FeatureShortcut`."""
         return self.config["decoder_dim"]
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(
         self,
         state: MageState,
@@ -206,8 +203,7 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
     def scores(self, state: MageState, features: Tensor, stage: int = 0) -> Tensor:
         """Logits `[B, W, V]` of features `[B, W, decoder_dim]`."""
         table = self.token_emb.word_embeddings.weight[: self.vocab_size]
-        logits = self.mlm_layer(features, table)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(self.mlm_layer(features, table))
 
     def _features(
         self, ids: Tensor, at: Tensor, held: tuple[StaticCache, StaticCache] | None = None

@@ -18,14 +18,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.protocol import TokenGrid, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config, whole
 
@@ -45,9 +43,9 @@ class TimedNorm(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """Normalise `x [R, S, dim]` at an embedded `time [dim]`."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON)
-        return (self.to_weight(time) * wide).to(x.dtype)
+        values = wide(x)
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + _EPSILON)
+        return (self.to_weight(time) * values).to(x.dtype)
 
 
 class RotaryAttention(nn.Module):
@@ -119,10 +117,6 @@ class TimedLlama(nn.Module):
         return self.norm(x, embedded)
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def _two_layers(dim: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Linear(4 * dim, dim))
 
@@ -142,7 +136,7 @@ def rotary_of(seen: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-class SemanticNetwork(SavedModel, ModelMixin, ConfigMixin):
+class SemanticNetwork(SavedModel):
     """Scores semantic codes from phones. The defaults are the official ones.
 
     Args:
@@ -187,10 +181,10 @@ class SemanticNetwork(SavedModel, ModelMixin, ConfigMixin):
     def forward(self, codes: Tensor, state: SpeechState) -> Tensor:
         """Return logits [B, L, V], of guided features, of codes long [B, L]."""
         x = torch.cat([state.lead[0], self.embed_codes(codes)], 1)
-        return _wide(self.to_logit(_guided(self.diff_estimator, x, state)))
+        return wide(self.to_logit(_guided(self.diff_estimator, x, state)))
 
 
-class AcousticNetwork(SavedModel, ModelMixin, ConfigMixin):
+class AcousticNetwork(SavedModel):
     """Scores acoustic codes, one codebook after the other, from semantic ones. The defaults are the official ones.
 
     Args:
@@ -244,7 +238,7 @@ class AcousticNetwork(SavedModel, ModelMixin, ConfigMixin):
         assert state.semantic is not None
         conditions = self.cond_emb(state.semantic) + self.layer_emb.weight[stage]  # [B, S, dim]
         x = torch.cat([lead, self.embed_codes(codes)], 1) + self.diff_estimator.cond_mlp(conditions)
-        return _wide(self.to_logits[stage](_guided(self.diff_estimator, x, state)))
+        return wide(self.to_logits[stage](_guided(self.diff_estimator, x, state)))
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
@@ -547,8 +541,8 @@ def _guided(layers: TimedLlama, x: Tensor, state: SpeechState) -> Tensor:
 
 def _deviation(features: Tensor, there: Tensor) -> Tensor:
     """Return the standard deviation, [B, 1, 1], of all numbers of a sample that are there."""
-    wide = features.to(torch.promote_types(features.dtype, torch.float32))
+    numbers = wide(features)
     kept = there[..., None]
     count = there.sum(1)[:, None, None] * features.shape[-1]
-    mean = torch.where(kept, wide, 0).sum((1, 2), keepdim=True) / count
-    return (torch.where(kept, (wide - mean).square(), 0).sum((1, 2), keepdim=True) / (count - 1)).sqrt()
+    mean = torch.where(kept, numbers, 0).sum((1, 2), keepdim=True) / count
+    return (torch.where(kept, (numbers - mean).square(), 0).sum((1, 2), keepdim=True) / (count - 1)).sqrt()

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from transformers import DacConfig
 from transformers.models.dac.modeling_dac import DacEncoder
 
-from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.offload import decodes
+from visual_spec.models.core.protocol import wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 
@@ -110,7 +109,7 @@ class SpectrumHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Waves [B, 1, T * hop] of features [B, T, dim]."""
         spectrum = self.out(x).transpose(1, 2)
-        spectrum = spectrum.to(torch.promote_types(spectrum.dtype, torch.float32))
+        spectrum = wide(spectrum)
         magnitude, phase = spectrum.chunk(2, 1)
         window = torch.hann_window(self.frame, dtype=spectrum.dtype, device=x.device)
         pieces = torch.fft.irfft(torch.polar(magnitude.exp().clamp(max=_LOUDEST), phase), self.frame, dim=1)
@@ -138,7 +137,7 @@ class Vocos(nn.Module):
         return self.head(self.backbone(x))
 
 
-class AcousticCodec(SavedModel, ModelMixin, ConfigMixin):
+class AcousticCodec(SavedModel):
     """Waves to acoustic codes and back. The defaults are the official ones.
 
     Args:
@@ -186,20 +185,18 @@ class AcousticCodec(SavedModel, ModelMixin, ConfigMixin):
         """Frames a second."""
         return self.config["sampling_rate"] / self.samples_per_frame
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def encode(self, waves: Tensor) -> Tensor:
         """Return codes long [B, K, T] of waves [B, 1, N]."""
         return self.quantizer.encode(self.encoder(waves.to(self.dtype)))
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def decode(self, codes: Tensor) -> Tensor:
         """Return waves [B, 1, T * samples_per_frame] of codes long [B, K, T]."""
         return self.model(self.quantizer.decode(codes))
 
 
-class SemanticCodec(SavedModel, ModelMixin, ConfigMixin):
+class SemanticCodec(SavedModel):
     """Features of a speech model to semantic codes. The defaults are the official ones.
 
     Args:
@@ -228,8 +225,7 @@ class SemanticCodec(SavedModel, ModelMixin, ConfigMixin):
         )
         self.quantizer = ResidualCodebooks(feature_dim, 1, vocab_size, code_dim)
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def encode(self, features: Tensor) -> Tensor:
         """Return codes long [B, T] of features [B, T, feature_dim]."""
         scaled = (features.to(self.dtype) - self.mean) / self.deviation

@@ -16,15 +16,13 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.masked_protocol import MaskedState
-from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.offload import decodes, loads_weights
+from visual_spec.models.core.protocol import TokenGrid, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -111,8 +109,7 @@ class NormedAttention(nn.Module):
 
 
 def _unit_mean_square(x: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return F.rms_norm(wide, x.shape[-1:], eps=_EPSILON).to(x.dtype)
+    return F.rms_norm(wide(x), x.shape[-1:], eps=_EPSILON).to(x.dtype)
 
 
 class MaskedBlock(nn.Module):
@@ -196,7 +193,7 @@ class CaptionWords(nn.Module):
         self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
 
 
-class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
+class MaskedImageTransformer(SavedModel):
     """A `MaskedModel` over a square grid of image tokens. The defaults are the official base model's at 256 pixels.
 
     Args:
@@ -386,8 +383,7 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     # -- the MaskedModel contract --------------------------------------------------------------------------------------
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def prepare(
         self, condition: TextCondition | Tensor | None, *, batch_size: int, guided: bool
     ) -> MaskedImageState:
@@ -399,8 +395,7 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
         self.check_condition(condition, batch_size)
         return self._state(*self.embed_condition(condition, batch_size, guided=guided), guided)
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(
         self,
         state: MaskedImageState,
@@ -437,8 +432,7 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Logits `[R, W, V]` of features `[R, W, dim]`."""
         shift, scale = state.head_modulation.unbind(1)
         hidden = modulated(self.last_norm.norm_final(features), shift, scale)
-        logits = self.head(hidden, self.tok_emb.weight)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(self.head(hidden, self.tok_emb.weight))
 
     def _whole(self, state: MaskedImageState, tokens: Tensor, held: StaticCache | None = None) -> Tensor:
         """Features `[R, L, dim]` of tokens `[R, L]`, with gradients."""

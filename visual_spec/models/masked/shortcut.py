@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.offload import loads_weights
@@ -37,7 +35,7 @@ class _ContextAttention(nn.Module):
         return self.out(seen.transpose(1, 2).flatten(2))
 
 
-class FeatureShortcut(SavedModel, ModelMixin, ConfigMixin):
+class FeatureShortcut(SavedModel):
     """Stands in for a masked model of one codebook on some calls; see `MaskedSampler(reuse_by="shortcut")`.
 
     Args:

@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.core.layouts import Given, KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of
+from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of, wide
 from visual_spec.models.core.settings import register_to_config
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder
 from visual_spec.models.next_scale.infinity_scales import scales_for
@@ -41,9 +39,7 @@ _INFINITY_VQ = KeyLayout(
 _CONSTANTS = ("quantizer.lfq.mask", "quantize.lfq.mask")
 
 
-class BitwiseVQModel(
-    MultiscaleTokenizer, ModelMixin, ConfigMixin
-):  # diffusers looks for the bases in this module
+class BitwiseVQModel(MultiscaleTokenizer):
     """Maps pictures to bits of all scales and back: a `ScaleTokenizer` with `tokens_per_place` bits a place.
 
     Tokens of a picture are bits, long `[B, L * T]`: the maps from coarse to fine, each in raster order, with the T bits
@@ -175,7 +171,7 @@ class BitwiseVQModel(
         Returns:
             For every scale its bits, long `[B, n * n * T]`, and the canvas including them.
         """
-        latents = latents.to(torch.promote_types(latents.dtype, torch.float32))
+        latents = wide(latents)
         tokens, canvas, canvases = [], torch.zeros_like(latents), []
         for scale in range(len(self.scales)):
             left, shape = latents - canvas, self._latent_shape(scale)

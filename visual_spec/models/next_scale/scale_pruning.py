@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.models.core.cache import largest
-from visual_spec.models.core.protocol import Side, area_of, shape_of
+from visual_spec.models.core.protocol import Side, area_of, shape_of, wide
 from visual_spec.models.core.pruning import Pruning
 from visual_spec.models.next_scale.scale_budget import offsets_of
 
@@ -38,8 +37,8 @@ def whole(part: int, x: Tensor, sublayer: Sublayer) -> Tensor:
 
 def distinct_places(x: Tensor, count: int) -> Tensor:
     """Return the `count` places of `x [R, n, dim]` farthest from its mean, long [R, count], ascending."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return largest((wide - wide.mean(1, keepdim=True)).square().sum(-1), count)
+    values = wide(x)
+    return largest((values - values.mean(1, keepdim=True)).square().sum(-1), count)
 
 
 class PrunedMaps:

@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.kernels.rotary_write import Turns, rotate
 from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.cache import StaticCache
-from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of
+from visual_spec.models.core.offload import decodes
+from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of, wide
 from visual_spec.models.core.pruning import Pruning
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache
@@ -134,7 +132,7 @@ class HeadNorm(nn.Module):
         return self.ada_lin(condition).unflatten(-1, (2, -1))
 
 
-class ScaleTransformer(SavedModel, ModelMixin, ConfigMixin):
+class ScaleTransformer(SavedModel):
     """A `ScaleModel`, whatever its condition. A subclass has the attributes below, and defines the methods after them.
 
     Attributes:
@@ -218,13 +216,11 @@ class ScaleTransformer(SavedModel, ModelMixin, ConfigMixin):
         return torch.stack([block.modulation(vector) for block in self.blocks])  # pyright: ignore[reportCallIssue]
 
     def _logits(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        logits = self.head(modulated(hidden, *modulation.unbind(1)))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(self.head(modulated(hidden, *modulation.unbind(1))))
 
     # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def prefill(
         self,
         condition: Any,
@@ -294,8 +290,7 @@ class ScaleTransformer(SavedModel, ModelMixin, ConfigMixin):
             **settings,
         )
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(self, state: Any, map: Tensor, scale: int) -> Tensor:
         """Feed the input map `[B, D, n, n]` of a scale; returns its logits. See `ScaleModel.__call__`.
 

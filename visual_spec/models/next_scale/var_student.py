@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, unpack_checkpoint
 from visual_spec.models.core.distilled import ContinuousHead, DistilledAnswer, DistilledState, check_call
 from visual_spec.models.core.layouts import KeyLayout, count_parts, loaded
-from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import TokenGrid, check_labels
+from visual_spec.models.core.offload import decodes
+from visual_spec.models.core.protocol import TokenGrid, check_labels, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_scale.scale_budget import offsets_of
@@ -37,7 +35,7 @@ STUDENTS: dict[str, dict[str, Any]] = {
 }
 
 
-class VARStudent(SavedModel, ModelMixin, ConfigMixin):
+class VARStudent(SavedModel):
     """A `DistilledModel` over the token maps of a multi-scale tokenizer, conditioned on a class.
 
     Slots count through all scales, coarse to fine; the grid is one row of them.
@@ -110,8 +108,7 @@ class VARStudent(SavedModel, ModelMixin, ConfigMixin):
         """
         check_labels(condition, batch_size, self.config["num_classes"])
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def prefill(self, condition: Tensor, *, batch_size: int) -> DistilledState:
         """Embed class labels `[B]`, and compute AdaLN's output `[B, layers, 6, dim]`. See `DistilledModel.prefill`.
 
@@ -124,8 +121,7 @@ class VARStudent(SavedModel, ModelMixin, ConfigMixin):
         seen = torch.ones(batch_size, 1, dtype=torch.bool, device=self.device)
         return DistilledState(classes[:, None], seen, torch.stack(modulations, 1))
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(self, state: DistilledState, vectors: Tensor, known: int) -> DistilledAnswer:
         """Draw the slots from `known` on; see `DistilledModel.__call__`.
 
@@ -150,7 +146,7 @@ class VARStudent(SavedModel, ModelMixin, ConfigMixin):
         hidden = (hidden + self.layerwise_n_d_embed[-1](roles))[:, 1:]  # position i is slot i's
         split = max(known, self.first_continuous)
         logits = self.head(modulated(hidden[:, known:split], *self.head_nm.modulation(classes).unbind(1)))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = wide(logits)
         return DistilledAnswer(logits, self.final_layer_conti(hidden[:, split:], classes))
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -61,9 +59,7 @@ class _Quantizer(nn.Module):
         self.quant_resi = _Smoothers(code_dim)
 
 
-class MultiscaleVQModel(
-    MultiscaleTokenizer, ModelMixin, ConfigMixin
-):  # diffusers looks for the bases in this module
+class MultiscaleVQModel(MultiscaleTokenizer):
     """Maps pictures to tokens of all scales and back.
 
     Tokens of a picture are `[B, L]`: the maps from coarse to fine, each in raster order, `L = sum(n * n)`. The canvas

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from visual_spec.kernels.window_attention import takes
 from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
 from visual_spec.models.core.offload import check_cache_fits, loads_groups
-from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster, wide
 from visual_spec.models.core.transformers_attention import window_calls
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
 
@@ -208,7 +208,6 @@ class CachedDecoder:
         return rearrange(F.pad(by_row, (0, 1), value=self.row_end), "b h w -> b (h w)")
 
     @loads_groups
-    @torch.no_grad()
     def prefill(self, condition: ImagePrompt, *, batch_size: int, guided: bool, window: int) -> CachedState:
         """Run the prompts, followed by the unconditional ones, and return the state that predicts slot 0.
 
@@ -226,7 +225,6 @@ class CachedDecoder:
         return (prompt.ids, prompt.mask, *prompt.where)
 
     @loads_groups
-    @torch.no_grad()
     def run_prompt(
         self, prompt: tuple[Tensor, ...], *, guided: bool, window: int, held: CachedState | None = None
     ) -> CachedState:
@@ -265,7 +263,6 @@ class CachedDecoder:
         return SlotCache(config.num_hidden_layers, num_places)
 
     @loads_groups
-    @torch.no_grad()
     def __call__(
         self,
         state: CachedState,
@@ -422,8 +419,7 @@ class CachedDecoder:
         return self.decoder(**inputs, attention_mask=mask).last_hidden_state
 
     def _logits(self, features: Tensor) -> Tensor:
-        logits = self.score(features)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(self.score(features))
 
     def _offsets(self, slots: Tensor) -> Tensor:
         """Return the places of slots among the picture's tokens, with row ends between them."""

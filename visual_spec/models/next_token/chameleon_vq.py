@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
-from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
@@ -31,7 +29,7 @@ class _Codebook(nn.Module):
         self.embedding = nn.Embedding(size, dim)
 
 
-class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
+class ChameleonVQDecoder(SavedModel):
     """Maps codes to pictures.
 
     Args:
@@ -95,8 +93,7 @@ class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
             model = cls(**sizes)
         return fill(model, _read(Path(path)), str(path), what="a decoder of this size", dtype=dtype)
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Return pictures [B, 3, h * f, w * f] in [-1, 1] of codes, long [B, h, w]; f is 16 in the official network."""
         latents = rearrange(self.quantize.embedding(codes.to(self.device)), "b h w d -> b d h w")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.protocol import TokenGrid, wide
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 
@@ -112,7 +112,7 @@ class CodeLanguageModel(CachedDecoder):
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         if self.normalised:
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            logits = wide(logits).log_softmax(-1)
         return logits if logits.shape[-1] == self.vocab_size else logits[..., self.image_rows]
 
     def text_of(self, condition: ImagePrompt) -> tuple[Tensor, Tensor]:

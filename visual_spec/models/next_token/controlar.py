@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_checkpoint
-from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import register_to_config
@@ -58,7 +56,7 @@ class ControlProjection(nn.Module):
         self.uncond_embedding = nn.Parameter(torch.zeros(length, dim))
 
 
-class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
+class ControlARTransformer(SavedModel):
     """A `NextTokenModel`, `TreeModel` and `OrderModel`: LlamaGen with side embeddings of a control picture.
 
     Args:
@@ -173,8 +171,7 @@ class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
         groups = torch.stack([layer(seen) for layer in self.condition_layers], 1)  # [R, 3, L, dim]
         return F.pad(condition.strength * groups, (0, 0, 0, 1))
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def prefill(
         self, condition: ControlledCondition, *, batch_size: int, guided: bool, window: int
     ) -> LlamaGenState:
@@ -189,8 +186,7 @@ class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
             condition, batch_size=batch_size, guided=guided, window=window, side=side
         )
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(
         self,
         state: LlamaGenState,

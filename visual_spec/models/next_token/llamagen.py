@@ -17,14 +17,12 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.kernels.window_attention import takes
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
-from visual_spec.models.core.offload import check_cache_fits, loads_weights
-from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, TokenGrid, check_raster
+from visual_spec.models.core.offload import check_cache_fits, decodes
+from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, TokenGrid, check_raster, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, Within, register_to_config, whole
 from visual_spec.models.next_token.llamagen_blocks import (
@@ -70,7 +68,7 @@ ORDERS = {
 _OF_CLIPS = (RASTER_ORDER, "nar")  # orders of several frames
 
 
-class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
+class LlamaGenTransformer(SavedModel):
     """A `NextTokenModel` over a square grid of image tokens, or over the frames of a clip.
 
     Args:
@@ -308,8 +306,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the NextTokenModel contract -----------------------------------------------------------------------
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def prefill(
         self,
         condition: TextCondition | Tensor,
@@ -335,8 +332,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         self.check_condition(condition, batch_size)
         return tensors_of(condition)
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def run_prompt(
         self,
         prompt: tuple[Tensor, ...],
@@ -380,8 +376,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         cache = self._allocate(hidden, len(hidden) // (1 + guided), window)
         return hidden, prefix_mask, cache, self.rotary_table().to(hidden.device)
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(
         self,
         state: LlamaGenState,
@@ -502,8 +497,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         return unturned
 
     def _head(self, features: Tensor) -> Tensor:
-        logits = self.output(features)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(self.output(features))
 
     def logits(self, features: Tensor, hidden: Tensor, answers: Tensor | None) -> Tensor:
         """Return logits [R, P, V].

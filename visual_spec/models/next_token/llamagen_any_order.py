@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
-from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.offload import decodes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import (
     LlamaGenState,
@@ -40,8 +40,7 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         """Places of tokens, then as many of instructions."""
         return 2 * super().num_places(window)
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def prefill(
         self,
         condition: TextCondition | Tensor,
@@ -61,8 +60,7 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         prompt = self.prompt_of(condition, batch_size=batch_size)
         return self.run_prompt(prompt, guided=guided, window=window, asked=asked)
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def run_prompt(
         self,
         prompt: tuple[Tensor, ...],
@@ -93,8 +91,7 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         features = self._read(cache, hidden, seen, turns, prefix_mask)[:, length:]  # [R, P, dim]
         return LlamaGenState(self._head(features), guided, window, cache, table, prefix_mask, features)
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(
         self,
         state: LlamaGenState,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.protocol import wide
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import RMSNorm, Shared, TextCondition, TransformerBlock
 
@@ -111,7 +112,7 @@ class LlamaGenNearToFar(LlamaGenTransformer):
         for name, tap, place in zip(_ADDED[: len(others)], hidden.unbind(2), others, strict=True):
             norm, output = self.get_submodule(f"{name}_norm"), self.get_submodule(f"{name}_output")
             predicted = output(norm(tap)[:, place])
-            logits.append(predicted.to(torch.promote_types(predicted.dtype, torch.float32)))
+            logits.append(wide(predicted))
         return tuple(logits)
 
     def merge(self, heads: tuple[Tensor, ...], answers: Tensor) -> Tensor:

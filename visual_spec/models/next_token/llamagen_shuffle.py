@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.offload import decodes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import LlamaGenState, TextCondition
 
@@ -94,8 +94,7 @@ class LlamaGenShuffle(LlamaGenTransformer):
         """One place a block, and as many to spare as a call has tokens."""
         return self.grid.num_tokens // self.block_size + window
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def run_prompt(
         self,
         prompt: tuple[Tensor, ...],
@@ -110,8 +109,7 @@ class LlamaGenShuffle(LlamaGenTransformer):
         state.logits = self.logits(state.features, state.features, None)
         return state
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(
         self,
         state: LlamaGenState,

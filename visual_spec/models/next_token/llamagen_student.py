@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, unpack_checkpoint
@@ -28,8 +26,8 @@ from visual_spec.models.core.distilled import (
     check_call,
 )
 from visual_spec.models.core.layouts import KeyLayout, count_parts, loaded
-from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.offload import decodes
+from visual_spec.models.core.protocol import TokenGrid, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import PRESETS
@@ -54,7 +52,7 @@ STUDENTS: dict[str, dict[str, int]] = {
 _DROPPED = ("freqs_cis",)  # computed from the grid
 
 
-class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
+class LlamaGenStudent(SavedModel):
     """A `DistilledModel` over a square grid of image tokens, conditioned on a class or on a caption.
 
     Args:
@@ -133,8 +131,7 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         """See `DistilledModel.starts`: a teacher draws a slot a call."""
         return tuple(range(self.grid.num_tokens))
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def prefill(self, condition: TextCondition | Tensor, *, batch_size: int) -> DistilledState:
         """Embed class labels `[B]` or captions, and compute the rotary table. See `DistilledModel.prefill`.
 
@@ -170,8 +167,7 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         table = torch.cat([unturned.expand(prefix.shape[1], -1, -1), table])  # [T + L, D / 2, 2]
         return DistilledState(prefix, seen, table.to(self.device))
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(self, state: DistilledState, vectors: Tensor, known: int) -> DistilledAnswer:
         """Draw the slots from `known` on; see `DistilledModel.__call__`.
 
@@ -212,8 +208,7 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         return hidden[:, length:]
 
     def _head(self, hidden: Tensor) -> Tensor:
-        logits = self.output(self.norm(hidden))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide(self.output(self.norm(hidden)))
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------

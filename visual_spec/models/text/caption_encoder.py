@@ -10,8 +10,6 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -46,7 +44,7 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
+class CaptionEncoder(SavedModel):
     """Maps words to features.
 
     Args:

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from visual_spec.files.whole import write_atomically
-from visual_spec.models.core.offload import align_weights, loads_weights
+from visual_spec.models.core.offload import align_weights, decodes
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import warn_cut
 from visual_spec.models.text.captions import clean_caption
@@ -180,8 +180,7 @@ class T5Features(ModelMixin, ConfigMixin):
     def _clean(self, prompt: str) -> str:
         return clean_caption(clean_caption(prompt)) if self.config["clean"] else prompt.strip()
 
-    @loads_weights
-    @torch.no_grad()
+    @decodes
     def forward(self, prompts: list[str] | Tensor) -> TextCondition:
         """Return features `[B, max_words, C]` and mask of prompts, or of token ids `[B, max_words]`.
 

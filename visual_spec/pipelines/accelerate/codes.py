@@ -105,7 +105,6 @@ class CodeAdapter(Adapter):
 
 
 @loads_groups
-@torch.no_grad()
 def generate_codes(
     model: Any,
     input_ids: Tensor | None = None,

@@ -108,7 +108,6 @@ def _check_drafter(model: Any, drafter: Any) -> None:
 
 
 @loads_groups
-@torch.no_grad()
 def generate_images(
     model: Any,
     input_ids: Tensor | None = None,

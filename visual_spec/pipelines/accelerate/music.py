@@ -81,7 +81,6 @@ class MusicAdapter(Adapter):
 
 
 @loads_groups
-@torch.no_grad()
 def generate_audio(
     model: Any,
     input_ids: Tensor | None = None,
