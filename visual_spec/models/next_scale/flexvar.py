@@ -212,26 +212,14 @@ class FlexVQModel(AnyScales, MultiscaleTokenizer, VQModel):
 
     # -- the canvas ---------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Return an empty canvas `[B, D, n, n]` of the first scale; device and dtype are the model's unless given."""
-        shape = batch_size, self.code_dim, self.scales[0], self.scales[0]
-        return torch.zeros(shape, device=device or self.device, dtype=dtype or self.dtype)
+    @property
+    def canvas_shape(self) -> tuple[int, int, int]:
+        """Of the first scale: the canvas is the last map, at its own size."""
+        return self.code_dim, self.scales[0], self.scales[0]
 
-    @loads_weights
-    def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """Return the canvas of a scale of side n: the codes of its tokens `[B, n * n]`.
-
-        Raises:
-            ValueError: the number of tokens is not the scale's.
-        """
+    def codes_of(self, tokens: Tensor, scale: int, like: Tensor) -> Tensor:
         side = self.scales[scale]
-        if tokens.ndim != 2 or tokens.shape[1] != side * side:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; scale {scale} has [B, {side * side}]."
-            )
-        return self.accumulate_codes(canvas, scale, self.quantize.lookup(tokens.unflatten(1, (side, side))))
+        return self.quantize.lookup(tokens.unflatten(1, (side, side)))
 
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
         """As `accumulate`, for codes `[B, D, n, n]` that need not be in the codebook."""

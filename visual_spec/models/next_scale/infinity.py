@@ -36,7 +36,7 @@ from visual_spec.models.next_scale.scale_transformer import (
     ScaleTransformer,
     TanhMlp,
     VARState,
-    modulated,
+    sublayers,
 )
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import RMSNorm, rotary_table, turns_of
@@ -149,18 +149,10 @@ class InfinityBlock(nn.Module):
         attend: Attend,
         apply: Apply = whole,
     ) -> Tensor:
-        gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
-
-        def attention(x: Tensor, places: Tensor | None) -> Tensor:
-            at = turns if places is None else (turns[0][0][places], turns[1][0][places])
-            q, k, v = self.sa.project(modulated(x, scale1, shift1), at)
-            return self.sa.proj(attend(q, k, v).transpose(1, 2).flatten(2)) * gain1[:, None]
+        attention, feed_forward = sublayers(self.sa, self.ffn, modulation, attend, turns)
 
         def cross_attention(x: Tensor, places: Tensor | None) -> Tensor:
             return self.ca(self.ca_norm(x), *text)
-
-        def feed_forward(x: Tensor, places: Tensor | None) -> Tensor:
-            return self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
 
         x = x + apply(0, x, attention)
         x = x + apply(1, x, cross_attention)
@@ -241,27 +233,8 @@ class InfinityTransformer(ScaleTransformer):
         self.head = nn.Linear(dim, 2 * bits)
         self._initialise()
 
-    def _initialise(self) -> None:
-        """Initialise as in VAR: every layer begins close to the identity, and the laws close to uniform."""
-        dim, depth = self.config["dim"], len(self.blocks)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif name == "cfg_uncond":
-                nn.init.trunc_normal_(parameter, std=1.2 * self.config["caption_dim"] ** -0.5)
-            elif "scale_mul" not in name and "norm" not in name and "ada_gss" not in name:
-                nn.init.trunc_normal_(parameter, std=(3 * dim) ** -0.5)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name == "head.weight":
-                    parameter *= 0.02
-                elif name == "head_nm.ada_lin.1.weight":
-                    parameter *= 0.5
-                elif name.startswith("blocks.") and name.endswith(("proj.weight", "fc2.weight")):
-                    parameter /= (2 * depth) ** 0.5
-                elif name.endswith("ada_gss"):
-                    parameter[:, :, :2] *= 1e-3  # the gains of attention and feed-forward layer
-                    parameter[:, :, 2:] *= 0.5
+    def spread_of(self, name: str) -> float:
+        return 1.2 * self.config["caption_dim"] ** -0.5 if name == "cfg_uncond" else super().spread_of(name)
 
     # -- condition and inputs ----------------------------------------------------------------------------------------
 

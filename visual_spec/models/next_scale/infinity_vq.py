@@ -20,7 +20,7 @@ from torch import Tensor
 
 from visual_spec.models.core.layouts import Given, KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of, wide
+from visual_spec.models.core.protocol import Side, shape_of, sides_of, wide
 from visual_spec.models.core.settings import register_to_config
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder
 from visual_spec.models.next_scale.infinity_scales import scales_for
@@ -97,7 +97,9 @@ class BitwiseVQModel(MultiscaleTokenizer):
     @property
     def codebook(self) -> Tensor:
         """`[2, 1]`: the numbers of bit 0 and bit 1, in at least float32."""
-        return torch.tensor([[-1.0], [1.0]], device=self.device, dtype=self._wide) / math.sqrt(self.bits)
+        return torch.tensor([[-1.0], [1.0]], device=self.device, dtype=self.canvas_dtype) / math.sqrt(
+            self.bits
+        )
 
     @property
     def patch_size(self) -> int:
@@ -109,34 +111,21 @@ class BitwiseVQModel(MultiscaleTokenizer):
         """Height and width of the pictures in pixels."""
         return self.picture_shape
 
-    @property
-    def _wide(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
-
     # -- the canvas ---------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """The empty canvas `[B, bits, h, w]`, at least float32; device and dtype are the model's unless given."""
-        shape = (batch_size, self.bits, *self._latent_shape(-1))
-        return torch.zeros(shape, device=device or self.device, dtype=dtype or self._wide)
+    @property
+    def canvas_shape(self) -> tuple[int, int, int]:
+        return self.bits, *self._latent_shape(-1)
 
-    def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """Return the canvas after drawing the bits `[B, n * n * T]` of a scale onto it.
+    @property
+    def canvas_dtype(self) -> torch.dtype:
+        """At least float32."""
+        return torch.promote_types(self.dtype, torch.float32)
 
-        Raises:
-            ValueError: the number of bits is not the scale's.
-        """
-        if tokens.ndim != 2 or tokens.shape[1] != self.map_sizes[scale]:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; scale {scale} has [B, {self.map_sizes[scale]}]: "
-                f"{self.tokens_per_place} bits for each of {area_of(self.scales[scale])} places."
-            )
-        values = self.codebook.to(canvas.device, canvas.dtype)[tokens, 0]  # [B, n * n * T]
+    def codes_of(self, tokens: Tensor, scale: int, like: Tensor) -> Tensor:
+        values = self.codebook.to(like.device, like.dtype)[tokens, 0]  # [B, n * n * T]
         height, width = shape_of(self.scales[scale])
-        codes = rearrange(values, "b (h w t) -> b t h w", h=height, w=width)
-        return self.accumulate_codes(canvas, scale, codes)
+        return rearrange(values, "b (h w t) -> b t h w", h=height, w=width)
 
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
         """As `accumulate`, for codes `[B, T, n, n]` that need not come from bits."""

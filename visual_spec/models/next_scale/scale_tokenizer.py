@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import Side, area_of, shape_of
 from visual_spec.models.core.saved import SavedModel
 
@@ -44,15 +45,18 @@ class MultiscaleTokenizer(SavedModel):
 
     # -- defined by each tokenizer ------------------------------------------------------------------------------------
 
+    @property
     @abstractmethod
-    def begin(
-        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Return the empty canvas `[B, D, h, w]`."""
+    def canvas_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the empty canvas."""
 
     @abstractmethod
-    def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """Return the canvas after drawing the tokens `[B, n * n * T]` of a scale onto it."""
+    def codes_of(self, tokens: Tensor, scale: int, like: Tensor) -> Tensor:
+        """Return the codes `[B, D, n, n]` of the tokens `[B, n * n * T]` of a scale, for a canvas `like` this one."""
+
+    @abstractmethod
+    def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
+        """As `accumulate`, for codes `[B, D, n, n]` that need not be in the codebook."""
 
     @abstractmethod
     def next_map(self, canvas: Tensor, scale: int) -> Tensor:
@@ -69,6 +73,35 @@ class MultiscaleTokenizer(SavedModel):
     @abstractmethod
     def tokens_of(self, latents: Tensor) -> Sequence[Tensor]:
         """Return the tokens of every scale, long `[B, n * n * T]`, of such a map."""
+
+    # -- the canvas ---------------------------------------------------------------------------------------------------
+
+    @property
+    def canvas_dtype(self) -> torch.dtype:
+        """The type in which a canvas is added up."""
+        return self.dtype
+
+    def begin(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the empty canvas `[B, *canvas_shape]`; device and dtype are the model's unless given."""
+        shape = batch_size, *self.canvas_shape
+        return torch.zeros(shape, device=device or self.device, dtype=dtype or self.canvas_dtype)
+
+    @loads_weights
+    def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
+        """Return the canvas after drawing the tokens `[B, n * n * T]` of a scale onto it.
+
+        Raises:
+            ValueError: the number of tokens is not the scale's.
+        """
+        size, each = self.map_sizes[scale], self.tokens_per_place
+        if tokens.ndim != 2 or tokens.shape[1] != size:
+            bits = f": {each} bits for each of {size // each} places" if each > 1 else ""
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} given; scale {scale} has [B, {size}]{bits}."
+            )
+        return self.accumulate_codes(canvas, scale, self.codes_of(tokens, scale, canvas))
 
     # -- pictures and tokens ------------------------------------------------------------------------------------------
 

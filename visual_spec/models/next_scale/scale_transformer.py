@@ -25,7 +25,7 @@ from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, sha
 from visual_spec.models.core.pruning import Pruning
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache
-from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, whole
+from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, Sublayer, whole
 
 _EPSILON = 1e-6  # of every LayerNorm
 _LARGEST_SCALE = math.log(100)  # of attention logits, in logarithms
@@ -122,6 +122,23 @@ def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=_EPSILON) * (1 + scale[:, None]) + shift[:, None]
 
 
+def sublayers(
+    attention: CosineAttention, ffn: TanhMlp, modulation: Tensor, attend: Attend, turns: Turns | None = None
+) -> tuple[Sublayer, Sublayer]:
+    """Return the attention and the feed-forward layer under AdaLN's output `[R, 6, dim]`; `turns` of all places."""
+    gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
+
+    def mixed(x: Tensor, places: Tensor | None) -> Tensor:
+        at = turns if turns is None or places is None else (turns[0][0][places], turns[1][0][places])
+        q, k, v = attention.project(modulated(x, scale1, shift1), at)
+        return attention.proj(attend(q, k, v).transpose(1, 2).flatten(2)) * gain1[:, None]
+
+    def fed(x: Tensor, places: Tensor | None) -> Tensor:
+        return ffn(modulated(x, scale2, shift2)) * gain2[:, None]
+
+    return mixed, fed
+
+
 class HeadNorm(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
@@ -153,6 +170,31 @@ class ScaleTransformer(SavedModel):
     head_nm: HeadNorm
     head: nn.Linear
     pos_start: nn.Parameter
+
+    def spread_of(self, name: str) -> float:
+        """Return the standard deviation of a parameter's initial values."""
+        return (3 * self.config["dim"]) ** -0.5
+
+    def _initialise(self) -> None:
+        """Initialise as in VAR's training: layers begin close to the identity, and laws close to uniform."""
+        dim, depth = self.config["dim"], len(self.blocks)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif not any(kept in name for kept in ("scale_mul", "norm", "ada_gss")):
+                nn.init.trunc_normal_(parameter, std=self.spread_of(name))
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name == "head.weight":
+                    parameter *= 0.02
+                elif name == "head_nm.ada_lin.1.weight":
+                    parameter *= 0.5
+                elif name.startswith("blocks.") and name.endswith(("proj.weight", "fc2.weight")):
+                    parameter /= (2 * depth) ** 0.5
+                elif name.startswith("blocks.") and name.endswith(("ada_lin.1.weight", "ada_gss")):
+                    six = parameter.unflatten(0, (6, dim)) if parameter.ndim == 2 else parameter[0, 0]
+                    six[:2] *= 1e-3  # the gains of attention and feed-forward layer
+                    six[2:] *= 0.5
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
         """Refuse a condition that does not fit this model.

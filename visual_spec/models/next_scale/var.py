@@ -27,7 +27,7 @@ from visual_spec.models.next_scale.scale_transformer import (
     ScaleTransformer,
     TanhMlp,
     VARState,
-    modulated,
+    sublayers,
 )
 
 # Tokens per side of each map, by picture size in pixels.
@@ -70,15 +70,7 @@ class VARBlock(nn.Module):
         between: Tensor | None = None,
     ) -> Tensor:
         """Run the layer on `x [R, W, dim]`; `between`, of this shape, is added after attention (VAR: None)."""
-        gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
-
-        def attention(x: Tensor, places: Tensor | None) -> Tensor:
-            q, k, v = self.attn.project(modulated(x, scale1, shift1))
-            return self.attn.proj(attend(q, k, v).transpose(1, 2).flatten(2)) * gain1[:, None]
-
-        def feed_forward(x: Tensor, places: Tensor | None) -> Tensor:
-            return self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
-
+        attention, feed_forward = sublayers(self.attn, self.ffn, modulation, attend)
         x = x + apply(0, x, attention)
         if between is not None:
             x = x + between
@@ -156,27 +148,6 @@ class VARTransformer(ScaleTransformer):
         """Add what tells the places of all scales from each other."""
         self.pos_1LC = nn.Parameter(torch.zeros(1, self.offsets[-1], dim))
         self.lvl_embed = nn.Embedding(len(self.scales), dim)
-
-    def _initialise(self) -> None:
-        """Initialise as in the official training: layers begin close to the identity, and laws close to uniform."""
-        dim, depth = self.config["dim"], len(self.blocks)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif "scale_mul" not in name and "ada_gss" not in name:
-                nn.init.trunc_normal_(parameter, std=(3 * dim) ** -0.5)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name == "head.weight":
-                    parameter *= 0.02
-                elif name == "head_nm.ada_lin.1.weight":
-                    parameter *= 0.5
-                elif name.endswith(("attn.proj.weight", "ffn.fc2.weight")):
-                    parameter /= (2 * depth) ** 0.5
-                elif name.startswith("blocks.") and name.endswith(("ada_lin.1.weight", "ada_gss")):
-                    six = parameter.unflatten(0, (6, dim)) if parameter.ndim == 2 else parameter[0, 0]
-                    six[:2] *= 1e-3  # the gains of attention and feed-forward layer
-                    six[2:] *= 0.5
 
     # -- condition and inputs ----------------------------------------------------------------------------------------
 
@@ -295,7 +266,7 @@ def _constants(model: VARTransformer) -> dict[str, Tensor]:
     return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **zero_biases(model)}
 
 
-def zero_biases(model: VARTransformer) -> dict[str, Tensor]:
+def zero_biases(model: Any) -> dict[str, Tensor]:
     """Return the biases of keys, which official files hold."""
     zero = torch.zeros(model.config["dim"])
     return {f"blocks.{index}.attn.zero_k_bias": zero for index in range(len(model.blocks))}

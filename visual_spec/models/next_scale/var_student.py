@@ -25,7 +25,7 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_transformer import HeadNorm, modulated
-from visual_spec.models.next_scale.var import PRESETS, SCALES, VARBlock, check_sizes
+from visual_spec.models.next_scale.var import PRESETS, SCALES, VARBlock, check_sizes, zero_biases
 
 # The released sizes. Both numbers are slots: the first scales of 1 to 5, or of 1 to 4, tokens a side.
 STUDENTS: dict[str, dict[str, Any]] = {
@@ -215,11 +215,7 @@ def _constants(model: VARStudent) -> dict[str, Tensor]:
     levels = torch.arange(len(sizes)).repeat_interleave(sizes)  # [1 + L]
     mask = torch.zeros(len(levels), len(levels)).masked_fill(levels[:, None] <= levels, -torch.inf)
     mask.fill_diagonal_(0)
-    biases = {
-        f"blocks.{index}.attn.zero_k_bias": torch.zeros(model.config["dim"])
-        for index in range(len(model.blocks))
-    }
-    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **biases}
+    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **zero_biases(model)}
 
 
 def _config(weights: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

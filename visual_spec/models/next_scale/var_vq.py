@@ -132,28 +132,12 @@ class MultiscaleVQModel(MultiscaleTokenizer):
 
     # -- the canvas ---------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Return the empty canvas `[B, D, N, N]`; device and dtype are the model's unless given."""
-        side = self.scales[-1]
-        return torch.zeros(
-            batch_size, self.code_dim, side, side, device=device or self.device, dtype=dtype or self.dtype
-        )
+    @property
+    def canvas_shape(self) -> tuple[int, int, int]:
+        return self.code_dim, self.scales[-1], self.scales[-1]
 
-    @loads_weights
-    def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """Return the canvas after drawing the tokens `[B, n * n]` of a scale of side n onto it.
-
-        Raises:
-            ValueError: the number of tokens is not the scale's.
-        """
-        side = self.scales[scale]
-        if tokens.ndim != 2 or tokens.shape[1] != side * side:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; scale {scale} has [B, {side * side}]."
-            )
-        return self.accumulate_codes(canvas, scale, self._lookup(tokens, side))
+    def codes_of(self, tokens: Tensor, scale: int, like: Tensor) -> Tensor:
+        return rearrange(self.quantize.embedding(tokens), "b (h w) d -> b d h w", h=self.scales[scale])
 
     @loads_weights
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
@@ -213,9 +197,6 @@ class MultiscaleVQModel(MultiscaleTokenizer):
             -1
         )  # [B, n*n, V]
         return closeness.argmax(-1)
-
-    def _lookup(self, tokens: Tensor, side: int) -> Tensor:
-        return rearrange(self.quantize.embedding(tokens), "b (h w) d -> b d h w", h=side)
 
 
 def is_var_vq(weights: Mapping[str, Tensor]) -> bool:
