@@ -1,7 +1,7 @@
 """The convolutional encoder and decoder of VQGAN (Esser et al. 2021, arXiv 2012.09841), for our tokenizers.
 
-LlamaGen, Chameleon, VAR and Infinity use these networks. They differ in the place of attention and in the names of the
-parts. Module names are the keys of the official files: a `Layout` holds those that differ.
+LlamaGen, Chameleon, VAR, Infinity and MAGE use these networks. They differ in the place of attention, in the names of
+the parts, and MAGE's in its blocks. Module names are the official keys: a `Layout` holds those that differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Layout:
     highest_first: bool = True
 
 
-TAMING = Layout()  # the original code: Chameleon, VAR, Infinity
+TAMING = Layout()  # the original code: Chameleon, VAR, Infinity, MAGE
 LLAMAGEN = Layout(blocks="res", down="conv_blocks", up="conv_blocks", middle=None, highest_first=False)
 
 
@@ -59,21 +59,28 @@ def normalise(channels: int, groups: int | None) -> nn.GroupNorm:
 
 
 class ResnetBlock(nn.Module):
-    """Two convolutions of a feature map beside a shortcut."""
+    """Two convolutions of a feature map beside a shortcut.
 
-    def __init__(self, in_channels: int, out_channels: int, groups: int | None):
+    MaskGIT's have no biases, and a shortcut that changes the width projects their result, not their input.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, groups: int | None, maskgit: bool = False):
         super().__init__()
+        self.maskgit, bias = maskgit, not maskgit
         self.norm1 = normalise(in_channels, groups)
-        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=bias)
         self.norm2 = normalise(out_channels, groups)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=bias)
         if in_channels != out_channels:
-            self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1)
+            projected = out_channels if maskgit else in_channels
+            self.nin_shortcut = nn.Conv2d(projected, out_channels, 1, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x)))
         h = self.conv2(F.silu(self.norm2(h)))
-        return h + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
+        if hasattr(self, "nin_shortcut"):
+            x = self.nin_shortcut(h if self.maskgit else x)
+        return h + x
 
 
 class AttentionBlock(nn.Module):
@@ -153,6 +160,8 @@ class Design:
         attention: the block class at the lowest resolution; None: no attention.
         level_attention: whether the lowest level has attention after each of its blocks, not only in the middle.
         layout: the names.
+        maskgit: whether it is MaskGIT's network (Chang et al. 2022): see `ResnetBlock`; it halves maps by averaging,
+            and the decoder has as many blocks as the encoder.
     """
 
     width: int
@@ -163,11 +172,16 @@ class Design:
     attention: Attention | None = None
     level_attention: bool = True
     layout: Layout = TAMING
+    maskgit: bool = False
 
     @property
     def lowest(self) -> int:
         """Index of the level of lowest resolution."""
         return len(self.multipliers) - 1
+
+    def block(self, in_channels: int, out_channels: int) -> ResnetBlock:
+        """Make a residual block."""
+        return ResnetBlock(in_channels, out_channels, self.groups, self.maskgit)
 
 
 class Level(nn.Module):
@@ -177,11 +191,11 @@ class Level(nn.Module):
         super().__init__()
         pairs = list(pairwise(widths))
         self._blocks = design.layout.blocks
-        self.add_module(self._blocks, nn.ModuleList(ResnetBlock(a, b, design.groups) for a, b in pairs))
+        self.add_module(self._blocks, nn.ModuleList(design.block(a, b) for a, b in pairs))
         block = design.attention if design.level_attention and level == design.lowest else None
         self.attn = nn.ModuleList([] if block is None else [block(b, design.groups) for _, b in pairs])
         if resample == "down":
-            self.downsample = Downsample(widths[-1])
+            self.downsample = nn.AvgPool2d(2) if design.maskgit else Downsample(widths[-1])
         elif resample == "up":
             self.upsample = Upsample(widths[-1])
 
@@ -198,12 +212,12 @@ class Level(nn.Module):
 
 
 def _middle(design: Design, width: int) -> nn.Sequential:
-    groups, named = design.groups, design.layout.middle is not None
+    named = design.layout.middle is not None
     first, between, second = design.layout.middle or ("0", "1", "2")
-    parts: OrderedDict[str, nn.Module] = OrderedDict({first: ResnetBlock(width, width, groups)})
+    parts: OrderedDict[str, nn.Module] = OrderedDict({first: design.block(width, width)})
     if design.attention is not None:
-        parts[between] = design.attention(width, groups)
-    parts[second if named else str(len(parts))] = ResnetBlock(width, width, groups)
+        parts[between] = design.attention(width, design.groups)
+    parts[second if named else str(len(parts))] = design.block(width, width)
     return nn.Sequential(parts)
 
 
@@ -212,7 +226,7 @@ class Encoder(nn.Module):
 
     def __init__(self, design: Design):
         super().__init__()
-        self.conv_in = nn.Conv2d(3, design.width, 3, padding=1)
+        self.conv_in = nn.Conv2d(3, design.width, 3, padding=1, bias=not design.maskgit)
         levels, current = nn.ModuleList(), design.width
         for level, multiplier in enumerate(design.multipliers):
             widths = [current] + [design.width * multiplier] * design.blocks
@@ -222,7 +236,8 @@ class Encoder(nn.Module):
         self.add_module(self._levels, levels)
         self.mid = _middle(design, current)
         self.norm_out = normalise(current, design.groups)
-        self.conv_out = nn.Conv2d(current, design.latent_channels, 3, padding=1)
+        size = 1 if design.maskgit else 3
+        self.conv_out = nn.Conv2d(current, design.latent_channels, size, padding=size // 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
@@ -241,7 +256,9 @@ class Decoder(nn.Module):
         self.mid = _middle(design, current)
         levels = []
         for level in range(design.lowest, -1, -1):
-            widths = [current] + [design.width * design.multipliers[level]] * (design.blocks + 1)
+            widths = [current] + [design.width * design.multipliers[level]] * (
+                design.blocks + (not design.maskgit)
+            )
             levels.append(Level(design, level, widths, "up" if level > 0 else None))
             current = widths[-1]
         self._levels, self._reversed = design.layout.up, design.layout.highest_first

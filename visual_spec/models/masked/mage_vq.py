@@ -1,115 +1,23 @@
 """MAGE's tokenizer: the VQGAN that MaskGIT was published with (Chang et al. 2022), in its PyTorch layout.
 
-Its blocks differ from taming-transformers': most convolutions have no bias, the encoder halves pictures by
-averaging, and there is no attention. A block that changes the width adds its residual to a projection of that residual,
-not of its input. Parameter names are the official keys.
+Its blocks differ from taming-transformers' (`Design.maskgit`), and there is no attention. Parameter names are the
+official keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.core.layouts import Given, KeyLayout, loaded, vqgan_sizes
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.settings import Count, register_to_config
-from visual_spec.models.core.vq_blocks import PictureTokenizer
+from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder, PictureTokenizer
 
 PREFIX = "vqgan."  # of the tokenizer's keys in a file of MAGE
-
-
-class Residual(nn.Module):
-    """Two convolutions without biases, added to the input where the width stays."""
-
-    def __init__(self, in_channels: int, out_channels: int, groups: int) -> None:
-        super().__init__()
-        self.norm1 = nn.GroupNorm(groups, in_channels, eps=1e-6)
-        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(groups, out_channels, eps=1e-6)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
-        if in_channels != out_channels:
-            self.nin_shortcut = nn.Conv2d(out_channels, out_channels, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x)))
-        h = self.conv2(F.silu(self.norm2(h)))
-        return h + (self.nin_shortcut(h) if hasattr(self, "nin_shortcut") else x)
-
-
-class _Level(nn.Module):
-    def __init__(self, widths: Sequence[int], groups: int, doubles: bool = False) -> None:
-        super().__init__()
-        self.block = nn.ModuleList(Residual(a, b, groups) for a, b in zip(widths, widths[1:], strict=False))
-        if doubles:
-            self.upsample = nn.ModuleDict({"conv": nn.Conv2d(widths[-1], widths[-1], 3, padding=1)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.block:
-            x = block(x)
-        if hasattr(self, "upsample"):
-            x = self.upsample["conv"](F.interpolate(x, scale_factor=2.0, mode="nearest"))
-        return x
-
-
-def _middle(width: int, groups: int) -> nn.ModuleDict:
-    return nn.ModuleDict({name: Residual(width, width, groups) for name in ("block_1", "block_2")})
-
-
-class MageEncoder(nn.Module):
-    """Pictures `[B, 3, H, W]` as latents `[B, D, h, w]`."""
-
-    def __init__(self, width: int, multipliers: Sequence[int], blocks: int, dim: int, groups: int) -> None:
-        super().__init__()
-        self.conv_in = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        before = (1, *multipliers)
-        self.down = nn.ModuleList(
-            _Level([width * before[level], *[width * factor] * blocks], groups)
-            for level, factor in enumerate(multipliers)
-        )
-        last = width * multipliers[-1]
-        self.mid = _middle(last, groups)
-        self.norm_out = nn.GroupNorm(groups, last, eps=1e-6)
-        self.conv_out = nn.Conv2d(last, dim, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for index, level in enumerate(self.down):
-            x = level(x)
-            if index < len(self.down) - 1:
-                x = F.avg_pool2d(x, 2)
-        for block in self.mid.values():
-            x = block(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
-
-
-class MageDecoder(nn.Module):
-    """Codes `[B, D, h, w]` as pictures `[B, 3, H, W]`."""
-
-    def __init__(self, width: int, multipliers: Sequence[int], blocks: int, dim: int, groups: int) -> None:
-        super().__init__()
-        current = width * multipliers[-1]
-        self.conv_in = nn.Conv2d(dim, current, 3, padding=1)
-        self.mid = _middle(current, groups)
-        levels: list[nn.Module] = []
-        for level in reversed(range(len(multipliers))):
-            widths = [current, *[width * multipliers[level]] * blocks]
-            levels.insert(0, _Level(widths, groups, doubles=level > 0))
-            current = widths[-1]
-        self.up = nn.ModuleList(levels)
-        self.norm_out = nn.GroupNorm(groups, current, eps=1e-6)
-        self.conv_out = nn.Conv2d(current, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for block in self.mid.values():
-            x = block(x)
-        for level in reversed(self.up):
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
 
 
 class MageQuantizer(nn.Module):
@@ -153,8 +61,9 @@ class MageVQModel(PictureTokenizer):
         image_size: Count = 256,
     ):
         super().__init__()
-        shape = (base_channels, channel_multipliers, blocks_per_level, codebook_dim, norm_groups)
-        self.encoder, self.decoder = MageEncoder(*shape), MageDecoder(*shape)
+        shape = base_channels, tuple(channel_multipliers), blocks_per_level, codebook_dim, norm_groups
+        design = Design(*shape, maskgit=True)
+        self.encoder, self.decoder = Encoder(design), Decoder(design)
         self.quantize = MageQuantizer(codebook_size, codebook_dim)
 
     @loads_weights
