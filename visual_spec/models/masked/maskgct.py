@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
@@ -48,48 +49,20 @@ class TimedNorm(nn.Module):
         return (self.to_weight(time) * values).to(x.dtype)
 
 
-class RotaryAttention(nn.Module):
-    """Multi-head self-attention without biases, with rotary positions."""
-
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.q_proj, self.k_proj = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.v_proj, self.o_proj = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """`x [R, S, dim]`; cosines and sines [R, 1, S, D]; bool `seen [R, 1, 1, S]`."""
-        query, key, value = (
-            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = _turned(query, *rotary), _turned(key, *rotary)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class GatedMlp(nn.Module):
-    """A gated feed-forward layer (SwiGLU) of four times the width."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(dim, 4 * dim, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class TimedLayer(nn.Module):
-    """A layer of `TimedLlama`."""
+    """A layer of `TimedLlama`: a Llama's, under norms that read the time."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
-        self.self_attn, self.mlp = RotaryAttention(dim, heads), GatedMlp(dim)
+        config = LlamaConfig(
+            hidden_size=dim, intermediate_size=4 * dim, num_attention_heads=heads, attn_implementation="sdpa"
+        )
+        self.self_attn, self.mlp = LlamaAttention(config, 0), LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = TimedNorm(dim), TimedNorm(dim)
 
     def forward(self, x: Tensor, time: Tensor, rotary: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x, time), rotary, seen)
+        """`x [R, S, dim]`; cosines and sines [R, S, D]; bool `seen [R, 1, 1, S]`."""
+        x = x + self.self_attn(self.input_layernorm(x, time), rotary, seen)[0]
         return x + self.mlp(self.post_attention_layernorm(x, time))
 
 
@@ -121,18 +94,12 @@ def _two_layers(dim: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Linear(4 * dim, dim))
 
 
-def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """`x [R, H, S, D]`, its halves turned into each other."""
-    first, second = x.chunk(2, -1)
-    return x * cosine + torch.cat([-second, first], -1) * sine
-
-
 def rotary_of(seen: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [R, 1, S, width] of the positions among what bool `seen [R, S]` shows."""
+    """Return cosines and sines [R, S, width] of the positions among what bool `seen [R, S]` shows."""
     wide = torch.promote_types(dtype, torch.float32)
     place = (seen.cumsum(1) - 1).clamp(min=0).to(wide)  # [R, S]
     rates = _BASE ** (-torch.arange(0, width, 2, device=seen.device, dtype=wide) / width)
-    angles = place[:, None, :, None] * torch.cat([rates, rates])
+    angles = place[..., None] * torch.cat([rates, rates])
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -293,7 +260,7 @@ class SpeechState(MaskedState):
     Attributes:
         lead: [B, S - L, dim], what leads in, by the network of the stage.
         seen: bool [R, 1, 1, S].
-        rotary: cosines and sines [R, 1, S, D].
+        rotary: cosines and sines [R, S, D].
         there: bool [B, L], codes that a sample has.
         scale, rescale: of the guidance.
         time: [], from 1 at the first step to 0.
