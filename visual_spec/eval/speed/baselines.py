@@ -129,13 +129,9 @@ def generate_janus(
     It takes a prompt of text only, so text ids stand for the picture so far: they cost the same. Its cache has room
     for the whole picture.
     """
-    model = official.module
+    model: Any = official.module
     ids = condition.prompt.ids.to(begun.device)
     ids = torch.cat([ids[:, :-1], ids[:, 1:2].expand(-1, begun.shape[1]), ids[:, -1:]], 1)
-    return _generate_janus(model, ids, law, count, official.prefix + official.length)
-
-
-def _generate_janus(model: Any, ids: Tensor, law: TokenLaw, count: int, room: int) -> Tensor:
     vision = model.model.vision_model.config
     whole, vision.num_image_tokens = vision.num_image_tokens, count
     try:
@@ -143,7 +139,7 @@ def _generate_janus(model: Any, ids: Tensor, law: TokenLaw, count: int, room: in
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             generation_mode="image",
-            max_length=room,
+            max_length=official.prefix + official.length,
             guidance_scale=law.guidance_scale,
             **_sampling(law),
         )
