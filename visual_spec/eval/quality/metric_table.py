@@ -81,6 +81,12 @@ def _to_beside(figure: str, label: str, features: str) -> Metric:
     return Metric("image", figure, label, features, figure, _NORMAL, each=True, reference=False, beside=True)
 
 
+def _to_prompt(medium: str, figure: str, label: str, features: str) -> Metric:
+    return Metric(
+        medium, figure, label, features, "scores", _NORMAL, each=True, reference=False, prompts=True
+    )
+
+
 METRICS: dict[str, Metric] = {
     "fid": _distance(
         "image",
@@ -143,28 +149,10 @@ METRICS: dict[str, Metric] = {
         "precision_recall",
         "Wilson, for the binomial variance and a jackknife over balls",
     ),
-    "clip": Metric(
-        "image",
-        "clip_score",
-        "CLIP score: 100 cos of picture and prompt, at least 0",
-        "clip",
-        "scores",
-        _NORMAL,
-        each=True,
-        reference=False,
-        prompts=True,
+    "clip": _to_prompt(
+        "image", "clip_score", "CLIP score: 100 cos of picture and prompt, at least 0", "clip"
     ),
-    "hps": Metric(
-        "image",
-        "hps_v2",
-        "Human Preference Score v2: 100 cos of picture and prompt",
-        "hps",
-        "scores",
-        _NORMAL,
-        each=True,
-        reference=False,
-        prompts=True,
-    ),
+    "hps": _to_prompt("image", "hps_v2", "Human Preference Score v2: 100 cos of picture and prompt", "hps"),
     "shapes": _distance(
         "image",
         "frechet_shapes",
@@ -186,17 +174,7 @@ METRICS: dict[str, Metric] = {
         "clap",
     ),
     "kad": Metric("audio", "kad", "kernel audio distance", "clap", "kernel_audio", "delete-one jackknife"),
-    "clap": Metric(
-        "audio",
-        "clap_score",
-        "cosine of clip and prompt",
-        "clap",
-        "scores",
-        _NORMAL,
-        each=True,
-        reference=False,
-        prompts=True,
-    ),
+    "clap": _to_prompt("audio", "clap_score", "cosine of clip and prompt", "clap"),
     "mel": _distance(
         "audio", "frechet_mel", "Frechet distance of mean and spread of 64 mel bands; no FAD", "mel"
     ),
