@@ -46,26 +46,17 @@ def find_inception() -> Path | None:
     return path if path.exists() else None
 
 
-def check_tensors_only(weights: str | Path) -> None:
-    """Refuse a file that holds more than tensors, which torch-fidelity itself would unpickle, or that is damaged.
-
-    Raises:
-        ValueError: it does; names it.
-    """
-    try:
-        checkpoint = read_checkpoint(weights)
-        check_finite(checkpoint.weights, str(weights))
-    except ValueError as error:
-        raise ValueError(f"{error} The file of this name is {INCEPTION_FILE}") from error
-
-
 def load_inception(make: Callable[[], Any], weights: str | Path) -> Any:
     """The network that `make` fills with the tensors of a file.
 
     Raises:
-        ValueError: as `check_tensors_only`; the tensors belong to another network.
+        ValueError: a file that is damaged, or holds more than tensors, which torch-fidelity itself would unpickle; the
+            tensors belong to another network.
     """
-    check_tensors_only(weights)
+    try:
+        check_finite(read_checkpoint(weights).weights, str(weights))
+    except ValueError as error:
+        raise ValueError(f"{error} The file of this name is {INCEPTION_FILE}") from error
     try:
         return make()
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
