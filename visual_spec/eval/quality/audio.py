@@ -84,6 +84,23 @@ def _bandwidth(reference: Tensor, bandwidth: float | None) -> float:
     return bandwidth
 
 
+def resampled(clip: Tensor, rate: int, wanted: int) -> np.ndarray:
+    """A clip at another rate.
+
+    Raises:
+        ImportError: torchaudio is missing (extra `audio`).
+    """
+    if rate != wanted:
+        try:
+            from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError(
+                f"clips at {rate} Hz need torchaudio to become {wanted} Hz: install visual-spec[audio]"
+            ) from error
+        clip = resample(clip, rate, wanted)
+    return clip.numpy()
+
+
 class ClapScorer:
     """How well clips fit texts by a CLAP model (Wu et al. 2023), and embeddings of clips for the distances above.
 
@@ -151,17 +168,10 @@ class ClapScorer:
             raise ValueError(
                 f"a clip of shape {list(clip.shape)}; pass mono clips [samples] of finite values"
             )
-        if sample_rate != _CLAP_RATE:
-            try:
-                from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]
-            except ImportError as error:
-                raise ImportError(
-                    f"clips at {sample_rate} Hz need torchaudio to become 48,000 Hz: install visual-spec[audio]"
-                ) from error
-            clip = resample(clip, sample_rate, _CLAP_RATE)
+        samples = resampled(clip, sample_rate, _CLAP_RATE)
         longest = self.extractor.nb_max_samples
-        first = int(rng.integers(max(0, len(clip) - longest) + 1))
-        return clip[first : first + longest].numpy()
+        first = int(rng.integers(max(0, len(samples) - longest) + 1))
+        return samples[first : first + longest]
 
     def embed_text(self, prompts: Sequence[str]) -> Tensor:
         """Embeddings of length 1, float32 [N, D] on the CPU.

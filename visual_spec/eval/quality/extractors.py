@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from visual_spec.data import motion_parser, shapes_classes, shapes_parser, tunes, tunes_parser
 from visual_spec.eval.quality.accuracy import ATTRIBUTES
-from visual_spec.eval.quality.audio import ClapScorer
+from visual_spec.eval.quality.audio import ClapScorer, resampled
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import (
     INCEPTION_FILE,
@@ -404,23 +404,6 @@ def tag_features(setup: Setup) -> Extractor:
         return {"features": model(**inputs.to(setup.device)).logits.float().log_softmax(-1).cpu()}
 
     return _in_parts(1, part), [model], ""
-
-
-def resampled(clip: Tensor, rate: int, wanted: int) -> np.ndarray:
-    """A clip at another rate.
-
-    Raises:
-        ImportError: torchaudio is missing (extra `audio`).
-    """
-    if rate != wanted:
-        try:
-            from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                f"clips at {rate} Hz need torchaudio to become {wanted} Hz: install visual-spec[audio]"
-            ) from error
-        clip = resample(clip, rate, wanted)
-    return clip.numpy()
 
 
 @torch.no_grad()
