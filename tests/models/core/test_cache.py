@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.helpers.llamagen import event_logits, make, text_condition
-from tests.helpers.without_numbers import NoHost, without_numbers
 from visual_spec.models.core import cache as core_cache
 from visual_spec.models.core.cache import (
     EvictingCache,
     KeyValues,
     StaticCache,
-    WindowCache,
     common_run,
     largest,
     seen_in_order,
@@ -50,29 +45,14 @@ def slow_attention(query: Tensor, keys: Tensor, values: Tensor, mask: list[bool]
     return weights @ values / weights.sum()
 
 
-# -- by slot, and in a window ------------------------------------------------------------------------------------------
-
-
-def windowed(sink: int, window: int, width: int) -> WindowCache:
-    return WindowCache.allocate(
-        LIKE, layers=2, rows=ROWS, heads=HEADS, head_dim=DIM, sink=sink, window=window, width=width
-    )
-
-
-CACHES: dict[str, Any] = {
-    "static": (lambda width: StaticCache.allocate(LIKE, (2, ROWS, HEADS, 40, DIM)), 0, 99),
-    "window": (lambda width: windowed(2, 5, width), 2, 5),
-    "no sink": (lambda width: windowed(0, 3, width), 0, 3),
-    "window of one": (lambda width: windowed(3, 1, width), 3, 1),
-}
+# -- by slot ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rotated", ["when stored", "when read"])
 @pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("name", CACHES)
-def test_rows_at_their_own_pace_with_rejected_drafts_equal_full_attention(name, width, rotated):
+def test_rows_at_their_own_pace_with_rejected_drafts_equal_full_attention(width, rotated):
     """A window of drafts a call, of which some stay; all others are written again."""
-    cache, sink, window = CACHES[name][0](width), *CACHES[name][1:]
+    cache = StaticCache.allocate(LIKE, (2, ROWS, HEADS, 40, DIM))
     queries, keys, values = (random(2, VOCAB, HEADS, DIM, seed=seed) for seed in (1, 2, 3))
     generator = torch.Generator().manual_seed(4)
     frontier = torch.zeros(ROWS, dtype=torch.long)
@@ -91,7 +71,7 @@ def test_rows_at_their_own_pace_with_rejected_drafts_equal_full_attention(name, 
             read = cache.update(layer, turned(k, at) if rotated == "when stored" else k, v)
             assert read[0].shape[2] == seen.shape[2]
             if rotated == "when read":
-                held = getattr(cache, "positions", torch.arange(seen.shape[2]).expand(ROWS, -1))
+                held = torch.arange(seen.shape[2]).expand(ROWS, -1)
                 read = turned(read[0], held[:, None, :, None].expand(-1, HEADS, -1, -1)), read[1]
             q = turned(queries[layer][tokens], at)
             got = F.scaled_dot_product_attention(q.transpose(1, 2), *read, attn_mask=seen[:, None])
@@ -99,7 +79,7 @@ def test_rows_at_their_own_pace_with_rejected_drafts_equal_full_attention(name, 
                 ids = torch.tensor([text[row][place] for place in range(len(text[row]))])
                 places = torch.arange(len(ids))[:, None]
                 for w, slot in enumerate(slots[row].tolist()):
-                    mask = [p <= slot and (p < sink or p > slot - window) for p in range(len(ids))]
+                    mask = [p <= slot for p in range(len(ids))]
                     for head in range(HEADS):
                         all_keys = turned(keys[layer][ids, head], places)
                         want = slow_attention(q[row, w, head], all_keys, values[layer][ids, head], mask)
@@ -131,46 +111,6 @@ def test_a_run_is_written_as_single_places_are(slots):
                 assert torch.equal(held[0, row, :, place], expected)
 
 
-def test_llamagen_takes_a_windowed_cache():
-    """All layers at once: the caption and the first two slots are the sink."""
-    model, condition = make(grid_size=4), text_condition(2, [3, 5])
-    state = model.prefill(condition, batch_size=2, guided=False, window=3)
-    prefix, sink, window = model.prefix_length, model.prefix_length + 2, 4
-    layers, rows, heads, _, head_dim = state.cache.keys.shape
-    ring: Any = WindowCache.allocate(
-        LIKE, layers=layers, rows=rows, heads=heads, head_dim=head_dim, sink=sink, window=window, width=prefix
-    )
-    ring.causal(torch.arange(prefix).expand(2, -1))
-    for layer in range(layers):
-        ring.update(layer, *(part[layer, :, :, :prefix].transpose(1, 2) for part in state.cache.buffers()))
-    state.cache = ring
-    tokens = torch.randint(0, model.vocab_size, (2, 16), generator=torch.Generator().manual_seed(5))
-    slots = torch.arange(16).expand(2, -1)
-    parts = [slice(0, 3), slice(3, 4), slice(4, 9), slice(9, 11), slice(11, 16)]
-    got = torch.cat([model(state, tokens[:, part], slots[:, part]) for part in parts], 1)
-    for row in range(2):
-        events = [
-            (token, slot, {s for s in range(slot) if s < sink - prefix or s > slot - window})
-            for slot, token in enumerate(tokens[row].tolist())
-        ]
-        want = event_logits(model, condition, row, False, events)
-        assert (got[row] - want).abs().max() < 1e-12
-    full = model(model.prefill(condition, batch_size=2, guided=False, window=16), tokens, slots)
-    assert (got - full)[:, :6].abs().max() < 1e-12 < (got - full)[:, 6:].abs().amax(-1).min()
-
-
-def test_a_windowed_cache_names_what_it_cannot_take():
-    for sink, window in [(-1, 3), (2, 0)]:
-        with pytest.raises(ValueError, match=f"sink={sink} and window={window} in .* places"):
-            windowed(sink, window, 4)
-    with pytest.raises(ValueError, match="sink=3 and window=4 in 6 places; pass .* places for both"):
-        WindowCache(StaticCache.allocate(LIKE, (1, 1, 1, 6, 2)), 3, 4)
-    with pytest.raises(ValueError, match="width=0; pass"):
-        windowed(1, 1, 0)
-    with pytest.raises(ValueError, match="5 positions in one call of a cache made for 4; feed them in parts"):
-        windowed(2, 5, 4).causal(torch.arange(5).expand(ROWS, -1))
-
-
 def test_static_slots_are_copied_and_rows_selected():
     cache = StaticCache.allocate(LIKE, (3, ROWS, HEADS, 6, DIM))
     before = random(2, 3, ROWS, 6, HEADS, DIM)
@@ -188,37 +128,6 @@ def test_static_slots_are_copied_and_rows_selected():
     assert cache.num_slots == 6 and cache.nbytes == want.nbytes
     cache.select(torch.tensor([1, 0, 1]))
     assert torch.equal(torch.stack(cache.buffers()), want[:, :, [1, 0, 1]].transpose(3, 4))
-
-
-def test_a_windowed_cache_selects_positions_with_the_keys():
-    cache = windowed(1, 2, 2)
-    slots = torch.tensor([[3, 4], [6, 7]])
-    cache.causal(slots)
-    keys = random(ROWS, 2, HEADS, DIM)
-    cache.update(0, keys, -keys)
-    cache.select(torch.tensor([1]))
-    assert sorted(cache.positions[0].tolist()) == [-1, -1, 6, 7]
-    for w, slot in enumerate((6, 7)):
-        place = cache.positions[0].tolist().index(slot)
-        assert torch.equal(cache.held.keys[0, 0, :, place], keys[1, w])
-    seen = cache.causal(torch.tensor([[7, 8]]))
-    assert [sorted(cache.positions[0][row].tolist()) for row in seen[0]] == [[6, 7], [7, 8]]
-    assert (
-        cache.nbytes == cache.held.nbytes + cache.positions.nbytes == sum(b.nbytes for b in cache.buffers())
-    )
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_no_call_waits_for_the_host_or_sends_it_anything(name):
-    real = CACHES[name][0](4)
-    with FakeTensorMode():
-        cache = without_numbers(real)
-        slots = torch.empty(ROWS, 4, dtype=torch.long, device="cuda")
-        new = torch.empty(ROWS, 4, HEADS, DIM, dtype=torch.float64, device="cuda")
-        with NoHost():
-            seen = cache.causal(slots)
-            keys, values = cache.update(1, new, new)
-            assert keys.shape == values.shape == (ROWS, HEADS, seen.shape[2], DIM)
 
 
 # -- what is seen ------------------------------------------------------------------------------------------------------

@@ -1,16 +1,14 @@
-"""Key and value caches of a decode: static by slot, windowed with a sink, evicting, compressed.
+"""Key and value caches of a decode: static by slot, evicting, compressed.
 
 All of them hold keys and values [R, H, S, D] per layer, R rows (2B when guided), H heads, S places. They know the
 position of every key: an operation that writes, drops or reorders keys does the same to their values and positions.
 
 * `StaticCache` is allocated once and written by slot. The position of a key is its slot.
-* `WindowCache` is also allocated once. It holds the first positions, the sink, and the last ones.
 * `EvictingCache` grows by appended keys and is cut to a budget: the keys with the largest scores stay.
 * `models.next_scale.scale_cache.CompressedCache` is an evicting cache with the scores and budgets of ScaleKV.
 
-A model uses static and windowed caches in the same way: `causal` sets where the next forward writes and returns the
-mask, `update` writes the keys and values of a layer and returns those that the layer reads. Rejected drafts are written
-again.
+A model calls `causal` of a static cache to set where the next forward writes and to get the mask, and `update` to
+write the keys and values of a layer and to get those that the layer reads. Rejected drafts are written again.
 """
 
 from __future__ import annotations
@@ -193,118 +191,6 @@ class StaticCache:
     def buffers(self) -> list[Tensor]:
         """Return what calls read and write in place; see `DecodeState.buffers`."""
         return [self.keys, self.values]
-
-
-class WindowCache:
-    """The first `sink` positions and the last `window` ones, in memory that does not grow (StreamingLLM, Xiao et al.
-    2024, section 3.2).
-
-    The places after the sink are a ring: position p is at sink + (p - sink) mod (S - sink), so nothing moves when the
-    window does. The ring has room for `width` - 1 more positions than the window: drafts that run ahead overwrite only
-    what no query sees any more, and a rejected draft is written again. Each place stores its position, -1 while it is
-    empty. A query at p sees the sink and the positions above p - `window`, up to p.
-
-    A prompt belongs to the front of the sink. Keys may be rotated before they are stored, or when they are read: by
-    `positions`, or by others that the model derives from them, such as a sink's that follows the window.
-
-    Args:
-        held: a cache of sink + window + width - 1 places (`WindowCache.allocate`).
-        sink: leading positions that are always seen, 0 or more.
-        window: positions up to its own that a query sees, 1 or more.
-
-    Attributes:
-        positions: long [R, S], the position of the key at each place, the same in all layers; -1 for an empty place.
-
-    Raises:
-        ValueError: the sink is below 0, the window is below 1, or there are fewer places than both together.
-    """
-
-    def __init__(self, held: StaticCache, sink: int, window: int) -> None:
-        if sink < 0 or window < 1 or held.num_slots < sink + window:
-            raise ValueError(
-                f"sink={sink} and window={window} in {held.num_slots} places; pass a sink of at least 0, a window of "
-                "at least 1, and places for both."
-            )
-        self.held, self.sink, self.window = held, sink, window
-        rows = held.keys.shape[1]
-        self.positions = torch.full((rows, held.num_slots), -1, device=held.keys.device)
-
-    @classmethod
-    def allocate(
-        cls,
-        like: Tensor,
-        *,
-        layers: int,
-        rows: int,
-        heads: int,
-        head_dim: int,
-        sink: int,
-        window: int,
-        width: int,
-    ) -> Self:
-        """Return an empty cache with the device and dtype of `like`, for calls of at most `width` positions.
-
-        Raises:
-            ValueError: as in the class; or the width is below 1.
-        """
-        if width < 1:
-            raise ValueError(f"width={width}; pass the positions of the widest call, at least 1.")
-        shape = (layers, rows, heads, sink + window + width - 1, head_dim)
-        return cls(StaticCache.allocate(like, shape), sink, window)
-
-    @property
-    def width(self) -> int:
-        """The most positions of one call."""
-        return self.held.num_slots - self.sink - self.window + 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys, values and positions."""
-        return self.held.nbytes + self.positions.nbytes
-
-    def causal(self, slots: Tensor, whole: bool = True) -> Tensor:
-        """Make the next forward write at positions [R, W], consecutive in a row. Returns the mask, bool [R, W, S].
-
-        All places are read in every call, whatever `whole` says.
-
-        The first position of a row must never go back from call to call: earlier positions may be overwritten.
-
-        Raises:
-            ValueError: there are more positions than the ring has room for.
-        """
-        if slots.shape[1] > self.width:
-            raise ValueError(
-                f"{slots.shape[1]} positions in one call of a cache made for {self.width}; feed them in parts."
-            )
-        ring = self.held.num_slots - self.sink
-        places = torch.where(slots < self.sink, slots, self.sink + (slots - self.sink) % ring)
-        self.positions.scatter_(1, places, slots)
-        self.held.at(places, self.held.num_slots)
-        held, own = self.positions[:, None], slots[..., None]
-        near = (held < self.sink) | (held > own - self.window)
-        return (held >= 0) & (held <= own) & near
-
-    @property
-    def places(self) -> Places:
-        """Return where the next forward writes."""
-        return self.held.places
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [R, H, S, D] of a layer, by place."""
-        return self.held.layer(index)
-
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write and read as `StaticCache.update`; all S places are read."""
-        return self.held.update(layer, keys, values)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep only the rows long [N], in this order."""
-        self.held.select(rows)
-        self.positions = self.positions[rows.to(self.positions.device)]
-
-    def buffers(self) -> list[Tensor]:
-        """Return what calls read and write in place; see `DecodeState.buffers`."""
-        return [*self.held.buffers(), self.positions]
 
 
 # -- cut to a budget -------------------------------------------------------------------------------------------------

@@ -150,26 +150,6 @@ class MaskedContinuousModel(ContinuousModel, Protocol):
         ...
 
 
-class ReusingContinuousModel(MaskedContinuousModel, Protocol):
-    """A masked model whose calls can go on from what an earlier one computed."""
-
-    def __call__(
-        self, state: Any, tokens: Tensor, known: Tensor, room: int | None = None, keep: bool = False
-    ) -> Tensor:
-        """As `MaskedContinuousModel`; `keep`: hold in the state what `again` needs."""
-        ...
-
-    def again(self, state: Any, tokens: Tensor, fresh: Tensor, places: Tensor) -> Tensor:
-        """Conditions [R, n, dim] of some places only, after a call that kept; all others stay as that left them.
-
-        Args:
-            tokens: [B, m, d], those that have become known since the last call.
-            fresh: long [B, m], their places.
-            places: long [B, n], those that are computed anew.
-        """
-        ...
-
-
 def guided(output: Tensor, scale: float | Tensor, token_dim: int) -> Tensor:
     """Classifier-free guidance of a head's output `[..., 2 N, outputs]`, conditional rows first: `[..., N, outputs]`.
 

@@ -548,16 +548,3 @@ class ColumnModel(Protocol):
             logits [R, W, K, V]; column `w` predicts step `steps[b, w] + 1`.
         """
         ...
-
-
-class ClipModel(ColumnModel, Protocol):
-    """A `ColumnModel` that knows which frames its columns form."""
-
-    @property
-    def num_frames(self) -> int:
-        """T, frames of a clip."""
-        ...
-
-    def codes(self, tokens: Tensor, condition: Any) -> Tensor:
-        """Return codes [B, K, T] of decoded columns [B, S, K], starting with those that the condition gives."""
-        ...
