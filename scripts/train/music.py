@@ -2,7 +2,8 @@
 
 Two models of one architecture, transformers' `MusicgenForCausalLM`:
 
-* autoregressive, as MusicGen (Copet et al. 2023): teacher-forced cross entropy over all codebooks in a delay pattern;
+* autoregressive, as MusicGen (Copet et al. 2023): teacher-forced cross entropy over all codebooks in a delay pattern,
+  or in another one;
 * masked, as MAGNeT (Ziv et al. 2024, section 3): for every clip one codebook is drawn. Spans of three of its frames are
   hidden and predicted; earlier codebooks are known, later ones hidden. The hidden share is cos(pi u / 2) of a uniform
   u, as in the decoder's schedule, and the loss counts the hidden codes of this codebook.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +39,7 @@ from visual_spec.data.tunes import (
     caption,
 )
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.patterns import LAYOUTS, CodebookPattern
 from visual_spec.models.core.settings import Count, OneOf, Share, read_fields
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
@@ -52,12 +54,15 @@ SPAN = 3  # frames that MAGNeT hides together, 60 ms
 class MusicTraining:
     """Settings of a run.
 
-    `kind` is one of `KINDS`. `hidden_clips` is the share of clips with hidden steps, `wholly_hidden` the share of those
-    with all steps hidden, and `hidden_until` the share of the run until which steps are hidden; masked models use their
-    own masks. `bfloat16` computes the matrix products in bfloat16.
+    `kind` is one of `KINDS`. `pattern` lays out the codebooks of an autoregressive model, with the `frame_order` of
+    "stack_delay". `hidden_clips` is the share of clips with hidden steps, `wholly_hidden` the share of those with all
+    steps hidden, and `hidden_until` the share of the run until which steps are hidden; masked models use their own
+    masks. `bfloat16` computes the matrix products in bfloat16.
     """
 
     kind: Annotated[str, OneOf(KINDS)] = "autoregressive"
+    pattern: Annotated[str, OneOf(LAYOUTS)] = "delay"
+    frame_order: list[int] = field(default_factory=list)
     steps: Count = 4000
     batch_size: Count = 32
     clips: Count = 24000
@@ -206,6 +211,7 @@ def train_music(
         ValueError: the networks do not fit each other, or `out` holds codes of another codec.
     """
     _check_fit(model, encoder, codec)
+    loss = _loss(model, encoder, settings)
     torch.manual_seed(settings.seed)
     words, codes = tokenize_tunes(codec, encoder, settings.clips, settings.seed + 1, cache=out)
     modules = nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
@@ -231,11 +237,22 @@ def train_music(
 
     run = Trainer(model, settings, out, descend, every=every, reads=[codec], parts={"modules": modules})
     return run.run(
-        _loss(model, encoder, settings),
+        loss,
         batch,
         lambda: held_out_losses(model, encoder, codec, settings),
         save,
     )
+
+
+def column_model(model: MusicgenForCausalLM, settings: MusicTraining) -> MusicgenColumnModel:
+    """Return the model of whole clips in the pattern of the run.
+
+    Raises:
+        ValueError: the pattern lacks settings, or has others.
+    """
+    order: dict[str, Any] = {"frame_order": settings.frame_order} if settings.frame_order else {}
+    pattern = CodebookPattern.named(settings.pattern, model.config.num_codebooks, **order)
+    return MusicgenColumnModel(model, NUM_FRAMES, pattern=pattern)
 
 
 def _loss(
@@ -243,7 +260,7 @@ def _loss(
 ) -> Callable[..., Tensor]:
     """Return the loss as a function of words, codes, dropped captions, and the output of `_draw_masked` or
     `_draw_autoregressive`."""
-    columns = MusicgenColumnModel(model, NUM_FRAMES)
+    columns = column_model(model, settings)
     magnet = MagnetModel(model, reach=settings.reach)
     device = model.device.type
 
@@ -263,7 +280,7 @@ def _draw_autoregressive(
     model: MusicgenForCausalLM, settings: MusicTraining, step: int, rng: np.random.Generator
 ) -> tuple[Tensor]:
     """Draw input steps to hide, bool `[B, S - 1]`."""
-    count = NUM_FRAMES + model.config.num_codebooks - 2
+    count = column_model(model, settings).num_steps - 1
     size = (settings.batch_size, 1)
     hide = rng.random(size) < settings.hidden_clips * (step < settings.hidden_until * settings.steps)
     rate = rng.uniform(0.3, 1.0, size)
@@ -289,7 +306,7 @@ def held_out_losses(
     For a masked model, only the hidden codes count, at the shares of its schedule.
     """
     words, codes = tokenize_tunes(codec, encoder, settings.held_out_clips, 777, held_out=True)
-    columns = MusicgenColumnModel(model, NUM_FRAMES)
+    columns = column_model(model, settings)
     magnet = MagnetModel(model, reach=settings.reach)
     by_codebook = []
     for number, (word_ids, part) in enumerate(zip(words[:, 0].split(20), codes.split(20), strict=True)):
@@ -332,6 +349,11 @@ def _check_fit(model: MusicgenForCausalLM, encoder: CaptionEncoder, codec: Encod
 HELP = """Train an embedded music model.
 
 `python scripts/train music --kind masked --codec FOLDER --out FOLDER`
+
+From the embedded model, in another codebook pattern:
+
+`python scripts/train music --pattern flat --codec TUNES/codec --start_from TUNES --text_encoder TUNES/text_encoder \\
+--out FOLDER`
 
 Afterwards `--out` holds `transformer/`, `text_encoder/` and `training.json`. An interrupted run resumes.
 """

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import EncodecModel, MusicgenForCausalLM
 
 from scripts.train import codec as codec_module
+from scripts.train import music as music_module
 from scripts.train.codec import (
     CodecTraining,
     ResidualCodes,
@@ -29,6 +30,7 @@ from scripts.train.codec import (
 from scripts.train.music import (
     MusicTraining,
     autoregressive_losses,
+    column_model,
     hidden_codes,
     initialise,
     masked_losses,
@@ -268,6 +270,53 @@ def test_training_lowers_the_loss_and_resumes(kind, tmp_path):
     check_training(
         tmp_path, lambda folder, every: run_music(folder, kind=kind, every=every), 8, every=5, saved=saved
     )
+
+
+PATTERNS: list[dict[str, Any]] = [
+    dict(pattern="delay"),
+    dict(pattern="flat"),
+    dict(pattern="stack"),
+    dict(pattern="stack_delay", frame_order=[0, 2, 1]),
+]
+
+
+@pytest.mark.parametrize("changes", PATTERNS)
+@torch.no_grad()
+def test_the_loss_of_a_pattern_is_what_decoding_sees_step_by_step(changes, monkeypatch):
+    """With captions and without: the guided rows of decoding are those of dropped captions."""
+    monkeypatch.setattr(music_module, "NUM_FRAMES", 10)
+    model, encoder = networks()
+    columns = column_model(model.double().eval(), MusicTraining(**MUSIC, **changes))
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, SIZE, (3, BOOKS, 10), generator=generator)
+    features = torch.randn(3, 4, DIM, generator=generator, dtype=torch.float64)
+    condition = TextCondition(features, torch.ones(3, 4, dtype=torch.bool))
+    sequence = columns.pattern.apply(codes, columns.special_id).mT
+    state = columns.prefill(condition, batch_size=3, guided=True, window=1)
+    seen = [state.logits]
+    for step in range(columns.num_steps - 1):
+        seen.append(columns(state, sequence[:, step : step + 1], torch.full((3, 1), step))[:, 0])
+    for half, dropped in enumerate((torch.zeros(3).bool(), torch.ones(3).bool())):
+        nothing = torch.zeros(3, columns.num_steps - 1, dtype=torch.bool)
+        losses = autoregressive_losses(columns, condition, codes, dropped, nothing)
+        for book, steps in enumerate(columns.pattern.steps_by_frame(10).tolist()):
+            for frame, step in enumerate(steps):
+                for clip in range(3):
+                    logits = seen[step][3 * half + clip, book]
+                    want = logits.logsumexp(0) - logits[codes[clip, book, frame]]
+                    assert abs(losses[clip, book, frame] - want) < 1e-10
+    assert losses.std() > 1e-2
+
+
+def test_a_run_in_another_pattern_resumes(tmp_path):
+    def train(out, every):
+        return run_music(out, every=every, steps=6, **PATTERNS[3])
+
+    saved = {"transformer": MusicgenForCausalLM, "text_encoder": CaptionEncoder}
+    check_training(tmp_path, train, 3, every=2, saved=saved)
+    with pytest.raises(ValueError, match="layout='grouped' with no settings; .*needed: group_size"):
+        run_music(tmp_path / "none", pattern="grouped")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_kept_text_encoder_is_not_trained_and_low_precision_trains(tmp_path):

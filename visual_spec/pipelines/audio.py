@@ -22,7 +22,6 @@ from visual_spec.models.columns.encodec import check_codec, encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.columns.stacks import check_stacked
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -70,8 +69,8 @@ class AudioPipeline(ReadsText):
 
     Raises:
         TypeError: a component that could not be saved, or a transformer of another kind.
-        ValueError: an unknown pattern, or one without its settings or that no model decodes; a codec with other
-            codebooks than the transformer, a length below one frame.
+        ValueError: an unknown pattern, or one without its settings; a codec with other codebooks than the transformer,
+            a length below one frame.
 
     Example:
         >>> pipe = AudioPipeline.from_pretrained("tunes")
@@ -226,8 +225,7 @@ class AudioPipeline(ReadsText):
         if self.transformer is None:
             return  # it encodes prompts
         modules = MusicgenModules(self._model, self.config["padding"])
-        if (pattern := self._pattern(modules.num_codebooks)) is not None and pattern.stacked:
-            check_stacked(pattern)
+        self._pattern(modules.num_codebooks)
         if self._codec is None:
             return  # it makes codes, which nobody hears
         check_codec(self._codec)

@@ -132,9 +132,124 @@ def test_samplers_draw_the_likeliest_codes_frame_by_frame():
     assert len(codes.unique()) > 3
 
 
-def test_streams_side_by_side_are_refused():
-    with pytest.raises(ValueError, match=r"delays \(0, 1, 2, 3\) .* runs 4 streams side by side"):
-        MusicgenColumnModel(musicgen(), FRAMES, pattern=CodebookPattern.stack_delay(BOOKS, (0, 2, 1)))
+# -- stack-and-delay: four frames side by side -------------------------------------------------------------------------
+
+ORDER, LONG = (0, 2, 4, 1, 3), 7  # the last block is cut off: frames 5, 6
+DELAYED = CodebookPattern.stack_delay(BOOKS, ORDER)
+DECODED = [0, 2, 4, 1, 3, 5, 6]
+
+
+def side_by_side(whole: Any, codes: Tensor, states: Tensor) -> Tensor:
+    """Logits [T + 3, K, V] of one clip [K, T], position by position, where codebook k of step s is of the k-th
+    youngest frame.
+
+    A position is (frame, level) of a stack, or ("empty", place). It is made in the step that decoded its level, and
+    sees the whole stacks, and those of its frame, that were made by then.
+    """
+    decoder = whole.decoder.model.decoder
+    made: dict[Any, int] = {("empty", 0): 0}  # position: its place, in the order they are made
+    asked: list[list[Any]] = []  # by step, the position that predicts each codebook
+    for step in range(LONG + BOOKS - 1):
+        row: list[Any] = []
+        for level in range(BOOKS):
+            at = step - level  # in the order of decoding
+            if level:
+                row.append((DECODED[at], level - 1) if 0 <= at < LONG else None)
+            else:
+                last = at - BOOKS
+                row.append((DECODED[last], BOOKS - 1) if 0 <= last < LONG else ("empty", step))
+        asked.append(row)
+        made |= {("empty", step): step} if step < BOOKS else {}
+        made |= {(DECODED[step - k], k): step + 1 for k in range(BOOKS) if 0 <= step - k < LONG}
+    embedded = {}
+    for (frame, level), place in made.items():
+        column = [CODES if frame == "empty" or k > level else int(codes[k, frame]) for k in range(BOOKS)]
+        parts = [
+            table(torch.tensor(token)) for table, token in zip(decoder.embed_tokens, column, strict=True)
+        ]
+        embedded[frame, level] = sum(parts) + decoder.embed_positions.weights[place]
+    for layer in decoder.layers:
+        normed = {one: layer.self_attn_layer_norm(value) for one, value in embedded.items()}
+        outputs = {}
+        for one, value in embedded.items():
+            earlier = [other for other, place in made.items() if place <= made[one] and other[0] != "empty"]
+            seen = [other for other in earlier if other[1] == BOOKS - 1 or other[0] == one[0]]
+            seen += [("empty", 0)] + ([one] if one[0] == "empty" and one[1] else [])
+            value = value + attend(
+                layer.self_attn, normed[one], torch.stack([normed[other] for other in seen])
+            )
+            value = value + attend(layer.encoder_attn, layer.encoder_attn_layer_norm(value), states)
+            inner = layer.activation_fn(layer.fc1(layer.final_layer_norm(value)))
+            outputs[one] = value + layer.fc2(inner)
+        embedded = outputs
+    nothing = torch.zeros(CODES, dtype=torch.float64)
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    nothing if one is None else head(decoder.layer_norm(embedded[one]))
+                    for one, head in zip(row, whole.decoder.lm_heads, strict=True)
+                ]
+            )
+            for row in asked
+        ]
+    )
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@torch.no_grad()
+def test_streams_compute_what_the_pattern_says(width):
+    """Call after call, each after a try with other tokens; all at once; and after a prompt."""
+    whole = musicgen()
+    condition = text_condition(whole, IDS, MASK)
+    model = MusicgenColumnModel(whole, LONG, pattern=DELAYED)
+    codes = random_codes(model, 3)
+    rows = [condition.features[row, condition.mask[row].bool()] for row in range(3)]
+    want = torch.stack(
+        [side_by_side(whole, c, whole.enc_to_dec_proj(row)) for c, row in zip(codes, rows, strict=True)]
+    )
+    valid = DELAYED.valid(LONG).T
+    want, columns = want * valid[..., None], sequence(model, codes)
+    wrong = sequence(model, (codes + 1) % CODES)
+    assert model.num_steps == LONG + BOOKS - 1
+    state = model.prefill(condition, batch_size=3, guided=False, window=width)
+    outputs = [state.logits[:, None]]
+    for first in range(0, model.num_steps - 1, width):
+        steps = torch.arange(first, min(first + width, model.num_steps - 1)).expand(3, -1)
+        model(state, wrong[:, steps[0]], steps)
+        outputs.append(model(state, columns[:, steps[0]], steps))
+    assert ((torch.cat(outputs, 1) - want) * valid[..., None]).abs().max() < 1e-10
+    forced = model.teacher_forced(codes, condition)
+    assert (forced - DELAYED.revert(want.transpose(1, 2))).abs().max() < 1e-10
+    on = MusicgenColumnModel(whole, LONG, prompt_frames=3, pattern=DELAYED)
+    start = on.first_step  # frame 4 is decoded before frame 1
+    assert start == 2
+    prompt = MusicCondition(condition.features, condition.mask, codes=codes[:, :, :3])
+    state = on.prefill(prompt, batch_size=3, guided=False, window=on.grid.width)
+    steps = torch.arange(on.grid.width - 1).expand(3, -1)
+    logits = torch.cat([state.logits[:, None], on(state, columns[:, start:-1], steps)], 1)
+    # What the prompt gives later is not known before: the frames of the prompt are fed in their own steps.
+    assert ((logits - want[:, start:]) * valid[start:, :, None]).abs().max() < 1e-10
+
+
+@torch.no_grad()
+def test_streams_drawn_by_jacobi_are_those_drawn_plainly():
+    whole = musicgen()
+    condition = text_condition(whole, IDS, MASK)
+    model = MusicgenColumnModel(whole, LONG, pattern=DELAYED)
+    law = TokenLaw(temperature=1.0, guidance_scale=2.0)
+    plain, fast = (
+        sampler(model, condition, law=law, batch_size=3, generator=torch.Generator().manual_seed(1))
+        for sampler in (ColumnAutoregressiveSampler(), ColumnJacobiSampler(window=4))
+    )
+    assert plain.trace.target_calls.tolist() == [LONG + BOOKS - 1] * 3
+    assert torch.equal(plain.tokens, fast.tokens) and len(plain.tokens.unique()) > 10
+
+
+def test_other_stacked_patterns_are_refused():
+    other = CodebookPattern((0, 0), (0, 0), (0, 0), stacked=True)
+    with pytest.raises(ValueError, match=r"is stacked; pass CodebookPattern.stack or"):
+        MusicgenColumnModel(musicgen(codebooks=2), FRAMES, pattern=other)
 
 
 def test_a_flat_pattern_of_the_same_steps_has_another_law():

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, Padding
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.columns.stacks import Stacks, check_stacked
+from visual_spec.models.columns.stacks import Stacks, streams_of
 from visual_spec.models.core.cache import seen_up_to
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_groups
@@ -46,7 +46,8 @@ class MusicgenState(DecodeState):
         prefix: the number of states in front of the places (Melody).
         free: bool [S + window, K], the entries that are decoded; the others are forced.
         forced: long [B, S + window, K], codes of the prompt and the special id.
-        features: the output of each layer in the last call, as from `MusicgenModules.run`, for drafters.
+        features: the output of each layer in the last call, as from `MusicgenModules.run`, for drafters; of several
+            streams the first one's.
         stacks, held: of a stacked pattern, its tables, and long [B, S + window, K], the tokens by step.
     """
 
@@ -87,7 +88,7 @@ class MusicgenColumnModel(MusicgenModules):
 
     Raises:
         TypeError, ValueError: as in `MusicgenModules`; or the number of frames is below 1, the prompt leaves none to
-            decode, the pattern has another number of codebooks, or it is stacked and has delays (`Stacks`).
+            decode, the pattern has another number of codebooks, or it is stacked in another way than `Stacks` knows.
     """
 
     def __init__(
@@ -107,8 +108,7 @@ class MusicgenColumnModel(MusicgenModules):
             raise ValueError(
                 f"the pattern is for {self.pattern.codebooks} codebooks; pass one for {self.num_codebooks} codebooks."
             )
-        if self.pattern.stacked:
-            check_stacked(self.pattern)
+        self.streams = streams_of(self.pattern)
         frames = self.pattern.frames_by_step(num_frames)  # [K, S]
         if not 0 <= prompt_frames < num_frames:
             raise ValueError(
@@ -173,11 +173,12 @@ class MusicgenColumnModel(MusicgenModules):
         states, seen = self.encoder_states(condition, guided=guided)
         prefix = states.shape[1] if self.prefixed else 0
         cache = EncoderDecoderCache(
-            SlotCache(len(self.decoder.layers), prefix + 1 + self.num_steps + window), DynamicCache()
+            SlotCache(len(self.decoder.layers), prefix + self.streams * (1 + self.num_steps + window)),
+            DynamicCache(),
         )
         scratch = (0, 0, 0, window)
         forced = F.pad(self._forced(condition, batch_size), scratch, value=self.special_id)
-        columns = F.pad(forced[:, : self.first_step], (0, 0, 1, 0), value=self.special_id)  # [B, 1 + P', K]
+        columns = forced[:, : self.first_step]  # [B, P', K]
         places = torch.arange(1 + self.first_step, device=self.device)
         positions = self.position_table(prefix + 1 + self.num_steps).to(states)
         state = MusicgenState(
@@ -197,12 +198,14 @@ class MusicgenColumnModel(MusicgenModules):
         if state.stacks is not None:
             state.held = forced.clone()
             every = torch.arange(self.first_step, device=self.device).expand(batch_size, -1)
-            columns[:, 1:] = state.stacks.columns(forced, every)
+            columns = state.stacks.columns(forced, every)
+        columns = F.pad(columns, (0, 0, self.streams, 0), value=self.special_id)
         if prefix:
-            self._run_at(state, states + positions[:prefix], torch.arange(-prefix, 0, device=self.device), 0)
+            before = torch.arange(-prefix, 0, device=self.device).expand(len(states), -1)
+            self._run_at(state, states + positions[:prefix], before, 0)
         rows = columns.repeat(2, 1, 1) if guided else columns
         features = self._step(state, rows, places.expand(len(rows), -1), 1 + self.first_step)
-        state.logits = self.score(features[:, -1:])[:, 0]
+        state.logits = self._scores(features[:, -self.streams :])[:, 0]
         return state
 
     @loads_groups
@@ -222,29 +225,39 @@ class MusicgenColumnModel(MusicgenModules):
         if state.guided:
             tokens, at = tokens.repeat(2, 1, 1), at.repeat(2, 1)
         places = 1 + at
-        return self.score(self._step(state, tokens, places, 1 + self.num_steps + state.window))
+        return self._scores(self._step(state, tokens, places, 1 + self.num_steps + state.window))
 
     def _step(self, state: MusicgenState, tokens: Tensor, places: Tensor, num_places: int) -> Tensor:
-        """The heads' input, [R, W, dim], for columns `tokens [R, W, K]` at `places [R, W]`, which see at most the
-        first `num_places`. Writes all layers' outputs to `state.features`."""
-        embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
-        state.features = self._run_at(state, embeddings, places, num_places)
-        return state.features[-1]
+        """The heads' input, [R, W * N, dim], for columns `tokens [R, W * N, K]` of N streams at `places [R, W]`, which
+        see at most the first `num_places`. Writes all layers' outputs to `state.features`."""
+        at = state.positions[places.clamp_max(self.num_steps)].repeat_interleave(self.streams, 1)
+        streams = torch.arange(self.streams, device=places.device)
+        positions = (places[..., None] * self.streams + streams).flatten(1)
+        outputs = self._run_at(state, self.embed(tokens) + at, positions, num_places * self.streams)
+        state.features = [output[:, :: self.streams] for output in outputs]
+        return outputs[-1]
 
     def _run_at(
-        self, state: MusicgenState, embeddings: Tensor, places: Tensor, num_places: int
+        self, state: MusicgenState, embeddings: Tensor, positions: Tensor, count: int
     ) -> list[Tensor]:
-        """The layers' outputs for embeddings [R, W, dim] at places [R, W] or [W]; places of a prefix are below 0."""
-        at = (places + state.prefix).expand(len(embeddings), -1)
+        """The layers' outputs for embeddings [R, W, dim] at positions [R, W], below 0 in a prefix, which see at most
+        the first `count`."""
+        at = positions + state.prefix
         cache = state.cache.self_attention_cache
         assert isinstance(cache, SlotCache)
-        seen = seen_up_to(at, state.prefix + num_places, state.fixed)
+        seen = seen_up_to(at, state.prefix + count, state.fixed)
         if state.stacks is not None:
-            seen[..., state.prefix :] &= state.stacks.seen(
-                places.clamp(min=0).expand_as(at), seen.shape[-1] - state.prefix
-            )
+            own = state.stacks.seen(positions.clamp(min=0), seen.shape[-1] - state.prefix)
+            seen[..., state.prefix :] &= own
         cache.at(at, seen.shape[-1])
         return self.run(embeddings, seen, state.states, state.seen, state.cache)
+
+    def _scores(self, features: Tensor) -> Tensor:
+        """Logits [R, W, K, V] of the heads' input [R, W * N, dim]: of N = K streams, each codebook's own stream."""
+        if self.streams == 1:
+            return self.score(features)
+        streams = features.unflatten(1, (-1, self.streams))
+        return wide(torch.stack([head(streams[:, :, -k]) for k, head in enumerate(self.heads)], 2))
 
     def codes(self, tokens: Tensor, condition: TextCondition) -> Tensor:
         """Return codes [B, K, T] of decoded columns [B, grid.width, K], starting with the prompt's."""
@@ -276,39 +289,51 @@ class MusicgenColumnModel(MusicgenModules):
             )
         states, seen = self.encoder_states(condition, dropped=dropped)
         sequence = self.pattern.apply(codes, self.special_id).transpose(1, 2)  # [B, S, K]
-        logits = self.score(self.features(sequence, states, seen, hidden_steps)[-1])  # [B, S, K, V]
-        return self.pattern.revert(logits.transpose(1, 2))
+        features = self.features(sequence, states, seen, hidden_steps)[-1]  # [B, S * N, dim]
+        steps = self.pattern.steps_by_frame(self.num_frames).to(features.device)  # [K, T]
+        streams = [-k % self.streams for k in range(self.num_codebooks)]
+        return wide(
+            torch.stack(
+                [
+                    head(features[:, own * self.streams + stream])
+                    for head, own, stream in zip(self.heads, steps, streams, strict=True)
+                ],
+                1,
+            )
+        )
 
     def features(
         self, sequence: Tensor, states: Tensor, seen: Tensor, hidden_steps: Tensor | None = None
     ) -> list[Tensor]:
-        """Return the output of each layer on whole clips, as from `run`: [R, S, dim], position s predicting step s.
+        """Return the output of each layer on whole clips, as from `run`: [R, S * N, dim] of N streams, position
+        s * N + n predicting step s.
 
         Args:
             sequence: long [R, S, K], the pattern's steps as the model takes them.
             states, seen: from `encoder_states`.
             hidden_steps: as in `teacher_forced`.
         """
-        stacks = self._stacks()
+        stacks, streams = self._stacks(), self.streams
         if stacks is not None:
             every = torch.arange(self.num_steps, device=sequence.device).expand(len(sequence), -1)
             sequence = stacks.columns(sequence, every)
         # The empty step is fed, and the last step is not: it predicts nothing.
-        embeddings = self.embed(F.pad(sequence[:, :-1], (0, 0, 1, 0), value=self.special_id))
+        embeddings = self.embed(F.pad(sequence[:, :-streams], (0, 0, streams, 0), value=self.special_id))
         if hidden_steps is not None:
-            embeddings = embeddings.masked_fill(F.pad(hidden_steps, (1, 0))[..., None], 0.0)
-        count = self.num_steps
-        if self.prefixed:
-            embeddings = torch.cat([states, embeddings], 1)
-            count += states.shape[1]
-        embeddings = embeddings + self.position_table(count).to(embeddings)
+            hidden = F.pad(hidden_steps, (1, 0)).repeat_interleave(streams, 1)
+            embeddings = embeddings.masked_fill(hidden[..., None], 0.0)
+        prefix = states.shape[1] if self.prefixed else 0
+        table = self.position_table(prefix + self.num_steps).to(embeddings)
+        embeddings = embeddings + table[prefix:].repeat_interleave(streams, 0)
+        if prefix:
+            embeddings = torch.cat([states + table[:prefix], embeddings], 1)
+        count = embeddings.shape[1]
         causal = torch.ones(1, count, count, dtype=torch.bool, device=sequence.device).tril()
         if stacks is not None:
-            places = torch.arange(self.num_steps, device=sequence.device)
-            first = count - self.num_steps
-            causal[:, first:, first:] &= stacks.seen(places[None], self.num_steps)
+            positions = torch.arange(count - prefix, device=sequence.device)
+            causal[:, prefix:, prefix:] &= stacks.seen(positions[None], count - prefix)
         outputs = self.run(embeddings, causal, states, seen)
-        return [output[:, count - self.num_steps :] for output in outputs]
+        return [output[:, prefix:] for output in outputs]
 
 
 # -- any frame at once -------------------------------------------------------------------------------------------------
