@@ -17,6 +17,7 @@ from visual_spec.data.shapes import (
     caption,
     held_out_prompts,
     is_held_out,
+    outline,
     render,
     sample_dataset,
     sample_scene,
@@ -157,6 +158,26 @@ def test_other_sizes_show_the_same_scene() -> None:
         large = render(scene, 2 * IMAGE_SIZE).astype(float)
         pooled = large.reshape(IMAGE_SIZE, 2, IMAGE_SIZE, 2, 3).mean((1, 3))
         assert np.abs(pooled - render(scene)).mean() < 3
+
+
+def test_the_outline_is_where_another_object_begins() -> None:
+    """Against polygons: which object each pixel shows, and then pixel by pixel its right and lower neighbours."""
+    y, x = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] + 0.5
+    for scene in _scenes(12):
+        shown = np.zeros((IMAGE_SIZE, IMAGE_SIZE), int)
+        for number in range(len(scene.objects), 0, -1):
+            item = scene.objects[number - 1]
+            distance, _ = _brute_force(_corners(item.shape, SIZES[item.size]), x - item.x, y - item.y)
+            shown[distance < 0] = number
+        want = np.zeros(shown.shape, bool)
+        for row in range(IMAGE_SIZE - 1):
+            for column in range(IMAGE_SIZE - 1):
+                own = shown[row, column]
+                want[row, column] = own != shown[row, column + 1] or own != shown[row + 1, column]
+        lines = outline(scene)
+        assert (
+            lines.dtype == bool and want.sum() > 60 and (lines != want).sum() <= 8
+        )  # pixels exactly on an edge
 
 
 def test_sampling_is_deterministic() -> None:

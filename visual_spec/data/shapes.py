@@ -156,16 +156,22 @@ def sample_scene(rng: np.random.Generator) -> Scene:
     return Scene(items, background, texture, relation)
 
 
-def sample_dataset(
-    count: int, seed: int, *, held_out: bool = False, size: int = IMAGE_SIZE
-) -> tuple[list[Scene], np.ndarray]:
-    """Scenes and pictures `[count, size, size, 3]` uint8; captions all inside or all outside the held-out tenth."""
+def sample_scenes(count: int, seed: int | tuple[int, int], *, held_out: bool = False) -> list[Scene]:
+    """Draw scenes whose captions are all inside or all outside the held-out tenth."""
     rng = np.random.default_rng(seed)
     scenes: list[Scene] = []
     while len(scenes) < count:
         scene = sample_scene(rng)
         if is_held_out(caption(scene)) == held_out:
             scenes.append(scene)
+    return scenes
+
+
+def sample_dataset(
+    count: int, seed: int, *, held_out: bool = False, size: int = IMAGE_SIZE
+) -> tuple[list[Scene], np.ndarray]:
+    """Scenes of `sample_scenes`, and their pictures `[count, size, size, 3]` uint8."""
+    scenes = sample_scenes(count, seed, held_out=held_out)
     return scenes, np.stack([render(scene, size) for scene in scenes]) if scenes else np.empty(
         (0, size, size, 3), np.uint8
     )
@@ -173,22 +179,12 @@ def sample_dataset(
 
 def held_out_prompts(count: int, seed: int = 0) -> list[str]:
     """Return captions of held-out scenes."""
-    return _prompts(count, seed, held_out=True)
+    return [caption(scene) for scene in sample_scenes(count, seed, held_out=True)]
 
 
 def training_prompts(count: int, seed: int | tuple[int, int]) -> list[str]:
     """Return captions of scenes outside the held-out tenth."""
-    return _prompts(count, seed, held_out=False)
-
-
-def _prompts(count: int, seed: int | tuple[int, int], held_out: bool) -> list[str]:
-    rng = np.random.default_rng(seed)
-    prompts: list[str] = []
-    while len(prompts) < count:
-        text = caption(sample_scene(rng))
-        if is_held_out(text) == held_out:
-            prompts.append(text)
-    return prompts
+    return [caption(scene) for scene in sample_scenes(count, seed)]
 
 
 def signed_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
@@ -239,6 +235,22 @@ def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
         radius = SIZES[item.size]
         canvas = paint_shape(canvas, x - item.x, y - item.y, item.shape, item.colour, radius, scale)
     return np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
+
+
+def outline(scene: Scene) -> np.ndarray:
+    """Return the outline of a scene's shapes, bool `[128, 128]`, one pixel wide: a control picture for ControlAR.
+
+    A pixel is on it if its right or lower neighbour shows another object, or the background.
+
+    Raises:
+        ValueError: an object's shape is not one of `SHAPES`.
+    """
+    y, x = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] + 0.5
+    shown = np.zeros((IMAGE_SIZE, IMAGE_SIZE), int)
+    for number, item in reversed(list(enumerate(scene.objects, 1))):  # the first object is in front
+        shown[signed_distance(item.shape, x - item.x, y - item.y, SIZES[item.size]) < 0] = number
+    edge = np.pad(shown[:, 1:] != shown[:, :-1], ((0, 0), (0, 1)))
+    return edge | np.pad(shown[1:] != shown[:-1], ((0, 1), (0, 0)))
 
 
 def paint_shape(

@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import EncodecModel
 
+from visual_spec.data.shapes import Scene, sample_scenes
 from visual_spec.data.shapes import caption as caption_of_picture
 from visual_spec.data.shapes import sample_dataset as sample_pictures
 from visual_spec.data.tunes import NUM_FORMS
@@ -73,14 +74,22 @@ def tokenize_dataset(
     return result
 
 
-def _painted(count: int, seed: int, held_out: bool, workers: int) -> Iterator[tuple[list[str], np.ndarray]]:
-    """Captions and pictures of scenes, at most 500 at a time."""
+def dataset_scenes(count: int, seed: int, *, held_out: bool = False) -> list[Scene]:
+    """Return the scenes whose words and tokens `tokenize_dataset` returns."""
+    parts = zip(*_parts(count, seed, held_out), strict=True)
+    return [scene for size, own, held in parts for scene in sample_scenes(size, own, held_out=held)]
+
+
+def _parts(count: int, seed: int, held_out: bool) -> tuple[list[int], list[int], list[bool]]:
+    """Sizes, seeds and kinds of the parts of a dataset, of at most 500 scenes each."""
     starts = range(0, count, 500)
-    settings = (
-        [min(500, count - start) for start in starts],
-        [seed * 100_003 + start for start in starts],
-        [held_out] * len(starts),
-    )
+    sizes, seeds = [min(500, count - start) for start in starts], [seed * 100_003 + start for start in starts]
+    return sizes, seeds, [held_out] * len(starts)
+
+
+def _painted(count: int, seed: int, held_out: bool, workers: int) -> Iterator[tuple[list[str], np.ndarray]]:
+    """Captions and pictures of scenes, a part at a time."""
+    settings = _parts(count, seed, held_out)
     if workers == 1:
         yield from map(_paint, *settings)
         return

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
+from scripts.train.control import scored as trained
 from tests.helpers.llamagen import on_meta
 from tests.helpers.official import transformer_shapes, write_text_model
 from tests.helpers.tiny import seeded
@@ -34,6 +35,7 @@ from visual_spec.models.next_token.controlar import (
     ControlledCondition,
     load_controlar_checkpoint,
 )
+from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.orders.zipar import ZipARSampler
@@ -169,6 +171,22 @@ def test_pictures_of_other_sizes_keep_the_trained_table(tmp_path, height, width)
     assert torch.equal(fast.tokens, plain.tokens)
 
 
+def test_the_loss_of_training_is_that_of_the_layout(tmp_path):
+    """A dropped row loses caption and control together."""
+    model, weights, given = loaded(tmp_path), controlar_weights(), condition()
+    dropped = torch.tensor([False, True])
+    encoder: Any = lambda words: TextCondition(given.features, given.mask)  # noqa: E731
+    words = torch.zeros(2, 1, dtype=torch.long)
+    for rows in (dropped, None):
+        loss = trained(model, encoder, words, given.control, TOKENS, rows)
+        logits = [
+            straight_line(weights, given, row, guided=rows is not None and bool(rows[row]))
+            for row in range(2)
+        ]
+        want = -torch.stack(logits).log_softmax(-1).gather(2, TOKENS[..., None]).mean()
+        assert abs((loss.detach() - want).item()) < 1e-10
+
+
 # What github.com/hustvl/ControlAR at 87e32e9 draws greedily with these weights, without control in its unconditional
 # rows, for pictures of 2 x 6 and 8 x 3 tokens; its rotary table is that of 5 x 5.
 RELEASED = {
@@ -178,6 +196,23 @@ RELEASED = {
         [7, 5, 8, 5, 8, 7, 6, 3, 0, 6, 7, 6, 5, 7, 6, 5, 0, 6, 5, 0, 5, 8, 9, 6],
     ],
 }
+
+
+# The losses of its training forward there without dropouts: nothing dropped, and the second row.
+RELEASED_LOSSES = {(5, 5): (2.9331872, 2.9122427), (2, 6): (3.2303457, 3.4898567)}
+
+
+@pytest.mark.parametrize(("height", "width"), list(RELEASED_LOSSES))
+def test_losses_are_those_of_the_release(tmp_path, height, width):
+    model = loaded(tmp_path, "canny_tiny.pt").with_grid(height, width)
+    torch.nn.init.zeros_(model.condition_mlp.uncond_embedding)
+    more = seeded(10 * height + width)[0]
+    control = 2 * torch.rand(2, 3, 16 * height, 16 * width, generator=more, dtype=torch.float64) - 1
+    tokens = torch.randint(VOCAB, (2, height * width), generator=more)
+    encoder: Any = lambda words: TextCondition(**captions(2))  # noqa: E731
+    for rows, want in zip(([False, False], [False, True]), RELEASED_LOSSES[height, width], strict=True):
+        loss = trained(model, encoder, tokens, control, tokens, torch.tensor(rows))
+        assert loss.item() == pytest.approx(want, abs=1e-6)
 
 
 @pytest.mark.parametrize(("height", "width"), list(RELEASED))

@@ -23,13 +23,13 @@ from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_c
 from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import register_to_config
+from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_blocks import CaptionProjection
 from visual_spec.models.next_token.llamagen_checkpoint import recognise
 
 GROUPS = 3  # side embeddings of a slot, one for each third of the layers
-PATCH, TOKEN = 14, 16  # pixels per side of a patch of DINOv2, and of a token
+PATCH, TOKEN = 14, 16  # pixels per side of a patch of DINOv2, and of a token of the releases
 RESAMPLES = ("nearest", "bicubic")
 _HEAD_DIM = 64  # of DINOv2 small and base
 
@@ -64,6 +64,7 @@ class ControlARTransformer(SavedModel):
         adapter_config: of transformers' `Dinov2Config`; official: small (384) and base (768).
         control_resample: how a control picture is made smaller for DINOv2's patches of 14 pixels: "nearest" for lines
             and classes (Canny, segmentation), "bicubic" for what varies smoothly (depth, soft edges).
+        token_size: pixels per side of a token; 16 in the releases.
 
     Raises:
         ValueError: a transformer of another kind, a number of layers that is no multiple of three, patches of another
@@ -78,6 +79,7 @@ class ControlARTransformer(SavedModel):
         transformer_config: dict[str, Any],
         adapter_config: dict[str, Any],
         control_resample: str = "bicubic",
+        token_size: Count = TOKEN,
     ):
         super().__init__()
         self.transformer = LlamaGenTransformer(**transformer_config)
@@ -118,7 +120,7 @@ class ControlARTransformer(SavedModel):
     @property
     def control_size(self) -> tuple[int, int]:
         """Height and width of a control picture in pixels."""
-        return TOKEN * self.grid.height, TOKEN * self.grid.width
+        return self.config["token_size"] * self.grid.height, self.config["token_size"] * self.grid.width
 
     def with_grid(self, height: int, width: int) -> ControlARTransformer:
         """As `LlamaGenTransformer.with_grid`: this model over pictures of another size."""
@@ -152,9 +154,13 @@ class ControlARTransformer(SavedModel):
         if not -float("inf") < condition.strength < float("inf"):
             raise ValueError(f"strength={condition.strength} given; pass a finite number")
 
-    @torch.no_grad()
-    def side_embeddings(self, condition: ControlledCondition, *, guided: bool) -> Tensor:
-        """Return `[R, 3, L + 1, dim]` by slot, see `llamagen_blocks.entered`; unconditional rows last when `guided`."""
+    def side_embeddings(
+        self, condition: ControlledCondition, *, guided: bool = False, dropped: Tensor | None = None
+    ) -> Tensor:
+        """Return `[R, 3, L + 1, dim]` by slot, see `llamagen_blocks.entered`; unconditional rows last when `guided`.
+
+        `dropped`, bool `[B]`: rows whose control is replaced by the unconditional one. Gradients flow.
+        """
         size = (PATCH * self.grid.height, PATCH * self.grid.width)
         resample = self.config["control_resample"]
         corners = True if resample == "bicubic" else None
@@ -164,9 +170,11 @@ class ControlARTransformer(SavedModel):
             :, 1:
         ]  # [B, L, A]: without the class token
         seen = self.adapter_mlp(patches)
+        null = self.condition_mlp.uncond_embedding[: self.grid.num_tokens].expand_as(seen)
+        if dropped is not None:
+            seen = torch.where(dropped[:, None, None], null, seen)
         if guided:
-            null = self.condition_mlp.uncond_embedding[: self.grid.num_tokens]
-            seen = torch.cat([seen, null.expand_as(seen)])
+            seen = torch.cat([seen, null])
         seen = self.condition_mlp.cap_proj(seen)
         groups = torch.stack([layer(seen) for layer in self.condition_layers], 1)  # [R, 3, L, dim]
         return F.pad(condition.strength * groups, (0, 0, 0, 1))
@@ -202,6 +210,13 @@ class ControlARTransformer(SavedModel):
     def keep(self, state: LlamaGenState, nodes: Tensor, slots: Tensor) -> None:
         """As `LlamaGenTransformer.keep`."""
         self.transformer.keep(state, nodes, slots)
+
+    def teacher_forced(
+        self, tokens: Tensor, condition: ControlledCondition, dropped: Tensor | None = None
+    ) -> Tensor:
+        """As `LlamaGenTransformer.teacher_forced`; `dropped` rows lose caption and control together."""
+        side = self.side_embeddings(condition, dropped=dropped)
+        return self.transformer.teacher_forced(tokens, condition, dropped, side=side)
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------

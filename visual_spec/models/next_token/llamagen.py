@@ -517,13 +517,14 @@ class LlamaGenTransformer(SavedModel):
         condition: TextCondition | Tensor,
         dropped: Tensor | None = None,
         hidden_tokens: Tensor | None = None,
+        side: Tensor | None = None,
     ) -> Tensor:
         """Return logits `[B, L, V]` for every slot of whole pictures, or of first frames, `tokens [B, L]`.
 
         Gradients flow.
 
         `dropped`, bool `[B]`: rows whose condition is replaced by the unconditional one. `hidden_tokens`, bool
-        `[B, L - 1]`: inputs replaced by zero, so that the model must use the condition instead.
+        `[B, L - 1]`: inputs replaced by zero, so that the model must use the condition instead. `side`: see `entered`.
 
         Raises:
             ValueError: the model is trained for another order than raster order.
@@ -536,7 +537,7 @@ class LlamaGenTransformer(SavedModel):
         slots = torch.arange(length, device=tokens.device)
         seen = slots[:, None] >= slots
         return self._head(
-            self.norm(self.forced(tokens[:, :-1], slots, seen, condition, dropped, hidden_tokens))
+            self.norm(self.forced(tokens[:, :-1], slots, seen, condition, dropped, hidden_tokens, side))
         )
 
     def forced(
@@ -547,6 +548,7 @@ class LlamaGenTransformer(SavedModel):
         condition: TextCondition | Tensor,
         dropped: Tensor | None,
         hidden_tokens: Tensor | None = None,
+        side: Tensor | None = None,
     ) -> Tensor:
         """Return the last block's output `[B, 1 + N, dim]`. Gradients flow.
 
@@ -554,9 +556,12 @@ class LlamaGenTransformer(SavedModel):
         `seen [N, N]` says. For the rest see `teacher_forced`.
         """
         hidden, turns, mask = self.sequence(tokens, slots, seen, condition, dropped, hidden_tokens)
-        for block in self.layers:
+        # The last position of the prefix predicts slot 0, and those before it none.
+        at = F.pad(slots, (1, 0), value=-1)
+        at = F.pad(at, (hidden.shape[1] - len(at), 0), value=self.grid.num_tokens).expand(len(hidden), -1)
+        for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
-            hidden = block.whole(hidden, turns, mask)
+            hidden = block.whole(entered(hidden, side, index, self.config["num_layers"], at), turns, mask)
         return hidden[:, -1 - len(slots) :]
 
     def sequence(
