@@ -553,16 +553,18 @@ class LlamaGenTransformer(SavedModel):
         """Return the last block's output `[B, 1 + N, dim]`. Gradients flow.
 
         It is of the last prefix position and of `tokens [B, N]`, fed at `slots [N]`, seeing each other as
-        `seen [N, N]` says. For the rest see `teacher_forced`.
+        `seen [N, N]` says; or at `slots [B, N]` and `seen [B, N, N]`, which differ from row to row. For the rest see
+        `teacher_forced`.
         """
         hidden, turns, mask = self.sequence(tokens, slots, seen, condition, dropped, hidden_tokens)
         # The last position of the prefix predicts slot 0, and those before it none.
         at = F.pad(slots, (1, 0), value=-1)
-        at = F.pad(at, (hidden.shape[1] - len(at), 0), value=self.grid.num_tokens).expand(len(hidden), -1)
+        rest = hidden.shape[1] - at.shape[-1]
+        at = F.pad(at, (rest, 0), value=self.grid.num_tokens).expand(len(hidden), -1)
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
             hidden = block.whole(entered(hidden, side, index, self.config["num_layers"], at), turns, mask)
-        return hidden[:, -1 - len(slots) :]
+        return hidden[:, -1 - slots.shape[-1] :]
 
     def sequence(
         self,
@@ -575,13 +577,15 @@ class LlamaGenTransformer(SavedModel):
     ) -> tuple[Tensor, Turns, Tensor]:
         """Return what the first block reads `[B, T + N, dim]`, its turns and its mask; arguments as of `forced`."""
         prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
-        prefix, length = prefix_mask.shape[1], len(slots)
+        prefix, length = prefix_mask.shape[1], slots.shape[-1]
         total = prefix + length
         embedded = self.embed(tokens, slots.expand(len(tokens), -1), hidden_tokens)
-        table = self.rotary_table().to(tokens.device)
-        turns = turns_of(torch.cat([self.unturned(table).expand(prefix, -1, -1), table[slots]])[None])
-        mask = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
-        mask[prefix:, prefix:] = seen
+        table, slots = self.rotary_table().to(tokens.device), torch.atleast_2d(slots)
+        unturned = self.unturned(table).expand(len(slots), prefix, -1, -1)
+        turns = turns_of(torch.cat([unturned, table[slots]], 1))
+        seen = seen.reshape(-1, length, length)
+        mask = torch.ones(len(seen), total, total, dtype=torch.bool, device=tokens.device).tril()
+        mask[:, prefix:, prefix:] = seen
         words = F.pad(prefix_mask, (0, length), value=True)
         mask = (mask & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
         return torch.cat([prefix_embeddings, embedded], 1), turns, mask[:, None]
