@@ -158,8 +158,8 @@ def _along_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     """`_chain_key` along an order, for a cache by slot. Drafts count until the call that verifies them."""
     length, absurd = run.num_tokens, run.model.vocab_size - 1
     # The last group of a plain decode is fed by the next call, and so is the newest token of a speculative one.
-    groups = hasattr(sampler, "bounds")
-    fed = torch.full_like(state.lengths, sampler.bounds(length)[state.round]) if groups else state.lengths - 1
+    groups = hasattr(state, "bounds")
+    fed = state.bounds[:, state.round] if groups else state.lengths - 1
     inner = state.cache.inner
     out = F.pad(state.cache.rank >= fed[:, None], (0, inner.tokens.shape[1] - length), value=True)
     inner.tokens = _scrub(inner.tokens, out, absurd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order
-from visual_spec.samplers.orders.along_order import AlongOrder
+from visual_spec.samplers.orders.along_order import AlongOrder, AlongOrderSampler
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
 from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
 
 GIVEN = [2, 0, 3, 1]
 ORDERS = {"raster": [0, 1, 2, 3], "halton": halton_order(1, 2, 2).tolist(), "given": GIVEN}
 GUIDED = TokenLaw(guidance_scale=2.5)
+ACCEPTANCES = ["identical", "exact"]
 
 
 def table(seed: int = 0, width: int = 2) -> TabularAnyOrderModel:
@@ -121,6 +123,31 @@ def test_it_is_lossless_under_guidance_that_rises(acceptance):
         AnyOrderSampler(GIVEN, **start),
     ):
         assert total_variation(Enumerator(sampler, model, GUIDED).run().law, want) < 1e-10
+
+
+@pytest.mark.parametrize("law", [PLAIN, GUIDED], ids=["plain", "guided"])
+@pytest.mark.parametrize(
+    "sampler",
+    [AnyOrderSampler, *(partial(SpeculativeAnyOrderSampler, 2, acceptance=rule) for rule in ACCEPTANCES)],
+    ids=["one a call", *ACCEPTANCES],
+)
+def test_the_others_have_the_law_that_known_tokens_leave(sampler, law, monkeypatch):
+    """Slots 1 and 3 are known; GIVEN then decodes slots 2 and 0, and a row may know more than another."""
+    model, known = table(), torch.tensor([[-1, 2, -1, 0]])
+    prefill = AlongOrderSampler.prefill
+
+    def knowing(self, served, condition, law, batch_size, parts):
+        return prefill(
+            self, served, condition, law, batch_size, {"known_tokens": known.expand(batch_size, -1)}
+        )
+
+    monkeypatch.setattr(AlongOrderSampler, "prefill", knowing)
+    found = Enumerator(sampler(order=GIVEN), model, law).run()
+    places = [3, 1, 2, 0]
+    whole = law_of_groups(model, places, [1, 1, 1, 1], law).view(3, 3, 3, 3)
+    want = torch.zeros_like(whole)
+    want[0, 2] = whole[0, 2] / whole[0, 2].sum()
+    assert total_variation(found.law, want.flatten()) < 1e-10
 
 
 def expected_calls(joint: Tensor, num_drafts: int) -> float:

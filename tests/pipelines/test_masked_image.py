@@ -16,6 +16,7 @@ from tests.helpers.tiny import (
     tiny_masked_pipeline,
     tiny_masked_transformer,
     tiny_pipeline,
+    tiny_transformer,
     tiny_vq_model,
 )
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -24,6 +25,8 @@ from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
+from visual_spec.samplers.orders.any_order import AnyOrderSampler
+from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 PROMPT = "a red circle"
@@ -105,6 +108,29 @@ def test_a_variation_draws_a_share_of_the_tokens_anew():
         for seed in (0, 1, 0)
     ]
     assert torch.equal(rows[0], rows[2]) and not torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize("sampler", [AnyOrderSampler("halton"), SpeculativeAnyOrderSampler(3, "random")])
+def test_any_order_models_draw_into_a_picture(sampler):
+    pipe, image = tiny_pipeline(sampler), picture()
+    pipe.transformer = tiny_transformer(order="any")
+    known = tokens_of(pipe, image)
+    hidden = torch.zeros(4, 4, dtype=torch.bool)
+    hidden[1:3, :2] = True
+    found = pipe(
+        PROMPT, image=image, mask=mask_of((2, 0, 6, 4)), generator=seeded(0, 1), num_images_per_prompt=2
+    )
+    assert all(torch.equal(row[~hidden.flatten()], known[~hidden.flatten()]) for row in found.tokens)
+    tokens = known.masked_fill(hidden.flatten(), -1).expand(2, -1)
+    direct = sampler(
+        pipe.transformer,
+        pipe.make_condition([PROMPT] * 2),
+        law=pipe.make_law(),
+        generator=seeded(0, 1),
+        batch_size=2,
+        known_tokens=tokens,
+    )
+    assert torch.equal(found.tokens, direct.tokens) and found.trace.known.tolist() == [12, 12]
 
 
 def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monkeypatch):

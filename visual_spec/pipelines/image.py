@@ -172,9 +172,9 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
                 for all prompts, or one for each: PIL, numpy [H, W, 3] (uint8, or floats in [0, 1]), or a tensor
                 [3, H, W] in [0, 1].
             control_strength: how strongly; 0 is not at all, 1 as trained.
-            image: for a masked model, a picture to draw into, or one for each prompt: PIL, numpy [H, W, 3] or a tensor
-                [3, H, W] in [0, 1], of the size that the model draws. Tokens that are not drawn anew stay, bit for bit;
-                pixels beside them may change, as the tokenizer's decoder looks around.
+            image: for a masked or an any-order model, a picture to draw into, or one for each prompt: PIL, numpy
+                [H, W, 3] or a tensor [3, H, W] in [0, 1], of the size that the model draws. Tokens that are not drawn
+                anew stay, bit for bit; pixels beside them may change, as the tokenizer's decoder looks around.
             mask: white (1, True) where the picture is painted anew: inpainting. For outpainting, place the picture on a
                 canvas, and mask the rest of it. PIL, numpy or a tensor [H, W]. A token is drawn anew if the mask
                 touches its patch.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visual_spec.files.pictures import unit_pixels
 from visual_spec.models.core.offload import at_hand
+from visual_spec.samplers.core.checks import open_id
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
 
 Picture = Image.Image | np.ndarray | Tensor
@@ -52,8 +53,8 @@ def check_repainting(
         )
     if "known_tokens" not in getattr(pipe.sampler, "takes", ()):
         raise ValueError(
-            f"{type(pipe.sampler).__name__} keeps no tokens of a picture; set pipe.sampler to a MaskedSampler, which "
-            "masked models take, or leave image out."
+            f"{type(pipe.sampler).__name__} keeps no tokens of a picture; set pipe.sampler to a MaskedSampler for a "
+            "masked model, or to an AnyOrderSampler for an any-order model, or leave image out."
         )
     size = pipe.image_size
     for name, value in (("image", image), ("mask", mask)):
@@ -83,10 +84,10 @@ def known_tokens(
     count: int,
     each: int,
 ) -> Tensor:
-    """Return what a `MaskedSampler` takes as `known_tokens`: long [count * each, L]. The mask id is to be drawn.
+    """Return what a sampler takes as `known_tokens`: long [count * each, L], `open_id` where a token is to be drawn.
 
     Args:
-        pipe: a `TokenImagePipeline` of a masked model.
+        pipe: a `TokenImagePipeline` of a masked or an any-order model.
         image: one picture, or one for each prompt: PIL, numpy [H, W, 3] (uint8, or floats in [0, 1]), or a tensor
             [3, H, W] in [0, 1].
         mask: white, 1 or True where it is painted anew: PIL, numpy or tensor [H, W], see `unit_pixels`. A token is
@@ -114,7 +115,7 @@ def known_tokens(
         chance = CounterNoise(keys, device).uniform(slots, CHOICE).masked_fill(~drawn, math.inf)
         most = (drawn.sum(1) * strength).ceil()
         drawn = drawn & (chance.argsort(1).argsort(1) < most[:, None])
-    return torch.where(drawn, pipe.transformer.mask_id, tokens)
+    return torch.where(drawn, open_id(pipe.transformer), tokens)
 
 
 def listed(pictures: Pictures) -> list[Picture]:

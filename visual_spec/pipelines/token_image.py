@@ -12,6 +12,7 @@ from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.decoders import VQDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures, shown
 from visual_spec.pipelines.steps import Asked, DecodeProgress, planned_steps
+from visual_spec.samplers.core.checks import open_id
 
 
 class TokenImagePipeline(VisualPipeline):
@@ -134,7 +135,7 @@ class TokenImagePipeline(VisualPipeline):
 
             picture = [args[name] for name in ("image", "mask", "strength", "generator")]
             parts["known_tokens"] = known_tokens(self, *picture, count=asked.count, each=asked.each)
-            known = int((parts["known_tokens"] != model.mask_id).sum())
+            known = int((parts["known_tokens"] != open_id(model)).sum())
         heard = self._listener(args, asked)
 
         def listen(step: int, lengths: torch.Tensor) -> Any:

@@ -185,6 +185,27 @@ def test_samplers_draw_along_the_sequence(loaded, acceptance):
         assert torch.equal(sampler(model, LABELS, law=law, batch_size=2).tokens, tokens)
 
 
+@pytest.mark.parametrize("acceptance", ["identical", "exact"])
+def test_known_tokens_come_first_in_the_sequence(loaded, acceptance):
+    """A picture knows the slots 0, 1, 6, and another only 5; each then goes on along ORDERS[0]."""
+    weights, model = loaded
+    order = ORDERS[0].tolist()
+    known = torch.full((2, LENGTH), -1)
+    known[0, [0, 1, 6]], known[1, 5] = torch.tensor([7, 2, 9]), 4
+    each = [sorted(order, key=lambda slot, row=row: known[row, slot] < 0) for row in range(2)]
+    tokens = known.clamp(min=0)
+    for place in range(LENGTH):
+        conditional, other = expected(weights, tokens, torch.tensor(each))[:, place].chunk(2)
+        likeliest = (other + 1.5 * (conditional - other)).argmax(-1)
+        for row, slots in enumerate(each):
+            if known[row, slots[place]] < 0:
+                tokens[row, slots[place]] = likeliest[row]
+    law = TokenLaw(guidance_scale=1.5, top_k=1)
+    for sampler in (AnyOrderSampler(order), SpeculativeAnyOrderSampler(3, order, acceptance)):
+        result = sampler(model, LABELS, law=law, batch_size=2, known_tokens=known)
+        assert torch.equal(result.tokens, tokens)
+
+
 def test_instructions_of_one_call_see_the_earlier_ones_of_it(loaded):
     """Five places after three known ones: the sequence ends in five instructions without tokens between them."""
     weights, model = loaded

@@ -113,6 +113,43 @@ def test_a_callback_ends_the_decode():
         assert (done.sum(1) >= 4).all() and not done.all()
 
 
+KNOWN = torch.full((4, LENGTH), -1)  # by slot: none, three, seven, and three others
+KNOWN[1, [0, 3, 6]] = torch.tensor([2, 0, 1])
+KNOWN[2, 1:] = torch.arange(7) % 3
+KNOWN[3, [5, 6, 7]] = 1
+
+
+@pytest.mark.parametrize("order", ["random", GIVEN])
+def test_known_tokens_stay_and_a_row_does_not_depend_on_what_others_know(order):
+    plain = decode(AnyOrderSampler(order), range(4), known_tokens=KNOWN)
+    assert torch.equal(plain.tokens[KNOWN >= 0], KNOWN[KNOWN >= 0])
+    assert plain.trace.known.tolist() == [0, 3, 7, 3]
+    assert plain.trace.target_calls.tolist() == [9, 6, 2, 6]  # the first call feeds what is known
+    assert plain.trace.tokens_per_call.tolist() == pytest.approx([8 / 9, 5 / 6, 1 / 2, 5 / 6])
+    for sampler in (AnyOrderSampler(order), SpeculativeAnyOrderSampler(3, order), AnyOrderSampler(order, 3)):
+        batch = decode(sampler, range(4), known_tokens=KNOWN)
+        if batch.trace.identical:
+            assert torch.equal(batch.tokens, plain.tokens)
+        for row in range(4):
+            alone = decode(sampler, [row], known_tokens=KNOWN[row, None])
+            assert torch.equal(alone.tokens[0], batch.tokens[row])
+    none = decode(AnyOrderSampler(order), range(4), known_tokens=torch.full_like(KNOWN, -1))
+    assert torch.equal(none.tokens, decode(AnyOrderSampler(order), range(4)).tokens)
+    assert none.trace.known is None
+
+
+def test_known_tokens_that_cannot_be_kept_are_refused():
+    for known, words in [
+        (KNOWN[:3], r"known_tokens is torch.int64 of shape \(3, 8\); pass int64 \(4, 8\), with -1 where"),
+        (KNOWN.masked_fill(KNOWN == 2, 3), "known_tokens holds ids from 0 to 3; tokens are 0 to 2"),
+        (KNOWN.masked_fill(KNOWN == 2, -2), "ids from -2 to"),
+        (torch.zeros_like(KNOWN), "all tokens are known; leave some at -1"),
+    ]:
+        for sampler in (AnyOrderSampler(), SpeculativeAnyOrderSampler()):
+            with pytest.raises(ValueError, match=words):
+                decode(sampler, range(4), known_tokens=known)
+
+
 @pytest.mark.parametrize("sampler", [AnyOrderSampler, SpeculativeAnyOrderSampler])
 def test_other_models_are_refused(sampler):
     request: dict[str, Any] = dict(law=TokenLaw())

@@ -329,3 +329,32 @@ class CheckedLaw:
                     "logits, or -inf for forbidden tokens beside a finite one. Check the weights, or run the model "
                     "in float32 or bfloat16 if it overflows in float16."
                 )
+
+
+def open_id(model: Any) -> int:
+    """Return what stands for a token to decode in `known_tokens`: the mask id of a masked model, else -1."""
+    return getattr(model, "mask_id", -1)
+
+
+def check_known_tokens(model: Any, known_tokens: Tensor, batch_size: int) -> None:
+    """Refuse known tokens of a wrong shape or range, or none to decode.
+
+    Raises:
+        ValueError: says which tokens can be known.
+    """
+    grid, hidden = model.grid, open_id(model)
+    shapes = [(batch_size, grid.num_tokens, grid.codebooks)]
+    shapes += [shapes[0][:2]] if grid.codebooks == 1 else []
+    if tuple(known_tokens.shape) not in shapes or known_tokens.dtype != torch.long:
+        raise ValueError(
+            f"known_tokens is {known_tokens.dtype} of shape {tuple(known_tokens.shape)}; pass int64 {shapes[-1]}, "
+            f"with {hidden} where a token is to be decoded."
+        )
+    known = known_tokens[known_tokens != hidden]
+    if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < model.vocab_size:
+        raise ValueError(
+            f"known_tokens holds ids from {int(known.min())} to {int(known.max())}; tokens are 0 to "
+            f"{model.vocab_size - 1}, and {hidden} is to be decoded."
+        )
+    if known.numel() == known_tokens.numel():
+        raise ValueError(f"all tokens are known; leave some at {hidden} to have them decoded.")

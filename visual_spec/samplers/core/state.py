@@ -142,6 +142,7 @@ class State:
         meter: measures what a lossy rule does to the law; None for a lossless rule.
         near_ties: long [B], committed slots at near-ties; None where they are not counted.
         end: the token at which a sample ends, see `TokenLaw.end`.
+        known: long [B], the first slots whose tokens were known before the decode; None: none.
     """
 
     cache: Any
@@ -153,23 +154,25 @@ class State:
     meter: DivergenceMeter | None
     near_ties: Tensor | None = field(default=None, kw_only=True)
     end: int | None = field(default=None, kw_only=True)
+    known: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
     def begin(cls, run: Run, scratch: int, **more: Any) -> Self:
-        """Return the state after the prefill of a next-token model: slot 0 is drawn from its law and committed.
+        """Return the state after the prefill of a next-token model: its first open slot is drawn and committed.
 
         Args:
             scratch: number of slots past the grid that calls may write.
-            more: the other fields of a subclass.
+            more: other fields, such as `known`.
         """
         view, logits = run.view, run.view.first(run.cache.logits)
         slots = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
+        slots += 0 if more.get("known") is None else more["known"][:, None]
         tokens = view.empty(slots, run.num_tokens + scratch)
         view.write(tokens, slots, view.draw(run.law, run.noise, logits, slots, run.guided))
         state = cls(
             cache=run.cache,
             tokens=tokens,
-            lengths=slots.new_ones(run.batch_size),
+            lengths=slots[:, 0] + 1,
             round=0,
             target_calls=slots.new_ones(run.batch_size),
             commit_call=slots.new_zeros(tokens.shape[:2]),
@@ -220,7 +223,7 @@ class State:
 
 def counted(state: Any) -> dict[str, Tensor]:
     """What a state counts beside its calls, by the names of the trace, each long [B]."""
-    counts = {name: getattr(state, name, None) for name in ("near_ties", "layer_calls")}
+    counts = {name: getattr(state, name, None) for name in ("near_ties", "layer_calls", "known")}
     return {name: here for name, here in counts.items() if here is not None}
 
 

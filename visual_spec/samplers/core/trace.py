@@ -39,6 +39,7 @@ class DecodeTrace:
         near_ties: long [B], committed slots (columns) where rounding may exchange the two best tokens, so that plain
             decoding may take the other one; None where they are not counted. The first slot is not counted: its
             logits equal plain decoding's.
+        known: long [B], tokens that were known before the decode; None: none.
         exact_width: whether all calls had one width, so that rounding decides nothing between samplers with that
             setting; None of a sampler without the setting.
         scales_by_batch: whether the model quantises activations by scales of a whole call, and the sampler scores
@@ -62,6 +63,7 @@ class DecodeTrace:
     stopped: bool = False
     near_ties: Tensor | None = None
     exact_width: bool | None = None
+    known: Tensor | None = None
 
     @property
     def promises_tokens(self) -> bool:
@@ -89,8 +91,9 @@ class DecodeTrace:
 
     @property
     def tokens_per_call(self) -> Tensor:
-        """Committed tokens per target call, bonus tokens included: float [B]."""
-        return (self.commit_call >= 0).sum(1) / self.target_calls.float()
+        """Committed tokens per target call, bonus tokens included and known ones not: float [B]."""
+        committed = (self.commit_call >= 0).sum(1)
+        return (committed if self.known is None else committed - self.known) / self.target_calls.float()
 
     @property
     def output_law(self) -> str:

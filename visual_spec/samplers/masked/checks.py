@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
 from visual_spec.samplers.core.checks import check_allowed, check_batch_size
 from visual_spec.samplers.core.law import TokenLaw
@@ -54,30 +51,6 @@ def _check_masked_request(model: Any, law: TokenLaw, batch_size: int) -> None:
             f"guidance_until={law.guidance_until}, but masked decoding knows no order of slots; pass "
             "guidance_until=None, and guidance='falling' or 'rising' to the sampler."
         )
-
-
-def check_known_tokens(model: MaskedModel, known_tokens: Tensor, batch_size: int) -> None:
-    """Refuse known tokens of a wrong shape or range, or none to decode.
-
-    Raises:
-        ValueError: says which tokens can be given.
-    """
-    grid = model.grid
-    shapes = [(batch_size, grid.num_tokens, grid.codebooks)]
-    shapes += [shapes[0][:2]] if grid.codebooks == 1 else []
-    if tuple(known_tokens.shape) not in shapes or known_tokens.dtype != torch.long:
-        raise ValueError(
-            f"known_tokens is {known_tokens.dtype} of shape {tuple(known_tokens.shape)}; pass int64 {shapes[-1]}, "
-            f"with the mask id {model.mask_id} where a token is to be decoded."
-        )
-    known = known_tokens[known_tokens != model.mask_id]
-    if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < model.vocab_size:
-        raise ValueError(
-            f"known_tokens holds ids from {int(known.min())} to {int(known.max())}; tokens are 0 to "
-            f"{model.vocab_size - 1}, and the mask is {model.mask_id}."
-        )
-    if known.numel() == known_tokens.numel():
-        raise ValueError("all tokens are known; leave some at the mask id to have them decoded.")
 
 
 def check_rescorer(model: MaskedModel, rescorer: Rescorer, ranking: Ranking) -> None:

@@ -38,12 +38,12 @@ from visual_spec.models.core.settings import (
     with_groups,
 )
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_guided
+from visual_spec.samplers.core.checks import check_guided, check_known_tokens
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
-from visual_spec.samplers.masked.checks import check_frame_model, check_known_tokens
+from visual_spec.samplers.masked.checks import check_frame_model
 from visual_spec.samplers.masked.dependence import Dependence
 from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
 from visual_spec.samplers.masked.state import MaskedRunState, MaskedTrace

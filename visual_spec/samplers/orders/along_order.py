@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.core.orders import AnyOrderModel
 from visual_spec.models.core.protocol import ANY_ORDER, DecodeState, TokenGrid, trained_order
 from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_guided, check_request, check_returned
+from visual_spec.samplers.core.checks import check_guided, check_known_tokens, check_request, check_returned
 from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 
 SlotOrder = Annotated[str | Sequence[int], OneOf(FIXED_ORDERS), Within(0)]
+S = TypeVar("S", bound=State)
 GuidanceStart = Annotated[float | None, Within(0, LARGEST, none="the law's guidance at every place")]
 
 
@@ -63,9 +65,25 @@ class AlongOrder(nn.Module):
         self.model, self.order, self.first, self.ramp = model, order, first, ramp
         self.grid = TokenGrid(1, model.grid.num_tokens)
         self.vocab_size = model.vocab_size
+        self.known: Tensor | None = None
+        self.known_tokens: Tensor | None = None
+
+    def begin_with(self, known_tokens: Tensor) -> None:
+        """Put the known slots of each row first, in their order among themselves; the prefill then feeds them.
+
+        `known` is their number, long [B], and `known_tokens` the tokens by place, long [B, L].
+
+        Args:
+            known_tokens: long [B, L] by slot, -1 where a token is to be decoded.
+        """
+        known_tokens = known_tokens.to(self.order.device)
+        is_open = (known_tokens < 0).gather(1, self.order)
+        self.order = self.order.gather(1, is_open.long().sort(dim=1, stable=True).indices)
+        if not bool(is_open.all()):
+            self.known, self.known_tokens = (~is_open).sum(1), known_tokens.gather(1, self.order)
 
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> AlongOrderState:
-        """Run the condition, and predict the first places from it alone."""
+        """Run the condition, and predict the first open places from it and from the tokens that are known."""
         length = self.grid.num_tokens
         beyond = torch.arange(length, length + window).expand(batch_size, -1)
         order = torch.cat([self.order.cpu(), beyond], 1)  # [B, L + window]
@@ -77,7 +95,19 @@ class AlongOrder(nn.Module):
         device = inner.logits.device
         places = torch.arange(self.first, device=device).expand(batch_size, -1)
         logits = self._ramped(inner.logits, places, guided)
-        return AlongOrderState(logits, guided, window, inner, order.to(device), rank.to(device))
+        state = AlongOrderState(logits, guided, window, inner, order.to(device), rank.to(device))
+        if self.known is not None and self.known_tokens is not None:
+            known = self.known.to(device)[:, None]
+            fed = torch.arange(int(known.max()), device=device).expand(batch_size, -1)  # [B, F]
+            fed = torch.where(
+                fed < known, fed, length
+            )  # a row that knows fewer repeats a place past the grid
+            tokens = F.pad(self.known_tokens.to(device), (0, 1)).gather(1, fed)
+            seen = torch.cat([fed.clamp(max=known), known.expand(-1, self.first)], 1)
+            state.logits = self.ask(state, tokens, torch.cat([fed, known + places], 1), seen)[
+                :, fed.shape[1] :
+            ]
+        return state
 
     def ask(
         self, state: AlongOrderState, tokens: Tensor, places: Tensor, known: Tensor, together: bool = False
@@ -122,10 +152,12 @@ class AlongOrder(nn.Module):
 class AlongOrderSampler(Sampler):
     """A sampler of any-order models. A method reads places: `run.model` is an `AlongOrder`.
 
-    It reads the settings `order`, a `SlotOrder`, and `guidance_start`, the guidance at the first place.
+    It reads the settings `order`, a `SlotOrder`, and `guidance_start`, the guidance at the first place. The argument
+    `known_tokens` of a call, long [B, L] by slot, holds tokens that stay, and -1 where one is to be decoded: known
+    slots come first in the order, and one more call feeds them.
     """
 
-    takes: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ("known_tokens",)
 
     def first_places(self, num_tokens: int) -> int:
         """Return how many places the prefill asks."""
@@ -133,6 +165,8 @@ class AlongOrderSampler(Sampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_any_order_model(model, law, batch_size)
+        if parts.get("known_tokens") is not None:
+            check_known_tokens(model, parts["known_tokens"], batch_size)
         order, count = self.config.order, model.grid.num_tokens
         if not isinstance(order, str) and len(order) != count:
             raise ValueError(
@@ -144,6 +178,23 @@ class AlongOrderSampler(Sampler):
         start = self.config.guidance_start
         ramp = (start, law.guidance_scale) if start is not None and law.guided else None
         return AlongOrder(model, order, self.first_places(order.shape[1]), ramp)
+
+    def prefill(
+        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> Any:
+        if parts.get("known_tokens") is not None:
+            model.begin_with(parts["known_tokens"])
+        return super().prefill(model, condition, law, batch_size, parts)
+
+    def start(self, run: Run, kind: type[S], scratch: int, **more: Any) -> S:
+        """Return the state after the prefill, of a class `kind`: known tokens stand, the place after them is drawn."""
+        known = None if run.model.known is None else run.model.known.to(run.device)
+        state = kind.begin(run, scratch, known=known, **more)
+        if known is not None:
+            stands = torch.arange(run.num_tokens, device=run.device) < known[:, None]
+            state.tokens[:, : run.num_tokens][stands] = run.model.known_tokens.to(run.device)[stands]
+            state.target_calls += 1  # which fed them
+        return state
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         return placed_in_grid(run.model.order, tokens, trace)

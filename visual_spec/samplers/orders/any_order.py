@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 from visual_spec.models.core.settings import MOST_CALLS, Within, register_to_config
 from visual_spec.samplers.core.law import TokenLaw
@@ -18,6 +20,17 @@ from visual_spec.samplers.orders.along_order import (
     SlotOrder,
     check_slot_order,
 )
+
+
+@dataclass
+class AnyOrderState(State):
+    """Attributes:
+    bounds: long [B, C + 2], the places of each row that are decoded before each call, and after the last.
+    widths: the most places of a row that each call decodes; the next call feeds them.
+    """
+
+    bounds: Tensor
+    widths: tuple[int, ...]
 
 
 class AnyOrderSampler(AlongOrderSampler):
@@ -59,7 +72,8 @@ class AnyOrderSampler(AlongOrderSampler):
 
     def bounds(self, num_tokens: int) -> tuple[int, ...]:
         """Return how many places are decoded before each call and after the last: 0 to `num_tokens`."""
-        return _bounds(num_tokens, self.config.steps)
+        steps = self.config.steps
+        return _bounds(num_tokens, None if steps is None else min(steps, num_tokens))
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
@@ -76,27 +90,45 @@ class AnyOrderSampler(AlongOrderSampler):
         return max(after - before for before, after in zip(bounds, (*bounds[2:], bounds[-1]), strict=False))
 
     def num_calls(self, run: Run) -> int:
-        return len(self.bounds(run.num_tokens)) - 2  # the prefill decodes the first place
+        return len(self._groups(run)[0]) - 2  # the prefill decodes the first place
 
-    def prepare(self, run: Run) -> State:
-        return State.begin(run, scratch=0)
+    def prepare(self, run: Run) -> AnyOrderState:
+        groups = self._groups(run)
+        lengths = torch.tensor(groups).diff(dim=1).amax(0)
+        bounds = torch.tensor(groups, device=run.device)
+        return self.start(
+            run, AnyOrderState, self.window_of(run.model), bounds=bounds, widths=tuple(lengths.tolist())
+        )
 
-    def step(self, run: Run, state: State) -> None:
+    def step(self, run: Run, state: AnyOrderState) -> None:
         """Make one call: feed the tokens of the call before, and draw the next group."""
         state.round += 1
-        before, now, after = self.bounds(run.num_tokens)[int(state.round) - 1 :][:3]
-        places = torch.arange(before, after, device=run.device).expand(len(state.tokens), -1)  # [B, F + P]
+        call, past = int(state.round), run.num_tokens
+        before, now, after = state.bounds[:, call - 1 : call + 2, None].unbind(1)  # [B, 1] each
+        fed, asked = (torch.arange(state.widths[place], device=run.device) for place in (call - 1, call))
+        # Rows with smaller groups fill up with places past the grid.
+        asked = torch.where(now + asked < after, now + asked, past + asked)  # [B, P]
+        fed = torch.where(before + fed < now, before + fed, past)  # [B, F]
+        places = torch.cat([fed, asked], 1)
         together = self.config.steps is not None
-        known = places.clamp(max=now)
-        logits = run.model.ask(state.cache, state.tokens[:, before:now], places, known, together)
+        inputs = state.tokens.gather(1, fed)
+        logits = run.model.ask(state.cache, inputs, places, places.clamp(max=now), together)[
+            :, fed.shape[1] :
+        ]
         run.lap("model")
-        state.target_calls = state.target_calls + 1
-        asked = places[:, now - before :]
-        tokens = draw_tokens(run.law, run.noise, logits[:, now - before :], asked, run.guided)
+        tokens = draw_tokens(run.law, run.noise, logits, asked, run.guided)
         state.tokens.scatter_(1, asked, tokens)
-        state.commit_call[:, now:after].fill_(int(state.round))
-        state.lengths = torch.full_like(state.lengths, after)
+        state.commit_call.scatter_(1, asked, call)
+        state.target_calls = state.target_calls + (state.lengths < past)
+        state.lengths = after[:, 0]
         run.lap("verify")
+
+    def _groups(self, run: Run) -> list[tuple[int, ...]]:
+        """Return the `bounds` of each row, which starts after the tokens that it knows, all of one length."""
+        known = [0] * run.batch_size if run.model.known is None else run.model.known.tolist()
+        rows = [tuple(count + bound for bound in self.bounds(run.num_tokens - count)) for count in known]
+        most = max(map(len, rows))
+        return [row + row[-1:] * (most - len(row)) for row in rows]
 
 
 @cache

@@ -83,8 +83,8 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
     def prepare(self, run: Run) -> AnyOrderDraftState:
         """Commit the first place, and draft the next ones, from what the prefill asked."""
         none = torch.empty(run.batch_size, 0, device=run.device)
-        state = AnyOrderDraftState.begin(
-            run, scratch=self.config.num_drafts + 2, drafted=none.long(), laws=none
+        state = self.start(
+            run, AnyOrderDraftState, scratch=self.config.num_drafts + 2, drafted=none.long(), laws=none
         )
         self._draft(run, state, run.cache.logits[:, 1:])
         return state
