@@ -518,7 +518,7 @@ def test_requests_that_cannot_be_served_are_refused():
     refused(MaskedSampler(4), r"known_tokens is torch.float32", known_tokens=known.float())
     refused(
         MaskedSampler(4),
-        "ids from 0 to 17; tokens are 0 to 15, and the mask is 16",
+        "ids from 0 to 17; tokens are 0 to 15, and 16 is to be decoded",
         known_tokens=known.index_fill(1, torch.tensor([1]), 17),
     )
     refused(MaskedSampler(4), "all tokens are known", known_tokens=known)
