@@ -20,7 +20,8 @@ from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
 
 from visual_spec import families
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.continuous import mar
+from visual_spec.models.continuous import flowar, mar
+from visual_spec.models.continuous.flowar import FlowARTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import KL16
 from visual_spec.models.core.protocol import area_of
@@ -43,7 +44,7 @@ from visual_spec.models.next_token.controlar import ControlARTransformer
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_checkpoint import known_architectures
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
-from visual_spec.samplers.registry import CONTINUOUS, DISTILLED, MASKED, SCALES
+from visual_spec.samplers.registry import CONTINUOUS, DISTILLED, FLOW_SCALES, MASKED, SCALES
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,7 @@ def test_sizes_of_the_models_of_transformers():
         "MAGNeT",
         "Infinity",
         "MAR-",
+        "FlowAR",
         "MaskGIT",
         "MAGE",
         "MaskGCT",
@@ -204,6 +206,18 @@ def test_sizes_of_mar(name):
     assert model.parameters == parameters(network)
     assert (model.tokens, model.prefix) == (network.grid.num_tokens, network.config["buffer_size"])
     assert (model.cached, model.calls) == (0, (CONTINUOUS,))
+
+
+@pytest.mark.parametrize("name", flowar.PRESETS)
+def test_sizes_of_flowar(name):
+    with torch.device("meta"):
+        network = FlowARTransformer(**flowar.PRESETS[name])
+        state = network.prefill(None, batch_size=1, guided=False)
+    (model,) = (model for model in families.models() if model.name.startswith(f"FlowAR-{name} "))
+    assert (model.parameters, model.weights) == (parameters(network), f"FlowAR-{name}.pth")
+    assert (model.tokens, model.uncached, model.calls) == (network.offsets[-1], 256, (FLOW_SCALES,))
+    held = (model.tokens - model.uncached) * model.cached
+    assert held == state.cache.keys.numel() + state.cache.values.numel()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from visual_spec.pipelines.video import VideoPipeline as VideoPipeline
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler as ChunkWiseSampler
 from visual_spec.samplers.continuous.continuous import ContinuousSampler as ContinuousSampler
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler as SpeculativeContinuousSampler
+from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler as FlowScaleSampler
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler as HeadSpeculativeSampler
 from visual_spec.samplers.continuous.jacobi import ContinuousJacobiSampler as ContinuousJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw as TokenLaw
@@ -74,6 +75,7 @@ __all__ = [
     "DistilledTextImagePipeline",
     "DraftedColumnSampler",
     "DraftedSampler",
+    "FlowScaleSampler",
     "FrameMaskedSampler",
     "HeadSpeculativeSampler",
     "ImagePipeline",

@@ -19,6 +19,7 @@ from visual_spec.samplers.registry import (
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
+    FLOW_SCALES,
     FRAMES,
     MASKED,
     OWN_ORDER,
@@ -72,6 +73,8 @@ _FLEXVAR = OfficialFile("transformer", "next_scale.flexvar:name_of", "next_scale
     "next_scale.flexvar:load_flexvar", "scales", "next_scale.flexvar:scales_of_size", "ScaleImagePipeline")
 _FLEXVAE = OfficialFile("vq_model", "FlexVAR's tokenizer", "next_scale.flexvar:is_flexvae",
     "next_scale.flexvar:load_flexvae", "scales", "next_scale.flexvar:scales_of_size")
+_KL16 = OfficialFile("vae", "KL-16", "continuous.mar_checkpoint:is_kl16",
+    "continuous.mar_checkpoint:load_kl16_checkpoint")
 _NEEDS_VQ, _NEEDS_VAR_VQ = "vq_ds16_c2i.pt", "vae_ch160v4096z32.pth"
 # Fewer calls by confidence and in Halton's order, with reuse, and by entropy. All are compared with one token a call,
 # the law of the model alone, and measure how far they are from it; groups of a causal layer have a law of their own.
@@ -325,6 +328,23 @@ FAMILIES = (
         stored_as="canvas", measured="",
         layout=FileLayout(assemble="pipelines.convert:assemble_wan", recognise="pipelines.convert:is_of_wan"),
     ),
+    # Before MAR, whose tokenizer it has.
+    Family(
+        "FlowAR", (FLOW_SCALES,), ("ContinuousImagePipeline",), ("continuous.flowar:FlowARTransformer",),
+        saved={"transformer": "FlowARTransformer"}, stored_as="canvas", plain="flow-scales:...", comparable=False,
+        measured=("flow-scales:levels={2|4|8|25}", "flow-scales:levels=25,last_levels=15"),
+        load="ContinuousImagePipeline.from_official",
+        layout=FileLayout((
+            OfficialFile("transformer", "FlowAR", "continuous.flowar:is_flowar",
+                "continuous.flowar:load_flowar_checkpoint", pipeline="ContinuousImagePipeline"),
+            replace(_KL16, own=False),
+        ), tokenizer="kl16.ckpt"),
+        sizes=(
+            KnownModel("FlowAR-S class 256", "FlowAR-S.pth", 256, 341, 0, 171_718_072, 2 * 12 * 768, 16 * 16),
+            KnownModel("FlowAR-L class 256", "FlowAR-L.pth", 256, 341, 0, 586_862_912, 2 * 16 * 1024, 16 * 16),
+            KnownModel("FlowAR-H class 256", "FlowAR-H.pth", 256, 341, 0, 1_913_316_880, 2 * 30 * 1536, 16 * 16),
+        ),
+    ),
     Family(
         "MAR", (CONTINUOUS,), ("ContinuousImagePipeline",),
         ("continuous.mar:MARTransformer", "continuous.causal:CausalContinuousTransformer"), stored_as="canvas",
@@ -333,8 +353,7 @@ FAMILIES = (
         layout=FileLayout((
             OfficialFile("transformer", "MAR", "continuous.mar_checkpoint:is_mar",
                 "continuous.mar_checkpoint:load_mar_checkpoint", pipeline="ContinuousImagePipeline"),
-            OfficialFile("vae", "KL-16", "continuous.mar_checkpoint:is_kl16",
-                "continuous.mar_checkpoint:load_kl16_checkpoint"),
+            _KL16,
         ), second="drafter", tokenizer="kl16.ckpt"),
         sizes=(  # the prefix: places that hold the class
             KnownModel("MAR-B class 256", "checkpoint-last.pth", 256, 256, 64, 207_924_768, 0),

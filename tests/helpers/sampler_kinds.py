@@ -24,7 +24,7 @@ from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
 from tests.helpers.tiny_students import tiny_student
 from tests.helpers.tiny_wan import prompts, tiny_wan
-from tests.models.continuous.tiny import calm, tiny_causal
+from tests.models.continuous.tiny import calm, tiny_causal, tiny_flowar
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
@@ -36,6 +36,7 @@ from visual_spec.samplers.registry import (
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
+    FLOW_SCALES,
     FRAMES,
     MASKED,
     ORDER,
@@ -150,6 +151,7 @@ KINDS = {
         lambda samples: torch.cat([prompts(seed=sample) for sample in samples]),
         given={"num_frames": 6, "height": 2, "width": 2},
     ),
+    FLOW_SCALES: Kind(tiny_flowar().double(), _table),
     SCALES: Kind(
         AnyScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": AnyScaleTokenizer(SIDES, 7)}
     ),
@@ -160,7 +162,7 @@ def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5),
     """Some samples of the kind's model, each with its own generator and condition, as one batch."""
     kind = KINDS[entry.calls]
     options: dict[str, Any] = dict(law=LAW, generator=seeded(*samples), batch_size=len(samples))
-    if entry.calls in (MASKED, FRAMES, CONTINUOUS):
+    if entry.calls in (MASKED, FRAMES, CONTINUOUS, FLOW_SCALES):
         options["law"] = TokenLaw(guidance_scale=1.8)
     if entry.calls == CHUNKS or (entry.calls == DISTILLED and sampler.config.teacher_from is None):
         options["law"] = TokenLaw()  # guidance is in the weights
@@ -232,6 +234,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "HeadSpeculativeSampler": dict(
         levels=2, steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2
     ),
+    "FlowScaleSampler": dict(levels=6, last_levels=3, guided_from=0.5),
     "DistilledSampler": dict(steps=2, teacher_from=4),
     "ChunkWiseSampler": dict(chunk=2, steps=[1000, 400.5], shift=2.0, first_steps=2),
     "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
@@ -255,7 +258,9 @@ REFUSED: dict[str, list[Any]] = {
     **dict.fromkeys(
         "window siblings depth width num_nodes pool radius max_rounds rows lead drafts redrafts span".split(), _COUNT
     ),
-    **dict.fromkeys("stop_below last_temperature reuse_from rescorer_share history_hidden prefill eta".split(), _SHARE),
+    **dict.fromkeys(
+        "stop_below last_temperature reuse_from rescorer_share history_hidden prefill eta guided_from".split(), _SHARE
+    ),
     **dict.fromkeys("choice_temperature entropy_bound tolerance final_noise".split(), _NUMBER),
     **dict.fromkeys(
         "coupling acceptance initial_draft sibling_rule unit schedule clock score span_score temperature guidance "
@@ -279,7 +284,7 @@ REFUSED: dict[str, list[Any]] = {
     "reuse": [-1, 1.5, True],
     "warmup": [-1, 1.5, True],
     "guided_steps": [-1, 1.5, True],
-    "levels": [1, *_COUNT],
+    **dict.fromkeys(("levels", "last_levels"), [1, *_COUNT]),
     "head_steps": [1001, *_COUNT],
     "last_head_steps": [1001, *_COUNT],
     "teacher_from": [-1, 1.5, True],

@@ -11,9 +11,10 @@ from tests.helpers.mage import tiny_mage
 from tests.helpers.tiny import seeded, tiny_masked_transformer, tiny_transformer
 from tests.helpers.tiny_infinity import captions, tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
-from tests.models.continuous.tiny import tiny_causal, tiny_mar
+from tests.models.continuous.tiny import tiny_causal, tiny_flowar, tiny_mar
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
+from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -29,6 +30,8 @@ DECODES: dict[str, tuple[Any, Any, Any, tuple[Any, ...]]] = {
     "mage, reuse": (MaskedSampler(4, reuse=2), tiny_mage, None, ()),
     "mar": (ContinuousSampler(head_steps=2), tiny_mar, LABELS, ()),
     "causal": (ContinuousSampler(head_steps=2), tiny_causal, LABELS, ()),
+    "flowar": (FlowScaleSampler(2), tiny_flowar, LABELS, ()),
+    "flowar, large": (FlowScaleSampler(2), lambda: tiny_flowar(cross=True), LABELS, ()),
     "var": (ScaleWiseSampler(), tiny_var, LABELS, (tiny_var_vq,)),
     "infinity": (ScaleWiseSampler(), tiny_infinity, captions(lengths=(4,)), (tiny_bits,)),
 }

@@ -16,11 +16,12 @@ from tests.helpers.tiny_audio import tiny_decoder
 from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import tiny_student, tiny_var_student
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
-from tests.models.continuous.tiny import tiny_causal, tiny_mar
+from tests.models.continuous.tiny import tiny_causal, tiny_flowar, tiny_mar
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.continuous import blocks as continuous_blocks
 from visual_spec.models.continuous import causal as continuous_causal
+from visual_spec.models.continuous import flowar as continuous_flowar
 from visual_spec.models.continuous import mar as continuous_mar
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
@@ -53,6 +54,7 @@ from visual_spec.samplers.registry import (
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
+    FLOW_SCALES,
     FRAMES,
     MASKED,
     SAMPLERS,
@@ -242,12 +244,12 @@ WAITING = {
 }
 
 
-def watch_latents(monkeypatch: Any, sampler: Any) -> None:
-    for module in (continuous_blocks, continuous_causal, continuous_mar):
+def watch_latents(monkeypatch: Any, sampler: Any, *models: Any) -> None:
+    for module in (continuous_blocks, continuous_causal, continuous_flowar, continuous_mar):
         if hasattr(module, "check_labels"):  # it looks at the labels, once
             monkeypatch.setattr(module, "check_labels", lambda *_: None)
     stand_in(monkeypatch)
-    for model in (tiny_mar(head_steps=3), tiny_causal(head_steps=3)):
+    for model in models:
         with FakeTensorMode(allow_non_fake_inputs=True):
             condition = without_numbers(torch.tensor([1, 0, 2]))
             watch(monkeypatch, sampler, without_numbers(model), condition, TokenLaw(guidance_scale=2.0))
@@ -314,7 +316,9 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
             labels = without_numbers(torch.tensor([0, 1, 2]))
             watch(monkeypatch, sampler, without_numbers(model), labels, TokenLaw(guidance_scale=2.0))
     elif entry.calls == CONTINUOUS:
-        watch_latents(monkeypatch, sampler)
+        watch_latents(monkeypatch, sampler, tiny_mar(head_steps=3), tiny_causal(head_steps=3))
+    elif entry.calls == FLOW_SCALES:
+        watch_latents(monkeypatch, sampler, tiny_flowar(grid_size=8))
     elif entry.calls == DISTILLED:
         watch_students(monkeypatch, type(sampler)(steps=2, teacher_from=4))
     elif name == "multiscale":

@@ -1,7 +1,8 @@
-"""Class to image by models of continuous tokens: label -> vectors, each drawn by a small diffusion head -> picture."""
+"""Class to image by models of continuous tokens: label -> vectors, drawn by diffusion or flow matching -> picture."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -14,17 +15,18 @@ from visual_spec.pipelines.decoders import KLDecoder
 
 if TYPE_CHECKING:
     from visual_spec.models.continuous.causal import CausalContinuousTransformer
+    from visual_spec.models.continuous.flowar import FlowARTransformer
     from visual_spec.models.continuous.mar import MARTransformer
     from visual_spec.models.core.layouts import Given
 
 
 class ContinuousImagePipeline(ClassImagePipeline):
-    """Draws pictures of classes by a model whose tokens are vectors: MAR, or a causal one.
+    """Draws pictures of classes by a model whose tokens are vectors: MAR, a causal one, or FlowAR.
 
     Args:
-        transformer: the model with its head.
+        transformer: the model with its head, or its flow network.
         vae: turns a grid of vectors into a picture and back.
-        sampler: `ContinuousSampler`, or one of those that speculate.
+        sampler: `ContinuousSampler`, or one of those that speculate; of FlowAR `FlowScaleSampler`.
         id2label, default_guidance_scale: as for `ClassImagePipeline`.
         drafter: a smaller model of the same kind and tokens, for samplers that ask for one.
 
@@ -51,7 +53,7 @@ class ContinuousImagePipeline(ClassImagePipeline):
     @registers
     def __init__(
         self,
-        transformer: MARTransformer | CausalContinuousTransformer,
+        transformer: MARTransformer | CausalContinuousTransformer | FlowARTransformer,
         vae: AutoencoderKL,
         sampler: SchedulerMixin,
         id2label: list[str] | None = None,
@@ -62,7 +64,7 @@ class ContinuousImagePipeline(ClassImagePipeline):
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
-        transformer: Given | MARTransformer,
+        transformer: Given | MARTransformer | FlowARTransformer,
         vae: Given,
         *,
         dtype: torch.dtype | None = None,
@@ -71,38 +73,31 @@ class ContinuousImagePipeline(ClassImagePipeline):
         drafter: Given | MARTransformer | None = None,
         **settings: Any,
     ) -> Self:
-        """A pipeline around MAR's official files.
+        """A pipeline around the official files of MAR or FlowAR.
 
         Args:
-            transformer: `checkpoint-last.pth`, see `visual_spec.models.continuous.mar_checkpoint`,
-                or the model of one.
+            transformer: `checkpoint-last.pth` of MAR, `FlowAR-S.pth`, `FlowAR-L.pth` or `FlowAR-H.pth`, see
+                `visual_spec.models.continuous.mar_checkpoint` and `flowar`; or the model of one.
             vae: `kl16.ckpt`.
             dtype: of all weights; None keeps each file's own.
-            sampler: default: `ContinuousSampler()`, one token a call.
-            drafter: a smaller file or model, for samplers that ask for one.
-            id2label, settings: see the class. The published guidance, with 256 calls, is 2.9, 3.0, 3.2 for B, L, H.
+            sampler: default: `ContinuousSampler()`, one token a call; of FlowAR the published one of its size.
+            drafter: a smaller file or model of MAR, for samplers that ask for one.
+            id2label, settings: see the class. The published guidance of MAR, with 256 calls, is 2.9, 3.0, 3.2 for B, L,
+                H; of FlowAR 4.3, 2.4, 2.4 for S, L, H.
 
         Raises:
             ValueError, OSError: a file that is none of these; says what it is.
         """
-        from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint, load_mar_checkpoint
-        from visual_spec.samplers.continuous.continuous import ContinuousSampler
+        from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint
 
-        def loaded(source: Any) -> Any:
-            is_model = source is None or isinstance(source, torch.nn.Module)
-            return source if is_model else load_mar_checkpoint(source, dtype=dtype)  # pyright: ignore
-
-        model = loaded(transformer)
-        published = {768: 2.9, 1024: 3.0, 1280: 3.2}
-        settings.setdefault("default_guidance_scale", published.get(model.config["dim"], 3.0))
-        return cls(
-            model,
-            load_kl16_checkpoint(vae, dtype=dtype),
-            sampler or ContinuousSampler(),
-            id2label,
-            drafter=loaded(drafter),
-            **settings,
+        model, second = (
+            part if part is None or isinstance(part, torch.nn.Module) else _loaded(part, dtype)
+            for part in (transformer, drafter)
         )
+        own, guidance = _published(model)
+        settings.setdefault("default_guidance_scale", guidance)
+        tokenizer = load_kl16_checkpoint(vae, dtype=dtype)
+        return cls(model, tokenizer, sampler or own, id2label, drafter=second, **settings)
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter."""
@@ -112,3 +107,26 @@ class ContinuousImagePipeline(ClassImagePipeline):
     def encode_canvas(self, pictures: torch.Tensor) -> torch.Tensor:
         """The most likely vectors [B, d, h, w] of pictures [B, 3, H, W] in [-1, 1]."""
         return self.decoder.encode(pictures)
+
+
+def _loaded(source: Given, dtype: torch.dtype | None) -> Any:
+    """The model of a file of MAR or FlowAR, or of a state dict."""
+    from visual_spec.models.continuous.flowar import is_flowar, load_flowar_checkpoint
+    from visual_spec.models.continuous.mar_checkpoint import load_mar_checkpoint, read_averaged
+
+    checkpoint = source if isinstance(source, Mapping) else read_averaged(source)
+    weights = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.weights
+    return (load_flowar_checkpoint if is_flowar(weights) else load_mar_checkpoint)(checkpoint, dtype=dtype)
+
+
+def _published(model: Any) -> tuple[SchedulerMixin, float]:
+    """The sampler and the guidance of the published figures of a size, or of the size next to it."""
+    from visual_spec.models.continuous.flowar import FlowARTransformer
+    from visual_spec.samplers.continuous.continuous import ContinuousSampler
+    from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
+
+    dim = model.config["dim"]
+    if not isinstance(model, FlowARTransformer):
+        return ContinuousSampler(), {768: 2.9, 1024: 3.0, 1280: 3.2}.get(dim, 3.0)
+    largest = FlowScaleSampler(50, guided_from=0.7) if dim == 1536 else FlowScaleSampler()
+    return largest, 2.4 if model.config["cross"] else 4.3

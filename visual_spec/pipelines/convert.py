@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from visual_spec.families import FAMILIES, PIPELINES
 from visual_spec.models.columns.audiocraft import CODEC, LANGUAGE_MODEL, kind_of
+from visual_spec.models.continuous.flowar import is_flowar
 from visual_spec.models.continuous.mar_checkpoint import is_mar
 from visual_spec.models.core.checkpoints import Checkpoint, read_content, unpack_checkpoint
 from visual_spec.models.next_scale.var_student import unpack_var_student
@@ -46,9 +47,10 @@ def convert(
             smaller one that refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of
             Infinity (of the 8B the folder of its shards), its tokenizer, or both; or a Halton-MaskGIT and LlamaGen's
             tokenizer; or a MAGE, which holds its tokenizer; or the files of MaskGCT, or of one of its models;
-            or a MAR, a smaller one that drafts, and KL-16, or some; or a student of LlamaGen or VAR, the tokenizer
-            of that family, and the model that taught it, or some; or Self-Forcing's transformer alone; told apart by
-            their keys. Or the folder of a MusicGen of audiocraft, which needs its text encoder.
+            or a MAR, a smaller one that drafts, and KL-16, or some; or a FlowAR, KL-16, or both; or a student of
+            LlamaGen or VAR, the tokenizer of that family, and the model that taught it, or some; or Self-Forcing's
+            transformer alone; told apart by their keys. Or the folder of a MusicGen of audiocraft, which needs its text
+            encoder.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings. Of MusicGen, the T5 that its settings name (t5-base).
@@ -112,8 +114,9 @@ def _read(path: Path) -> File:
     student = unpack_student(path, content) or unpack_var_student(path, content)
     if student is not None:
         return student
-    if isinstance(content, Mapping) and is_mar(content.get("model_ema") or {}):
-        return Checkpoint(path, dict(content["model_ema"]))  # beside it are weights that were not averaged
+    averaged = content.get("model_ema") if isinstance(content, Mapping) else None
+    if averaged and (is_mar(averaged) or is_flowar(averaged)):
+        return Checkpoint(path, dict(averaged))  # beside it are weights that were not averaged
     return unpack_checkpoint(path, content)
 
 

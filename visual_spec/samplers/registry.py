@@ -25,6 +25,7 @@ CHUNKS = "chunks"  # ChunkModel of `visual_spec.samplers.continuous.chunks`: chu
 CONTINUOUS = (
     "continuous"  # CausalContinuousModel, MaskedContinuousModel: conditions of tokens that are vectors
 )
+FLOW_SCALES = "flow scales"  # FlowScaleModel: a map of vectors at once, by flow matching
 DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise
 
 RASTER_TREE_ORDER = (RASTER, TREE, ORDER, OWN_ORDER)
@@ -241,6 +242,13 @@ SAMPLERS = (
         "a law of its own, chunk by chunk",
         plain=True,
         settings=(),
+    ),
+    SamplerEntry(
+        "flow-scales",
+        f"{_HERE}.continuous.flow_scales:FlowScaleSampler",
+        FLOW_SCALES,
+        "a law of its own, map by map",
+        plain=True,
     ),
     SamplerEntry(
         "distilled",

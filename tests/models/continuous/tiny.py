@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from visual_spec.models.continuous.causal import CausalContinuousTransformer
+from visual_spec.models.continuous.flowar import FlowARTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 
 SIZES: dict[str, Any] = dict(
@@ -22,6 +23,21 @@ def tiny_mar(**changes: Any) -> MARTransformer:
 def tiny_causal(**changes: Any) -> CausalContinuousTransformer:
     torch.manual_seed(0)
     return _random(CausalContinuousTransformer(**{**SIZES, "prefix_length": 2, **changes}))
+
+
+def tiny_flowar(**changes: Any) -> FlowARTransformer:
+    """Maps of 1, 2 and 4 places a side."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(grid_size=4, token_dim=3, dim=16, num_layers=2, num_heads=2, num_classes=5)
+    return _random(FlowARTransformer(**{**sizes, "flow_width": 64, "flow_depth": 1, **changes}))
+
+
+def released_flowar(model: FlowARTransformer) -> dict[str, torch.Tensor]:
+    """A state dict with what the released ones hold beside the weights."""
+    computed = {
+        f"{name}.rope.freqs": torch.ones(2) for name, _ in model.named_modules() if name.endswith("attn")
+    }
+    return {**model.state_dict(), **computed, "mask": torch.zeros(1, 1, 21, 21)}
 
 
 def _random(model: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
+from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 
 _MAR = KeyLayout(
@@ -26,6 +29,16 @@ _MAR = KeyLayout(
     },
     container="model_ema",
 )
+
+
+def read_averaged(source: Source) -> Checkpoint:
+    """Read a file of MAR or FlowAR: the averaged weights of a training run, or weights alone.
+
+    Raises:
+        ValueError, OSError: as `read_content`.
+    """
+    weights, name = replace(_MAR, needed={}).read(source)
+    return Checkpoint(Path(name), weights)
 
 
 def load_mar_checkpoint(
@@ -73,8 +86,8 @@ def load_kl16_checkpoint(source: Given, *, dtype: torch.dtype | None = None, **c
 
 
 def is_mar(weights: Mapping[str, Any]) -> bool:
-    """Return whether these keys are of a MAR."""
-    return "diffusion_pos_embed_learned" in weights
+    """Return whether these keys are of a MAR. FlowAR's have the same trunk, and another head."""
+    return "diffusion_pos_embed_learned" in weights and "flownet.input_proj.weight" not in weights
 
 
 def is_kl16(weights: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 A token is a vector of d numbers. A trunk gives each slot a condition z; a head draws the slot's token from z by a chain
 of normal laws (`LevelSchedule`), one head call a level. There are two kinds of models. A causal one
 (`CausalContinuousModel`) feeds tokens in its own order into a cache. A masked one (`MaskedContinuousModel`) sees any
-set of known tokens, and has no cache.
+set of known tokens, and has no cache. A model of maps (`FlowScaleModel`) has no head: a network draws a map at once.
 """
 
 from __future__ import annotations
@@ -147,6 +147,52 @@ class MaskedContinuousModel(ContinuousModel, Protocol):
         Args:
             room: the most known tokens of a row, where the caller knows it.
         """
+        ...
+
+
+class FlowNetwork(Protocol):
+    """What draws a whole map from the conditions of its places, by flow matching."""
+
+    def inputs(self, z: Tensor, side: int) -> Any:
+        """What all levels of a map need of conditions `z [R, n * n, dim]`; `first(rows)` of it keeps the first rows."""
+        ...
+
+    def __call__(self, x: Tensor, times: Tensor, inputs: Any) -> Tensor:
+        """Velocities, noise minus token, of points `x [R, n * n, d]` at shares of noise `times [R or 1]`."""
+        ...
+
+
+class FlowScaleModel(Protocol):
+    """Predicts a picture's latents map after map, each the whole picture at its size; a map is drawn at once.
+
+    Attributes:
+        scales: places per side of each map, coarse to fine; the last is the grid's.
+        offsets: the first slot of each map, then the number of slots.
+        token_dim, condition_dim: numbers of a token, and of the condition of a place.
+    """
+
+    scales: tuple[int, ...]
+    offsets: tuple[int, ...]
+    token_dim: int
+    condition_dim: int
+
+    @property
+    def grid(self) -> TokenGrid: ...
+
+    @property
+    def flownet(self) -> FlowNetwork: ...
+
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
+        """A state whose `conditions [R, n * n, dim]` are of the first map. R = B, or 2B when guided: the unconditional
+        rows last."""
+        ...
+
+    def __call__(self, state: Any, map: Tensor, scale: int) -> Tensor:
+        """Feed the map [B, d, m, m] before number `scale`; conditions [R, n * n, dim] of that one."""
+        ...
+
+    def enlarged(self, map: Tensor) -> Tensor:
+        """A map [B, d, n, n] at the size of the grid."""
         ...
 
 

@@ -16,7 +16,7 @@ from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.denoising import ChainLaw
 from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_batch_size
+from visual_spec.samplers.core.checks import check_batch_size, check_vector_law
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
 from visual_spec.samplers.core.state import Run, State
@@ -146,13 +146,7 @@ class ContinuousTokenSampler(Sampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_batch_size(batch_size)
-        off = TokenLaw()
-        for name in ("top_k", "top_p", "allowed", "guidance_until"):
-            if getattr(law, name) != getattr(off, name):
-                raise ValueError(
-                    f"{name}={getattr(law, name)} given, which is for tokens out of a vocabulary; the tokens of this "
-                    "model are vectors. Leave it out."
-                )
+        check_vector_law(law)
         self.check_model(model)
 
     def check_model(self, model: Any) -> None:

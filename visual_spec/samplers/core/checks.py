@@ -225,6 +225,21 @@ def check_allowed(law: TokenLaw, vocab_size: int) -> None:
         )
 
 
+def check_vector_law(law: TokenLaw) -> None:
+    """Refuse settings of a law that tokens which are vectors have no use for.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    off = TokenLaw()
+    for name in ("top_k", "top_p", "allowed", "guidance_until"):
+        if getattr(law, name) != getattr(off, name):
+            raise ValueError(
+                f"{name}={getattr(law, name)} given, which is for tokens out of a vocabulary; the tokens of this "
+                "model are vectors. Leave it out."
+            )
+
+
 def wants_graph(graph: bool | str, model: Any) -> bool:
     """Return whether to record a decode, before anything is computed. "auto" records wherever recording is possible.
 

@@ -1,0 +1,198 @@
+"""Train FlowAR, a next-map model of latents, on the class pictures of `shapes`, with the autoencoder of `shapes_mar`.
+
+The loss is the flow network's at all places of all maps (arXiv 2412.15205, section 3.4): at one share of noise for each
+picture and map, the squared error of the velocity, places weighted alike. Latents are drawn anew in each step, and a
+tenth of the classes is replaced by the null class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import Tensor
+
+from scripts.train.classes import class_accuracy
+from scripts.train.mar import EncodedPictures, decode, latent_pictures
+from scripts.train.tokenizer import to_pixels
+from visual_spec.data.shapes_classes import CLASSES
+from visual_spec.models.continuous.flowar import FlowARTransformer
+from visual_spec.training.loop import (
+    Descent,
+    RunOptions,
+    Trainer,
+    muon_and_adamw,
+    option,
+    read_options,
+    write_json,
+)
+
+
+@dataclass(frozen=True)
+class FlowTraining:
+    """Settings of a run.
+
+    Attributes:
+        flow_repeats: noisy points that the loss of each map is a mean over.
+        object_weight: weight in the loss of places that show part of the object; the others have 1.
+    """
+
+    steps: int = 6000
+    batch_size: int = 24
+    scenes: int = 4000
+    learning_rate: float = 1.5e-3
+    weight_decay: float = 0.02
+    label_dropout: float = 0.1
+    flow_repeats: int = 2
+    object_weight: float = 2.0
+    seed: int = 0
+
+
+def train_maps(
+    model: FlowARTransformer,
+    tokenizer: AutoencoderKL,
+    settings: FlowTraining,
+    out: Path,
+    *,
+    every: int = 250,
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+
+    A run that was interrupted goes on from `out/resume.pt`; latents are kept in `cache`, see `latent_pictures`.
+    """
+    pictures = latent_pictures(tokenizer, settings.scenes, settings.seed, cache=cache)
+    # Not of the modulations: they start at 0, where Muon's steps of fixed size would tear them apart.
+    matrices = [
+        part
+        for name, part in model.named_modules()
+        if name.endswith((".attn", ".mlp")) and "flownet" not in name
+    ]
+    trunk = torch.nn.ModuleList(matrices)
+    descend = Descent(
+        muon_and_adamw(trunk, model.parameters(), settings.learning_rate, settings.weight_decay),
+        settings.steps,
+        settings.learning_rate,
+    )
+
+    def loss(step: int) -> Tensor:
+        # One generator per step, so that a resumed run sees what it would have seen.
+        return map_loss(model, pictures, settings, np.random.default_rng((settings.seed, step)))
+
+    return Trainer(model, settings, out, descend, every=every, reads=[tokenizer]).run(
+        loss,
+        lambda step: (step,),
+        lambda: {"held_out_loss": held_out_loss(model, tokenizer)},
+        lambda: model.save_pretrained(out),
+    )
+
+
+def map_loss(
+    model: FlowARTransformer, pictures: EncodedPictures, settings: FlowTraining, rng: np.random.Generator
+) -> Tensor:
+    """Loss of one batch, drawn with `rng`."""
+    size, repeats = settings.batch_size, settings.flow_repeats
+    chosen = torch.from_numpy(rng.integers(len(pictures.labels), size=size))
+    noise = torch.Generator().manual_seed(int(rng.integers(2**63)))
+    dropped = torch.from_numpy(rng.random(size) < settings.label_dropout).to(model.device)
+    shape = (model.grid.height, model.grid.width)
+    latents = pictures.draw(chosen, noise).mT.unflatten(2, shape).to(model.device)
+    objects = pictures.objects[chosen].to(latents).unflatten(1, shape)[:, None]
+    maps = [model.averaged(latents, side) for side in model.scales]
+    z = model.teacher_forced(maps, pictures.labels[chosen].to(model.device), dropped)
+    total, weight = z.new_zeros(()), 0.0
+    for side, map, conditions in zip(
+        model.scales, maps, z.split([n * n for n in model.scales], 1), strict=True
+    ):
+        tokens = map.flatten(2).mT.repeat(repeats, 1, 1)
+        times = torch.rand(len(tokens), generator=noise).to(tokens)
+        added = torch.randn(tokens.shape, generator=noise).to(tokens)
+        point = torch.lerp(tokens, added, times[:, None, None])
+        velocity = model.flownet(point, times, model.flownet.inputs(conditions, side).repeated(repeats))
+        weights = 1.0 + (settings.object_weight - 1.0) * F.adaptive_max_pool2d(objects, side).flatten(1)
+        errors = (velocity - (added - tokens)).square().mean(-1)
+        total = total + (errors * weights.repeat(repeats, 1)).sum()
+        weight = weight + weights.sum() * repeats
+    return total / weight
+
+
+@torch.no_grad()
+def held_out_loss(model: FlowARTransformer, tokenizer: AutoencoderKL, count: int = 400) -> float:
+    """Mean loss of held-out pictures, in settings of its own so that runs compare."""
+    pictures = latent_pictures(tokenizer, count, 777, held_out=True)
+    judged = FlowTraining(batch_size=50, label_dropout=0.0, object_weight=1.0)
+    losses = [
+        map_loss(model, pictures, judged, np.random.default_rng((777, part))).item() for part in range(16)
+    ]
+    return round(float(np.mean(losses)), 4)
+
+
+def judge(
+    model: FlowARTransformer, tokenizer: AutoencoderKL, count: int, *, guidance: float, levels: int = 25
+) -> dict[str, Any]:
+    """Class accuracy of pictures that a model draws, about as many of each class."""
+    from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
+    from visual_spec.samplers.core.law import TokenLaw
+
+    labels, sampler, rows = torch.arange(count) % len(CLASSES), FlowScaleSampler(levels), []
+    for start in range(0, count, 48):
+        part = labels[start : start + 48]
+        request: dict[str, Any] = dict(law=TokenLaw(guidance_scale=guidance), batch_size=len(part))
+        generator = torch.Generator().manual_seed(1000 + start)
+        drawn = sampler(model, part.to(model.device), generator=generator, **request)
+        rows.append(decode(tokenizer, drawn.tokens))
+    accuracy = class_accuracy(to_pixels(torch.cat(rows)), labels.tolist())
+    return {"pictures": count, "guidance_scale": guidance, "levels": levels, **accuracy}
+
+
+HELP = """Train FlowAR on the latents of an autoencoder.
+
+`python scripts/train flowar --tokenizer FOLDER --out FOLDER`
+
+Afterwards `--out` holds the weights and `training.json`, with the loss curve, the held-out loss and the class accuracy
+of pictures drawn with them. An interrupted run resumes.
+"""
+
+
+@dataclass(kw_only=True)
+class Options(RunOptions):
+    tokenizer: Path = option("folder that python scripts/train kl_tokenizer wrote")
+    cache: Path | None = option("folder for the latents; without: the tokenizer's", None)
+    dim: int = option("width of the transformer", 96)
+    num_layers: int = option("layers of its encoder, and of its decoder", 2)
+    flow_depth: int = option("layers of the flow network, of width 128", 2)
+    judged_pictures: int = option("drawn for the accuracy; 0: none", 240)
+    guidance_scale: float = option("of these pictures", 3.0)
+
+
+def main() -> None:
+    options, settings = read_options(HELP, Options, FlowTraining)
+    torch.manual_seed(settings.seed)
+    tokenizer: Any = AutoencoderKL.from_pretrained(options.tokenizer, torch_dtype=torch.float32)
+    tokenizer = tokenizer.eval().to(options.device)
+    model = FlowARTransformer(
+        grid_size=tokenizer.config["sample_size"] // 2 ** (len(tokenizer.config["block_out_channels"]) - 1),
+        token_dim=tokenizer.config["latent_channels"],
+        dim=options.dim,
+        num_layers=options.num_layers,
+        num_heads=options.dim // 32,
+        flow_width=128,
+        flow_depth=options.flow_depth,
+        num_classes=len(CLASSES),
+    )
+    model.initialise()
+    model = model.to(options.device)
+    record = train_maps(model, tokenizer, settings, options.out, cache=options.cache or options.tokenizer)
+    if options.judged_pictures:
+        record["drawn"] = judge(model, tokenizer, options.judged_pictures, guidance=options.guidance_scale)
+        write_json(options.out / "training.json", record)
+    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+
+
+if __name__ == "__main__":
+    main()
