@@ -20,7 +20,8 @@ from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
 
 from visual_spec import families
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.continuous import flowar, mar
+from visual_spec.models.continuous import acdit, flowar, mar
+from visual_spec.models.continuous.acdit import ACDiTTransformer
 from visual_spec.models.continuous.flowar import FlowARTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import KL16
@@ -44,7 +45,7 @@ from visual_spec.models.next_token.controlar import ControlARTransformer
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_checkpoint import known_architectures
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
-from visual_spec.samplers.registry import CONTINUOUS, DISTILLED, FLOW_SCALES, MASKED, SCALES
+from visual_spec.samplers.registry import CONTINUOUS, DENOISED, DISTILLED, FLOW_SCALES, MASKED, SCALES
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,7 @@ def test_sizes_of_the_models_of_transformers():
         "Infinity",
         "MAR-",
         "FlowAR",
+        "ACDiT-",
         "MaskGIT",
         "MAGE",
         "MaskGCT",
@@ -218,6 +220,19 @@ def test_sizes_of_flowar(name):
     assert (model.tokens, model.uncached, model.calls) == (network.offsets[-1], 256, (FLOW_SCALES,))
     held = (model.tokens - model.uncached) * model.cached
     assert held == state.cache.keys.numel() + state.cache.values.numel()
+
+
+@pytest.mark.parametrize("name", ["XL", "H"])
+def test_sizes_of_acdit(name):
+    with torch.device("meta"):
+        network = ACDiTTransformer(**acdit.PRESETS[name])  # pyright: ignore[reportArgumentType]
+    (model,) = (model for model in families.models() if model.name.startswith(f"ACDiT-{name} "))
+    assert model.parameters == parameters(network)
+    assert (model.tokens, model.prefix, model.calls) == (network.grid.num_tokens, 0, (DENOISED,))
+    with torch.device("meta"):
+        tiny = ACDiTTransformer(grid_size=4, block_size=4, dim=64, num_layers=3, num_heads=1)
+    state = tiny.to_empty(device="cpu").prefill(None, batch_size=2, guided=True, window=1)
+    assert state.keys.numel() + state.values.numel() == 4 * 16 * 2 * 3 * 64  # rows x slots x `cached`
 
 
 @pytest.mark.parametrize(

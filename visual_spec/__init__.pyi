@@ -23,6 +23,7 @@ from visual_spec.pipelines.scale_image import ScaleImagePipeline as ScaleImagePi
 from visual_spec.pipelines.transformers_generate import custom_generate as custom_generate
 from visual_spec.pipelines.transformers_generate import save_custom_generate as save_custom_generate
 from visual_spec.pipelines.video import VideoPipeline as VideoPipeline
+from visual_spec.samplers.continuous.block_diffusion import BlockDiffusionSampler as BlockDiffusionSampler
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler as ChunkWiseSampler
 from visual_spec.samplers.continuous.continuous import ContinuousSampler as ContinuousSampler
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler as SpeculativeContinuousSampler
@@ -60,6 +61,7 @@ __all__ = [
     "AnyOrderSampler",
     "AudioPipeline",
     "AutoregressiveSampler",
+    "BlockDiffusionSampler",
     "BlockJacobiSampler",
     "ChunkVideoPipeline",
     "ChunkWiseSampler",

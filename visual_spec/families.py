@@ -18,6 +18,7 @@ from visual_spec.samplers.registry import (
     CHUNKS,
     COLUMNS,
     CONTINUOUS,
+    DENOISED,
     DISTILLED,
     FLOW_SCALES,
     FRAMES,
@@ -359,6 +360,21 @@ FAMILIES = (
             KnownModel("MAR-B class 256", "checkpoint-last.pth", 256, 256, 64, 207_924_768, 0),
             KnownModel("MAR-L class 256", "checkpoint-last.pth", 256, 256, 64, 478_326_304, 0),
             KnownModel("MAR-H class 256", "checkpoint-last.pth", 256, 256, 64, 942_403_104, 0),
+        ),
+    ),
+    Family(
+        "ACDiT", (DENOISED,), ("ContinuousImagePipeline",), ("continuous.acdit:ACDiTTransformer",),
+        saved={"transformer": "ACDiTTransformer"}, stored_as="canvas", plain="block-diffusion:...", comparable=False,
+        measured=("block-diffusion:levels={50|25|10|5}",), load="ContinuousImagePipeline.from_official",
+        layout=FileLayout((
+            OfficialFile("transformer", "ACDiT", "continuous.acdit_checkpoint:is_acdit",
+                "continuous.acdit_checkpoint:load_acdit_checkpoint", pipeline="ContinuousImagePipeline"),
+            OfficialFile("vae", "a folder of AutoencoderKL", "continuous.mar_checkpoint:is_kl16",
+                "continuous.mar_checkpoint:load_kl16_checkpoint", own=False, folder=True),
+        ), tokenizer="the folder vae of facebook/DiT-XL-2-256"),
+        sizes=(
+            KnownModel("ACDiT-XL class 256", "ACDiT-XL-img.pt", 256, 1024, 0, 674_856_708, 2 * 28 * 1152),
+            KnownModel("ACDiT-H class 256", "ACDiT-H-img.pt", 256, 1024, 0, 950_959_620, 2 * 32 * 1280),
         ),
     ),
     # The last family with a layout: its tokenizer's keys fit any VQGAN.

@@ -145,7 +145,7 @@ def train_latents(
         ValueError: a model of other tokens or classes than the tokenizer and the data have.
     """
     pictures = latent_pictures(tokenizer, settings.scenes, settings.seed, cache=cache)
-    _check_fit(model, pictures)
+    check_fit(model, pictures)
     # Of the trunk only: the head's modulations start at 0, where Muon's steps of fixed size would tear them apart.
     trunk = torch.nn.ModuleList(
         [module for name, module in model.named_children() if name.endswith("blocks")]
@@ -230,7 +230,8 @@ def held_out_loss(
     return round(float(np.mean(losses)), 4)
 
 
-def _check_fit(model: ContinuousModel, pictures: EncodedPictures) -> None:
+def check_fit(model: Any, pictures: EncodedPictures) -> None:
+    """Refuse a model of other tokens or classes than the pictures have."""
     length, numbers = pictures.means.shape[1:]
     if (model.grid.num_tokens, model.token_dim) != (length, numbers):
         raise ValueError(

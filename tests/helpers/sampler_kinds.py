@@ -24,7 +24,7 @@ from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
 from tests.helpers.tiny_students import tiny_student
 from tests.helpers.tiny_wan import prompts, tiny_wan
-from tests.models.continuous.tiny import calm, tiny_causal, tiny_flowar
+from tests.models.continuous.tiny import calm, tiny_acdit, tiny_causal, tiny_flowar
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
@@ -35,6 +35,7 @@ from visual_spec.samplers.registry import (
     CHUNKS,
     COLUMNS,
     CONTINUOUS,
+    DENOISED,
     DISTILLED,
     FLOW_SCALES,
     FRAMES,
@@ -138,6 +139,7 @@ KINDS = {
     FRAMES: Kind(TableFrameModel(TokenGrid(1, 4, 3), 3, conditions=3), _table),
     ANY_ORDER: Kind(TabularAnyOrderModel(TokenGrid(1, 5), 5, conditions=3), _table),
     CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
+    DENOISED: Kind(tiny_acdit().double(), _table),
     DISTILLED: Kind(
         tiny_student(),
         _table,
@@ -162,7 +164,7 @@ def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5),
     """Some samples of the kind's model, each with its own generator and condition, as one batch."""
     kind = KINDS[entry.calls]
     options: dict[str, Any] = dict(law=LAW, generator=seeded(*samples), batch_size=len(samples))
-    if entry.calls in (MASKED, FRAMES, CONTINUOUS, FLOW_SCALES):
+    if entry.calls in (MASKED, FRAMES, CONTINUOUS, DENOISED, FLOW_SCALES):
         options["law"] = TokenLaw(guidance_scale=1.8)
     if entry.calls == CHUNKS or (entry.calls == DISTILLED and sampler.config.teacher_from is None):
         options["law"] = TokenLaw()  # guidance is in the weights
@@ -235,6 +237,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         levels=2, steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2
     ),
     "FlowScaleSampler": dict(levels=6, last_levels=3, guided_from=0.5),
+    "BlockDiffusionSampler": dict(levels=3),
     "DistilledSampler": dict(steps=2, teacher_from=4),
     "ChunkWiseSampler": dict(chunk=2, steps=[1000, 400.5], shift=2.0, first_steps=2),
     "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
@@ -306,5 +309,6 @@ REFUSED_BY: dict[str, dict[str, list[Any]]] = {
     "ProactiveJacobiSampler": dict(siblings=[None], depth=[None]),
     "ColumnJacobiSampler": dict(window=[None], initial_draft=["up"]),
     "BlockJacobiSampler": dict(window=[None], initial_draft=["up"], acceptance=["grouped"]),
+    "BlockDiffusionSampler": dict(levels=[1000]),
     "DistilledSampler": dict(steps=[3]),
 }

@@ -18,6 +18,7 @@ from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.registry import (
     CHUNKS,
     CONTINUOUS,
+    DENOISED,
     DISTILLED,
     FLOW_SCALES,
     FRAMES,
@@ -128,7 +129,7 @@ def test_a_sample_is_what_it_is_alone(entry, settings):
 def test_complete_samples_leave_the_batch(entry, monkeypatch):
     """The rows that a model is fed are those of samples that are not complete, at every call."""
     kind, sampler = KINDS[entry.calls], sampler_class(entry)()
-    if entry.calls in (CHUNKS, DISTILLED, FLOW_SCALES, FRAMES, MASKED, SCALES):
+    if entry.calls in (CHUNKS, DENOISED, DISTILLED, FLOW_SCALES, FRAMES, MASKED, SCALES):
         return  # all samples take the same calls
     fed: list[int] = []
     forward = type(kind.model).forward
@@ -181,7 +182,13 @@ def test_requests_that_no_model_serves_are_refused_before_any_compute(entry, mon
             decode(entry, sampler, batch_size=batch_size)
     with pytest.raises(ValueError, match="1 generators for a batch of 5"):
         decode(entry, sampler, generator=[torch.Generator()])
-    if entry.calls not in (CHUNKS, CONTINUOUS, DISTILLED, FLOW_SCALES):  # which have no ids to allow
+    if entry.calls not in (
+        CHUNKS,
+        CONTINUOUS,
+        DENOISED,
+        DISTILLED,
+        FLOW_SCALES,
+    ):  # which have no ids to allow
         with pytest.raises(ValueError, match=r"allowed=\(0, 99\)"):
             decode(entry, sampler, law=TokenLaw(allowed=(0, 99)))
 
@@ -189,7 +196,7 @@ def test_requests_that_no_model_serves_are_refused_before_any_compute(entry, mon
 @EVERY
 def test_the_trace_says_what_the_sampler_promises(entry):
     sampler = sampler_class(entry)()
-    unfiltered = entry.calls in (CHUNKS, MASKED, CONTINUOUS, DISTILLED, FLOW_SCALES)
+    unfiltered = entry.calls in (CHUNKS, MASKED, CONTINUOUS, DENOISED, DISTILLED, FLOW_SCALES)
     trace = (decode(entry, sampler) if unfiltered else decode(entry, sampler, law=LAW)).trace
     assert trace.sampler == entry.class_name
     assert (trace.lossless, trace.identical) == (sampler.lossless, sampler.identical)

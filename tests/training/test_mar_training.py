@@ -19,7 +19,6 @@ from scripts.train.kl_tokenizer import (
     KLTokenizerTraining,
     class_pictures,
     moments_of,
-    new_tokenizer,
     normalise,
     train_kl_tokenizer,
 )
@@ -34,18 +33,12 @@ from scripts.train.mar import (
     round_matrices,
     train_latents,
 )
+from tests.helpers.tiny_latents import SIDE, tiny_latents, tiny_tokenizer
 from tests.helpers.training import check_training, equal
 from tests.models.continuous import straight
 from visual_spec.data.shapes_classes import CLASSES, class_of
 from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import MARTransformer
-
-SIDE = 32  # pixels; 4 x 4 tokens of 3 numbers
-
-
-def tiny_tokenizer(seed: int = 0) -> AutoencoderKL:
-    torch.manual_seed(seed)
-    return new_tokenizer(channels=(4, 4, 8, 8), latent_channels=3, image_size=SIDE)
 
 
 def tiny_model(kind: str, **changes: Any) -> Any:
@@ -62,11 +55,7 @@ def tiny_model(kind: str, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> AutoencoderKL:
-    """Random, with latents that differ from picture to picture and have little noise."""
-    model = tiny_tokenizer().eval().requires_grad_(False)
-    kl_tokenizer.initialise(model)
-    normalise(model, class_pictures(20, 1, size=SIDE)[1])
-    return model
+    return tiny_latents()
 
 
 @pytest.fixture(autouse=True)

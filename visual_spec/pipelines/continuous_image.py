@@ -1,7 +1,8 @@
-"""Class to image by models of continuous tokens: label -> vectors, drawn by diffusion or flow matching -> picture."""
+"""Class to image by models of continuous tokens: label -> vectors, drawn in any of several ways -> picture."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +15,7 @@ from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import KLDecoder
 
 if TYPE_CHECKING:
+    from visual_spec.models.continuous.acdit import ACDiTTransformer
     from visual_spec.models.continuous.causal import CausalContinuousTransformer
     from visual_spec.models.continuous.flowar import FlowARTransformer
     from visual_spec.models.continuous.mar import MARTransformer
@@ -21,12 +23,13 @@ if TYPE_CHECKING:
 
 
 class ContinuousImagePipeline(ClassImagePipeline):
-    """Draws pictures of classes by a model whose tokens are vectors: MAR, a causal one, or FlowAR.
+    """Draws pictures of classes by a model whose tokens are vectors: MAR, a causal one, FlowAR, or ACDiT.
 
     Args:
-        transformer: the model with its head, or its flow network.
+        transformer: the model, with its head or its flow network.
         vae: turns a grid of vectors into a picture and back.
-        sampler: `ContinuousSampler`, or one of those that speculate; of FlowAR `FlowScaleSampler`.
+        sampler: `ContinuousSampler`, or one of those that speculate; of FlowAR `FlowScaleSampler`, of ACDiT
+            `BlockDiffusionSampler`.
         id2label, default_guidance_scale: as for `ClassImagePipeline`.
         drafter: a smaller model of the same kind and tokens, for samplers that ask for one.
 
@@ -53,7 +56,7 @@ class ContinuousImagePipeline(ClassImagePipeline):
     @registers
     def __init__(
         self,
-        transformer: MARTransformer | CausalContinuousTransformer | FlowARTransformer,
+        transformer: MARTransformer | CausalContinuousTransformer | FlowARTransformer | ACDiTTransformer,
         vae: AutoencoderKL,
         sampler: SchedulerMixin,
         id2label: list[str] | None = None,
@@ -64,8 +67,8 @@ class ContinuousImagePipeline(ClassImagePipeline):
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
-        transformer: Given | MARTransformer | FlowARTransformer,
-        vae: Given,
+        transformer: Given | MARTransformer | FlowARTransformer | ACDiTTransformer,
+        vae: Given | AutoencoderKL,
         *,
         dtype: torch.dtype | None = None,
         sampler: SchedulerMixin | None = None,
@@ -73,17 +76,20 @@ class ContinuousImagePipeline(ClassImagePipeline):
         drafter: Given | MARTransformer | None = None,
         **settings: Any,
     ) -> Self:
-        """A pipeline around the official files of MAR or FlowAR.
+        """A pipeline around the official files of MAR, FlowAR or ACDiT.
 
         Args:
-            transformer: `checkpoint-last.pth` of MAR, `FlowAR-S.pth`, `FlowAR-L.pth` or `FlowAR-H.pth`, see
-                `visual_spec.models.continuous.mar_checkpoint` and `flowar`; or the model of one.
-            vae: `kl16.ckpt`.
+            transformer: `checkpoint-last.pth` of MAR, `FlowAR-S.pth`, `FlowAR-L.pth` or `FlowAR-H.pth`, or
+                `ACDiT-XL-img.pt`, see `mar_checkpoint`, `flowar` and `acdit_checkpoint` of
+                `visual_spec.models.continuous`; or the model of one.
+            vae: `kl16.ckpt`; or a folder of diffusers' class, such as `vae` of facebook/DiT-XL-2-256, which ACDiT's
+                latents are of; or the model of one.
             dtype: of all weights; None keeps each file's own.
-            sampler: default: `ContinuousSampler()`, one token a call; of FlowAR the published one of its size.
+            sampler: default: `ContinuousSampler()`, one token a call; of FlowAR the published one of its size; of ACDiT
+                `BlockDiffusionSampler()`.
             drafter: a smaller file or model of MAR, for samplers that ask for one.
             id2label, settings: see the class. The published guidance of MAR, with 256 calls, is 2.9, 3.0, 3.2 for B, L,
-                H; of FlowAR 4.3, 2.4, 2.4 for S, L, H.
+                H; of FlowAR 4.3, 2.4, 2.4 for S, L, H; of ACDiT 1.5.
 
         Raises:
             ValueError, OSError: a file that is none of these; says what it is.
@@ -96,8 +102,11 @@ class ContinuousImagePipeline(ClassImagePipeline):
         )
         own, guidance = _published(model)
         settings.setdefault("default_guidance_scale", guidance)
-        tokenizer = load_kl16_checkpoint(vae, dtype=dtype)
-        return cls(model, tokenizer, sampler or own, id2label, drafter=second, **settings)
+        if isinstance(vae, str | os.PathLike) and os.path.isdir(vae):
+            vae = AutoencoderKL.from_pretrained(vae, torch_dtype=dtype)
+        elif not isinstance(vae, AutoencoderKL):
+            vae = load_kl16_checkpoint(vae, dtype=dtype)
+        return cls(model, vae, sampler or own, id2label, drafter=second, **settings)
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter."""
@@ -110,10 +119,13 @@ class ContinuousImagePipeline(ClassImagePipeline):
 
 
 def _loaded(source: Given, dtype: torch.dtype | None) -> Any:
-    """The model of a file of MAR or FlowAR, or of a state dict."""
+    """The model of a file of MAR, FlowAR or ACDiT, or of a state dict."""
+    from visual_spec.models.continuous.acdit_checkpoint import holds_acdit, load_acdit_checkpoint
     from visual_spec.models.continuous.flowar import is_flowar, load_flowar_checkpoint
     from visual_spec.models.continuous.mar_checkpoint import load_mar_checkpoint, read_averaged
 
+    if holds_acdit(source):
+        return load_acdit_checkpoint(source, dtype=dtype)
     checkpoint = source if isinstance(source, Mapping) else read_averaged(source)
     weights = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.weights
     return (load_flowar_checkpoint if is_flowar(weights) else load_mar_checkpoint)(checkpoint, dtype=dtype)
@@ -121,10 +133,14 @@ def _loaded(source: Given, dtype: torch.dtype | None) -> Any:
 
 def _published(model: Any) -> tuple[SchedulerMixin, float]:
     """The sampler and the guidance of the published figures of a size, or of the size next to it."""
+    from visual_spec.models.continuous.acdit import ACDiTTransformer
     from visual_spec.models.continuous.flowar import FlowARTransformer
+    from visual_spec.samplers.continuous.block_diffusion import BlockDiffusionSampler
     from visual_spec.samplers.continuous.continuous import ContinuousSampler
     from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
 
+    if isinstance(model, ACDiTTransformer):
+        return BlockDiffusionSampler(), 1.5
     dim = model.config["dim"]
     if not isinstance(model, FlowARTransformer):
         return ContinuousSampler(), {768: 2.9, 1024: 3.0, 1280: 3.2}.get(dim, 3.0)

@@ -136,6 +136,11 @@ class KLDecoder(VQDecoder):
         return 2 ** (len(self.model.config["block_out_channels"]) - 1)
 
     def check_fit(self) -> None:
+        if self.transformer.grid.frames > 1:
+            raise ValueError(
+                f"the transformer draws clips of {self.transformer.grid.frames} frames, and this pipeline pictures; "
+                "pass one of pictures, or draw latents by calling the sampler."
+            )
         if self.model.config["latent_channels"] != self.transformer.token_dim:
             raise ValueError(
                 f"the transformer draws tokens of {self.transformer.token_dim} numbers, but the autoencoder decodes "

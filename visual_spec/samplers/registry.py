@@ -25,6 +25,9 @@ CHUNKS = "chunks"  # ChunkModel of `visual_spec.samplers.continuous.chunks`: chu
 CONTINUOUS = (
     "continuous"  # CausalContinuousModel, MaskedContinuousModel: conditions of tokens that are vectors
 )
+DENOISED = (
+    "denoised"  # BlockModel of `visual_spec.samplers.continuous.block_diffusion`: blocks of noisy vectors
+)
 FLOW_SCALES = "flow scales"  # FlowScaleModel: a map of vectors at once, by flow matching
 DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise
 
@@ -249,6 +252,14 @@ SAMPLERS = (
         FLOW_SCALES,
         "a law of its own, map by map",
         plain=True,
+    ),
+    SamplerEntry(
+        "block-diffusion",
+        f"{_HERE}.continuous.block_diffusion:BlockDiffusionSampler",
+        DENOISED,
+        "a law of its own, block by block",
+        plain=True,
+        settings=("levels=10", "levels=5"),
     ),
     SamplerEntry(
         "distilled",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from visual_spec.models.continuous.acdit import ACDiTTransformer
 from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.flowar import FlowARTransformer
 from visual_spec.models.continuous.mar import MARTransformer
@@ -38,6 +39,15 @@ def released_flowar(model: FlowARTransformer) -> dict[str, torch.Tensor]:
         f"{name}.rope.freqs": torch.ones(2) for name, _ in model.named_modules() if name.endswith("attn")
     }
     return {**model.state_dict(), **computed, "mask": torch.zeros(1, 1, 21, 21)}
+
+
+def tiny_acdit(**changes: Any) -> ACDiTTransformer:
+    """Blocks of 2 x 2 of 4 x 4 tokens."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(
+        grid_size=4, token_dim=3, block_size=4, dim=16, num_layers=2, num_heads=2, num_classes=5
+    )
+    return _random(ACDiTTransformer(**{**sizes, **changes}))
 
 
 def _random(model: Any) -> Any:

@@ -52,16 +52,27 @@ class LinearSolver:
             output: the network's output at (step, sample).
         """
         sample, predictions = noise, []
-        wide = torch.promote_types(noise.dtype, torch.float32)
-        for index, step in enumerate(self.steps):
-            prediction = step.keep * sample + step.take * output(index, sample)
-            predictions = [prediction.to(wide), *predictions][: len(step.weights) - 1]
-            moved = step.weights[0] * sample.float()  # float32 also of float64, as the scheduler has it
-            for weight, earlier in zip(step.weights[1:], predictions, strict=False):
-                if weight:
-                    moved = moved + weight * earlier
-            sample = moved.to(noise.dtype)
+        for index in range(len(self.steps)):
+            sample, predictions = self.step(index, sample, output(index, sample), predictions)
         return sample
+
+    def step(
+        self, index: int, sample: Tensor, output: Tensor, predictions: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The sample after step `index`, and the predictions up to it, newest first.
+
+        Args:
+            output: the network's, at the sample.
+            predictions: as the step before returned them; of step 0 none.
+        """
+        step, wide = self.steps[index], torch.promote_types(sample.dtype, torch.float32)
+        prediction = step.keep * sample + step.take * output
+        predictions = [prediction.to(wide), *predictions][: len(step.weights) - 1]
+        moved = step.weights[0] * sample.float()  # float32 also of float64, as the scheduler has it
+        for weight, earlier in zip(step.weights[1:], predictions, strict=False):
+            if weight:
+                moved = moved + weight * earlier
+        return moved.to(sample.dtype), predictions
 
 
 def read_solver(scheduler: Any, num_steps: int) -> LinearSolver | None:

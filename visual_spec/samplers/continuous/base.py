@@ -281,14 +281,23 @@ class ContinuousTokenSampler(Sampler):
             FloatingPointError: tokens that are not finite; names the first.
         """
         places = run.tables["places"]
-        bad = (~tokens.isfinite().all(-1)).nonzero()
-        if len(bad):
-            sample, slot = bad[0].tolist()
-            raise FloatingPointError(
-                f"the token of sample {sample}, place {int(places[sample, slot])} (slot {slot}) is not finite. Check "
-                "the weights, or run the model in float32 or bfloat16 if it overflows in float16."
-            )
+        check_tokens(tokens, places)
         length = tokens.shape[1]
         counts = {name: getattr(state.counts, name).cpu() for name in Counts.NAMES}
         trace["commit_call"] = conditions.on_grid(trace["commit_call"], places.cpu(), length)
         return SampleResult(conditions.on_grid(tokens, places, length), ContinuousTrace(**trace, **counts))
+
+
+def check_tokens(tokens: Tensor, places: Tensor) -> None:
+    """Refuse tokens [B, L, d], by slot, that are not finite. `places`: long [B, >= L].
+
+    Raises:
+        FloatingPointError: names the first.
+    """
+    bad = (~tokens.isfinite().all(-1)).nonzero()
+    if len(bad):
+        sample, slot = bad[0].tolist()
+        raise FloatingPointError(
+            f"the token of sample {sample}, place {int(places[sample, slot])} (slot {slot}) is not finite. Check "
+            "the weights, or run the model in float32 or bfloat16 if it overflows in float16."
+        )

@@ -1,0 +1,113 @@
+"""Block size against calls: what ACDiTs of several block sizes draw, and how fast, beside `shapes_mar`.
+
+python benchmarks/block_sizes.py --models B4 B16 B64 --keep FOLDER --out benchmarks/results/shapes-blocks.json
+
+Each of `--models` is a folder that `scripts/train acdit` wrote. Quality is `visual-spec eval`'s: the classes in turn,
+read by the parser of `shapes`, and the Frechet distance of the same features to true pictures. Time is processor time
+at batch 1, one thread, each setting's turn after the other's in one process, the order turned round from picture to
+picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from visual_spec.data.shapes_classes import CLASS_NAMES
+from visual_spec.eval.draws import draw
+from visual_spec.eval.intervals import mean_figure, ratio_figure
+from visual_spec.eval.machine import environment
+from visual_spec.eval.quality.evaluate import evaluate
+from visual_spec.eval.quality.tasks import task_of
+from visual_spec.eval.settings import Setting, parse_setting
+from visual_spec.files.whole import write_atomically
+from visual_spec.models.continuous.acdit import ACDiTTransformer
+from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.continuous.block_diffusion import BlockDiffusionSampler
+from visual_spec.samplers.core.law import TokenLaw
+
+LEVELS = (25, 10, 5)
+BASELINES = ("continuous", "continuous:steps=16,last_head_steps=5")
+
+
+def rounded(figure: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 4) for key, value in figure.items()}
+
+
+def pipelines(folders: list[Path], guidance: float) -> dict[str, tuple[Any, list[Setting]]]:
+    """The models with their settings, by the names of their rows."""
+    mar: Any = load_pipeline("shapes_mar")
+    made = {"shapes_mar": (mar, [parse_setting(text, TokenLaw(guidance_scale=3.0), 0) for text in BASELINES])}
+    for folder in folders:
+        model: Any = ACDiTTransformer.from_pretrained(folder)
+        pipe = ContinuousImagePipeline(model, mar.vae, BlockDiffusionSampler(), list(CLASS_NAMES), guidance)
+        law = TokenLaw(guidance_scale=guidance)
+        settings = [parse_setting(f"block-diffusion:levels={count}", law, 0) for count in LEVELS]
+        made[f"blocks of {model.block_size}"] = (pipe, settings)
+    for pipe, _ in made.values():
+        pipe.set_progress_bar_config(disable=True)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=Path, nargs="+", required=True)
+    parser.add_argument("--keep", type=Path, required=True, help="folder for pictures; goes on if there")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=240)
+    parser.add_argument("--alone", type=int, default=8, help="pictures timed at batch 1")
+    parser.add_argument("--guidance-scale", type=float, default=2.0, help="of the ACDiTs")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    made, rows = pipelines(args.models, args.guidance_scale), {}
+    for name, (pipe, settings) in made.items():
+        task = task_of(pipe, args.samples)
+        document: Any = evaluate(
+            pipe,
+            settings,
+            task,
+            args.keep / name.replace(" ", "-"),
+            samples=args.samples,
+            batch_size=48,
+            model=name,
+        )
+        for setting, row in zip(settings, document["rows"], strict=True):
+            features = row["features"]["shapes"]
+            rows[name, setting.text] = {
+                "model": name,
+                "setting": setting.text,
+                "guidance_scale": setting.law.guidance_scale,
+                "calls": round(pipe.transformer.grid.num_tokens / row["tokens_per_call"]["value"]),
+                "classes_right": rounded(row["accuracy"]["all_correct"]),
+                "attributes_right": rounded(row["accuracy"]["mean_attribute"]),
+                "frechet_to_true": rounded(features["frechet_to_real"]),
+            }
+            print(json.dumps(rows[name, setting.text]), flush=True)
+    seconds: dict[Any, list[float]] = {key: [] for key in rows}
+    for index in range(args.alone + 1):
+        turn = [(name, pipe, setting) for name, (pipe, settings) in made.items() for setting in settings]
+        for name, pipe, setting in turn[:: 1 if index % 2 else -1]:
+            drawn = draw(pipe, setting, [CLASS_NAMES[index % len(CLASS_NAMES)]], index)
+            seconds[name, setting.text].append(float(np.asarray(drawn["processor_seconds"])))
+    plain = seconds["shapes_mar", BASELINES[0]][1:]  # the first picture of each warms up
+    for key, row in rows.items():
+        row["processor_seconds"] = rounded(mean_figure(seconds[key][1:]))
+        row["speed"] = rounded(ratio_figure(plain, seconds[key][1:]))
+        print(json.dumps(row), flush=True)
+    machine = environment(torch.device("cpu"), torch.float32)
+    document = {"samples": args.samples, "alone": args.alone, "environment": machine}
+    write_atomically(
+        args.out, json.dumps(document | {"rows": list(rows.values())}, indent=1) + "\n", overwrite=True
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Official files of ACDiT: the weights under 'model', and the arguments of the training run, which no weight tells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.continuous.acdit import ACDiTTransformer
+from visual_spec.models.core.checkpoints import Checkpoint, read_by, read_content
+from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, loaded
+from visual_spec.models.core.settings import whole
+
+_ACDIT = KeyLayout(
+    "ACDiT",
+    "an official file, such as ACDiT-XL-img.pt",
+    needed={
+        "x_embedder.weight": 2,
+        "y_embedder.embedding_table.weight": 2,
+        "t_embedder.mlp.0.weight": 2,
+        "blocks.0.attn.q_norm.weight": 1,
+    },
+    keep='{"model": c["model"], "args": c["args"]}',
+)
+_ARGUMENTS = ("block_size", "image_size", "vae_patch_pixels", "patch_size", "num_frames")
+_HEAD = 64  # numbers of an attention head, in every release
+
+
+def load_acdit_checkpoint(
+    source: Given, *, arguments: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None
+) -> ACDiTTransformer:
+    """The model of an official file, `ACDiT-XL-img.pt`, of pictures or clips.
+
+    Its arguments are an argparse.Namespace, which is read as plain attributes; any other Python object is refused.
+
+    Args:
+        source: the file, or a state dict with official keys.
+        arguments: of the training run, by name, where the source does not hold them: block_size, image_size,
+            vae_patch_pixels, patch_size, num_frames; nd_split, if it was set.
+        dtype: of the weights; None keeps the file's.
+
+    Raises:
+        ValueError, OSError: as `read_content`; weights that are not ACDiT's; no arguments, or such that make no model;
+            missing, unexpected or mis-shaped keys, which are listed.
+    """
+    if not isinstance(source, Mapping):
+        source = read_by(source, lambda path, content: None, _ACDIT.keep)
+    weights, name = _ACDIT.read(source)
+    held = source.arguments if isinstance(source, Checkpoint) else {}
+    config = _config(weights, name, held if arguments is None else arguments)
+    return loaded(ACDiTTransformer, config, weights, name, what="ACDiT", dtype=dtype)
+
+
+def is_acdit(weights: Mapping[str, Any]) -> bool:
+    """Return whether these keys are of an ACDiT."""
+    return {"x_embedder.weight", "blocks.0.attn.q_norm.weight", "y_embedder.embedding_table.weight"} <= {
+        *weights
+    }
+
+
+def holds_acdit(source: Given) -> bool:
+    """Return whether a file, its content or a state dict is of an ACDiT."""
+    if isinstance(source, Checkpoint):
+        return is_acdit(source.weights)
+    content = source if isinstance(source, Mapping) else read_content(Path(source))
+    weights = content.get("model", content) if isinstance(content, Mapping) else {}
+    return isinstance(weights, Mapping) and is_acdit(weights)
+
+
+def _config(weights: Mapping[str, Tensor], name: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    absent = [key for key in _ARGUMENTS if key not in said]
+    if absent:
+        raise ValueError(
+            f"{name} does not hold {', '.join(absent)} of its training run, which no weight tells; pass the official "
+            "file with its 'args', or arguments={...} with their values."
+        )
+    sizes = {key: whole(key, said[key]) for key in _ARGUMENTS}
+    split = said.get("nd_split")
+    if split is not None and not re.fullmatch(r"\d+(_\d+)*", str(split)):
+        raise ValueError(f"{name} has nd_split={split!r}; it is numbers with _ between them, as 1_1.")
+    dim, token_dim = weights["x_embedder.weight"].shape
+    return {
+        "grid_size": sizes["image_size"] // sizes["vae_patch_pixels"] // sizes["patch_size"],
+        "token_dim": token_dim,
+        "block_size": sizes["block_size"],
+        "frames": sizes["num_frames"],
+        "dim": dim,
+        "num_layers": count_parts(weights, "blocks."),
+        "num_heads": dim // _HEAD,
+        "num_classes": weights["y_embedder.embedding_table.weight"].shape[0] - 1,
+        "axis_shares": None if split is None else [int(part) for part in str(split).split("_")],
+    }
