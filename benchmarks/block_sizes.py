@@ -55,6 +55,47 @@ def pipelines(folders: list[Path], guidance: float) -> dict[str, tuple[Any, list
     return made
 
 
+def quality(made: dict[str, tuple[Any, list[Setting]]], keep: Path, samples: int) -> list[dict[str, Any]]:
+    """Calls, classes and distances of every setting."""
+    rows = []
+    for name, (pipe, settings) in made.items():
+        folder = keep / name.replace(" ", "-")
+        task = task_of(pipe, samples)
+        document: Any = evaluate(pipe, settings, task, folder, samples=samples, batch_size=48, model=name)
+        for setting, row in zip(settings, document["rows"], strict=True):
+            facts = {
+                "model": name,
+                "setting": setting.text,
+                "guidance_scale": setting.law.guidance_scale,
+                "calls": round(pipe.transformer.grid.num_tokens / row["tokens_per_call"]["value"]),
+                "classes_right": rounded(row["accuracy"]["all_correct"]),
+                "attributes_right": rounded(row["accuracy"]["mean_attribute"]),
+                "frechet_to_true": rounded(row["features"]["shapes"]["frechet_to_real"]),
+            }
+            rows.append(facts)
+            print(json.dumps(facts), flush=True)
+    return rows
+
+
+def timings(made: dict[str, tuple[Any, list[Setting]]], count: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """Processor seconds of a picture at batch 1, and the speed beside the first setting, by model and setting."""
+    turn = [(name, pipe, setting) for name, (pipe, settings) in made.items() for setting in settings]
+    seconds: dict[tuple[str, str], list[float]] = {(name, setting.text): [] for name, _, setting in turn}
+    for index in range(count + 1):
+        for name, pipe, setting in turn[:: 1 if index % 2 else -1]:
+            drawn = draw(pipe, setting, [CLASS_NAMES[index % len(CLASS_NAMES)]], index)
+            seconds[name, setting.text].append(float(np.asarray(drawn["processor_seconds"])))
+    kept = {key: values[1:] for key, values in seconds.items()}  # the first picture of each warms up
+    plain = next(iter(kept.values()))
+    return {
+        key: {
+            "processor_seconds": rounded(mean_figure(values)),
+            "speed": rounded(ratio_figure(plain, values)),
+        }
+        for key, values in kept.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,51 +103,17 @@ def main() -> None:
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--keep", type=Path, required=True, help="folder for pictures; goes on if there")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=240)
+    parser.add_argument("--samples", type=int, default=144)
     parser.add_argument("--alone", type=int, default=8, help="pictures timed at batch 1")
     parser.add_argument("--guidance-scale", type=float, default=2.0, help="of the ACDiTs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    made, rows = pipelines(args.models, args.guidance_scale), {}
-    for name, (pipe, settings) in made.items():
-        task = task_of(pipe, args.samples)
-        document: Any = evaluate(
-            pipe,
-            settings,
-            task,
-            args.keep / name.replace(" ", "-"),
-            samples=args.samples,
-            batch_size=48,
-            model=name,
-        )
-        for setting, row in zip(settings, document["rows"], strict=True):
-            features = row["features"]["shapes"]
-            rows[name, setting.text] = {
-                "model": name,
-                "setting": setting.text,
-                "guidance_scale": setting.law.guidance_scale,
-                "calls": round(pipe.transformer.grid.num_tokens / row["tokens_per_call"]["value"]),
-                "classes_right": rounded(row["accuracy"]["all_correct"]),
-                "attributes_right": rounded(row["accuracy"]["mean_attribute"]),
-                "frechet_to_true": rounded(features["frechet_to_real"]),
-            }
-            print(json.dumps(rows[name, setting.text]), flush=True)
-    seconds: dict[Any, list[float]] = {key: [] for key in rows}
-    for index in range(args.alone + 1):
-        turn = [(name, pipe, setting) for name, (pipe, settings) in made.items() for setting in settings]
-        for name, pipe, setting in turn[:: 1 if index % 2 else -1]:
-            drawn = draw(pipe, setting, [CLASS_NAMES[index % len(CLASS_NAMES)]], index)
-            seconds[name, setting.text].append(float(np.asarray(drawn["processor_seconds"])))
-    plain = seconds["shapes_mar", BASELINES[0]][1:]  # the first picture of each warms up
-    for key, row in rows.items():
-        row["processor_seconds"] = rounded(mean_figure(seconds[key][1:]))
-        row["speed"] = rounded(ratio_figure(plain, seconds[key][1:]))
-        print(json.dumps(row), flush=True)
+    made = pipelines(args.models, args.guidance_scale)
+    rows, seconds = quality(made, args.keep, args.samples), timings(made, args.alone)
+    rows = [row | seconds[row["model"], row["setting"]] for row in rows]
     machine = environment(torch.device("cpu"), torch.float32)
-    document = {"samples": args.samples, "alone": args.alone, "environment": machine}
-    write_atomically(
-        args.out, json.dumps(document | {"rows": list(rows.values())}, indent=1) + "\n", overwrite=True
-    )
+    document = {"samples": args.samples, "alone": args.alone, "environment": machine, "rows": rows}
+    write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=True)
 
 
 if __name__ == "__main__":

@@ -203,6 +203,7 @@ def test_blocks_of_pictures_are_squares_and_blocks_of_clips_are_runs():
         ({"block_size": 12, "frames": 2}, "block_size=12 for 32 tokens; pass a number that divides them"),
         ({"num_heads": 3}, "dim=16, num_heads=3"),
         ({"axis_shares": [1, 2]}, r"axis_shares=\(1, 2\) given; .* twice their sum must divide the 8 numbers"),
+        ({"axis_shares": [0, 1]}, r"axis_shares=\[0, 1\]; pass"),
         ({"axis_shares": [2, 1, 1]}, "a share for each of 2 axes"),
         ({"prediction": "sample"}, "prediction='sample'; pass"),
         ({"block_size": 0}, "block_size=0; pass"),

@@ -30,7 +30,7 @@ from visual_spec.models.continuous.head import TimeEmbedding
 from visual_spec.models.core.offload import check_cache_fits
 from visual_spec.models.core.protocol import TokenGrid, check_labels
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count, OneOf, register_to_config
+from visual_spec.models.core.settings import Count, OneOf, Within, register_to_config
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"dim": 768, "num_layers": 12, "num_heads": 12},
@@ -183,7 +183,7 @@ class ACDiTTransformer(SavedModel):
         dim, num_layers, num_heads: width, depth and attention heads. `PRESETS` lists the official sizes.
         num_classes: of the class table, which has one row more.
         axis_shares: how a head's numbers are divided among the axes of the rotary embedding, (rows, columns), of a clip
-            (frames, rows, columns); None: (1, 1), (2, 3, 3).
+            (frames, rows, columns).
         prediction: what the network returns: the noise, as released, or the velocity (Salimans and Ho 2022), which a
             short training learns better.
 
@@ -206,7 +206,7 @@ class ACDiTTransformer(SavedModel):
         num_layers: Count = 28,
         num_heads: Count = 18,
         num_classes: Count = 1000,
-        axis_shares: Sequence[int] | None = None,
+        axis_shares: Annotated[Sequence[int] | None, Within(1, none="(1, 1), of a clip (2, 3, 3)")] = None,
         prediction: Annotated[str, OneOf(PREDICTIONS)] = "epsilon",
     ):
         super().__init__()
