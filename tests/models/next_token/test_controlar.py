@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
-from scripts.train.control import scored as trained
+from scripts.train.control import losses_of
 from tests.helpers.llamagen import on_meta
 from tests.helpers.official import transformer_shapes, write_text_model
 from tests.helpers.tiny import seeded
@@ -178,7 +178,7 @@ def test_the_loss_of_training_is_that_of_the_layout(tmp_path):
     encoder: Any = lambda words: TextCondition(given.features, given.mask)  # noqa: E731
     words = torch.zeros(2, 1, dtype=torch.long)
     for rows in (dropped, None):
-        loss = trained(model, encoder, words, given.control, TOKENS, rows)
+        loss = losses_of(model, encoder, words, given.control, TOKENS, rows).mean()
         logits = [
             straight_line(weights, given, row, guided=rows is not None and bool(rows[row]))
             for row in range(2)
@@ -211,7 +211,7 @@ def test_losses_are_those_of_the_release(tmp_path, height, width):
     tokens = torch.randint(VOCAB, (2, height * width), generator=more)
     encoder: Any = lambda words: TextCondition(**captions(2))  # noqa: E731
     for rows, want in zip(([False, False], [False, True]), RELEASED_LOSSES[height, width], strict=True):
-        loss = trained(model, encoder, tokens, control, tokens, torch.tensor(rows))
+        loss = losses_of(model, encoder, tokens, control, tokens, torch.tensor(rows)).mean()
         assert loss.item() == pytest.approx(want, abs=1e-6)
 
 

@@ -212,11 +212,15 @@ class ControlARTransformer(SavedModel):
         self.transformer.keep(state, nodes, slots)
 
     def teacher_forced(
-        self, tokens: Tensor, condition: ControlledCondition, dropped: Tensor | None = None
+        self,
+        tokens: Tensor,
+        condition: ControlledCondition,
+        dropped: Tensor | None = None,
+        hidden_tokens: Tensor | None = None,
     ) -> Tensor:
         """As `LlamaGenTransformer.teacher_forced`; `dropped` rows lose caption and control together."""
         side = self.side_embeddings(condition, dropped=dropped)
-        return self.transformer.teacher_forced(tokens, condition, dropped, side=side)
+        return self.transformer.teacher_forced(tokens, condition, dropped, hidden_tokens, side)
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------
