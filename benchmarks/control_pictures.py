@@ -1,9 +1,11 @@
 """A small ControlAR beside `shapes`: the share of an outline that its pictures meet, attributes, calls and time.
 
-python benchmarks/control_pictures.py --control FOLDER --out benchmarks/results/shapes-control.json
+python benchmarks/control_pictures.py --models control=FOLDER --out benchmarks/results/shapes-control.json
 
-FOLDER is what `python scripts/train control` wrote. The scenes are held out; `shapes` gets the caption, ControlAR the
-caption and the outline. Each prompt is drawn by all rows in turn at batch 1, in processor time.
+FOLDER is what `python scripts/train control` wrote; several may be named. The scenes are held out. `shapes` gets the
+caption, a ControlAR the caption and the outline. Figures of pictures come from batches of 12, by the default sampler
+and token by token; a run that was stopped goes on with the rows that `--out` lacks. Times are of single pictures of the
+first model and of `shapes`, all in turn, in processor time.
 
 Edges of a picture are pixels whose left and right, or upper and lower neighbours differ by more than 50 of 255 in a
 channel: textures have none, outlines do. Recall is the share of the outline with an edge within one pixel; precision is
@@ -33,6 +35,7 @@ from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.training.tokens import to_signed
 
+BATCH = 12
 CONTRAST = 50  # of 255
 
 
@@ -68,100 +71,114 @@ def judged(scene: Scene, true: np.ndarray, picture: np.ndarray) -> dict[str, flo
     }
 
 
+def rounded(figure: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 4) for key, value in figure.items()}
+
+
 def figures(answers: list[dict[str, float]]) -> dict[str, Any]:
-    means = {name: share_figure([answer[name] for answer in answers]) for name in answers[0]}
-    return {name: {key: round(value, 4) for key, value in figure.items()} for name, figure in means.items()}
+    return {name: rounded(share_figure([answer[name] for answer in answers])) for name in answers[0]}
 
 
-def drawn(
-    pipes: dict[str, Any], scenes: list[Scene], pictures: np.ndarray, guidance: float, keep: Path
-) -> Any:
-    """The rows of one guidance scale: each pipeline with its own sampler, and token by token."""
-    fast = {name: pipe.sampler for name, pipe in pipes.items()}
-    names = [(name, how) for name in pipes for how in ("jacobi", "plain")] + [("strength 0", "jacobi")]
-    answers: dict[Any, list] = {name: [] for name in names}
-    seconds: dict[Any, list] = {name: [] for name in names}
-    calls: dict[Any, list] = {name: [] for name in names}
-    same, shown = 0, []
-    for index, (scene, true) in enumerate(zip(scenes, pictures, strict=True)):
-        lines = np.repeat(outline(scene)[..., None], 3, 2).astype(np.uint8) * 255
-        tokens, row = {}, [lines, true]
-        for name, how in names[:: 1 if index % 2 else -1]:
-            own = "shapes" if name == "shapes" else "control"
-            pipe, more = pipes[own], {} if own == "shapes" else {"control": lines}
-            pipe.sampler = fast[own] if how == "jacobi" else AutoregressiveSampler()
-            if name == "strength 0":
-                more["control_strength"] = 0.0
-            generator = torch.Generator().manual_seed(index)
-            began = time.process_time()
-            out = pipe(caption(scene), generator=generator, guidance_scale=guidance, **more)
-            seconds[name, how].append(time.process_time() - began)
-            calls[name, how].append(int(out.trace.target_calls[0]))
-            tokens[name, how] = out.tokens
-            picture = np.asarray(out.images[0])
-            answers[name, how].append(judged(scene, true, picture))
-            if how == "jacobi" and name != "strength 0":
-                row.append(picture)
-        same += sum(torch.equal(tokens[name, "jacobi"], tokens[name, "plain"]) for name in pipes)
-        shown.append(np.concatenate(row, 1))
-    for name, pipe in pipes.items():
-        pipe.sampler = fast[name]
-    Image.fromarray(np.concatenate(shown[:12])).save(keep / f"control-{guidance:g}.png")
-    rows = {
-        " ".join(name): {
-            **figures(answers[name]),
-            "tokens_per_call": mean_figure([256 / number for number in calls[name]]),
-            "processor_seconds": mean_figure(seconds[name]),
-        }
-        for name in names
-        if name[1] == "jacobi"
+def asked(pipe: Any, scenes: list[Scene]) -> dict[str, Any]:
+    """What a pipeline is called with for some scenes."""
+    lines = [np.repeat(outline(scene)[..., None], 3, 2).astype(np.uint8) * 255 for scene in scenes]
+    more = {"control": lines} if hasattr(pipe.transformer, "control_size") else {}
+    return {"prompt": [caption(scene) for scene in scenes], **more}
+
+
+def seeded(start: int, count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(start + index) for index in range(count)]
+
+
+def row_of(
+    pipe: Any, scenes: list[Scene], pictures: np.ndarray, guidance: float, keep: Path
+) -> dict[str, Any]:
+    """The figures of one model at one guidance scale; the first pictures go to a file."""
+    fast, shown, calls, same = pipe.sampler, [], [], 0
+    for start in range(0, len(scenes), BATCH):
+        part = scenes[start : start + BATCH]
+        given = {**asked(pipe, part), "guidance_scale": guidance}
+        out = pipe(**given, generator=seeded(start, len(part)))
+        pipe.sampler = AutoregressiveSampler()
+        plain = pipe(**given, generator=seeded(start, len(part)), output_type="latent").tokens
+        pipe.sampler = fast
+        same += int((plain == out.tokens).all(1).sum())
+        calls += [256 / number for number in out.trace.target_calls.tolist()]
+        shown += [np.asarray(picture) for picture in out.images]
+    sheet = [np.concatenate([np.repeat(outline(one)[..., None], 3, 2) * np.uint8(255), true, own], 1)
+             for one, true, own in zip(scenes[:12], pictures, shown, strict=False)]  # fmt: skip
+    Image.fromarray(np.concatenate(sheet)).save(keep)
+    answers = [judged(*parts) for parts in zip(scenes, pictures, shown, strict=True)]
+    return {
+        **figures(answers),
+        "tokens_per_call": rounded(mean_figure(calls)),
+        "equal_pictures": f"{same} of {len(scenes)}",
+        "recall_of_each": [round(answer["recall"], 3) for answer in answers],
     }
+
+
+def times(pipes: dict[str, Any], scenes: list[Scene], guidance: float) -> dict[str, Any]:
+    """Processor seconds of single pictures, token by token and by the default sampler, in turn."""
+    seconds: dict[str, list[float]] = {}
+    for index, scene in enumerate(scenes):
+        for name, pipe in list(pipes.items())[:: 1 if index % 2 else -1]:
+            fast = pipe.sampler
+            for how, sampler in (("plain", AutoregressiveSampler()), ("jacobi", fast)):
+                pipe.sampler = sampler
+                began = time.process_time()
+                pipe(**asked(pipe, [scene]), guidance_scale=guidance, generator=seeded(index, 1))
+                seconds.setdefault(f"{name} {how}", []).append(time.process_time() - began)
+    means: dict[str, Any] = {name: rounded(mean_figure(values)) for name, values in seconds.items()}
     for name in pipes:
-        rows[f"{name} jacobi"]["speed_up"] = ratio_figure(seconds[name, "plain"], seconds[name, "jacobi"])
-    per_scene = [
-        one["recall"] - other["recall"]
-        for one, other in zip(answers["control", "jacobi"], answers["shapes", "jacobi"], strict=True)
-    ]
-    return {"rows": rows, "equal_pictures": f"{same} of {2 * len(scenes)}", "gain": mean_figure(per_scene)}
+        means[f"{name} speed-up"] = rounded(ratio_figure(seconds[f"{name} plain"], seconds[f"{name} jacobi"]))
+    return {"guidance": guidance, "pictures": len(scenes), **means}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--control", type=Path, required=True)
+    parser.add_argument("--models", nargs="*", default=[], help="NAME=FOLDER of a ControlAR")
     parser.add_argument("--scenes", type=int, default=48)
+    parser.add_argument("--timed", type=int, default=12, help="pictures that are timed; 0: none")
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.0, 3.0, 4.0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--keep", type=Path, default=Path("/tmp"), help="folder for twelve pictures of each row"
-    )
+    parser.add_argument("--keep", type=Path, required=True, help="folder for twelve pictures of each row")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    pipes = {"shapes": load_pipeline("shapes"), "control": load_pipeline(options.control)}
+    folders = dict(name.split("=") for name in options.models)
+    pipes = {name: load_pipeline(folder) for name, folder in ({"shapes": "shapes"} | folders).items()}
     for pipe in pipes.values():
         pipe.set_progress_bar_config(disable=True)
     scenes, pictures = sample_dataset(options.scenes, 0, held_out=True)
-    with torch.no_grad():
-        again = [pipes["shapes"].vq_model.encode_tokens(to_signed(picture[None])) for picture in pictures]
-        decoded = [np.asarray(pipes["shapes"].decode_tokens(tokens)[0]) for tokens in again]
-    document: dict[str, Any] = {
-        "environment": environment(torch.device("cpu"), torch.float32),
-        "training": json.loads((options.control / "training.json").read_text()),
-        "scenes": options.scenes,
-        "bounds": {
-            name: figures([judged(*parts) for parts in zip(scenes, pictures, shown, strict=True)])
-            for name, shown in (("true pictures", pictures), ("the same through the tokenizer", decoded))
-        },
-    }
-    for guidance in options.guidance:
-        document[f"guidance {guidance:g}"] = drawn(pipes, scenes, pictures, guidance, options.keep)
-        print(
-            guidance,
-            json.dumps(document[f"guidance {guidance:g}"], default=lambda v: round(v, 4)),
-            flush=True,
-        )
+    document: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+
+    def store(name: str, value: Any) -> None:
+        document[name] = value
+        print(name, json.dumps(value)[:900], flush=True)
         write_atomically(options.out, json.dumps(document, separators=(",", ":")) + "\n", overwrite=True)
+
+    if "bounds" not in document:
+        model = pipes["shapes"].vq_model
+        with torch.no_grad():
+            again = [model.encode_tokens(to_signed(picture[None])) for picture in pictures]
+        through = [np.asarray(pipes["shapes"].decode_tokens(tokens)[0]) for tokens in again]
+        store("environment", environment(torch.device("cpu"), torch.float32))
+        bounds = {"true pictures": pictures, "the same through the tokenizer": through}
+        store("bounds", {
+            name: figures([judged(*parts) for parts in zip(scenes, pictures, shown, strict=True)])
+            for name, shown in bounds.items()
+        })  # fmt: skip
+    for name, folder in folders.items():
+        store(f"{name}, training", json.loads((Path(folder) / "training.json").read_text()))
+    for guidance in options.guidance:
+        for name, pipe in pipes.items():
+            row = f"{name}, guidance {guidance:g}"
+            if row not in document:
+                store(row, row_of(pipe, scenes, pictures, guidance, options.keep / f"{row}.png"))
+    if options.timed:
+        first = dict(list(pipes.items())[:2])
+        store("times", times(first, scenes[: options.timed], options.guidance[0]))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ it; the last layer before the transformer starts at zero, so that training start
 whole transformer trains on; here its matrices get changes of low rank. Tokenizer and caption encoder do not change.
 
 Most tokens follow from their neighbours, and after 200 steps of this loss alone a picture's own outline was worth no
-more than another's. So until the last part of a run half of the pictures hide all their input tokens, and tokens of
-objects weigh more in them, as in `scripts.train.ar`.
+more than another's. So until the last part of a run half of the pictures hide input tokens, as in `scripts.train.ar`,
+and tokens that the outline touches weigh more. The weights depend on the control alone, so they bias no law.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.train.ar import object_tokens
 from scripts.train.shuffle import add_changes, merge_changes
 from visual_spec.data.shapes import CELL, Scene, outline
 from visual_spec.models.next_token.controlar import PATCH, ControlARTransformer, ControlledCondition
@@ -46,15 +45,16 @@ class ControlTraining:
     adapter_layers: int = 2
     dropout: float = 0.1
     hidden_pictures: float = 0.5
+    wholly_hidden: float = 0.6
     hidden_until: float = 0.6
-    object_weight: float = 3.0
+    outline_weight: float = 8.0
     bfloat16: bool = False
     compile: bool = True
     seed: int = 0
 
 
 def start_from_raster(raster: LlamaGenTransformer, settings: ControlTraining) -> ControlARTransformer:
-    """Return a model with the weights and the law of `raster`, of which the control and changes of low rank train."""
+    """Return a model with the weights and the law of `raster`."""
     adapter = {
         "hidden_size": settings.adapter_dim,
         "num_hidden_layers": settings.adapter_layers,
@@ -70,11 +70,15 @@ def start_from_raster(raster: LlamaGenTransformer, settings: ControlTraining) ->
             torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
     for part in model.condition_layers:
         torch.nn.init.zeros_(part.fc2.weight)
+    return model
+
+
+def change_little(model: ControlARTransformer, rank: int) -> None:
+    """Let the control train, and of the transformer its norms and changes of low rank."""
     for parameter in model.transformer.parameters():
         parameter.requires_grad_(parameter.ndim == 1)
     model.condition_mlp.uncond_embedding.requires_grad_(False)
-    add_changes(model.transformer.layers, settings.rank)
-    return model
+    add_changes(model.transformer.layers, rank)
 
 
 def controls_of(scenes: list[Scene]) -> Tensor:
@@ -109,6 +113,7 @@ def train_control(
     `out`.
     """
     torch.manual_seed(settings.seed)
+    change_little(model, settings.rank)
     words, tokens = tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, cache=out)
     scenes = dataset_scenes(settings.scenes, settings.seed + 1)
     encoder.eval().requires_grad_(False)
@@ -116,22 +121,24 @@ def train_control(
     optimiser = torch.optim.AdamW(trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
 
-    weights = 1.0 + (settings.object_weight - 1.0) * object_tokens(words, tokens)
-
     def loss_of(*parts: Tensor) -> Tensor:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bfloat16):
             losses = losses_of(model, encoder, *parts[:-1])
         return (losses * parts[-1]).mean() / parts[-1].mean()
 
     def batch(step: int) -> tuple[Tensor, ...]:
-        rng = np.random.default_rng((settings.seed, step))
-        chosen = rng.integers(len(tokens), size=settings.batch_size)
-        dropped, hide = torch.from_numpy(rng.random((2, settings.batch_size))) < torch.tensor(
-            [[settings.dropout], [settings.hidden_pictures * (step < settings.hidden_until * settings.steps)]]
+        rng, count = np.random.default_rng((settings.seed, step)), settings.batch_size
+        chosen = rng.integers(len(tokens), size=count)
+        dropped = torch.from_numpy(rng.random(count) < settings.dropout)
+        hide = rng.random((count, 1)) < settings.hidden_pictures * (
+            step < settings.hidden_until * settings.steps
         )
-        hidden = hide[:, None].expand(-1, tokens.shape[1] - 1)
-        weight = weights[chosen].where(hide[:, None], 1.0)
+        rate = rng.uniform(0.3, 1.0, (count, 1))
+        rate[rng.random((count, 1)) < settings.wholly_hidden] = 1.0
+        hidden = torch.from_numpy(hide & (rng.random((count, tokens.shape[1] - 1)) < rate))
         controls = controls_of([scenes[i] for i in chosen])
+        touched = F.max_pool2d(controls[:, 0], CELL).flatten(1) > 0
+        weight = 1.0 + (settings.outline_weight - 1.0) * touched
         return words[chosen], controls, tokens[chosen].long(), dropped, hidden, weight
 
     def judged() -> dict[str, float]:
@@ -172,13 +179,17 @@ An interrupted run resumes.
 @dataclass(kw_only=True)
 class Options(RunOptions):
     shapes: Path = option("folder of the pipeline shapes")
+    start_from: Path | None = option("folder of an earlier run to go on with", None)
 
 
 def main() -> None:
     options, settings = read_options(HELP, Options, ControlTraining)
     pipe: Any = ImagePipeline.from_pretrained(options.shapes, torch_dtype=torch.float32)
     torch.manual_seed(settings.seed)
-    model = start_from_raster(pipe.transformer, settings)
+    if options.start_from is None:
+        model: Any = start_from_raster(pipe.transformer, settings)
+    else:
+        model = ControlARTransformer.from_pretrained(options.start_from / "transformer")
     for part in (model, pipe.text_encoder, pipe.vq_model):
         part.to(options.device)
     record = train_control(model, pipe.text_encoder, pipe.vq_model, settings, options.out)
