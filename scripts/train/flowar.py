@@ -38,17 +38,15 @@ class FlowTraining:
     """Settings of a run.
 
     Attributes:
-        flow_repeats: noisy points that the loss of each map is a mean over.
         object_weight: weight in the loss of places that show part of the object; the others have 1.
     """
 
-    steps: int = 6000
-    batch_size: int = 24
+    steps: int = 3000
+    batch_size: int = 16
     scenes: int = 4000
     learning_rate: float = 1.5e-3
     weight_decay: float = 0.02
     label_dropout: float = 0.1
-    flow_repeats: int = 2
     object_weight: float = 2.0
     seed: int = 0
 
@@ -96,7 +94,7 @@ def map_loss(
     model: FlowARTransformer, pictures: EncodedPictures, settings: FlowTraining, rng: np.random.Generator
 ) -> Tensor:
     """Loss of one batch, drawn with `rng`."""
-    size, repeats = settings.batch_size, settings.flow_repeats
+    size = settings.batch_size
     chosen = torch.from_numpy(rng.integers(len(pictures.labels), size=size))
     noise = torch.Generator().manual_seed(int(rng.integers(2**63)))
     dropped = torch.from_numpy(rng.random(size) < settings.label_dropout).to(model.device)
@@ -109,15 +107,15 @@ def map_loss(
     for side, map, conditions in zip(
         model.scales, maps, z.split([n * n for n in model.scales], 1), strict=True
     ):
-        tokens = map.flatten(2).mT.repeat(repeats, 1, 1)
+        tokens = map.flatten(2).mT
         times = torch.rand(len(tokens), generator=noise).to(tokens)
         added = torch.randn(tokens.shape, generator=noise).to(tokens)
         point = torch.lerp(tokens, added, times[:, None, None])
-        velocity = model.flownet(point, times, model.flownet.inputs(conditions, side).repeated(repeats))
+        velocity = model.flownet(point, times, model.flownet.inputs(conditions, side))
         weights = 1.0 + (settings.object_weight - 1.0) * F.adaptive_max_pool2d(objects, side).flatten(1)
         errors = (velocity - (added - tokens)).square().mean(-1)
-        total = total + (errors * weights.repeat(repeats, 1)).sum()
-        weight = weight + weights.sum() * repeats
+        total = total + (errors * weights).sum()
+        weight = weight + weights.sum()
     return total / weight
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -230,11 +229,6 @@ class FlowInputs:
         held = [pair and (pair[0][:rows], pair[1][:rows]) for pair in self.held]
         return replace(self, embedded=self.embedded[:rows], held=held)
 
-    def repeated(self, times: int) -> FlowInputs:
-        """All rows, several times."""
-        assert not any(self.held), "layers that attend to conditions are not trained here"
-        return replace(self, embedded=self.embedded.repeat(times, 1, 1))
-
 
 class FlowNet(nn.Module):
     """Velocities of the points of a map, noise minus token.
@@ -262,8 +256,8 @@ class FlowNet(nn.Module):
         self.time_embed = TimeEmbedding(width)
         self.cond_embed = nn.Linear(condition_dim, width)
         self.input_proj = nn.Linear(token_dim, width)
-        layer = CrossFlowLayer if cross else FlowLayer
-        self.res_blocks = nn.ModuleList(layer(width, *repeat(condition_dim, cross)) for _ in range(depth))
+        layers = (CrossFlowLayer(width, condition_dim) if cross else FlowLayer(width) for _ in range(depth))
+        self.res_blocks = nn.ModuleList(layers)
         self.final_layer = FinalLayer(width, token_dim)
 
     def inputs(self, z: Tensor, side: int) -> FlowInputs:

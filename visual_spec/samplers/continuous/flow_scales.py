@@ -7,7 +7,7 @@ draws with the released weights; so is the falling number of levels (2505.20297,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -55,14 +55,14 @@ class FlowScaleState:
     """A batch between two maps.
 
     Attributes:
-        map: [B, d, n, n], the last one drawn.
+        map: [B, d, n, n], the last one drawn; None before the first.
         tokens: [B, L, d], the same at the size of the grid.
         levels: Euler steps of each map so far.
     """
 
-    map: Tensor
-    tokens: Tensor
-    levels: list[int]
+    map: Any = None
+    tokens: Any = None
+    levels: list[int] = field(default_factory=list)
 
     @property
     def target_calls(self) -> Tensor:
@@ -130,7 +130,7 @@ class FlowScaleSampler(Sampler):
 
     def prepare(self, run: Run) -> FlowScaleState:
         """Draw the first map, which the prefill predicts."""
-        state = FlowScaleState(run.cache.conditions, run.cache.conditions, [])
+        state = FlowScaleState()
         self._draw(run, state, run.cache.conditions)
         return state
 
