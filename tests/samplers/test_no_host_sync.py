@@ -16,9 +16,10 @@ from tests.helpers.tiny_audio import tiny_decoder
 from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import tiny_student, tiny_var_student
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
-from tests.models.continuous.tiny import tiny_causal, tiny_flowar, tiny_mar
+from tests.models.continuous.tiny import tiny_acdit, tiny_causal, tiny_flowar, tiny_mar
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
+from visual_spec.models.continuous import acdit as continuous_acdit
 from visual_spec.models.continuous import blocks as continuous_blocks
 from visual_spec.models.continuous import causal as continuous_causal
 from visual_spec.models.continuous import flowar as continuous_flowar
@@ -53,6 +54,7 @@ from visual_spec.samplers.registry import (
     BLOCKS,
     COLUMNS,
     CONTINUOUS,
+    DENOISED,
     DISTILLED,
     FLOW_SCALES,
     FRAMES,
@@ -245,7 +247,7 @@ WAITING = {
 
 
 def watch_latents(monkeypatch: Any, sampler: Any, *models: Any) -> None:
-    for module in (continuous_blocks, continuous_causal, continuous_flowar, continuous_mar):
+    for module in (continuous_acdit, continuous_blocks, continuous_causal, continuous_flowar, continuous_mar):
         if hasattr(module, "check_labels"):  # it looks at the labels, once
             monkeypatch.setattr(module, "check_labels", lambda *_: None)
     stand_in(monkeypatch)
@@ -319,6 +321,10 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
         watch_latents(monkeypatch, sampler, tiny_mar(head_steps=3), tiny_causal(head_steps=3))
     elif entry.calls == FLOW_SCALES:
         watch_latents(monkeypatch, sampler, tiny_flowar(grid_size=8))
+    elif entry.calls == DENOISED:
+        model = tiny_acdit(grid_size=8)
+        model.solver(sampler.config.levels)  # numbers of the scheduler, read on the host once
+        watch_latents(monkeypatch, sampler, model)
     elif entry.calls == DISTILLED:
         watch_students(monkeypatch, type(sampler)(steps=2, teacher_from=4))
     elif name == "multiscale":
