@@ -7,6 +7,7 @@ STAMP := .venv/.installed
 # tests run the same samplers on larger models: `make test-bitwise BITWISE=tests SETS=0` takes them too.
 BITWISE ?= tests/exactness tests/models tests/samplers tests/pipelines/test_two_loads.py
 SETS ?= 3
+FAST ?= 2
 # One process a core with one thread each: the tests' tensors are small. Compiled files are kept, for all that tests start.
 PYTEST := env OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
@@ -55,8 +56,9 @@ $(VLLM_STAMP): pyproject.toml weights/pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM_STAMP)
 	env OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m '' tests/serving tests/peers/test_rejection_sampler.py
 
+# Of a test with many parameter sets $(FAST) of them, spread evenly; of tests over samplers and families all.
 test: $(STAMP)
-	$(PYTEST)
+	$(PYTEST) --parameter-sets $(FAST)
 
 test-all: $(STAMP)
 	$(PYTEST) -m ''

@@ -61,7 +61,7 @@ def _test_compares_bits(test: FunctionType) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    what = "of each test run at most N parameter sets: the first, the last, and others evenly between them"
+    what = "of each test without the mark every_set run at most N parameter sets, spread evenly from first to last"
     parser.addoption("--parameter-sets", type=int, metavar="N", help=what)
 
 
@@ -83,7 +83,11 @@ def pytest_collection_modifyitems(
     result = yield
     most = config.getoption("parameter_sets")
     if most:
-        kept = {id(one) for group in _by_function(items) for one in _spread(group, most)}
+        thinned = [
+            group if group[0].get_closest_marker("every_set") else _spread(group, most)
+            for group in _by_function(items)
+        ]
+        kept = {id(one) for group in thinned for one in group}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
         items[:] = [item for item in items if id(item) in kept]
     return result

@@ -47,6 +47,8 @@ from visual_spec.samplers.registry import (
 )
 from visual_spec.samplers.scales.stages import Stage
 
+pytestmark = pytest.mark.every_set
+
 # Where the defaults are too large, or not lossless. Of others the window and the number of drafts are made small.
 SETTINGS: dict[str, dict[str, Any]] = {
     "ProactiveJacobiSampler": dict(window=2, siblings=2, depth=1),

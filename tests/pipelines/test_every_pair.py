@@ -12,6 +12,8 @@ from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_m
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.registry import CHUNKS, DISTILLED, SAMPLERS, fit
 
+pytestmark = pytest.mark.every_set
+
 PROMPTS = {"image": "a red circle", "video": "a red circle moves right", "audio": "a calm tune"}
 # What a model of these calls cannot be decoded by, though both speak of the same calls: the pairs that no table of
 # kinds can tell, each by the part that stands in the way.

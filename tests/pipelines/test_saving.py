@@ -17,6 +17,8 @@ from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
+pytestmark = pytest.mark.every_set
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -29,6 +29,8 @@ from visual_spec.samplers.registry import (
     sampler_class,
 )
 
+pytestmark = pytest.mark.every_set
+
 EVERY = pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
 
 
