@@ -3,11 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# What `make test-bitwise` looks through, and how many parameter sets of each test it takes (0 for all). Other pipelines'
+# What `make test-bitwise` looks through, and how many parameter sets of each test it takes (0 for all; `make test`: FAST). Other pipelines'
 # tests run the same samplers on larger models: `make test-bitwise BITWISE=tests SETS=0` takes them too.
 BITWISE ?= tests/exactness tests/models tests/samplers tests/pipelines/test_two_loads.py
 SETS ?= 3
-FAST ?= 2
+FAST ?= 3
 # One process a core with one thread each: the tests' tensors are small. Compiled files are kept, for all that tests start.
 PYTEST := env OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
