@@ -3,8 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# What `make test-bitwise` looks through, and how many parameter sets of each test it takes (0 for all; `make test`: FAST). Other pipelines'
-# tests run the same samplers on larger models: `make test-bitwise BITWISE=tests SETS=0` takes them too.
+# What `make test-bitwise` looks through, and how many parameter sets of each test it takes (0 for all); FAST is that of
+# `make test`. Other pipelines' tests run the same samplers on larger models: `make test-bitwise BITWISE=tests SETS=0`.
 BITWISE ?= tests/exactness tests/models tests/samplers tests/pipelines/test_two_loads.py
 SETS ?= 3
 FAST ?= 3

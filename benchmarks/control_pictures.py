@@ -41,7 +41,8 @@ CONTRAST = 50  # of 255
 
 def near(marked: np.ndarray) -> np.ndarray:
     """The pixels within one pixel of a marked one, bool `[H, W]`."""
-    return np.lib.stride_tricks.sliding_window_view(np.pad(marked, 1), (3, 3)).any((2, 3))
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(marked, 1), (3, 3))
+    return np.asarray(around.any((2, 3)))
 
 
 def edges(picture: np.ndarray) -> np.ndarray:

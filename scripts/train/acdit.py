@@ -16,9 +16,14 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
-from scripts.train.classes import class_accuracy
-from scripts.train.mar import EncodedPictures, check_fit, decode, latent_pictures
-from scripts.train.tokenizer import to_pixels
+from scripts.train.mar import (
+    EncodedPictures,
+    check_fit,
+    held_out_mean,
+    judged_classes,
+    latent_pictures,
+    latent_side,
+)
 from visual_spec.data.shapes_classes import CLASSES
 from visual_spec.models.continuous.acdit import PREDICTIONS, ACDiTTransformer
 from visual_spec.samplers.continuous.block_diffusion import BlockDiffusionSampler
@@ -56,9 +61,8 @@ class BlockTraining:
 
 def new_model(tokenizer: AutoencoderKL, block_size: int, prediction: str) -> ACDiTTransformer:
     """A fresh model of 1.3 million weights for a tokenizer's latents."""
-    side = tokenizer.config["sample_size"] // 2 ** (len(tokenizer.config["block_out_channels"]) - 1)
     model = ACDiTTransformer(
-        grid_size=side,
+        grid_size=latent_side(tokenizer),
         token_dim=tokenizer.config["latent_channels"],
         block_size=block_size,
         dim=128,
@@ -99,7 +103,8 @@ def train_blocks(
     pictures = latent_pictures(tokenizer, settings.scenes, settings.seed, cache=cache)
     check_fit(model, pictures)
     # Muon's steps of fixed size would tear modulations apart, which start at 0.
-    trunk = torch.nn.ModuleList(part for block in model.blocks for part in (block.attn, block.mlp))
+    blocks: Any = model.blocks
+    trunk = torch.nn.ModuleList([part for block in blocks for part in (block.attn, block.mlp)])
     optimisers = muon_and_adamw(trunk, model.parameters(), settings.learning_rate, settings.weight_decay)
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
 
@@ -131,7 +136,7 @@ def step_loss(
     each = times.repeat_interleave(model.block_size, 1)  # [B, L]
     added = torch.randn(tokens.shape, generator=noise)
     scheduler = DDIMScheduler()
-    flat = tokens.flatten(0, 1), added.flatten(0, 1), each.flatten()
+    flat: Any = tokens.flatten(0, 1), added.flatten(0, 1), each.flatten()
     noisy = scheduler.add_noise(*flat).view_as(tokens)
     target = added
     if model.config["prediction"] == "v_prediction":
@@ -142,17 +147,12 @@ def step_loss(
     return (losses * weights.to(device)).sum() / weights.sum()
 
 
-@torch.no_grad()
 def held_out_loss(
     model: ACDiTTransformer, tokenizer: AutoencoderKL, settings: BlockTraining, count: int = 400
 ) -> float:
     """Mean loss of held-out pictures, in settings of its own so that runs compare."""
-    pictures = latent_pictures(tokenizer, count, 777, held_out=True)
     judged = BlockTraining(batch_size=50, label_dropout=0.0, object_weight=1.0, bfloat16=settings.bfloat16)
-    losses = [
-        step_loss(model, pictures, judged, np.random.default_rng((777, part))).item() for part in range(16)
-    ]
-    return round(float(np.mean(losses)), 4)
+    return held_out_mean(tokenizer, count, lambda pictures, rng: step_loss(model, pictures, judged, rng))
 
 
 # -- judging ----------------------------------------------------------------------------------------------------------
@@ -163,15 +163,13 @@ def judge(
     model: ACDiTTransformer, tokenizer: AutoencoderKL, count: int, *, guidance: float, levels: int
 ) -> dict:
     """Class accuracy of pictures that a model draws, about as many of each class."""
-    labels, rows = torch.arange(count) % len(CLASSES), []
-    sampler, law = BlockDiffusionSampler(levels), TokenLaw(guidance_scale=guidance)
-    noise = torch.Generator().manual_seed(0)
-    for part in labels.split(48):
-        given = part.to(model.device)
-        drawn = sampler(model, given, law=law, generator=noise, batch_size=len(part))
-        rows.append(decode(tokenizer, drawn.tokens))
-    accuracy = class_accuracy(to_pixels(torch.cat(rows)), labels.tolist())
-    return {"pictures": count, "guidance_scale": guidance, "levels": levels, **accuracy}
+    request: Any = {"law": TokenLaw(guidance_scale=guidance)}
+
+    def drawn(labels: Tensor, seed: int) -> Tensor:
+        request.update(generator=torch.Generator().manual_seed(seed), batch_size=len(labels))
+        return BlockDiffusionSampler(levels)(model, labels.to(model.device), **request).tokens
+
+    return {"guidance_scale": guidance, "levels": levels, **judged_classes(tokenizer, count, drawn)}
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -65,10 +65,11 @@ def start_from_raster(raster: LlamaGenTransformer, settings: ControlTraining) ->
     config = {key: value for key, value in raster.config.items() if not key.startswith("_")}
     model = ControlARTransformer(config, adapter, "nearest", CELL)
     model.transformer.load_state_dict(raster.state_dict())
-    for part in (model.adapter_mlp, model.condition_mlp.cap_proj, *model.condition_layers):
+    parts: list[Any] = [model.adapter_mlp, model.condition_mlp.cap_proj, *model.condition_layers]
+    for part in parts:
         for layer in (part.fc1, part.fc2):  # at a scale of order one, as in `scripts.train.ar`
             torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-    for part in model.condition_layers:
+    for part in parts[2:]:
         torch.nn.init.zeros_(part.fc2.weight)
     return model
 

@@ -17,11 +17,18 @@ import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
-from scripts.train.classes import class_accuracy
-from scripts.train.mar import EncodedPictures, decode, latent_pictures
-from scripts.train.tokenizer import to_pixels
+from scripts.train.mar import (
+    EncodedPictures,
+    check_fit,
+    held_out_mean,
+    judged_classes,
+    latent_pictures,
+    latent_side,
+)
 from visual_spec.data.shapes_classes import CLASSES
 from visual_spec.models.continuous.flowar import FlowARTransformer
+from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.training.loop import (
     Descent,
     RunOptions,
@@ -63,8 +70,12 @@ def train_maps(
     """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
 
     A run that was interrupted goes on from `out/resume.pt`; latents are kept in `cache`, see `latent_pictures`.
+
+    Raises:
+        ValueError: a model of other tokens or classes than the tokenizer and the data have.
     """
     pictures = latent_pictures(tokenizer, settings.scenes, settings.seed, cache=cache)
+    check_fit(model, pictures)
     # Not of the modulations: they start at 0, where Muon's steps of fixed size would tear them apart.
     matrices = [
         part
@@ -119,33 +130,23 @@ def map_loss(
     return total / weight
 
 
-@torch.no_grad()
 def held_out_loss(model: FlowARTransformer, tokenizer: AutoencoderKL, count: int = 400) -> float:
     """Mean loss of held-out pictures, in settings of its own so that runs compare."""
-    pictures = latent_pictures(tokenizer, count, 777, held_out=True)
     judged = FlowTraining(batch_size=50, label_dropout=0.0, object_weight=1.0)
-    losses = [
-        map_loss(model, pictures, judged, np.random.default_rng((777, part))).item() for part in range(16)
-    ]
-    return round(float(np.mean(losses)), 4)
+    return held_out_mean(tokenizer, count, lambda pictures, rng: map_loss(model, pictures, judged, rng))
 
 
 def judge(
     model: FlowARTransformer, tokenizer: AutoencoderKL, count: int, *, guidance: float, levels: int = 25
 ) -> dict[str, Any]:
     """Class accuracy of pictures that a model draws, about as many of each class."""
-    from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
-    from visual_spec.samplers.core.law import TokenLaw
+    request: Any = {"law": TokenLaw(guidance_scale=guidance)}
 
-    labels, sampler, rows = torch.arange(count) % len(CLASSES), FlowScaleSampler(levels), []
-    for start in range(0, count, 48):
-        part = labels[start : start + 48]
-        request: dict[str, Any] = dict(law=TokenLaw(guidance_scale=guidance), batch_size=len(part))
-        generator = torch.Generator().manual_seed(1000 + start)
-        drawn = sampler(model, part.to(model.device), generator=generator, **request)
-        rows.append(decode(tokenizer, drawn.tokens))
-    accuracy = class_accuracy(to_pixels(torch.cat(rows)), labels.tolist())
-    return {"pictures": count, "guidance_scale": guidance, "levels": levels, **accuracy}
+    def drawn(labels: Tensor, seed: int) -> Tensor:
+        request.update(generator=torch.Generator().manual_seed(seed), batch_size=len(labels))
+        return FlowScaleSampler(levels)(model, labels.to(model.device), **request).tokens
+
+    return {"guidance_scale": guidance, "levels": levels, **judged_classes(tokenizer, count, drawn)}
 
 
 HELP = """Train FlowAR on the latents of an autoencoder.
@@ -174,7 +175,7 @@ def main() -> None:
     tokenizer: Any = AutoencoderKL.from_pretrained(options.tokenizer, torch_dtype=torch.float32)
     tokenizer = tokenizer.eval().to(options.device)
     model = FlowARTransformer(
-        grid_size=tokenizer.config["sample_size"] // 2 ** (len(tokenizer.config["block_out_channels"]) - 1),
+        grid_size=latent_side(tokenizer),
         token_dim=tokenizer.config["latent_channels"],
         dim=options.dim,
         num_layers=options.num_layers,

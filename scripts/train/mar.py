@@ -10,6 +10,7 @@ null class, so that guidance works (Ho and Salimans 2022).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,7 @@ def latent_pictures(
     path = cache / f"latents_{fingerprint([tokenizer])}_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
         return EncodedPictures(**read_content(path))
-    size = tokenizer.config["sample_size"]
-    side = size // 2 ** (len(tokenizer.config["block_out_channels"]) - 1)
+    size, side = tokenizer.config["sample_size"], latent_side(tokenizer)
     scenes = sample_one_object_scenes(count, seed, held_out=held_out)
     means, stds = [], []
     for start in range(0, count, 200):
@@ -218,16 +218,13 @@ def held_out_loss(
     model: ContinuousModel, tokenizer: AutoencoderKL, settings: ContinuousTraining, count: int = 400
 ) -> float:
     """Mean loss of held-out pictures, in settings of its own so that runs compare."""
-    pictures = latent_pictures(tokenizer, count, 777, held_out=True)
     judged = ContinuousTraining(
         batch_size=50, label_dropout=0.0, object_weight=1.0, bfloat16=settings.bfloat16
     )
     schedule: Any = model.schedule(1000)
-    losses = [
-        _step_loss(model, schedule, pictures, judged, np.random.default_rng((777, part))).item()
-        for part in range(16)
-    ]
-    return round(float(np.mean(losses)), 4)
+    return held_out_mean(
+        tokenizer, count, lambda pictures, rng: _step_loss(model, schedule, pictures, judged, rng)
+    )
 
 
 def check_fit(model: Any, pictures: EncodedPictures) -> None:
@@ -329,14 +326,34 @@ def judge(
     Args:
         settings: of `draw`.
     """
-    labels = torch.arange(count) % len(CLASSES)
-    rows = []
+
+    def drawn(labels: Tensor, seed: int) -> Tensor:
+        return draw(model, labels.to(model.device), guidance=guidance, seed=seed, **settings)
+
+    return {"guidance_scale": guidance, **settings, **judged_classes(tokenizer, count, drawn)}
+
+
+def judged_classes(
+    tokenizer: AutoencoderKL, count: int, drawn: Callable[[Tensor, int], Tensor]
+) -> dict[str, Any]:
+    """Class accuracy of pictures of all classes in turn; `drawn(labels, seed)` returns latents [B, L, d] of a batch."""
+    labels, rows = torch.arange(count) % len(CLASSES), []
     for start in range(0, count, 48):
-        part = labels[start : start + 48]
-        latents = draw(model, part.to(model.device), guidance=guidance, seed=1000 + start, **settings)
-        rows.append(decode(tokenizer, latents))
-    accuracy = class_accuracy(to_pixels(torch.cat(rows)), labels.tolist())
-    return {"pictures": count, "guidance_scale": guidance, **settings, **accuracy}
+        rows.append(decode(tokenizer, drawn(labels[start : start + 48], 1000 + start)))
+    return {"pictures": count, **class_accuracy(to_pixels(torch.cat(rows)), labels.tolist())}
+
+
+def latent_side(tokenizer: AutoencoderKL) -> int:
+    """Tokens a side of a picture of the tokenizer's own size."""
+    return tokenizer.config["sample_size"] // 2 ** (len(tokenizer.config["block_out_channels"]) - 1)
+
+
+@torch.no_grad()
+def held_out_mean(tokenizer: AutoencoderKL, count: int, loss_of: Callable[..., Tensor]) -> float:
+    """Mean of `loss_of(pictures, rng)` over 16 batches of held-out pictures, the same in every run."""
+    pictures = latent_pictures(tokenizer, count, 777, held_out=True)
+    losses = [loss_of(pictures, np.random.default_rng((777, part))).item() for part in range(16)]
+    return round(float(np.mean(losses)), 4)
 
 
 @torch.no_grad()
@@ -368,7 +385,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 def new_model(kind: str, size: str, tokenizer: AutoencoderKL, head_kind: str) -> Any:
     """A fresh model for a tokenizer's latents. A causal one has as many layers as MAR's two networks together."""
-    side = tokenizer.config["sample_size"] // 2 ** (len(tokenizer.config["block_out_channels"]) - 1)
+    side = latent_side(tokenizer)
     shared: dict[str, Any] = dict(
         SIZES[size],
         grid_size=side,

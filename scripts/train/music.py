@@ -250,9 +250,12 @@ def column_model(model: MusicgenForCausalLM, settings: MusicTraining) -> Musicge
     Raises:
         ValueError: the pattern lacks settings, or has others.
     """
+    return MusicgenColumnModel(model, NUM_FRAMES, pattern=_pattern(model, settings))
+
+
+def _pattern(model: MusicgenForCausalLM, settings: MusicTraining) -> CodebookPattern:
     order: dict[str, Any] = {"frame_order": settings.frame_order} if settings.frame_order else {}
-    pattern = CodebookPattern.named(settings.pattern, model.config.num_codebooks, **order)
-    return MusicgenColumnModel(model, NUM_FRAMES, pattern=pattern)
+    return CodebookPattern.named(settings.pattern, model.config.num_codebooks, **order)
 
 
 def _loss(
@@ -280,7 +283,7 @@ def _draw_autoregressive(
     model: MusicgenForCausalLM, settings: MusicTraining, step: int, rng: np.random.Generator
 ) -> tuple[Tensor]:
     """Draw input steps to hide, bool `[B, S - 1]`."""
-    count = column_model(model, settings).num_steps - 1
+    count = _pattern(model, settings).steps(NUM_FRAMES) - 1
     size = (settings.batch_size, 1)
     hide = rng.random(size) < settings.hidden_clips * (step < settings.hidden_until * settings.steps)
     rate = rng.uniform(0.3, 1.0, size)

@@ -117,7 +117,7 @@ def test_any_order_models_draw_into_a_picture(sampler):
     known = tokens_of(pipe, image)
     hidden = torch.zeros(4, 4, dtype=torch.bool)
     hidden[1:3, :2] = True
-    found = pipe(
+    found: Any = pipe(
         PROMPT, image=image, mask=mask_of((2, 0, 6, 4)), generator=seeded(0, 1), num_images_per_prompt=2
     )
     assert all(torch.equal(row[~hidden.flatten()], known[~hidden.flatten()]) for row in found.tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from visual_spec.models.continuous.causal import CausalContinuousTransformer
     from visual_spec.models.continuous.flowar import FlowARTransformer
     from visual_spec.models.continuous.mar import MARTransformer
+    from visual_spec.models.core.checkpoints import Checkpoint
     from visual_spec.models.core.layouts import Given
 
 
@@ -119,16 +121,20 @@ class ContinuousImagePipeline(ClassImagePipeline):
 
 
 def _loaded(source: Given, dtype: torch.dtype | None) -> Any:
-    """The model of a file of MAR, FlowAR or ACDiT, or of a state dict."""
-    from visual_spec.models.continuous.acdit_checkpoint import holds_acdit, load_acdit_checkpoint
+    """The model of a file of MAR, FlowAR or ACDiT, or of a state dict. A file is read once."""
+    from visual_spec.models.continuous.acdit_checkpoint import is_acdit, load_acdit_checkpoint
     from visual_spec.models.continuous.flowar import is_flowar, load_flowar_checkpoint
-    from visual_spec.models.continuous.mar_checkpoint import load_mar_checkpoint, read_averaged
+    from visual_spec.models.continuous.mar_checkpoint import load_mar_checkpoint, unpack_averaged
+    from visual_spec.models.core.checkpoints import read_by
 
-    if holds_acdit(source):
-        return load_acdit_checkpoint(source, dtype=dtype)
-    checkpoint = source if isinstance(source, Mapping) else read_averaged(source)
-    weights = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.weights
-    return (load_flowar_checkpoint if is_flowar(weights) else load_mar_checkpoint)(checkpoint, dtype=dtype)
+    def unpack(path: Path, content: Any) -> Checkpoint | None:
+        held = content.get("model") if isinstance(content, Mapping) else None
+        return None if isinstance(held, Mapping) and is_acdit(held) else unpack_averaged(path, content)
+
+    read: Any = source if isinstance(source, Mapping) else read_by(source, unpack)
+    weights = read if isinstance(read, Mapping) else read.weights
+    load = load_flowar_checkpoint if is_flowar(weights) else load_mar_checkpoint
+    return (load_acdit_checkpoint if is_acdit(weights) else load)(read, dtype=dtype)
 
 
 def _published(model: Any) -> tuple[SchedulerMixin, float]:

@@ -29,6 +29,7 @@ DENOISED = (
     "denoised"  # BlockModel of `visual_spec.samplers.continuous.block_diffusion`: blocks of noisy vectors
 )
 FLOW_SCALES = "flow scales"  # FlowScaleModel: a map of vectors at once, by flow matching
+VECTORS = (CONTINUOUS, DENOISED, FLOW_SCALES)  # kinds whose tokens are vectors
 DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise
 
 RASTER_TREE_ORDER = (RASTER, TREE, ORDER, OWN_ORDER)

@@ -12,8 +12,9 @@ import torch
 from tests.helpers.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.models.continuous.acdit import ACDiTTransformer
-from visual_spec.models.continuous.acdit_checkpoint import holds_acdit, load_acdit_checkpoint
-from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
+from visual_spec.models.continuous.acdit_checkpoint import is_acdit, load_acdit_checkpoint
+from visual_spec.models.core import checkpoints
+from visual_spec.pipelines.continuous_image import ContinuousImagePipeline, _loaded
 from visual_spec.pipelines.loading import load_pipeline
 
 SIZES: dict[str, Any] = dict(token_dim=4, block_size=4, dim=64, num_layers=2, num_heads=1, num_classes=7)
@@ -110,12 +111,21 @@ def test_files_that_make_no_model_are_refused(tmp_path):
         load_acdit_checkpoint(weights, arguments=ARGUMENTS)
 
 
-def test_an_acdit_is_told_from_a_mar(tmp_path):
+def test_an_acdit_is_told_from_a_mar_in_one_reading(tmp_path, monkeypatch):
     from tests.models.continuous.tiny import tiny_mar
 
+    assert not is_acdit(tiny_mar().state_dict()) and is_acdit(network().state_dict())
     torch.save({"model_ema": tiny_mar().state_dict()}, tmp_path / "mar.pth")
-    assert not holds_acdit(tmp_path / "mar.pth") and not holds_acdit(tiny_mar().state_dict())
-    assert holds_acdit(official(tmp_path / "acdit.pt", network())) and holds_acdit(network().state_dict())
+    read: list[Path] = []
+    content = checkpoints.read_content
+    monkeypatch.setattr(
+        checkpoints, "read_content", lambda path, *args: read.append(path) or content(path, *args)
+    )
+    with pytest.raises(ValueError, match="mar.pth has width 16 .* none of the sizes B, L, H; pass num_heads"):
+        _loaded(tmp_path / "mar.pth", None)
+    assert read == [tmp_path / "mar.pth"]
+    path = official(tmp_path / "acdit.pt", network())
+    assert type(_loaded(path, None)) is ACDiTTransformer and read == [tmp_path / "mar.pth", path]
 
 
 # -- through the pipeline ---------------------------------------------------------------------------------------------

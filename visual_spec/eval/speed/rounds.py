@@ -52,7 +52,7 @@ from visual_spec.eval.tables import table
 from visual_spec.models.core.protocol import RASTER_ORDER, trained_order
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
-from visual_spec.samplers.registry import CONTINUOUS, DENOISED, FLOW_SCALES, OWN_ORDER, RASTER
+from visual_spec.samplers.registry import OWN_ORDER, RASTER, VECTORS
 
 _PROMPTS = {"image": shapes, "video": motion, "audio": tunes}
 
@@ -139,7 +139,7 @@ def machine_facts(pipe: Any, plain: Setting, prompts: Sequence[str]) -> dict[str
         return {"copy_bandwidth": measure.copy_bandwidth(pipe.device), "clip_ms": 1000 * min(seconds)}
     shape = (1, pipe.transformer.grid.num_tokens)
     tokens = torch.zeros(shape, dtype=torch.long, device=pipe.device)
-    if {CONTINUOUS, DENOISED, FLOW_SCALES} & set(pipe.calls):
+    if {*VECTORS} & set(pipe.calls):
         tokens = torch.zeros(*shape, pipe.transformer.token_dim, device=pipe.device)
     # What turns tokens into pixels; of a tokenizer without what makes files of them. A clip is decoded frame by frame.
     decode: Any = getattr(getattr(pipe, "vq_model", None), "decode_tokens", None)

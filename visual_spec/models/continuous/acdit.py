@@ -16,10 +16,9 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 from torch import Tensor, nn
@@ -38,27 +37,19 @@ PRESETS: dict[str, dict[str, int]] = {
     "XL": {"dim": 1152, "num_layers": 28, "num_heads": 18},
     "H": {"dim": 1280, "num_layers": 32, "num_heads": 20},
 }
+_EPSILON = 1e-6  # of every norm
 PREDICTIONS = ("epsilon", "v_prediction")  # as diffusers' schedulers call them
 
 
-class WideRMSNorm(nn.Module):
-    """Root mean square norm, computed in float32 at least."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
-
-
-class RotaryAttention(ViTAttention):
+class ACDiTAttention(ViTAttention):
     """Self-attention whose queries and keys are normalised by head, then rotated."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__(dim, heads)
-        self.q_norm, self.k_norm = WideRMSNorm(dim // heads), WideRMSNorm(dim // heads)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(dim // heads, eps=_EPSILON),
+            nn.RMSNorm(dim // heads, eps=_EPSILON),
+        )
 
     def rotated(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [R, H, W, D] of `x [R, W, dim]`; `rotary [2, W, D]`: cosines and sines."""
@@ -73,20 +64,13 @@ def _turned(x: Tensor, rotary: Tensor) -> Tensor:
     return (wide * rotary[0] + torch.cat([-second, first], -1) * rotary[1]).to(x.dtype)
 
 
-class TanhMlp(Mlp):
-    """Two layers with the approximate GELU between them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
 class ACDiTBlock(nn.Module):
     """A layer of DiT (Peebles and Xie 2023) whose modulation leaves the first tokens, the clean ones, as they are."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = WideRMSNorm(dim), WideRMSNorm(dim)
-        self.attn, self.mlp = RotaryAttention(dim, heads), TanhMlp(dim, 4 * dim)
+        self.norm1, self.norm2 = nn.RMSNorm(dim, eps=_EPSILON), nn.RMSNorm(dim, eps=_EPSILON)
+        self.attn, self.mlp = ACDiTAttention(dim, heads), Mlp(dim, 4 * dim, "tanh")
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(
@@ -132,12 +116,12 @@ def _changed(x: Tensor, clean: int, change: Callable[[Tensor], Tensor]) -> Tenso
     return torch.cat([x[:, :clean], change(x[:, clean:])], 1) if clean else change(x)
 
 
-class FinalLayer(nn.Module):
+class ACDiTFinalLayer(nn.Module):
     """linear(norm(x) * (1 + scale) + shift)."""
 
     def __init__(self, dim: int, outputs: int) -> None:
         super().__init__()
-        self.norm_final, self.linear = WideRMSNorm(dim), nn.Linear(dim, outputs)
+        self.norm_final, self.linear = nn.RMSNorm(dim, eps=_EPSILON), nn.Linear(dim, outputs)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -216,7 +200,7 @@ class ACDiTTransformer(SavedModel):
         self.t_embedder, self.y_embedder = TimeEmbedding(dim), LabelEmbedder(num_classes, dim)
         self.x_embedder = nn.Linear(token_dim, dim, bias=False)
         self.blocks = nn.ModuleList(ACDiTBlock(dim, num_heads) for _ in range(num_layers))
-        self.final_layer = FinalLayer(dim, token_dim)
+        self.final_layer = ACDiTFinalLayer(dim, token_dim)
         self.register_buffer("places", places, persistent=False)
         self.axes = rotary_axes(self.grid, dim, num_heads, axis_shares)
 
@@ -321,7 +305,7 @@ class ACDiTTransformer(SavedModel):
 
 
 @functools.cache
-def _solver(prediction: str, levels: int) -> LinearSolver:
+def _solver(prediction: Any, levels: int) -> LinearSolver:
     config = DDIMScheduler(prediction_type=prediction).config
     solver = read_solver(DPMSolverMultistepScheduler.from_config(config), levels)
     assert solver is not None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visual_spec.models.continuous.acdit import ACDiTTransformer
-from visual_spec.models.core.checkpoints import Checkpoint, read_by, read_content
+from visual_spec.models.core.checkpoints import Checkpoint, read_by
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, loaded
 from visual_spec.models.core.settings import whole
 
@@ -60,15 +59,6 @@ def is_acdit(weights: Mapping[str, Any]) -> bool:
     return {"x_embedder.weight", "blocks.0.attn.q_norm.weight", "y_embedder.embedding_table.weight"} <= {
         *weights
     }
-
-
-def holds_acdit(source: Given) -> bool:
-    """Return whether a file, its content or a state dict is of an ACDiT."""
-    if isinstance(source, Checkpoint):
-        return is_acdit(source.weights)
-    content = source if isinstance(source, Mapping) else read_content(Path(source))
-    weights = content.get("model", content) if isinstance(content, Mapping) else {}
-    return isinstance(weights, Mapping) and is_acdit(weights)
 
 
 def _config(weights: Mapping[str, Tensor], name: str, said: Mapping[str, Any]) -> dict[str, Any]:

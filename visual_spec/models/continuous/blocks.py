@@ -32,14 +32,15 @@ class ViTAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers with an exact GELU between them."""
+    """Two layers with a GELU between them, exact unless `approximate` names another ("tanh")."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, approximate: str = "none") -> None:
         super().__init__()
+        self.approximate = approximate
         self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
 class Block(nn.Module):

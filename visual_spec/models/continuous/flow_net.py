@@ -44,7 +44,7 @@ def turns_of_maps(sides: Sequence[int], grid: int, head_dim: int, like: Tensor) 
     return torch.stack([cosine, cosine], -1), torch.stack([-sine, sine], -1)
 
 
-class RotaryAttention(nn.Module):
+class FlowARAttention(nn.Module):
     """Self-attention whose queries and keys turn with their place."""
 
     def __init__(self, dim: int, heads: int, bias: bool) -> None:
@@ -79,7 +79,7 @@ class RotaryAttention(nn.Module):
         return self.proj(_attended(query, key, value, mask))
 
 
-class CrossAttention(nn.Module):
+class FlowARCrossAttention(nn.Module):
     """Attention of places to their conditions; both turn with their place."""
 
     def __init__(self, dim: int, condition_dim: int, heads: int) -> None:
@@ -132,7 +132,7 @@ class AdaLayer(nn.Module):
 
     def __init__(self, dim: int, heads: int, ada_lin: nn.Module, bias: bool) -> None:
         super().__init__()
-        self.attn = RotaryAttention(dim, heads, bias)
+        self.attn = FlowARAttention(dim, heads, bias)
         self.mlp = GatedMlp(dim)
         self.ada_lin = ada_lin
 
@@ -145,7 +145,7 @@ class AdaLayer(nn.Module):
         held: _Held | None = None,
         places: Places | None = None,
     ) -> Tensor:
-        """`x [R, W, dim]` under a modulation [R, 1 or W, 6 dim]; see `RotaryAttention`."""
+        """`x [R, W, dim]` under a modulation [R, 1 or W, 6 dim]; see `FlowARAttention`."""
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.chunk(6, -1)
         x = x + gain1 * self.attn(modulated(x, scale1, shift1), turns, mask, held, places)
         return x + gain2 * self.mlp(modulated(x, scale2, shift2))
@@ -178,8 +178,8 @@ class CrossFlowLayer(nn.Module):
     def __init__(self, dim: int, condition_dim: int) -> None:
         super().__init__()
         heads = dim // FLOW_HEAD_DIM
-        self.attn = RotaryAttention(dim, heads, bias=False)
-        self.crossattn = CrossAttention(dim, condition_dim, heads)
+        self.attn = FlowARAttention(dim, heads, bias=False)
+        self.crossattn = FlowARCrossAttention(dim, condition_dim, heads)
         self.norm2_1, self.norm2_2 = nn.RMSNorm(dim, eps=_EPSILON), nn.RMSNorm(condition_dim, eps=_EPSILON)
         self.mlp = GatedMlp(dim)
         self.ada_lin_attn, self.ada_lin_mlp = nn.Linear(dim, 3 * dim), nn.Linear(dim, 3 * dim)
@@ -197,7 +197,7 @@ class CrossFlowLayer(nn.Module):
         return x + gain * self.mlp(modulated(x, scale, shift))
 
 
-class FinalLayer(nn.Module):
+class FlowFinalLayer(nn.Module):
     """linear(norm(x) * (1 + scale) + shift), the norm without weights."""
 
     def __init__(self, width: int, outputs: int) -> None:
@@ -258,7 +258,7 @@ class FlowNet(nn.Module):
         self.input_proj = nn.Linear(token_dim, width)
         layers = (CrossFlowLayer(width, condition_dim) if cross else FlowLayer(width) for _ in range(depth))
         self.res_blocks = nn.ModuleList(layers)
-        self.final_layer = FinalLayer(width, token_dim)
+        self.final_layer = FlowFinalLayer(width, token_dim)
 
     def inputs(self, z: Tensor, side: int) -> FlowInputs:
         """What `forward` needs of conditions `z [R, N, condition_dim]` of a map of `side` places a side."""

@@ -184,7 +184,7 @@ class FlowARTransformer(SavedModel):
         """Both networks on embedded maps [R, W, dim] at slots [W]: conditions [R, W, dim].
 
         Args:
-            held, places: keys and values of each layer, and where new ones go; see `RotaryAttention`.
+            held, places: keys and values of each layer, and where new ones go; see `FlowARAttention`.
         """
         depth = len(self.encoder_blocks)
         for index, layer in enumerate(self._layers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
-from visual_spec.models.core.checkpoints import Checkpoint, Source
+from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 
 _MAR = KeyLayout(
@@ -31,14 +30,13 @@ _MAR = KeyLayout(
 )
 
 
-def read_averaged(source: Source) -> Checkpoint:
-    """Read a file of MAR or FlowAR: the averaged weights of a training run, or weights alone.
+def unpack_averaged(path: Path, content: Any) -> Checkpoint | None:
+    """Return the averaged weights in the content of a file of MAR or FlowAR, or the weights that it is; see `read_by`.
 
     Raises:
-        ValueError, OSError: as `read_content`.
+        ValueError: it holds no dict of weights.
     """
-    weights, name = replace(_MAR, needed={}).read(source)
-    return Checkpoint(Path(name), weights)
+    return _MAR.contained(path, content)
 
 
 def load_mar_checkpoint(

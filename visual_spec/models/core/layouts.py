@@ -68,11 +68,16 @@ class KeyLayout:
             weights, name = plain_weights(source, "the state dict"), "the state dict"
         else:
             keep = f'{{"{self.container}": c["{self.container}"]}}' if self.container else self.keep
-            checkpoint = read_by(source, self.unpack or self._contained, keep)
+            checkpoint = read_by(source, self.unpack or self.contained, keep)
             weights, name = checkpoint.weights, str(checkpoint.path)
         return self.translated(weights, name), name
 
-    def _contained(self, path: Path, content: Any) -> Checkpoint | None:
+    def contained(self, path: Path, content: Any) -> Checkpoint | None:
+        """Return the weights under the layout's container, or the content itself; None without a container.
+
+        Raises:
+            ValueError: neither is a dict of weights.
+        """
         if not self.container or not isinstance(content, Mapping):
             return None
         weights = content.get(self.container, content)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visual_spec.models.core.continuous import FlowScaleModel
 from visual_spec.models.core.settings import SHARE, Within, register_to_config
-from visual_spec.samplers.continuous.base import ContinuousTrace
+from visual_spec.samplers.continuous.base import ContinuousTrace, check_tokens
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_batch_size, check_guided, check_returned, check_vector_law
 from visual_spec.samplers.core.law import TokenLaw
@@ -182,12 +182,6 @@ class FlowScaleSampler(Sampler):
         Raises:
             FloatingPointError: tokens that are not finite; names the first.
         """
-        bad = (~tokens.isfinite().all(-1)).nonzero()
-        if len(bad):
-            sample, place = bad[0].tolist()
-            raise FloatingPointError(
-                f"the token of sample {sample}, place {place} is not finite. Check the weights, or run the model in "
-                "float32 or bfloat16 if it overflows in float16."
-            )
+        check_tokens(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1))
         calls = torch.full((len(tokens),), sum(state.levels))
         return SampleResult(tokens, FlowScaleTrace(**trace, head_calls=calls, levels=tuple(state.levels)))

@@ -192,7 +192,8 @@ class AlongOrderSampler(Sampler):
         state = kind.begin(run, scratch, known=known, **more)
         if known is not None:
             stands = torch.arange(run.num_tokens, device=run.device) < known[:, None]
-            state.tokens[:, : run.num_tokens][stands] = run.model.known_tokens.to(run.device)[stands]
+            held = run.model.known_tokens.to(run.device)
+            state.tokens[:, : run.num_tokens] = held.where(stands, state.tokens[:, : run.num_tokens])
             state.target_calls += 1  # which fed them
         return state
 
