@@ -1,11 +1,11 @@
-"""Block size against calls: what ACDiTs of several block sizes draw, and how fast, beside `shapes_mar`.
+"""Models of whole maps or blocks of latents: what ACDiTs and FlowARs draw, and how fast, beside `shapes_mar`.
 
 python benchmarks/block_sizes.py --models B4 B16 B64 --keep FOLDER --out benchmarks/results/shapes-blocks.json
 
-Each of `--models` is a folder that `scripts/train acdit` wrote. Quality is `visual-spec eval`'s: the classes in turn,
-read by the parser of `shapes`, and the Frechet distance of the same features to true pictures. Time is processor time
-at batch 1, one thread, each setting's turn after the other's in one process, the order turned round from picture to
-picture.
+Each of `--models` is a folder that `scripts/train acdit` or `flowar` wrote. Quality is `visual-spec eval`'s: the
+classes in turn, read by the parser of `shapes`, and the Frechet distance of the same features to true pictures. Time is
+processor time at batch 1, one thread, each setting's turn after the other's in one process, the order turned round from
+picture to picture.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ from visual_spec.eval.quality.tasks import task_of
 from visual_spec.eval.settings import Setting, parse_setting
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.continuous.acdit import ACDiTTransformer
+from visual_spec.models.continuous.flowar import FlowARTransformer
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.continuous.block_diffusion import BlockDiffusionSampler
+from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.core.law import TokenLaw
 
-LEVELS = (25, 10, 5)
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "ACDiTTransformer": tuple(f"block-diffusion:levels={count}" for count in (25, 10, 5)),
+    "FlowARTransformer": (
+        *(f"flow-scales:levels={count}" for count in (2, 4, 8, 25)),
+        *(f"flow-scales:levels=25,last_levels={count}" for count in (15, 4)),
+    ),
+}
 BASELINES = ("continuous", "continuous:steps=16,last_head_steps=5")
 
 
@@ -45,11 +52,16 @@ def pipelines(folders: list[Path], guidance: float) -> dict[str, tuple[Any, list
     mar: Any = load_pipeline("shapes_mar")
     made = {"shapes_mar": (mar, [parse_setting(text, TokenLaw(guidance_scale=3.0), 0) for text in BASELINES])}
     for folder in folders:
-        model: Any = ACDiTTransformer.from_pretrained(folder)
-        pipe = ContinuousImagePipeline(model, mar.vae, BlockDiffusionSampler(), list(CLASS_NAMES), guidance)
+        kind = json.loads((folder / "config.json").read_text())["_class_name"]
+        model: Any = (ACDiTTransformer if kind == "ACDiTTransformer" else FlowARTransformer).from_pretrained(
+            folder
+        )
         law = TokenLaw(guidance_scale=guidance)
-        settings = [parse_setting(f"block-diffusion:levels={count}", law, 0) for count in LEVELS]
-        made[f"blocks of {model.block_size}"] = (pipe, settings)
+        settings = [parse_setting(text, law, 0) for text in SETTINGS[kind]]
+        pipe = ContinuousImagePipeline(
+            model, mar.vae, make_sampler(SETTINGS[kind][0].split(":")[0]), list(CLASS_NAMES), guidance
+        )
+        made[f"blocks of {model.block_size}" if hasattr(model, "block_size") else "maps"] = (pipe, settings)
     for pipe, _ in made.values():
         pipe.set_progress_bar_config(disable=True)
     return made
@@ -105,7 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=144)
     parser.add_argument("--alone", type=int, default=8, help="pictures timed at batch 1")
-    parser.add_argument("--guidance-scale", type=float, default=2.0, help="of the ACDiTs")
+    parser.add_argument("--guidance-scale", type=float, default=2.0, help="of these models")
     args = parser.parse_args()
     torch.set_num_threads(1)
     made = pipelines(args.models, args.guidance_scale)
