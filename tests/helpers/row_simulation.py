@@ -18,7 +18,8 @@ class Simulation:
 
     def may_draw(self, row: int, column: int) -> bool:
         width = self.order.width
-        return row == 0 or self.lengths[row - 1] >= min(width, column + self.order.lead)
+        least = max(column + self.order.lead, 0 if self.lengths[row] else self.order.start_at)
+        return row == 0 or self.lengths[row - 1] >= min(width, least)
 
     def call(self) -> dict[int, list[Column]]:
         """The columns of every open row that feeds something."""

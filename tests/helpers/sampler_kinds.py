@@ -197,7 +197,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     ),
     "ZipARSampler": dict(window=2, adaptive=True, measure=True, as_released=True),
     "ParallelJacobiSampler": dict(
-        rows=2, drafts=2, lead=1, coupling="maximal", acceptance="exact", initial_draft="up", measure=True
+        rows=2, drafts=2, lead=1, coupling="maximal", acceptance="exact", initial_draft="up", measure=True,
+        start=2,
     ),
     "ColumnAutoregressiveSampler": dict(graph=False, exact_width=True),
     "ColumnJacobiSampler": dict(

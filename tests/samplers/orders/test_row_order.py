@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -18,8 +19,8 @@ SHAPES = [(1, 4), (3, 4), (5, 3), (4, 1)]
 @pytest.mark.parametrize("windows", [None, 1, 3])
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_plan_is_what_the_definition_says(rows, width, windows, drafts):
-    for lead in sorted({1, 2, width}):
-        order = RowOrder.over(TokenGrid(rows, width), lead, windows=windows, drafts=drafts)
+    for lead, start in itertools.product(sorted({1, 2, width}), (1, 3)):
+        order = RowOrder.over(TokenGrid(rows, width), lead, windows=windows, drafts=drafts, start_at=start)
         assert order.lead <= width and order.columns == order.windows * (drafts + 1)
         generator = random.Random(lead)
         samples = [Simulation(order) for _ in range(2)]  # ragged: each commits as many as it likes

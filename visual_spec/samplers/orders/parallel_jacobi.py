@@ -51,13 +51,17 @@ class ParallelJacobiSampler(RowSampler):
     that is the raster law (and, with acceptance "identical", the tokens of `AutoregressiveSampler` for the same
     generator).
 
-    A row trails the row above by `lead` tokens throughout, not only at its start, so that the token above always
-    exists. The paper's abstract and figure do not say which.
+    The public code (for Lumina-mGPT) has `lead` 2, `start` 8, `drafts` 7 and no limit of `rows`. It differs in what it
+    keeps: in all rows but the first open one a call commits accepted drafts only, and a refused draft is drawn again
+    from the law, not from the residual, so that tokens of these rows do not follow the law given what is seen. A draft
+    after a refused one stays if the law gives it more than half of its label. First drafts are uniform, and labelled
+    certain.
 
     Args:
         rows: most rows open at once, at least 1.
         drafts: drafts per row, at least 1; a call scores up to rows * (drafts + 1) slots.
-        lead: least number of tokens by which a row trails the row above, at least 1.
+        lead: least number of tokens by which a row trails the row above throughout, at least 1.
+        start: least number of tokens that the row above holds when a row starts, at least 1.
         coupling, acceptance: as in `SpeculativeJacobiSampler`. Acceptance "identical" draws every token with its slot's
             own noise.
         initial_draft: the draft of a slot that enters a window: a copy of the newest token to the "left", of the token
@@ -78,6 +82,7 @@ class ParallelJacobiSampler(RowSampler):
         acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "identical",
         initial_draft: Annotated[str, OneOf(ROW_DRAFTS)] = "left",
         measure: bool = False,
+        start: Annotated[int, COUNT] = 1,
     ) -> None:
         check_coupled(coupling, acceptance)
 
@@ -89,7 +94,8 @@ class ParallelJacobiSampler(RowSampler):
     def order(self, grid: TokenGrid) -> RowOrder:
         """Return an order of at most `rows` open rows, `lead` tokens apart."""
         drafts = min(self.config.drafts, grid.width)
-        return RowOrder.over(grid, self.config.lead, windows=self.config.rows, drafts=drafts)
+        config = self.config
+        return RowOrder.over(grid, config.lead, windows=config.rows, drafts=drafts, start_at=config.start)
 
     def prepare(self, run: Run) -> Any:
         state = self.begin_rows(run, ParallelJacobiState)

@@ -59,6 +59,7 @@ class RowOrder:
         drafts: D, drafts that a window scores after the row's newest token.
         released: as in ZipAR's public code, row 1 starts once row 0 is complete, and the stand-in is the newest token
             two rows above.
+        start_at: least number of tokens (or a whole row) that the row above holds when a row starts.
     """
 
     rows: int
@@ -67,10 +68,17 @@ class RowOrder:
     windows: int
     drafts: int = 0
     released: bool = False
+    start_at: int = 1
 
     @staticmethod
     def over(
-        grid: TokenGrid, lead: int, *, windows: int | None = None, drafts: int = 0, released: bool = False
+        grid: TokenGrid,
+        lead: int,
+        *,
+        windows: int | None = None,
+        drafts: int = 0,
+        released: bool = False,
+        start_at: int = 1,
     ) -> RowOrder:
         """Return the order of a grid. Caps `lead` at the width, `windows` at the rows; None: as many as can be open."""
         rows, width = grid.frames * grid.height, grid.width
@@ -79,7 +87,7 @@ class RowOrder:
             # One more than can advance at once: a complete row still feeds its last token while the next rows advance.
             # In raster order the first position of the next row feeds it.
             windows = 1 if lead == width else width // lead + 1
-        return RowOrder(rows, width, lead, min(rows, windows), drafts, released)
+        return RowOrder(rows, width, lead, min(rows, windows), drafts, released, min(start_at, width))
 
     @property
     def columns(self) -> int:
@@ -110,6 +118,7 @@ class RowOrder:
         length = lengths.gather(1, row.clamp(max=self.rows - 1))  # [B, A]
         above = lengths.gather(1, (row - 1).clamp(0, self.rows - 1)).where(row > 0, width)
         lead = torch.where(row == 1, width, self.lead) if self.released else self.lead
+        opened = opened & ((length > 0) | (above >= self.start_at))
         reach = (above - lead + 1).where(above < width, width)  # earlier slots of the row may be drawn
         scored = (reach - length).clamp(0, size) * opened
         # A complete row feeds its last token, and a waiting row its newest, so that rows below can see them.
