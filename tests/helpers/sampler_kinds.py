@@ -260,7 +260,8 @@ _WORD: list[Any] = ["best", 3]
 _FLAG: list[Any] = ["yes", 1]
 REFUSED: dict[str, list[Any]] = {
     **dict.fromkeys(
-        "window siblings depth width num_nodes pool radius max_rounds rows lead drafts redrafts span".split(), _COUNT
+        "window siblings depth width num_nodes pool radius max_rounds rows lead start drafts redrafts span".split(),
+        _COUNT,
     ),
     **dict.fromkeys(
         "stop_below last_temperature reuse_from rescorer_share history_hidden prefill eta guided_from".split(), _SHARE
