@@ -42,6 +42,8 @@ class Plain:
     temperature_curve: str = "constant"
     last_temperature: float = 0.7
     entropy_bound: float | None = None
+    threshold: float | None = None
+    factor: float | None = None
     guidance: str = "constant"
     least_guidance: float = 1.0
     filtered_score: bool = False
@@ -52,6 +54,10 @@ class Plain:
     orders: list[list[int]] | None = None  # of units, first kept first, all as probable
     other: Others | None = None
     share: float = 0.5
+
+    @property
+    def bounded(self) -> bool:
+        return any(bound is not None for bound in (self.entropy_bound, self.threshold, self.factor))
 
     def law(self) -> dict[Tokens, float]:
         length, books = self.model.grid.num_tokens, self.model.grid.codebooks
@@ -88,10 +94,10 @@ class Plain:
                 after = min(max(after, 1), len(units))
             found: dict[Tokens, float] = defaultdict(float)
             for tokens, weight in states.items():
-                if self.entropy_bound is not None and mask not in tokens:
+                if self.bounded and mask not in tokens:
                     found[tokens] += weight
                     continue
-                if self.entropy_bound is not None and step < steps - 1:
+                if self.bounded and step < steps - 1:
                     after = -1
                 for result, probability in self.step(
                     tokens, stage, unknown, after, share, (step, steps), order
@@ -110,7 +116,7 @@ class Plain:
         clock: tuple[int, int],
         order: list[int] | None,
     ) -> Iterator[tuple[Tokens, float]]:
-        """Outcomes of the step clock[0] of clock[1]. `after` units stay hidden; -1: those beyond the entropy bound."""
+        """Outcomes of the step clock[0] of clock[1]. `after` units stay hidden; -1: those beyond a bound."""
         mask, books = self.model.vocab_size, self.model.grid.codebooks
         scale = self.scale
         left = (clock[1] - 1 - clock[0]) / clock[1]
@@ -188,11 +194,18 @@ class Plain:
     def beyond(
         self, scores: dict[int, float], entropies: dict[int, float], order: list[int] | None
     ) -> set[int]:
-        """The units left over when the surest are taken while their entropies, less the largest, stay in the bound."""
-        assert self.entropy_bound is not None
+        """The units left over when the surest are taken: while their entropies, less the largest, stay in the bound, or
+        while the next one is as probable as it has to be."""
         ranking = sorted(scores, key=lambda u: (-scores[u], u))
         if order is not None:
             ranking = [u for u in order if u in scores]
+        if self.entropy_bound is None:
+            for number, u in enumerate(ranking[1:], 2):
+                least = self.threshold if self.factor is None else 1 - self.factor / (number + 1)
+                chance = math.exp(scores[u]) if self.score == "log_probability" else scores[u]
+                if least is not None and chance < least:
+                    return set(ranking[number - 1 :])
+            return set()
         for count in range(len(ranking), 1, -1):
             taken = [entropies[u] for u in ranking[:count]]
             if sum(taken) - max(taken) <= self.entropy_bound:

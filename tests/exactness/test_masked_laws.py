@@ -106,6 +106,10 @@ WARM = TokenLaw(guidance_scale=3.0, temperature=1.7, top_p=0.8)
         (dict(steps=3, score="entropy", entropy_bound=0.5), WARM),
         (dict(steps=2, score="probability", entropy_bound=0.0), TokenLaw(guidance_scale=2.0)),
         (dict(steps=3, entropy_bound=0.2, temperature="root", guidance="falling"), WARM),
+        (dict(steps=3, threshold=0.6), TokenLaw(temperature=0.6)),
+        (dict(steps=3, threshold=0.8, score="probability", guidance="falling"), WARM),
+        (dict(steps=3, factor=1.0), TokenLaw()),
+        (dict(steps=3, factor=0.7, score="probability"), TokenLaw(temperature=0.6, guidance_scale=2.0)),
     ],
     ids=lambda value: ",".join(map(str, value.values())) if isinstance(value, dict) else "",
 )

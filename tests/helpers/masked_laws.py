@@ -94,9 +94,9 @@ def law_of_sampler(
         shape = (model.grid.num_tokens, model.grid.codebooks)
         options["known_tokens"] = torch.tensor(given).view(shape).expand(rows, -1, -1)
     result = sampler(model, None, law=law, batch_size=rows, **options)
-    # Under an entropy bound fewer steps may do; then rows that differ in choices never made are copies of each other.
+    # Where draws decide, fewer steps may do; then rows that differ in choices never made are copies of each other.
     once = noise.digits == 0
-    assert sampler.config.entropy_bound is not None or once.all(), "there are no more rows than outcomes"
+    assert sampler.planned_calls(model, {}) is None or once.all(), "there are no more rows than outcomes"
     noise.weight = noise.weight * once
     tokens = result.tokens.flatten(1)
     assert (tokens >= 0).all() and (tokens < model.vocab_size).all()

@@ -214,13 +214,14 @@ CHANGED: dict[str, dict[str, Any]] = {
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
         rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
         reuse=0, reuse_from=0.25, reuse_by="shortcut", falls="before", score_temperature=0.8, graph="auto",
-        warmup=1, guided_steps=2, second_draw=True,
+        warmup=1, guided_steps=2, second_draw=True, credit=0.5, threshold=None, factor=None, commit_gaps=None,
     ),
     "FrameMaskedSampler": dict(
         steps=3, history_hidden=0.5, history_pattern="random", unconditional_history="same", schedule="arccos",
         clock="magnet", score="probability", choice_temperature=0.5, falls="before", temperature="falling",
-        last_temperature=0.5, guidance="falling", least_guidance=1.2, entropy_bound=0.4, filtered_score=True,
+        last_temperature=0.5, guidance="falling", least_guidance=1.2, entropy_bound=None, filtered_score=True,
         score_temperature=0.8, greedy=True, measure=True, later_noise=False, warmup=1, guided_steps=2, second_draw=True,
+        credit=0.5, threshold=0.6, factor=None, commit_gaps=None,
     ),
     "ContinuousSampler": dict(
         steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,
@@ -266,7 +267,8 @@ REFUSED: dict[str, list[Any]] = {
     **dict.fromkeys(
         "stop_below last_temperature reuse_from rescorer_share history_hidden prefill eta guided_from".split(), _SHARE
     ),
-    **dict.fromkeys("choice_temperature entropy_bound tolerance final_noise".split(), _NUMBER),
+    "threshold": _SHARE,
+    **dict.fromkeys("choice_temperature entropy_bound tolerance final_noise credit".split(), _NUMBER),
     **dict.fromkeys(
         "coupling acceptance initial_draft sibling_rule unit schedule clock score span_score temperature guidance "
         "falls reuse_by history_pattern unconditional_history rule".split(), _WORD
@@ -288,6 +290,8 @@ REFUSED: dict[str, list[Any]] = {
     "cache_share": [0.0, 1.5, True, "little"],
     "reuse": [-1, 1.5, True],
     "warmup": [-1, 1.5, True],
+    "factor": [0.0, *_NUMBER],
+    "commit_gaps": [(-1.0, 1.0, 1.0), (1.0, 2.0), 3.0, "1"],
     "guided_steps": [-1, 1.5, True],
     **dict.fromkeys(("levels", "last_levels"), [1, *_COUNT]),
     "head_steps": [1001, *_COUNT],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -86,7 +87,10 @@ def test_the_entropy_bound_keeps_what_diffusers_keeps(bound):
     assert not (masking.beyond_entropy_bound(-entropy, entropy, hidden, bound) & ~hidden).any()
 
 
-def test_under_an_entropy_bound_rows_end_at_their_own_call():
+@pytest.mark.parametrize(
+    "rule", [dict(entropy_bound=0.0), dict(threshold=1.0), dict(factor=1e-9), dict(commit_gaps=(99.0,) * 3)]
+)
+def test_where_draws_decide_rows_end_at_their_own_call(rule):
     class Certain(TabularMaskedModel):
         def forward(self, state, tokens, stage):
             logits = super().forward(state, tokens, stage).clone()
@@ -94,15 +98,37 @@ def test_under_an_entropy_bound_rows_end_at_their_own_call():
             return logits
 
     model = Certain(TokenGrid(1, 5), 3)
-    result = MaskedSampler(5, entropy_bound=0.0)(
+    result = MaskedSampler(5, schedule="linear", **rule)(
         model, None, law=TokenLaw(), batch_size=2, generator=seeded(1, 2)
     )
     assert result.trace.target_calls.tolist() == [1, 5]
     assert result.tokens[0].tolist() == [0] * 5 and (result.tokens < 3).all()
     assert sorted(result.trace.commit_call[1].tolist()) == [0, 1, 2, 3, 4]
-    assert MaskedSampler(2, entropy_bound=0.0)(
+    assert MaskedSampler(2, **rule)(
         model, None, law=TokenLaw(), batch_size=2
     ).trace.target_calls.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            dict(threshold=0.5, factor=1.0),
+            "threshold and factor decide about the same tokens; pass one of them",
+        ),
+        (dict(commit_gaps=[1, 2]), "commit_gaps=(1, 2); pass 3 numbers"),
+        (
+            dict(threshold=0.5, score="halton"),
+            "threshold with score='halton', which is no probability of a draw",
+        ),
+        (dict(factor=0.5, score="entropy"), "factor with score='entropy'"),
+        (dict(reuse=1, commit_gaps=[3, 2, 1]), "reuse=1 with commit_gaps=[3, 2, 1]: which tokens"),
+        (dict(reuse=1, credit=0.5), "reuse=1 with credit=0.5, which is of all slots"),
+    ],
+)
+def test_settings_of_rules_that_do_not_fit_are_refused(settings, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        MaskedSampler(**settings)
 
 
 def test_every_schedule_has_its_published_values():

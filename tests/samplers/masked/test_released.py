@@ -78,6 +78,89 @@ def test_halton_draws_the_tokens_of_the_public_code(monkeypatch, largest, warmup
     assert found.tolist() == HALTON[largest, warmup]
 
 
+# -- text models -------------------------------------------------------------------------------------------------------
+
+
+class Waves(Formula):
+    """A row of slots, with logits that are higher, so that some laws are sure."""
+
+    def __init__(self, length: int, height: float) -> None:
+        self.grid, self.height = TokenGrid(1, length), height
+
+    def __call__(self, state: MaskedState, tokens: Tensor, stage: int) -> Tensor:
+        count = tokens.shape[1]
+        total = (tokens[..., 0].double() * torch.arange(1, count + 1)).sum(1)[:, None, None]
+        slot, code = torch.arange(count).double()[:, None], torch.arange(CODES).double()
+        return self.height * torch.sin(0.37 * total + 1.7 * slot + 2.3 * code + 2.7)
+
+
+# The likeliest tokens around these waves, and the calls at which they were kept, by (height, number): of
+# github.com/NVlabs/Fast-dLLM (`generate(threshold=)`), of github.com/inclusionAI/dInfer
+# (`get_transfer_index_dynamic(factor=)`, Fast-dLLM's, and `CreditThresholdParallelDecoder` with its defaults).
+THRESHOLD = {
+    (4, 0.5): "2410243521354102 0010010010000000",
+    (9, 0.5): "2430243521354102 0000000000000000",
+    (9, 0.9): "2432213241324322 1013010210410130",
+}
+FACTOR = {
+    (4, 1.0): "2133223123124332 3516020465230361",
+    (9, 0.5): "4413243411344424 3015010220140523",
+    (9, 1.0): "0403233211104002 1021020220110200",
+}
+CREDIT = {
+    (4, 0.7): "0430243521104102 1030020020110000",
+    (9, 0.7): "2430243521354102 0000010000010000",
+    (9, 0.9): "1410243521354102 2010010010110100",
+}
+# Of github.com/pixeli99/Prophet, `generate` (generate_earlyexit.py) with an answer of all five tokens.
+COMMIT_GAPS = {
+    (7.5, 5.0, 2.5): "42244 03241",
+    (4.0, 3.0, 2.0): "42234 03231",
+    (2.2, 1.6, 1.0): "41354 01111",
+    (9.0, 4.5, 1.0): "42234 03231",
+}
+
+
+def likeliest(length: int, height: float, **settings: Any) -> tuple[list[int], list[int]]:
+    """Tokens and calls, as the public code: scores are probabilities at temperature 1."""
+    sampler = MaskedSampler(length, schedule="linear", score="probability", score_temperature=1.0, **settings)
+    drawn: Any = sampler(Waves(length, height), None, law=TokenLaw(temperature=0.0))
+    calls = drawn.trace.entry_call[0, :, 0].tolist()
+    assert int(drawn.trace.target_calls) == max(calls) + 1
+    return drawn.tokens[0].tolist(), calls
+
+
+def recorded(text: str) -> tuple[list[int], list[int]]:
+    tokens, calls = text.split()
+    return [*map(int, tokens)], [*map(int, calls)]
+
+
+@pytest.mark.parametrize(("height", "least"), THRESHOLD)
+def test_a_threshold_keeps_what_fast_dllm_keeps(height, least):
+    assert likeliest(16, height, threshold=least) == recorded(THRESHOLD[height, least])
+
+
+@pytest.mark.parametrize(("height", "factor"), FACTOR)
+def test_a_factor_keeps_what_fast_dllm_keeps(height, factor):
+    """Up to the end: its loop keeps the last token with the one before, however unsure it is."""
+    tokens, calls = recorded(FACTOR[height, factor])
+    found, own = likeliest(16, height, factor=factor)
+    before = [slot for slot, call in enumerate(calls) if call < max(calls)]
+    assert len(before) >= 9 and [slot for slot, call in enumerate(own) if call < max(calls)] == before
+    for slot in before:
+        assert (found[slot], own[slot]) == (tokens[slot], calls[slot])
+
+
+@pytest.mark.parametrize(("height", "least"), CREDIT)
+def test_credit_keeps_what_dinfer_keeps(height, least):
+    assert likeliest(16, height, threshold=least, credit=0.7) == recorded(CREDIT[height, least])
+
+
+@pytest.mark.parametrize("gaps", COMMIT_GAPS)
+def test_all_is_kept_where_prophet_exits(gaps):
+    assert likeliest(5, 9, commit_gaps=gaps) == recorded(COMMIT_GAPS[gaps])
+
+
 # -- ReCAP on MaskGIT --------------------------------------------------------------------------------------------------
 
 

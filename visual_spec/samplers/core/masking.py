@@ -138,11 +138,11 @@ def draw_and_score(
     filtered: bool,
     score_temperature: float | None = None,
     greedy: bool = False,
-    entropies: bool = False,
+    reads: str | None = None,
     second: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Draw a token at every position and score each draw. On a GPU one kernel does both, except where entropies count
-    and where `greedy`, `score_temperature` or `second` is set.
+    """Draw a token at every position and score each draw. On a GPU one kernel does both, except where something is read
+    of the laws and where `greedy`, `score_temperature` or `second` is set.
 
     Args:
         logits: [R, L, V], R = 2B if the law is guided, else B.
@@ -154,16 +154,17 @@ def draw_and_score(
             draws are scored by the law of temperature 1, because under their own law all have probability 1.
         score_temperature: score by the law of this temperature; None: the temperature of the law.
         greedy: take the likeliest tokens, and score them by the law all the same.
-        entropies: whether to return the entropies of the laws that the tokens are drawn from.
+        reads: what to return of the laws: the "entropy" of the law that a token is drawn from, or the "gap" between the
+            two largest logits of the law that scores it. None: nothing.
         second: score another draw, from the law that scores, in place of the token's own.
 
     Returns:
-        Tokens, long [B, L]; scores [B, L], or None without a score; entropies in nats [B, L], or None.
+        Tokens, long [B, L]; scores [B, L], or None without a score; what is read, in nats [B, L], or None.
     """
     guided = law.law.guided
     numbers = law.law.numbers(guided, logits.shape[-1])
     own_score = score is not None and score_temperature is not None
-    if fits(logits) and score != "entropy" and not (greedy or entropies or own_score or second):
+    if fits(logits) and score != "entropy" and not (greedy or reads or own_score or second):
         drawn, log_probs, log_kept, finite = masked_sample(
             logits, noise.keys, slots, numbers, stream=TOKEN, round=step
         )
@@ -176,17 +177,22 @@ def draw_and_score(
         drawn = law_reference(logits, checked_slots, numbers._replace(temperature=0.0)).argmax(-1)
     else:
         drawn = noise.categorical(target, slots, TOKEN, step)
-    spread = entropy_of(target) if entropies else None
-    if score is None:
-        return drawn, None, spread
+    read = entropy_of(target) if reads == "entropy" else None
+    if score is None and reads != "gap":
+        return drawn, None, read
     scored = target
-    if own_score:
+    if score_temperature is not None:
         numbers = numbers._replace(temperature=score_temperature)
         scored = law_reference(logits, checked_slots, numbers)
     if not filtered:
         scored = unfiltered_reference(logits, checked_slots, numbers, scored)
+    if reads == "gap":
+        first, second_best = scored.topk(2, -1).values.unbind(-1)
+        read = first - second_best
+    if score is None:
+        return drawn, None, read
     shown = noise.categorical(scored, slots, RESIDUAL, step) if second else drawn
-    return drawn, confidence(score, scored, shown), spread
+    return drawn, confidence(score, scored, shown), read
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
@@ -308,3 +314,19 @@ def beyond_entropy_bound(score: Tensor, entropy: Tensor, hidden: Tensor, bound: 
     beyond = excess > bound + 1e-12
     beyond[:, 0] = False
     return hidden & torch.zeros_like(hidden).scatter_(1, order, beyond)
+
+
+def beyond_confidence(probability: Tensor, hidden: Tensor, least: Tensor) -> Tensor:
+    """Return which units stay hidden, bool [B, U]: those from the first, likeliest first, that is below its least on.
+
+    One at least is kept.
+
+    Args:
+        probability: [B, U], of the draws of the units.
+        hidden: bool [B, U]. Other units are never chosen.
+        least: [U], the least probability of the likeliest unit, of the next one, and so on.
+    """
+    ranked = torch.sort(probability.masked_fill(~hidden, -torch.inf), dim=1, descending=True, stable=True)
+    below = ranked.values < least
+    below[:, 0] = False
+    return hidden & torch.zeros_like(hidden).scatter_(1, ranked.indices, below.long().cumsum(1) > 0)

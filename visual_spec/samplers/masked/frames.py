@@ -203,7 +203,7 @@ class FrameMaskedSampler(Sampler):
         return check_guided(model.prepare(condition, batch_size=batch_size, guided=law.guided), law.guided)
 
     def num_calls(self, run: Run) -> int | None:
-        if self.config.entropy_bound is not None:
+        if self._first.schedule.rule is not None:
             return None
         drawn = _drawn_frames(run)
         return self.config.steps * len(drawn) + drawn[-1]
@@ -239,7 +239,7 @@ class FrameMaskedSampler(Sampler):
         assert drawing is not None
         complete = drawing.round + 1 == len(drawing.plan)
         if complete and state.frame == state.drawn[-1]:
-            return  # under an entropy bound the end is noticed one call late on a GPU
+            return  # where draws decide, the end is noticed one call late on a GPU
         state.round += 1
         state.frame_calls[state.frame] += 1
         if complete:
@@ -253,7 +253,7 @@ class FrameMaskedSampler(Sampler):
         entries = state.entry_call[:, state.places]
         state.entry_call[:, state.places] = torch.where(kept, state.target_calls[:, None], entries)
         state.target_calls += drawing.target_calls - before
-        if self.config.entropy_bound is not None and not bool((tokens == run.model.mask_id).any()):
+        if self._first.schedule.rule is not None and not bool((tokens == run.model.mask_id).any()):
             drawing.plan = drawing.plan[: drawing.round + 1]  # the frame is complete before its last step
 
     def _write(self, run: Run, state: FramesState) -> None:

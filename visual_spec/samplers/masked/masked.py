@@ -99,11 +99,6 @@ class MaskedSampler(Sampler):
         reuse, schedule = group_of(Reuse, self.config), group_of(Schedule, self.config)
         if graph is True and reuse.by_shortcut:
             raise ValueError("graph=True with reuse_by='shortcut', whose features move; pass graph=False.")
-        if reuse.reuse and schedule.entropy_bound is not None:
-            raise ValueError(
-                f"reuse={reuse.reuse} with entropy_bound={schedule.entropy_bound}: which tokens later calls keep must "
-                "be known before they are drawn; pass one of the two."
-            )
         ranking, by_step = group_of(Ranking, self.config), group_of(LawByStep, self.config)
         self._loop = Unmasking(schedule, ranking, by_step, reuse, span, span_score, rescorer_share)
 
@@ -121,10 +116,11 @@ class MaskedSampler(Sampler):
                 f"span={span}, but the model decodes {size}; pass "
                 + (f"1 to {grid.width}." if grid.num_tokens == grid.width else "1: spans are for sequences.")
             )
-        if self.config.entropy_bound is not None and grid.codebooks > 1:
+        rule = self._loop.schedule.rule
+        if rule is not None and grid.codebooks > 1:
             raise ValueError(
-                f"entropy_bound={self.config.entropy_bound}, but the model has {grid.codebooks} codebooks; pass "
-                "entropy_bound=None: the bound is for models of one."
+                f"{rule}={self.config[rule]}, but the model has {grid.codebooks} codebooks; pass {rule}=None, which is "
+                "for models of several."
             )
         check_reuse(model, self.config, parts)
         wants_graph(self.config.graph, model)  # refuses what cannot be recorded
@@ -145,7 +141,7 @@ class MaskedSampler(Sampler):
         return self.planned_calls(run.model, run.parts)
 
     def planned_calls(self, model: MaskedModel, parts: dict[str, Any]) -> int | None:
-        if self.config.entropy_bound is not None:
+        if self._loop.schedule.rule is not None:
             return None
         return sum(self._steps(model, parts.get("known_tokens")))
 

@@ -6,6 +6,9 @@ Published decoders are settings of these three (`presets`).
 * Ziv et al., "Masked audio generation using a single non-autoregressive transformer" (MAGNeT), ICLR 2024, section 3.
 * Besnier et al., "Halton scheduler for masked generative image transformer", ICLR 2025.
 * Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking", 2505.24857.
+* Wu et al., "Fast-dLLM", 2505.22618, section 3.3: `threshold` and `factor`.
+* Li et al., "Diffusion language models know the answer before decoding" (Prophet), 2508.19982: `commit_gaps`.
+* Wang et al., "CreditDecoding", 2510.06133, as in inclusionAI/dInfer: `credit`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.law import law_reference
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import SHARE, OneOf, Within
 from visual_spec.samplers.core.law import LARGEST, TokenLaw
@@ -27,6 +31,7 @@ from visual_spec.samplers.core.masking import (
     SCHEDULES,
     SCORES,
     Spans,
+    beyond_confidence,
     beyond_entropy_bound,
     draw_and_score,
     fixed_order,
@@ -41,6 +46,12 @@ from visual_spec.samplers.core.state import Run
 _LEAST_TEMPERATURE = 0.01
 # That of a codebook which is drawn in one step, where temperatures fall before the steps (MaskGCT's code).
 _SINGLE_TEMPERATURE = 0.2
+# A token earns its probability to this power, and keeps this share of what it earned from call to call (dInfer's code).
+_CREDIT_POWER, _CREDIT_KEPT = 0.2, 0.8
+# Settings by which draws decide how many tokens a step keeps.
+_RULES = ("entropy_bound", "threshold", "factor", "commit_gaps")
+# Shares of the steps at which the second and the third of `commit_gaps` begin (Prophet's code).
+_PHASES = (0.33, 0.67)
 
 
 @dataclass(frozen=True)
@@ -54,11 +65,37 @@ class Schedule:
             this bound on their entropy allows (`masking.beyond_entropy_bound`), until all are kept or the last step,
             which keeps the rest. What changes from step to step follows `schedule` as without a bound. For models of
             one codebook.
+        threshold: likewise, each step keeps the tokens whose score, as a probability, is at least this, and one at
+            least (Fast-dLLM). `score` is then "log_probability" or "probability"; `score_temperature=1` as published.
+        factor: likewise, each step keeps the n tokens of highest score while the n-th is at least 1 - factor / (n + 1).
+        commit_gaps: three numbers, one for each third of the steps. All tokens are kept as soon as the gap between the
+            two largest logits of the law that scores, a mean over all tokens to decode, is at least the number
+            (Prophet: 7.5, 5 and 2.5).
     """
 
     schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "cosine"
     clock: Annotated[str, OneOf(tuple(CLOCKS))] = "maskgit"
     entropy_bound: Annotated[float | None, Within(0)] = None
+    threshold: Annotated[float | None, SHARE] = None
+    factor: Annotated[float | None, Within(above=0)] = None
+    commit_gaps: Annotated[Sequence[float] | None, Within(0)] = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _RULES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} decide about the same tokens; pass one of them.")
+        if self.commit_gaps is not None and len(self.commit_gaps) != len(_PHASES) + 1:
+            raise ValueError(f"commit_gaps={tuple(self.commit_gaps)}; pass {len(_PHASES) + 1} numbers.")
+
+    @property
+    def rule(self) -> str | None:
+        """The setting by which draws decide how many calls a sample takes; None: the schedule does."""
+        return next((name for name in _RULES if getattr(self, name) is not None), None)
+
+    @property
+    def reads(self) -> str | None:
+        """What a rule reads of the laws, see `draw_and_score`."""
+        return {"entropy_bound": "entropy", "commit_gaps": "gap"}.get(self.rule or "")
 
     def shares(self, steps: int) -> list[float]:
         """The share of all units that is hidden before each step."""
@@ -68,12 +105,24 @@ class Schedule:
         """The number of hidden units before each step and after the last one, long [B] each, of `units`, long [B]."""
         return [*hidden_counts(shares, self.clock, units), torch.zeros_like(units)]
 
-    def stays(self, score: Tensor, hidden: Tensor, count: Tensor, entropy: Tensor | None) -> Tensor:
-        """Which of the `hidden` units, bool [B, U], stay so: `count [B]` of least score, or what the bound refuses."""
-        if entropy is None:
+    def stays(self, score: Tensor, hidden: Tensor, count: Tensor, done: float, read: Tensor | None) -> Tensor:
+        """Which of the `hidden` units, bool [B, U], stay so: `count [B]` of least score, or what a rule refuses.
+
+        Args:
+            score: [B, U]; a probability for `threshold` and `factor`.
+            done: the share of steps that are made, this one included; the last keeps all.
+            read: entropies [B, U] or mean gaps [B], see `reads`.
+        """
+        if self.rule is None or done == 1:
             return least_sure(score, hidden, count)
-        assert self.entropy_bound is not None
-        return beyond_entropy_bound(score, entropy, hidden, self.entropy_bound)
+        if self.entropy_bound is not None and read is not None:
+            return beyond_entropy_bound(score, read, hidden, self.entropy_bound)
+        if self.commit_gaps is not None and read is not None:
+            enough = read >= self.commit_gaps[sum(done >= start for start in _PHASES)]
+            return least_sure(score, hidden, count) & ~enough[:, None]
+        places = torch.arange(2, score.shape[1] + 2, device=score.device)
+        least = 1 - self.factor / places if self.factor is not None else 0 * places + (self.threshold or 0)
+        return beyond_confidence(score, hidden, least)
 
 
 @dataclass(frozen=True)
@@ -115,6 +164,10 @@ class Ranking:
         """Whether the score is a probability of the draw."""
         return self.score in ("log_probability", "probability")
 
+    def probability(self, score: Tensor) -> Tensor:
+        """The scores of draws, [B, U], as probabilities."""
+        return score.exp() if self.score == "log_probability" else score
+
     def order(self, grid: TokenGrid, spans: Spans, noise: CounterNoise, units: Tensor) -> Tensor | None:
         """Scores [B, U] that keep units in a fixed order; None if draws are scored. `units`: long [B, U], counters."""
         return fixed_order(self.score, grid, spans, noise, units) if self.score in FIXED_ORDERS else None
@@ -128,7 +181,7 @@ class Ranking:
         step: int,
         *,
         scored: bool,
-        entropies: bool,
+        reads: str | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Draw at every slot, see `draw_and_score`. Only logits of slots `drawn`, bool [B, L], are checked."""
         return draw_and_score(
@@ -141,7 +194,7 @@ class Ranking:
             score=self.score if scored else None,
             filtered=self.filtered_score,
             score_temperature=self.score_temperature,
-            entropies=entropies,
+            reads=reads,
             greedy=self.greedy,
             second=self.second_draw,
         )
@@ -173,6 +226,8 @@ class LawByStep:
         guided_steps: calls of each codebook with guidance, from the first; None: all. `MaskedSampler` computes no
             unconditional row in later calls, so they cost half. Frames, and replayed CUDA graphs, still compute them.
         warmup: steps at the beginning of each codebook with twice the temperature (the Halton sampler's code).
+        credit: weight of what tokens earned by being the likeliest of a slot in this call and earlier ones. Log(1 + the
+            sum) is added to their logits (dInfer: 0.7). 0: none.
     """
 
     temperature: Annotated[str, OneOf(("constant", "falling", "root", "sharpening"))] = "constant"
@@ -182,6 +237,7 @@ class LawByStep:
     least_guidance: Annotated[float, Within(1)] = 1.0
     guided_steps: Annotated[int | None, Within(0)] = None
     warmup: Annotated[int, Within(0)] = 0
+    credit: Annotated[float, Within(0)] = 0.0
 
     def __post_init__(self) -> None:
         if self.temperature == "sharpening" and self.last_temperature == 0:
@@ -217,3 +273,19 @@ class LawByStep:
         if step < self.warmup:
             temperature *= 2
         return replace(law, guidance_scale=scale, temperature=temperature)
+
+    def earned(self, law: TokenLaw, logits: Tensor, hidden: Tensor, before: Tensor | None) -> Tensor:
+        """What tokens earned up to a call, [B, L, V], from its logits `[R, L, V]` and what they earned `before`.
+
+        Args:
+            hidden: bool [B, L], the slots that are drawn.
+        """
+        numbers = law.numbers(law.guided, logits.shape[-1])._replace(temperature=1.0, top_k=0, top_p=1.0)
+        best = law_reference(logits, None, numbers).max(-1)
+        share = torch.where(hidden, (_CREDIT_POWER * best.values).exp(), 0)
+        kept = (
+            best.values.new_zeros(*hidden.shape, logits.shape[-1])
+            if before is None
+            else _CREDIT_KEPT * before
+        )
+        return kept.scatter_add(2, best.indices[..., None], share[..., None])

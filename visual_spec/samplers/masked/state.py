@@ -106,6 +106,7 @@ class CodebookStage:
         places: long [B, n], the slots of the group, see `places_of`.
         newest: bool [B, L], the tokens that the last step kept.
         cache: the model's state in the last full call, and in the calls that reuse it.
+        earned: [B, L, V], what tokens earned so far, see `LawByStep.credit`.
     """
 
     codebook: int
@@ -123,3 +124,4 @@ class CodebookStage:
     places: Tensor | None = None
     newest: Tensor | None = None
     cache: Any = None
+    earned: Tensor | None = None

@@ -42,6 +42,24 @@ class Unmasking:
     span_score: str = "max"
     rescorer_share: float = 0.5
 
+    def __post_init__(self) -> None:
+        rule = self.schedule.rule
+        if rule in ("threshold", "factor") and not self.ranking.of_draws:
+            raise ValueError(
+                f"{rule} with score={self.ranking.score!r}, which is no probability of a draw; pass "
+                "score='log_probability' or 'probability'."
+            )
+        if self.reuse.reuse and self.by_step.credit:
+            raise ValueError(
+                f"reuse={self.reuse.reuse} with credit={self.by_step.credit}, which is of all slots; pass "
+                "one of the two."
+            )
+        if self.reuse.reuse and rule is not None:
+            raise ValueError(
+                f"reuse={self.reuse.reuse} with {rule}={getattr(self.schedule, rule)}: which tokens later calls keep "
+                "must be known before they are drawn; pass one of the two."
+            )
+
     def begin(
         self,
         run: Run,
@@ -79,22 +97,31 @@ class Unmasking:
         stage, spans = self._next_stage(run, state), Spans(run.model.grid.num_tokens, self.span)
         step, tokens = stage.step, state.tokens[..., stage.codebook]  # a view
         last = step + 1 == len(stage.full)
-        bounded = self.schedule.entropy_bound is not None and not last
+        reads = None if last else self.schedule.reads
         run.law.law = self.by_step.law(run.law_given, stage.shares[step], step, stage.full)
         logits = self._logits(run, state, stage)  # [R, L, V], or [R, n, V] of the slots `places`
         places = self.reuse.places(stage)
 
         drawing = stage.unknown & spans.spread(stage.hidden)  # [B, L]
+        if self.by_step.credit:
+            stage.earned = self.by_step.earned(run.law.law, logits, drawing, stage.earned)
+            bonus = self.by_step.credit * stage.earned.log1p()
+            logits = logits + bonus.repeat(len(logits) // len(bonus), 1, 1)
         # The last step keeps all draws, whatever their score, and a local one keeps its group in a known order.
         scored = stage.order is None and not last and places is None
-        drawn, score, entropy, drawing = self._draw(run, stage, logits, drawing, places, scored, bounded)
+        drawn, score, read, drawing = self._draw(run, stage, logits, drawing, places, scored, reads)
         tokens.copy_(torch.where(drawing, drawn, tokens))
 
         ranks = self._ranks(run, state, stage, spans, score, drawing, places)  # [B, U]
         self.reuse.choose_group(stage, spans, ranks)
-        state.target_calls += stage.hidden.any(1) if self.schedule.entropy_bound is not None else 1
-        entropy = None if entropy is None else spans.score(entropy, drawing, "sum")
-        stays = self.schedule.stays(ranks, stage.hidden, stage.counts[step + 1], entropy)
+        state.target_calls += stage.hidden.any(1) if self.schedule.rule is not None else 1
+        if read is not None:
+            gap = torch.where(stage.unknown, read, 0).sum(1) / stage.unknown.sum(1)
+            read = gap if reads == "gap" else spans.score(read, drawing, "sum")
+        if self.schedule.rule in ("threshold", "factor"):
+            ranks = self.ranking.probability(ranks)
+        done = (step + 1) / len(stage.full)
+        stays = self.schedule.stays(ranks, stage.hidden, stage.counts[step + 1], done, read)
         kept = drawing & spans.spread(stage.hidden & ~stays)
         state.entry_call[..., stage.codebook].masked_fill_(kept, state.round)
         tokens.masked_fill_(drawing & ~kept, run.model.mask_id)
@@ -110,7 +137,7 @@ class Unmasking:
     def _next_stage(self, run: Run, state: MaskedRunState) -> CodebookStage:
         """The codebook of the next call, at the step of this call."""
         state.round += 1
-        # Under an entropy bound the end is noticed one call late on a GPU; such a call finds nothing hidden.
+        # Where draws decide, the end is noticed one call late on a GPU; such a call finds nothing hidden.
         codebook, step, steps = state.plan[min(state.round, len(state.plan) - 1)]
         if step == 0:
             state.stage = self._begin_stage(run, state, codebook, steps)
@@ -165,26 +192,26 @@ class Unmasking:
         drawing: Tensor,
         places: Tensor | None,
         scored: bool,
-        entropies: bool,
+        reads: str | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Draw the slots `drawing [B, L]`, of a local call the slots of its group only.
 
         Returns:
-            Tokens, scores and entropies, [B, L] each, the latter two where they are asked for; and the slots drawn.
+            Tokens, scores and what is read, [B, L] each, the latter two where they are asked for; and the slots drawn.
         """
         entries, checked = stage.entries, drawing
         if places is not None:
             at = places.clamp(max=drawing.shape[1] - 1)
             entries = entries.gather(1, at)
             checked = drawing.gather(1, at) & (places < drawing.shape[1])
-        drawn, score, entropy = self.ranking.draw(
-            run, logits, entries, checked, stage.step, scored=scored, entropies=entropies
+        drawn, score, read = self.ranking.draw(
+            run, logits, entries, checked, stage.step, scored=scored, reads=reads
         )
         if places is not None:
             drawn, drawing = (
                 scattered(one, places, torch.zeros_like(drawing, dtype=one.dtype)) for one in (drawn, checked)
             )
-        return drawn, score, entropy, drawing
+        return drawn, score, read, drawing
 
     def _ranks(
         self,
