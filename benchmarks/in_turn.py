@@ -6,8 +6,8 @@ python benchmarks/in_turn.py "shapes autoregressive" "shapes speculative-jacobi"
 A setting is a model and, after a space, what `visual-spec eval --samplers` takes. Captions are held-out ones from
 number `--first` on, so that some choose a setting and others measure it; models of classes draw the classes in turn.
 Accuracy is of batches. Time is at batch 1, every setting's turn after the other's, the order turned round from picture
-to picture. Speed is beside the first setting, and `more_right` beside the first one of the same model, on the same
-prompts.
+to picture. Speed is beside the first setting, those that are only `--timed` included, and `more_right` beside the first
+one of the same model, on the same prompts.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("settings", nargs="+", metavar="MODEL SETTING")
+    parser.add_argument(
+        "--timed", nargs="+", default=[], metavar="MODEL SETTING", help="whose accuracy is known"
+    )
     parser.add_argument("--first", type=int, default=0, help="prompts of the list to leave out")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--batch", type=int, default=10)
@@ -65,12 +68,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    texts = [text.split(maxsplit=1) for text in args.settings]
+    texts = [text.split(maxsplit=1) for text in args.timed + args.settings]
     pipes = {model: load(model, "cpu", "float32") for model, _ in texts}
     turns = [(model, parse_setting(text, pipes[model].make_law(), 0)) for model, text in texts]
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = [
+        {"model": model, "setting": setting.text, "law": setting.pipeline_law} for model, setting in turns
+    ]
     shares: dict[str, list[float]] = {}
-    for model, setting in turns:
+    for row, (model, setting) in list(zip(rows, turns, strict=True))[len(args.timed) :]:
         prompts, hits, calls = prompts_of(pipes[model], args.first, args.prompts), [], []
         for start in range(0, args.prompts, args.batch):
             some = prompts[start : start + args.batch]
@@ -78,25 +83,23 @@ def main() -> None:
             hits, calls = hits + more[0], calls + more[1]
         right = [sum(one.values()) / len(one) for one in hits]
         known = summarise(hits)
-        rows.append({
-            "model": model, "setting": setting.text, "law": setting.pipeline_law,
-            "calls": rounded(mean_figure(calls)),
-            "attributes_right": rounded(known["mean_attribute"]), "all_right": rounded(known["all_correct"]),
-            "more_right": rounded(mean_figure(np.subtract(right, shares.setdefault(model, right)).tolist())),
-        })  # fmt: skip
-        print(json.dumps(rows[-1]), flush=True)
+        row["calls"] = rounded(mean_figure(calls))
+        row["attributes_right"] = rounded(known["mean_attribute"])
+        row["all_right"] = rounded(known["all_correct"])
+        row["more_right"] = rounded(mean_figure(np.subtract(right, shares.setdefault(model, right)).tolist()))
+        print(json.dumps(row), flush=True)
     seconds: list[list[float]] = [[] for _ in turns]
-    for index in range(-1, args.alone):  # the first picture of each warms up
-        for place in list(range(len(turns)))[:: 1 if index % 2 else -1]:
+    for index in range(-1 if args.alone else 0, args.alone):  # the first picture of each warms up
+        for place in range(len(turns))[:: 1 if index % 2 else -1]:
             model, setting = turns[place]
             number = args.first + max(index, 0)
             drawn = draw(pipes[model], setting, prompts_of(pipes[model], number, 1), number)
             seconds[place] += [float(drawn["processor_seconds"])] * (index >= 0)
-    if args.alone:
-        for row, took in zip(rows, seconds, strict=True):
-            row["processor_seconds"] = rounded(mean_figure(took))
-            row["speed"] = rounded(ratio_figure(seconds[0], took))
-            print(row["setting"], row["processor_seconds"], row["speed"], flush=True)
+        print("picture", index, [round(took[-1], 3) for took in seconds if took], flush=True)
+    for row, took in zip(rows if args.alone else (), seconds, strict=False):
+        row["processor_seconds"] = rounded(mean_figure(took))
+        row["speed"] = rounded(ratio_figure(seconds[0], took))
+        print(row["setting"], row["processor_seconds"], row["speed"], flush=True)
     if args.out:
         facts = {"first prompt": args.first, "prompts": args.prompts, "alone": args.alone}
         document = {**facts, "environment": environment(torch.device("cpu"), torch.float32), "rows": rows}
