@@ -33,7 +33,7 @@ def served(window: int, count: int, second: bool, together: int) -> dict[str, An
     """Draw by vLLM: tokens, calls, wall and processor seconds."""
     if second:
         from tests.serving import interpreted  # noqa: F401  # makes the second runner run on a CPU
-    from vllm import LLM
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     from visual_spec.data.shapes import held_out_prompts
     from visual_spec.pipelines.image import ImagePipeline

@@ -241,9 +241,9 @@ def assemble(
 def load(folder: Path, name: str | None = None, **settings: Any) -> Any:
     """A network that was saved in `folder`, in 32 bits, of the class `name`, or else of the one that it names."""
     config = json.loads((folder / "config.json").read_text())
-    name = name or config.get("_class_name") or config["architectures"][0]
+    written: str = name or config.get("_class_name") or config["architectures"][0]
     home = "transformers" if "_class_name" not in config else "diffusers"
-    kind = getattr(components, name, None) or getattr(importlib.import_module(home), name)
+    kind = getattr(components, written, None) or getattr(importlib.import_module(home), written)
     settings["torch_dtype" if issubclass(kind, ModelMixin) else "dtype"] = torch.float32
     return kind.from_pretrained(folder, **settings)
 

@@ -164,6 +164,7 @@ class MusicPipeline(MiniMaxMusic3ModularPipeline):
         ids = torch.tensor([[5, 9, 2, 7], [5, 3, 2, 7]])
         for name, value in dict(text_ids=ids, audio_duration=0.2, generator=generator).items():
             state.set(name, value)
+        assert self._blocks is not None
         self._blocks.sub_blocks["generate"](self, state)
         return state.get("frame_hiddens")
 

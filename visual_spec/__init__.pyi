@@ -55,6 +55,8 @@ from visual_spec.samplers.scales.scales import ScaleWiseSampler as ScaleWiseSamp
 from visual_spec.samplers.scales.stages import Stage as Stage
 from visual_spec.samplers.scales.stages import code_stages as code_stages
 
+LatentImagePipeline = ContinuousImagePipeline
+HOMES: dict[str, str]
 __version__: str
 __all__ = [
     "AmusedImagePipeline",

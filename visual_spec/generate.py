@@ -341,16 +341,17 @@ def _sampler(args: argparse.Namespace, pipe: Any = None) -> Any:
     for text in (text for text in args.sampler if text.startswith(":")):
         whole += f",{text[1:]}" if ":" in whole else text
     name, settings = parse_sampler(whole)
-    if pipe is None and not named:
-        return None
     changed = bool(named or settings)
     if not named:
+        if pipe is None:
+            return None
         name, usual = parse_sampler(pipe.fast_sampler)
         settings = usual | settings
     refiner = settings.pop("refiner", None)
     sampler = make_sampler(name, **settings)
-    saved = not changed and type(pipe.sampler) is type(sampler)
-    return name, pipe.sampler if saved else sampler, refiner
+    if pipe is not None and not changed and type(pipe.sampler) is type(sampler):
+        sampler = pipe.sampler
+    return name, sampler, refiner
 
 
 def _another_sampler(pipe: Any) -> str:

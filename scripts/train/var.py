@@ -215,7 +215,7 @@ def slot_weights(scales: tuple[int, ...], settings: VarTraining, step: int) -> T
 @torch.no_grad()
 def guided_laws(
     teacher: VARTransformer,
-    vq_model: MultiscaleVQModel,
+    vq_model: MultiscaleVQModel | FlexVQModel,
     labels: Tensor,
     tokens: Tensor,
     settings: VarTraining,

@@ -178,10 +178,12 @@ def test_the_distance_under_a_factor_is_that_of_the_densities(laws, factor):
     residual = (one - other / scale).clamp_min(0)
     result = kept + (1 - float(kept.sum()) * width) * residual / (float(residual.sum()) * width)
     expected = float((result - one).abs().sum()) * width / 2
-    means_and_widths = [torch.full((400, 1, 1), value, dtype=torch.float64) for value in laws]
+    mean, sigma, draft_mean, draft_sigma = (
+        torch.full((400, 1, 1), value, dtype=torch.float64) for value in laws
+    )
     fresh = torch.randn(400, 1, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     factors = torch.full((400, 1), factor, dtype=torch.float64)
-    found = _scaled_distance(tuple(means_and_widths[:2]), tuple(means_and_widths[2:]), factors, fresh, 4096)
+    found = _scaled_distance((mean, sigma), (draft_mean, draft_sigma), factors, fresh, 4096)
     assert float(found.mean()) == pytest.approx(expected, abs=0.01)
     assert factor or found.max() < 1e-12
 

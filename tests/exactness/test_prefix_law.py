@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
+    LogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
@@ -49,12 +51,17 @@ def not_before(ids: Tensor, scores: Tensor) -> Tensor:
     return scores if ids.shape[1] >= 2 else scores.masked_fill(torch.arange(3) == 2, -torch.inf)
 
 
-PENALTY = RepetitionPenaltyLogitsProcessor(1.8)
+def theirs(processor: LogitsProcessor) -> Processor:
+    return cast(Processor, processor)  # its annotations are classes that no tensor is of
+
+
+PENALTY = theirs(RepetitionPenaltyLogitsProcessor(1.8))
+BIGRAMS = theirs(NoRepeatNGramLogitsProcessor(2))
 # Each law with what transformers computes, text by text.
 LAWS: dict[str, tuple[TokenLaw, list[Processor]]] = {
     "penalty": (TokenLaw(history=(RepetitionPenalty(1.8),)), [PENALTY]),
     "penalty of a window": (TokenLaw(history=(RepetitionPenalty(1.8, window=2),)), [last_of(2, PENALTY)]),
-    "bigrams": (TokenLaw(history=(NoRepeatNgram(2),)), [NoRepeatNGramLogitsProcessor(2)]),
+    "bigrams": (TokenLaw(history=(NoRepeatNgram(2),)), [BIGRAMS]),
     "a function": (TokenLaw(history=(TextFunction(alternating),)), [alternating]),
     "end": (TokenLaw(end=2), []),
     "all": (
@@ -64,7 +71,7 @@ LAWS: dict[str, tuple[TokenLaw, list[Processor]]] = {
             history=(RepetitionPenalty(1.5), NoRepeatNgram(2), NotBefore(2, 2)),
             end=2,
         ),
-        [RepetitionPenaltyLogitsProcessor(1.5), NoRepeatNGramLogitsProcessor(2), not_before],
+        [theirs(RepetitionPenaltyLogitsProcessor(1.5)), BIGRAMS, not_before],
     ),
 }
 

@@ -98,6 +98,7 @@ def tiny_talker(dtype: torch.dtype = torch.float32) -> Any:
     sizes: dict[str, Any] = dict(
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=32
     )
+    read: dict[str, Any] = dict(spatial_merge_size=2)  # no field of its own
     config = Qwen3OmniMoeTalkerConfig(
         num_code_groups=4,
         thinker_hidden_size=24,
@@ -115,7 +116,7 @@ def tiny_talker(dtype: torch.dtype = torch.float32) -> Any:
         codec_eos_token_id=23,
         codec_pad_id=22,
         codec_bos_id=21,
-        **dict(spatial_merge_size=2),  # no field of its own, but read
+        **read,
     )
     return _ready(Qwen3OmniMoeTalkerForConditionalGeneration(config), dtype)
 

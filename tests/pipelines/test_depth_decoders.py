@@ -139,7 +139,7 @@ def frame_of(rows: int) -> tuple[Any, dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
     decoder = CsmDepth(tiny_csm(codebooks=8).depth_decoder)
 
-    def choose(ids: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
+    def choose(ids: Tensor, logits: Tensor, noise: Tensor) -> Tensor:
         return (logits.softmax(-1) / noise).argmax(-1)
 
     ids = torch.randint(1, 20, (rows, 1), generator=generator)

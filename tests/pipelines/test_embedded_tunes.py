@@ -41,15 +41,15 @@ def test_accelerated_music_is_the_plain_music():
     pipe.to(torch.float64)  # no near-ties to make allowances for
     prompts = held_out_prompts(2, seed=11)
     pipe.sampler = ColumnAutoregressiveSampler()
-    clip = dict(audio_length_in_s=NUM_SAMPLES / SAMPLE_RATE / 2)
-    plain = pipe(prompts, generator=seeded(1, 2), **clip)
+    seconds = NUM_SAMPLES / SAMPLE_RATE / 2
+    plain = pipe(prompts, generator=seeded(1, 2), audio_length_in_s=seconds)
     assert plain.audios.shape == (2, 1, NUM_SAMPLES // 2) and plain.sampling_rate == SAMPLE_RATE
     for sampler, least in [
         (ColumnJacobiSampler(), 1.0),
         (DraftedColumnSampler(acceptance="identical"), 1.2),
     ]:
         pipe.sampler = sampler
-        fast = pipe(prompts, generator=seeded(1, 2), **clip)
+        fast = pipe(prompts, generator=seeded(1, 2), audio_length_in_s=seconds)
         assert fast.codes.equal(plain.codes) and np.array_equal(fast.audios, plain.audios)
         assert (fast.trace.target_calls < plain.trace.target_calls).all()
         assert fast.trace.tokens_per_call.mean() > least

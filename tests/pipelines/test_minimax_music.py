@@ -25,7 +25,9 @@ def hiddens(pipe: Any, seed: int, seconds: float = FRAMES / 25) -> tuple[Tensor,
     for name, value in dict(text_ids=ids, audio_duration=seconds, generator=generator).items():
         state.set(name, value)
     pipe._blocks.sub_blocks["generate"](pipe, state)
-    return state.get("frame_hiddens"), torch.rand(4, generator=generator)
+    written = state.get("frame_hiddens")
+    assert isinstance(written, Tensor)
+    return written, torch.rand(4, generator=generator)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from diffusers.utils.source_code_parsing_utils import ReturnNameVisitor
 from tests.helpers.pipelines import ALL, Kind
 
 TEXT = ("text_encoder", "tokenizer")
-FEATURES = (
+FEATURES: tuple[str, ...] = (
     "prompt_embeds",
     "prompt_attention_mask",
     "negative_prompt_embeds",

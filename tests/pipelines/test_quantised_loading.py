@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers.quantizers import PipelineQuantizationConfig
+from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 from diffusers.quantizers.quantization_config import TorchAoConfig
 from torch import Tensor
 

@@ -69,7 +69,12 @@ def theirs(
 
 
 def ours(
-    model: Any, inputs: dict[str, Any], sampler: Any, codes: Any = CODES, end=END, **settings: Any
+    model: Any,
+    inputs: dict[str, Any],
+    sampler: Any,
+    codes: Any = CODES,
+    end: int | None = END,
+    **settings: Any,
 ) -> Tensor:
     settings.setdefault("max_new_tokens", 24)
     visual_spec.accelerate(model, sampler, codes=codes, end=end)
@@ -376,12 +381,12 @@ def test_sampled_texts_are_those_of_generate_for_a_seed(kind, sampler, law):
 
 
 def test_texts_without_an_end_leave_the_generator_as_generate_does():
-    settings = dict(codes=((45, 60),), end=None, do_sample=True, max_new_tokens=9)
+    settings = dict(do_sample=True, max_new_tokens=9)
     torch.manual_seed(4)
-    want, after = theirs(LLAMA, PROMPTS, **settings), torch.rand(2)
+    want, after = theirs(LLAMA, PROMPTS, ((45, 60),), None, **settings), torch.rand(2)
     for sampler in ("plain", "window 16"):
         torch.manual_seed(4)
-        got = ours(LLAMA, PROMPTS, SAMPLERS[sampler], **settings | {"codes": [(45, 60)]})
+        got = ours(LLAMA, PROMPTS, SAMPLERS[sampler], [(45, 60)], None, **settings)
         assert torch.equal(got, want) and torch.equal(torch.rand(2), after)
 
 

@@ -144,7 +144,7 @@ def test_a_prefill_that_ignores_guided_is_refused(entry, name, guided, monkeypat
     monkeypatch.setattr(part, begin, lambda *given, **named: real(*given, **named | {"guided": not guided}))
     for sampler in samplers_of(entry):
         if _uses(sampler, name):
-            law = {} if guided else {"law": TokenLaw()}
+            law: dict[str, Any] = {} if guided else {"law": TokenLaw()}
             with pytest.raises(
                 ValueError, match=rf"guided={guided}\) returned a state with guided={not guided}"
             ):

@@ -505,7 +505,7 @@ def test_an_interrupted_flexvar_resumes_to_the_same_weights_in_8_bits(tmp_path):
     record = check_training(tmp_path, train, 24, every=10, saved={"": FlexVARTransformer})
     assert record["held_out_loss_by_scale"][-1] > 0 and record["loss"][0][1] > record["loss"][-1][1]
     model = FlexVARTransformer.from_pretrained(tmp_path / "whole")
-    matrix = model.blocks[0].ffn.fc1.weight.data
+    matrix = model.get_parameter("blocks.0.ffn.fc1.weight").data
     assert torch.equal(matrix, matrix.to(torch.float8_e4m3fn).to(matrix.dtype))
     # Tokens of every side are kept, so that any list of scales can be cut out of them.
     labels, tokens = tokenize_classes(

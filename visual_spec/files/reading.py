@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 
 def inside(folder: Path, name: Any, where: str | os.PathLike) -> Path:
@@ -54,7 +54,7 @@ def refuse_link(path: Path) -> Path:
     return path
 
 
-def open_regular(path: str | os.PathLike, most: int | None = None) -> IO[bytes]:
+def open_regular(path: str | os.PathLike, most: int | None = None) -> BinaryIO:
     """Open a regular file to read. A pipe would wait for its writer, and a device may never end.
 
     Args:

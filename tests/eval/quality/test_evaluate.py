@@ -37,6 +37,7 @@ from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.report import frontier
 from visual_spec.models.next_scale.scale_budget import cache_bytes
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.scales.trace import ScaleTrace
 
 TOKENS = list(KINDS["tokens"].rows)
 
@@ -163,8 +164,9 @@ def test_caches_are_told_as_the_trace_tells_them(tmp_path):
     rows = {row["name"]: row["cache"] for row in document["rows"]}
     for setting in KINDS["scales"].settings():
         with setting.on(pipe):
-            sizes = pipe(list("012"), generator=seeded(0, 1, 2), guidance_scale=2.5).trace.cache_bytes
-        held = sum(sizes) if "measure" in setting.text else max(sizes)
+            trace = pipe(list("012"), generator=seeded(0, 1, 2), guidance_scale=2.5).trace
+        assert isinstance(trace, ScaleTrace)
+        held = (sum if "measure" in setting.text else max)(trace.cache_bytes)
         assert rows[setting.text]["held"] == held / 3
         assert rows[setting.text]["share"] == pytest.approx(held / 3 / full.held)
     assert (rows[SCALES]["held"], rows[SCALES]["peak"]) == (full.held, full.peak)
@@ -255,12 +257,13 @@ def test_processes_share_the_batches(pictures, tmp_path):
 
 
 def test_a_folder_holds_one_setting_one_model_and_one_list_of_prompts(pictures, monkeypatch):
-    for changes, message in (
+    others: tuple[tuple[dict[str, Any], str], ...] = (
         ({"seed": 1}, "seed: 0 there, 1 here"),
         ({"law": TokenLaw(guidance_scale=3.0)}, "2.0.* there, .*3.0.* here"),
         ({"batch_size": 4}, "batch_size: 3 there, 4 here"),
         ({"model": "other"}, "model:  there, other here"),
-    ):
+    )
+    for changes, message in others:
         with pytest.raises(ValueError, match=message):
             evaluated("tokens", pictures[0], **changes)
     pipe = tiny_pipeline()

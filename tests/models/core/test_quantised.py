@@ -96,7 +96,7 @@ def test_int8_weights_decode_identically(joined):
 ACTIVATIONS = {
     "int8": (quantization.Int8DynamicActivationInt8WeightConfig(), "int8 activations"),
     "int8, int4 weights": (
-        quantization.Int8DynamicActivationIntxWeightConfig(torch.int4),
+        quantization.Int8DynamicActivationIntxWeightConfig(vars(torch)["int4"]),
         "int8 activations",
     ),
 }

@@ -28,7 +28,8 @@ def test_it_is_a_model_with_fewer_blocks_and_the_same_weights() -> None:
     state = fewer.prefill(CONDITION, batch_size=2, guided=False, window=16)
     stepped = fewer(state, tokens[:, :-1], torch.arange(15).expand(2, -1))
     torch.testing.assert_close(stepped, expected[:, 1:], rtol=1e-4, atol=1e-4)
-    assert fewer.layers[1].attention.wqkv.weight is model.layers[3].attention.wqkv.weight
+    matrix = "layers.{}.attention.wqkv.weight"
+    assert fewer.get_parameter(matrix.format(1)) is model.get_parameter(matrix.format(3))
     assert (len(model.layers), model.config["num_layers"]) == (4, 4)
 
 
@@ -37,11 +38,10 @@ def test_drafts_of_it_leave_the_tokens_alone(kept: tuple[int, ...]) -> None:
     pipe = tiny_pipeline()
     pipe.register_modules(transformer=tiny_transformer(num_layers=4).double())
     generators = [[torch.Generator().manual_seed(seed) for seed in (1, 2, 3)] for _ in range(2)]
-    request = dict(prompt=["red"] * 3, output_type="latent")
-    plain = pipe(**request, generator=generators[0])
+    plain = pipe(["red"] * 3, output_type="latent", generator=generators[0])
     pipe.drafter = skip_layers(pipe.transformer, kept)
     pipe.sampler = DraftedSampler(num_drafts=3, acceptance="identical")
-    drafted = pipe(**request, generator=generators[1])
+    drafted = pipe(["red"] * 3, output_type="latent", generator=generators[1])
     assert torch.equal(drafted.images, plain.images)
     if len(kept) == 4:  # the target itself: every draft stands
         assert (drafted.trace.target_calls == 5).all()

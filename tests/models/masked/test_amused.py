@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,13 @@ from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
 def condition(count: int) -> ClipCondition:
     draw = torch.Generator().manual_seed(5)
     shapes = (count, 8), (count, 7, 8), (1, 8), (1, 7, 8)
-    return ClipCondition(*(torch.randn(shape, generator=draw) for shape in shapes))
+    pooled, states, null_pooled, null_states = (torch.randn(shape, generator=draw) for shape in shapes)
+    return ClipCondition(pooled, states, null_pooled, null_states)
+
+
+def cast_to(dtype: torch.dtype, clip: ClipCondition) -> ClipCondition:
+    parts = {name: part.to(dtype) for name, part in vars(clip).items() if isinstance(part, Tensor)}
+    return replace(clip, **parts)
 
 
 def test_ids_are_those_of_diffusers_for_equal_noise(monkeypatch):
@@ -39,8 +46,7 @@ def test_ids_are_those_of_diffusers_for_equal_noise(monkeypatch):
 
 def test_known_tokens_stay_in_half_precision():
     """With half precision diffusers' scheduler hides some of them again (its mark for them is a finite number)."""
-    model, told = transformer().half(), condition(64)
-    told = ClipCondition(*(part.half() for part in vars(told).values() if isinstance(part, Tensor)))
+    model, told = transformer().half(), cast_to(torch.float16, condition(64))
     known = torch.randint(CODES, (64, SIDE * SIDE), generator=torch.Generator().manual_seed(0))
     given = known.clone()
     given[:, ::2] = MASK
@@ -54,7 +60,7 @@ def test_known_tokens_stay_in_half_precision():
         hidden_again += int((step.prev_sample[:, 1::2] == MASK).sum())
     assert hidden_again > 0  # the mistake is still there, so this test says something
     model = model.float()  # this CPU has no half-precision convolutions of depth; the draws are what matters
-    told = ClipCondition(*(part.float() for part in vars(told).values() if isinstance(part, Tensor)))
+    told = cast_to(torch.float32, told)
     sampler = MaskedSampler(**PRESETS["amused"].settings | {"steps": 4})
     found = sampler(model, told, law=PRESETS["amused"].law, known_tokens=given, batch_size=64)
     assert torch.equal(found.tokens[:, 1::2], known[:, 1::2])

@@ -271,9 +271,12 @@ def test_a_pipeline_draws_the_scales_that_its_sampler_asks_for(tmp_path):
 def test_hooks_of_a_model_do_not_reach_its_other_scales():
     from accelerate.hooks import ModelHook, add_hook_to_module
 
-    hooked = add_hook_to_module(tiny(), ModelHook())
-    sampler, more = ScaleWiseSampler(scales=(1, 3)), dict(law=TokenLaw(), batch_size=2)
-    one, other = (sampler(m, tiny_vq(), LABELS, generator=seeded(1, 2), **more) for m in (tiny(), hooked))
+    hooked, sampler = tiny(), ScaleWiseSampler(scales=(1, 3))
+    add_hook_to_module(hooked, ModelHook())
+    one, other = (
+        sampler(model, tiny_vq(), LABELS, law=TokenLaw(), batch_size=2, generator=seeded(1, 2))
+        for model in (tiny(), hooked)
+    )
     assert torch.equal(one.tokens, other.tokens)
 
 

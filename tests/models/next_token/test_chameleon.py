@@ -22,6 +22,7 @@ INPUTS = prompts([6, 4, 7, 3], low=68, high=80, pad=1, last=70, first=0)
 START, ROW_END, END = 9, 11, 10
 SIZE = (4, 6)  # of Lumina-mGPT; 12 and 13 are its size tokens here, two and three pairs
 LUMINA: dict[str, Any] = dict(layout="lumina-mgpt", image_sizes=SIZE)
+CHAMELEON: dict[str, Any] = dict(layout="chameleon")
 
 
 def plan(model, inputs, *, guided=False, **more):
@@ -275,6 +276,6 @@ def test_lumina_mgpt_2_is_refused_by_its_vocabulary():
     model.config.architectures, model.config.z_loss_weight = ["ChameleonXLLMXForConditionalGeneration"], 1e-5
     assert plan(model, INPUTS, image_sizes=SIZE)[0].grid.width == SIZE[1]
     model.config.vocab_size = 171384
-    for more in ({}, LUMINA, {"layout": "chameleon"}):
+    for more in ({}, LUMINA, CHAMELEON):
         with pytest.raises(ValueError, match=r"vocab_size=171384: this is a Lumina-mGPT 2\.0"):
             plan(model, INPUTS, **more)

@@ -77,9 +77,9 @@ def straight_line(weights: dict[str, Tensor], label: int, tokens: Tensor, table:
     for place in PLACES[1:]:
         votes = []
         for head, step in zip(predicted, HEADS.values(), strict=True):
-            source = tuple(here - moved for here, moved in zip(place, step, strict=True))
-            if min(source) >= 0:
-                votes.append(head[1 + PLACES.index(source)])
+            frame, row, column = (here - moved for here, moved in zip(place, step, strict=True))
+            if min(frame, row, column) >= 0:
+                votes.append(head[1 + PLACES.index((frame, row, column))])
         logits.append(torch.stack(votes).mean(0))
     return torch.stack(logits)
 

@@ -445,6 +445,8 @@ def test_the_trace_tells_when_tokens_were_kept():
 class CountedRows(TabularMaskedModel):
     """Notes the rows of every call."""
 
+    rows: list[int]
+
     def forward(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
         logits = super().forward(state, tokens, stage)
         self.rows.append(len(logits))
@@ -456,7 +458,7 @@ def test_after_the_guided_calls_no_unconditional_row_is_computed():
     settings: dict[str, Any] = {"steps": 5, "choice_temperature": 1.0, "schedule": "linear"}
 
     def decode(law: TokenLaw, **changed: Any) -> Any:
-        model.rows: list[int] = []
+        model.rows = []
         generator = [torch.Generator().manual_seed(seed) for seed in range(40)]
         return MaskedSampler(**{**settings, **changed})(
             model, None, law=law, batch_size=40, generator=generator

@@ -7,7 +7,7 @@ import struct
 import wave
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ def read_clip(path: Path) -> tuple[Tensor, int]:
     return torch.from_numpy(samples).mean(1), rate
 
 
-def _wave(file: IO[bytes]) -> tuple[np.ndarray, int] | None:
+def _wave(file: BinaryIO) -> tuple[np.ndarray, int] | None:
     """Samples [N, C] of a WAV file of 16 bits, and its rate; None of any other file."""
     try:
         with wave.open(file) as clip:
@@ -82,7 +82,7 @@ def _wave(file: IO[bytes]) -> tuple[np.ndarray, int] | None:
         return None
 
 
-def _by_soundfile(file: IO[bytes], path: Path) -> tuple[np.ndarray, int]:
+def _by_soundfile(file: BinaryIO, path: Path) -> tuple[np.ndarray, int]:
     try:
         import soundfile  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -119,7 +119,7 @@ def read_video(path: Path) -> np.ndarray:
                 import av  # pyright: ignore[reportMissingImports]
             except ImportError as error:
                 raise ImportError(f"{path} needs PyAV to be read: install visual-spec[video]") from error
-            with av.open(file) as video:
+            with av.open(file, "r") as video:
                 return _stacked(frame.to_ndarray(format="rgb24") for frame in video.decode(video=0))
     except ImportError:
         raise

@@ -11,14 +11,13 @@ a MusicGen Melody, the condition stands in front of the steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, Padding
 from visual_spec.models.columns.patterns import CodebookPattern
@@ -68,8 +67,10 @@ class MusicgenState(DecodeState):
     def buffers(self) -> list[Tensor]:
         steps = self.cache.self_attention_cache
         assert isinstance(steps, SlotCache)
-        layers: Sequence[Any] = self.cache.cross_attention_cache.layers
-        words = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+        layers = [
+            layer for layer in self.cache.cross_attention_cache.layers if isinstance(layer, DynamicLayer)
+        ]
+        words = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
         tables = [] if self.stacks is None else self.stacks.buffers()
         held = [] if self.held is None else [self.held]
         return [*steps.buffers(), *words, self.seen, self.free, self.forced, *held, *tables]

@@ -18,5 +18,5 @@ def fingerprint(modules: Iterable[nn.Module]) -> str:
         for name, tensor in sorted(module.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             for part in stored_parts(tensor.detach()):
-                digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+                digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:12]

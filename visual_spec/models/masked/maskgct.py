@@ -54,9 +54,8 @@ class TimedLayer(nn.Module):
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
-        config = LlamaConfig(
-            hidden_size=dim, intermediate_size=4 * dim, num_attention_heads=heads, attn_implementation="sdpa"
-        )
+        config = LlamaConfig(hidden_size=dim, intermediate_size=4 * dim, num_attention_heads=heads)
+        config._attn_implementation = "sdpa"
         self.self_attn, self.mlp = LlamaAttention(config, 0), LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = TimedNorm(dim), TimedNorm(dim)
 

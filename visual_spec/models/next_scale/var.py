@@ -113,6 +113,7 @@ class VARTransformer(ScaleTransformer):
     _no_split_modules = ["VARBlock"]
 
     stored_as = (torch.float8_e4m3fn,)  # matrices of blocks and last norm (scripts/assemble.py)
+    scales: tuple[int, ...]  # squares only
 
     @register_to_config
     def __init__(

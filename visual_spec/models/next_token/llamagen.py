@@ -103,10 +103,11 @@ class LlamaGenTransformer(SavedModel):
 
     def __new__(cls, *args: Any, order: str = RASTER_ORDER, **settings: Any) -> Self:
         """Make an object of the class of its order: folders of every order may name this one."""
+        kind: type[Self] = cls
         if cls is LlamaGenTransformer and order in ORDERS:
             module, name = ORDERS[order].split(":")
-            cls = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-        return super().__new__(cls)
+            kind = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        return super().__new__(kind)
 
     @register_to_config
     def __init__(
