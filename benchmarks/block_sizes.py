@@ -20,7 +20,7 @@ import torch
 
 from visual_spec.data.shapes_classes import CLASS_NAMES
 from visual_spec.eval.draws import draw
-from visual_spec.eval.intervals import mean_figure, ratio_figure
+from visual_spec.eval.intervals import mean_figure, ratio_figure, rounded
 from visual_spec.eval.machine import environment
 from visual_spec.eval.quality.evaluate import evaluate
 from visual_spec.eval.quality.tasks import task_of
@@ -41,10 +41,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     ),
 }
 BASELINES = ("continuous", "continuous:steps=16,last_head_steps=5")
-
-
-def rounded(figure: dict[str, float]) -> dict[str, float]:
-    return {key: round(value, 4) for key, value in figure.items()}
 
 
 def pipelines(folders: list[Path], guidance: float) -> dict[str, tuple[Any, list[Setting]]]:

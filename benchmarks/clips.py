@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from visual_spec.data.motion import held_out_prompts
+from visual_spec.eval.draws import seeded
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -76,7 +77,7 @@ def main() -> None:
     for start in range(0, len(prompts), batch):
         some, plain = prompts[start : start + batch], None
         for name, pipe.sampler in SAMPLERS.items():
-            seeds = [torch.Generator().manual_seed(start + index) for index in range(len(some))]
+            seeds = seeded(start, len(some))
             began = time.perf_counter()
             drawn = pipe(some, generator=seeds, output_type="latent")
             seconds = time.perf_counter() - began

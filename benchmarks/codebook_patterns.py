@@ -22,7 +22,7 @@ from transformers import MusicgenForCausalLM
 
 from scripts.train.music import MusicTraining, autoregressive_losses, column_model
 from visual_spec.eval.defaults import settings_of_model
-from visual_spec.eval.intervals import mean_figure, ratio_figure
+from visual_spec.eval.intervals import mean_figure, ratio_figure, rounded
 from visual_spec.eval.machine import environment
 from visual_spec.eval.quality.evaluate import evaluate
 from visual_spec.eval.quality.tasks import task_of
@@ -33,10 +33,6 @@ from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.training.tokens import tokenize_tunes
 
 START = "tunes"
-
-
-def rounded(figure: dict[str, float]) -> dict[str, float]:
-    return {key: round(value, 4) for key, value in figure.items()}
 
 
 def pipeline_of(trained: Path | None) -> tuple[Any, MusicTraining, dict[str, Any]]:

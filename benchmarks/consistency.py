@@ -20,6 +20,7 @@ import torch
 from scripts.train.consistency import cross_entropy, laws_of
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
+from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import mean_figure, ratio_figure
 from visual_spec.eval.machine import environment
 from visual_spec.eval.quality.accuracy import summarise
@@ -89,7 +90,7 @@ def quality(models: dict[str, Any], pipe: Any, prompts: list[str], first: int) -
         some = prompts[start : start + 25]
         for name, model in models.items():
             pipe.transformer = model
-            seeds = [torch.Generator().manual_seed(first + start + index) for index in range(len(some))]
+            seeds = seeded(first + start, len(some))
             pictures = pipe(some, generator=seeds, output_type="pil").images
             hits[name] += [score(text, picture) for text, picture in zip(some, pictures, strict=True)]
     shares = {name: [sum(one.values()) / len(one) for one in answers] for name, answers in hits.items()}

@@ -28,7 +28,8 @@ from PIL import Image
 from visual_spec.data.shapes import Scene, caption, outline, sample_dataset
 from visual_spec.data.shapes_finder import parse_picture
 from visual_spec.data.shapes_parser import score
-from visual_spec.eval.intervals import mean_figure, ratio_figure, share_figure
+from visual_spec.eval.draws import seeded
+from visual_spec.eval.intervals import mean_figure, ratio_figure, rounded, share_figure
 from visual_spec.eval.machine import environment
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.loading import load_pipeline
@@ -72,10 +73,6 @@ def judged(scene: Scene, true: np.ndarray, picture: np.ndarray) -> dict[str, flo
     }
 
 
-def rounded(figure: dict[str, float]) -> dict[str, float]:
-    return {key: round(value, 4) for key, value in figure.items()}
-
-
 def figures(answers: list[dict[str, float]]) -> dict[str, Any]:
     return {name: rounded(share_figure([answer[name] for answer in answers])) for name in answers[0]}
 
@@ -85,10 +82,6 @@ def asked(pipe: Any, scenes: list[Scene]) -> dict[str, Any]:
     lines = [np.repeat(outline(scene)[..., None], 3, 2).astype(np.uint8) * 255 for scene in scenes]
     more = {"control": lines} if hasattr(pipe.transformer, "control_size") else {}
     return {"prompt": [caption(scene) for scene in scenes], **more}
-
-
-def seeded(start: int, count: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(start + index) for index in range(count)]
 
 
 def row_of(

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from visual_spec.data.shapes import held_out_prompts
+from visual_spec.eval.intervals import ratio_figure
 from visual_spec.eval.machine import environment
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
@@ -103,6 +105,22 @@ def times_table(document: dict[str, Any]) -> str:
     return table("batch|sampler|seconds a picture|speed-up|tokens per call|equal pictures", rows, "rlrrrr")
 
 
+def prompts_table(document: dict[str, Any]) -> str:
+    rows = document["comparison"]
+    plain, fast = ([row[name] for row in rows] for name in ("plain_seconds", "seconds"))
+    calls = [sum(row[name] for row in rows) / len(rows) for name in ("plain_calls", "calls")]
+    gain = ratio_figure(plain, fast)
+    cells = [
+        str(len(rows)),
+        f"{calls[0]:.0f} to {calls[1]:.1f}",
+        f"{calls[0] / calls[1]:.2f}",
+        f"{sum(plain) / len(rows):.2f} to {sum(fast) / len(rows):.2f}",
+        f"{gain['value']:.2f}x ({gain['low']:.2f}-{gain['high']:.2f})",
+        f"{sum(row['identical'] for row in rows)} of {len(rows)}",
+    ]
+    return table("prompts|calls|tokens per call|seconds a picture|speed-up|equal pictures", [cells], "rrrrrr")
+
+
 def demo_table(document: dict[str, Any]) -> str:
     rows = []
     for row in document["comparison"]:
@@ -140,6 +158,12 @@ FIGURES = {
         calls_table,
         models=("shapes", "shapes_nar"),
     ),
+    "shapes-fifty": Figure(
+        f"-m visual_spec generate {shlex.join(held_out_prompts(50))} --compare --out {{folder}} --overwrite",
+        prompts_table,
+        timed=True,
+        copies={"comparison.json": "benchmarks/results/shapes-fifty.json"},
+    ),
     "shapes-demo": Figure(
         f"-m visual_spec generate {shlex.join(DEMO)} --compare --out {{folder}} --overwrite",
         demo_table,
@@ -171,6 +195,7 @@ def measure(name: str, figure: Figure) -> None:
         for file, home in figure.copies.items():
             if file.endswith(".json"):  # where its files were is nobody's business
                 text = (Path(folder) / file).read_text().replace(f"{folder}/", "")
+                text = json.dumps(json.loads(text), separators=(",", ":")) + "\n"
                 write_atomically(HOME / home, text, overwrite=True)
             else:
                 shutil.copyfile(Path(folder) / file, HOME / home)
@@ -203,11 +228,9 @@ def write_tables(measured: Mapping[str, Any], weights: Mapping[str, Mapping[str,
         entry = measured[name]
         load = "" if entry["load"] is None else f", load {entry['load']} at the start"
         where = f"{entry['machine']}, {entry['threads']} threads{load}."
-        earlier = (
-            " **Measured with earlier weights, at temperature 1.**"
-            if entry["weights"] != weights[name]
-            else ""
-        )
+        note = f", {entry['note']}" if "note" in entry else ""
+        current = entry["weights"] == weights[name]
+        earlier = "" if current else f" **Measured with earlier weights{note}.**"
         blocks[name] = f"{FIGURES[name].table(document)}\n\n`{name}.json`: {where}{earlier}"
     if {"shapes-times", "shapes-law"} <= documents.keys():
         blocks["headline"] = headline(documents)
@@ -243,7 +266,9 @@ def main() -> None:
                 "commit": here["commit"],
                 "command": figure.command,
             }
-            write_atomically(record, json.dumps(measured, indent=1, sort_keys=True) + "\n", overwrite=True)
+            write_atomically(
+                record, json.dumps(measured, separators=(",", ":"), sort_keys=True) + "\n", overwrite=True
+            )
     if not args.list:
         write_tables(measured, weights)
 

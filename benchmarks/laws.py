@@ -13,10 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
+from visual_spec.eval.draws import seeded
 from visual_spec.eval.quality.accuracy import accuracy_table, summarise
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.image import ImagePipeline
@@ -27,7 +26,7 @@ def measure(pipe: ImagePipeline, prompts: list[str], first: int, batch: int, **l
     hits = []
     for start in range(0, len(prompts), batch):
         some = prompts[start : start + batch]
-        seeds = [torch.Generator().manual_seed(first + start + index) for index in range(len(some))]
+        seeds = seeded(first + start, len(some))
         pictures = pipe(some, generator=seeds, output_type="pil", **law).images
         hits += [score(text, picture) for text, picture in zip(some, pictures, strict=True)]
     return {"law": law, **summarise(hits)}

@@ -21,7 +21,8 @@ import torch
 from benchmarks.motion_long import NAMES, consistency
 from scripts.train.motion_small import sample_plain_clips, small_frames
 from visual_spec.data.motion import Clip, caption
-from visual_spec.eval.intervals import mean_figure
+from visual_spec.eval.draws import seeded
+from visual_spec.eval.intervals import mean_figure, rounded
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.video_files import pixels_of
@@ -68,7 +69,7 @@ def read(pipe: ChunkVideoPipeline, prompts: list[str], frames: list[Any]) -> dic
         shares = np.mean([one[name].reshape(-1, pipe.training_frames).mean(1) for one in answers], 0)
         held[name] = [round(float(share), 4) for share in shares]
         by_clip = [float(one[name][pipe.training_frames :].mean()) for one in answers]
-        later[name] = {key: round(value, 4) for key, value in mean_figure(by_clip).items()}
+        later[name] = rounded(mean_figure(by_clip))
     clips = [round(float(one["object"][pipe.training_frames :].mean()), 4) for one in answers]
     return {"held": held, "later": later, "clips": clips}
 
@@ -84,7 +85,7 @@ def measure(pipe: ChunkVideoPipeline, clips: list[Clip], batch_size: int) -> dic
         frames: list[Any] = []
         for start in range(0, len(prompts), batch_size):
             some = prompts[start : start + batch_size]
-            seeds = [torch.Generator().manual_seed(start + index) for index in range(len(some))]
+            seeds = seeded(start, len(some))
             drawn = pipe(some, num_frames=num_frames, policy=policy, generator=seeds)
             frames += [pixels_of(clip) for clip in drawn.frames]
         cache = drawn.trace.cache_bytes[-1] // len(drawn.frames)

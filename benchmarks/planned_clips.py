@@ -26,7 +26,8 @@ from benchmarks.long_clips import OBJECT, bouncing_clips
 from benchmarks.motion_long import NAMES, consistency
 from visual_spec.data.motion import caption, held_out_prompts
 from visual_spec.data.motion_parser import score
-from visual_spec.eval.intervals import mean_figure, ratio_figure
+from visual_spec.eval.draws import seeded
+from visual_spec.eval.intervals import mean_figure, ratio_figure, rounded
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.video_files import pixels_of
@@ -37,21 +38,13 @@ NAMES_OF_ROWS = ("frame after frame", "planned", "untrained")
 LAW = TokenLaw(temperature=0.7)
 
 
-def seeded(*seeds: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
-
-
-def rounded(figure: dict[str, float]) -> dict[str, float]:
-    return {key: round(value, 4) for key, value in figure.items()}
-
-
 def whole_clips(pipes: dict[str, Any], count: int) -> dict[str, Any]:
     """Attributes and processor time of single clips, in turn."""
     prompts, seconds, hits, calls = held_out_prompts(count, 0), {}, {}, {}
     for index, prompt in enumerate(prompts):  # the order changes from prompt to prompt
         for name in list(pipes)[:: 1 if index % 2 else -1]:
             began = time.process_time()
-            drawn = pipes[name](prompt, generator=seeded(index))
+            drawn = pipes[name](prompt, generator=seeded(index, 1))
             seconds.setdefault(name, []).append(time.process_time() - began)
             hits.setdefault(name, []).append(score(prompt, pixels_of(drawn.frames[0])))
             calls[name] = int(drawn.trace.target_calls[0])
@@ -76,7 +69,7 @@ def chained(pipe: Any, prompts: list[str], segments: int) -> tuple[torch.Tensor,
     """Segments frame after frame: tokens [B, frames, N], and their calls."""
     model, drawn, calls = pipe.transformer, [], 0
     shape = (len(prompts), model.grid.frames, model.frame_tokens)
-    start, generators = torch.full(shape, model.mask_id), seeded(*range(len(prompts)))
+    start, generators = torch.full(shape, model.mask_id), seeded(0, len(prompts))
     for _ in range(segments):
         result = pipe.sampler(
             model, pipe.text_encoder(prompts), known_tokens=start.flatten(1), law=LAW, generator=generators,
@@ -98,7 +91,7 @@ def long_clips(pipes: dict[str, Any], count: int, segments: int, keep: Path | No
             tokens, trace = draw_segments(
                 pipe.transformer, pipe.sampler,
                 lambda copies, pipe=pipe: pipe.text_encoder([p for p in prompts for _ in range(copies)]),
-                segments, law=LAW, generator=seeded(*range(count)),
+                segments, law=LAW, generator=seeded(0, count),
             )  # fmt: skip
             calls = trace.waiting_calls
         else:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from visual_spec.data.shapes import held_out_prompts
+from visual_spec.eval.draws import seeded
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -37,7 +38,7 @@ def measure(pipe: ImagePipeline, samplers: dict[str, Any], prompts: list[str], b
         some = prompts[max(start, 0) :][:batch]
         plain = None
         for name, pipe.sampler in samplers.items():
-            seeds = [torch.Generator().manual_seed(start + index) for index in range(len(some))]
+            seeds = seeded(start, len(some))
             began = time.perf_counter()
             drawn = pipe(some, generator=seeds, output_type="latent")
             seconds = time.perf_counter() - began

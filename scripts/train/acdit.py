@@ -34,6 +34,7 @@ from visual_spec.training.loop import (
     Trainer,
     muon_and_adamw,
     option,
+    print_record,
     read_options,
     write_json,
 )
@@ -209,7 +210,7 @@ def main() -> None:
             levels=options.judged_levels,
         )
         write_json(options.out / "training.json", record)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

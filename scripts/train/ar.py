@@ -143,6 +143,21 @@ def train_autoregressive(
     )
 
 
+def hidden_inputs(
+    rng: np.random.Generator, share: float, wholly: float, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return which of some samples have hidden inputs, bool `[B, 1]`, and which inputs those are, bool `[B, L - 1]`.
+
+    Args:
+        share: of the samples that have any; each hides 0.3 to 1 of its inputs.
+        wholly: share of those that hide all.
+    """
+    hide = rng.random((shape[0], 1)) < share
+    rate = rng.uniform(0.3, 1.0, (shape[0], 1))
+    rate[rng.random((shape[0], 1)) < wholly] = 1.0
+    return torch.from_numpy(hide), torch.from_numpy(hide & (rng.random(shape) < rate))
+
+
 def _draw_batch(
     words: Tensor, tokens: Tensor, weights: Tensor, settings: AutoregressiveTraining, step: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -155,11 +170,9 @@ def _draw_batch(
     rng, count = np.random.default_rng((settings.seed, step)), settings.batch_size
     chosen = torch.from_numpy(rng.integers(len(tokens), size=count))
     dropped = torch.from_numpy(rng.random(count) < settings.caption_dropout)
-    hide = rng.random((count, 1)) < settings.hidden_pictures * (step < settings.hidden_until * settings.steps)
-    rate = rng.uniform(0.3, 1.0, (count, 1))
-    rate[rng.random((count, 1)) < settings.wholly_hidden] = 1.0
-    hidden = torch.from_numpy(hide & (rng.random((count, tokens.shape[1] - 1)) < rate))
-    weight = weights[chosen].where(torch.from_numpy(hide), 1.0)
+    share = settings.hidden_pictures * (step < settings.hidden_until * settings.steps)
+    hide, hidden = hidden_inputs(rng, share, settings.wholly_hidden, (count, tokens.shape[1] - 1))
+    weight = weights[chosen].where(hide, 1.0)
     return words[chosen], tokens[chosen].long(), dropped, hidden, weight
 
 

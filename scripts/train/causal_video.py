@@ -37,6 +37,7 @@ from visual_spec.training.loop import (
     RunOptions,
     Trainer,
     muon_and_adamw,
+    print_record,
     read_options,
     round_matrices,
 )
@@ -273,7 +274,7 @@ def main() -> None:
     for part in (model, encoder):
         part.to(options.device)
     record = train_causal_video(model, encoder, settings, options.out)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

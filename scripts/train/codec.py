@@ -36,7 +36,7 @@ from visual_spec.eval.quality.accuracy import summarise
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.core.settings import Count, Share, Within, read_fields
-from visual_spec.training.loop import Descent, RunOptions, Trainer, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, print_record, read_options
 
 _WINDOWS = (128, 256, 512, 1024, 2048)  # samples, 8 to 128 ms
 _FLOOR = 3e-4  # amplitude, about -70 dB: quieter partials do not count
@@ -438,7 +438,7 @@ def main() -> None:
     model = EncodecModel(codec_config(*sizes))
     initialise(model)
     record = train_codec(model.to(options.device), settings, options.out)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

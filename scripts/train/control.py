@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scripts.train.ar import hidden_inputs
 from scripts.train.shuffle import add_changes, merge_changes
 from visual_spec.data.shapes import CELL, Scene, outline
 from visual_spec.models.next_token.controlar import PATCH, ControlARTransformer, ControlledCondition
@@ -28,7 +29,7 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, print_record, read_options
 from visual_spec.training.tokens import dataset_scenes, tokenize_dataset
 
 
@@ -131,12 +132,8 @@ def train_control(
         rng, count = np.random.default_rng((settings.seed, step)), settings.batch_size
         chosen = rng.integers(len(tokens), size=count)
         dropped = torch.from_numpy(rng.random(count) < settings.dropout)
-        hide = rng.random((count, 1)) < settings.hidden_pictures * (
-            step < settings.hidden_until * settings.steps
-        )
-        rate = rng.uniform(0.3, 1.0, (count, 1))
-        rate[rng.random((count, 1)) < settings.wholly_hidden] = 1.0
-        hidden = torch.from_numpy(hide & (rng.random((count, tokens.shape[1] - 1)) < rate))
+        share = settings.hidden_pictures * (step < settings.hidden_until * settings.steps)
+        _, hidden = hidden_inputs(rng, share, settings.wholly_hidden, (count, tokens.shape[1] - 1))
         controls = controls_of([scenes[i] for i in chosen])
         touched = F.max_pool2d(controls[:, 0], CELL).flatten(1) > 0
         weight = 1.0 + (settings.outline_weight - 1.0) * touched
@@ -196,7 +193,7 @@ def main() -> None:
     record = train_control(model, pipe.text_encoder, pipe.vq_model, settings, options.out)
     law = {f"default_{name}": value for name, value in pipe.default_settings().items()}
     ImagePipeline(model, pipe.vq_model, pipe.text_encoder, pipe.sampler, **law).save_pretrained(options.out)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

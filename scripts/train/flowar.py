@@ -35,6 +35,7 @@ from visual_spec.training.loop import (
     Trainer,
     muon_and_adamw,
     option,
+    print_record,
     read_options,
     write_json,
 )
@@ -190,7 +191,7 @@ def main() -> None:
     if options.judged_pictures:
         record["drawn"] = judge(model, tokenizer, options.judged_pictures, guidance=options.guidance_scale)
         write_json(options.out / "training.json", record)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

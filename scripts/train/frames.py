@@ -39,7 +39,15 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.masked.frames import FrameMaskedSampler
-from visual_spec.training.loop import Descent, Trainer, muon_and_adamw, option, read_options, write_json
+from visual_spec.training.loop import (
+    Descent,
+    Trainer,
+    muon_and_adamw,
+    option,
+    print_record,
+    read_options,
+    write_json,
+)
 
 
 @dataclass(frozen=True)
@@ -287,7 +295,7 @@ def main() -> None:
             model, encoder, vq_model, options.judged_clips, guidance_scale=scale, sampler=sampler
         )
         write_json(options.out / "training.json", record)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

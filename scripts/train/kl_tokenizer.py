@@ -24,7 +24,7 @@ from scripts.train.classes import class_accuracy, sample_one_object_scenes
 from scripts.train.tokenizer import reconstruction_loss, to_pixels
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import class_of
-from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, print_record, read_options
 from visual_spec.training.tokens import to_signed
 
 
@@ -237,7 +237,7 @@ def main() -> None:
         image_size=options.image_size,
     )
     record = train_kl_tokenizer(model.to(options.device), settings, options.out)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

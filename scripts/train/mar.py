@@ -37,6 +37,7 @@ from visual_spec.training.loop import (
     Trainer,
     muon_and_adamw,
     option,
+    print_record,
     read_options,
     round_matrices,
     write_json,
@@ -440,7 +441,7 @@ def main() -> None:
             head_steps=options.judged_head_steps,
         )
         write_json(options.out / "training.json", record)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

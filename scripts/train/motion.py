@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.train.ar import initialise
+from scripts.train.ar import hidden_inputs, initialise
 from scripts.train.motion_tokens import SIDE, MotionTokens, encode_parts
 from visual_spec.data.motion import (
     CAMERAS,
@@ -56,6 +56,7 @@ from visual_spec.training.loop import (
     Trainer,
     muon_and_adamw,
     option,
+    print_record,
     read_options,
     round_matrices,
     write_json,
@@ -126,10 +127,8 @@ class ClipDraws:
         tokens = frames.flatten(1)
         rng = np.random.default_rng((settings.seed, step))
         dropped = torch.from_numpy(rng.random(count) < settings.caption_dropout)
-        hide = rng.random((count, 1)) < settings.hidden_clips * short
-        rate = rng.uniform(0.3, 1.0, (count, 1))
-        rate[rng.random((count, 1)) < settings.wholly_hidden] = 1.0
-        hidden = torch.from_numpy(hide & (rng.random((count, tokens.shape[1] - 1)) < rate))
+        share = settings.hidden_clips * short
+        _, hidden = hidden_inputs(rng, share, settings.wholly_hidden, (count, tokens.shape[1] - 1))
         return words, tokens, dropped, hidden, weights
 
 
@@ -418,7 +417,7 @@ def main() -> None:
         scale = options.guidance_scale
         record["drawn"] = judge(model, encoder, vq_model, options.judged_clips, guidance_scale=scale)
         write_json(options.out / "training.json", record)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

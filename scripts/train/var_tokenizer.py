@@ -30,7 +30,7 @@ from visual_spec.data.shapes_parser import all_correct, score
 from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, print_record, read_options
 from visual_spec.training.tokens import to_signed
 
 
@@ -302,7 +302,7 @@ def main() -> None:
         known = VQModel.from_pretrained(options.start_from, torch_dtype=torch.float32)
         start_from(model, known.eval().to(options.device))
     record = train_var_tokenizer(model, settings, options.out)
-    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+    print_record(record)
 
 
 if __name__ == "__main__":

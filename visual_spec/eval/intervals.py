@@ -60,6 +60,11 @@ def mean_figure(values: Sequence[float]) -> Figure:
     return {"value": mean, "low": mean - reach, "high": mean + reach}
 
 
+def rounded(figure: Figure) -> Figure:
+    """The figure to four digits, as records keep it."""
+    return {key: round(value, 4) for key, value in figure.items()}
+
+
 def share_figure(values: Sequence[float]) -> Figure:
     """The mean of shares from 0 to 1, each over one sample, with its interval, which stays from 0 to 1.
 

@@ -36,6 +36,11 @@ def write_json(path: Path, document: dict) -> None:
     write_atomically(path, json.dumps(document, separators=(",", ":")) + "\n", overwrite=True)
 
 
+def print_record(record: dict[str, Any]) -> None:
+    """Print what a training has come to: its record, but for settings and loss curve."""
+    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+
+
 @torch.no_grad()
 def round_matrices(model: Any, out: Path) -> None:
     """Round the matrices of a model to 8 bits (e4m3) and all else to 16, in place, and store it in `out` so."""
