@@ -511,6 +511,27 @@ def test_a_negative_prompt_reaches_the_pipeline(model, tmp_path, capsys):
     assert "guidance_scale=1.0" in capsys.readouterr().err and not (tmp_path / "b" / "x").exists()
 
 
+def test_a_set_of_samples_is_led_away_from_a_negative_prompt(model, tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "drawn"
+    prompts.write_text(f"{PROMPT}\n")
+    command = ["sample", "--model", model, "--prompts", str(prompts), "--batch-size", "1", "--out"]
+    assert cli.main([*command, str(out), "--negative-prompt", "a blue square"]) == 0
+    pipe = visual_spec.ImagePipeline.from_pretrained(model)
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    pipe.sampler = visual_spec.AutoregressiveSampler()
+    wanted = pipe(PROMPT, negative_prompt="a blue square", generator=generators[0]).images[0]
+    assert not np.array_equal(np.asarray(wanted), np.asarray(pipe(PROMPT, generator=generators[1]).images[0]))
+    assert np.array_equal(pixels(out / "000000.png"), np.asarray(wanted))
+    assert json.loads((out / "run.json").read_text())["negative_prompt"] == "a blue square"
+    capsys.readouterr()
+    assert cli.main([*command, str(out)]) == 2  # the folder holds samples that were drawn otherwise
+    assert "negative_prompt" in capsys.readouterr().err
+    command[command.index("--model") + 1] = "shapes_var"
+    assert cli.main([*command, str(tmp_path / "none"), "--negative-prompt", "x"]) == 2
+    assert "shapes_var takes no --negative-prompt; leave it out." in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_painting_into_a_picture(model, tmp_path, capsys):
     folder, picture, mask = tmp_path / "masked", tmp_path / "picture.png", tmp_path / "mask.png"
     pipe = tiny_masked_pipeline()

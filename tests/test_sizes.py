@@ -45,6 +45,7 @@ from visual_spec.models.next_token.controlar import ControlARTransformer
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_checkpoint import known_architectures
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
+from visual_spec.pipelines import continuous_image
 from visual_spec.samplers.registry import CONTINUOUS, DENOISED, DISTILLED, FLOW_SCALES, MASKED, SCALES
 
 
@@ -233,6 +234,30 @@ def test_sizes_of_acdit(name):
         tiny = ACDiTTransformer(grid_size=4, block_size=4, dim=64, num_layers=3, num_heads=1)
     state = tiny.to_empty(device="cpu").prefill(None, batch_size=2, guided=True, window=1)
     assert state.keys.numel() + state.values.numel() == 4 * 16 * 2 * 3 * 64  # rows x slots x `cached`
+
+
+@pytest.mark.parametrize(
+    ("made", "size", "sampler", "guidance"),
+    [  # of MAR with 256 calls
+        (MARTransformer, mar.PRESETS["B"], "ContinuousSampler", 2.9),
+        (MARTransformer, mar.PRESETS["L"], "ContinuousSampler", 3.0),
+        (MARTransformer, mar.PRESETS["H"], "ContinuousSampler", 3.2),
+        (FlowARTransformer, flowar.PRESETS["S"], "FlowScaleSampler", 4.3),
+        (FlowARTransformer, flowar.PRESETS["L"], "FlowScaleSampler", 2.4),
+        (FlowARTransformer, flowar.PRESETS["H"], "FlowScaleSampler", 2.4),
+        (ACDiTTransformer, acdit.PRESETS["XL"], "BlockDiffusionSampler", 1.5),
+        (ACDiTTransformer, acdit.PRESETS["H"], "BlockDiffusionSampler", 1.5),
+    ],
+)
+def test_a_model_starts_with_the_published_settings_of_its_size(made, size, sampler, guidance):
+    with torch.device("meta"):
+        chosen, scale = continuous_image._published(made(**size))
+    assert (type(chosen).__name__, scale) == (sampler, guidance)
+    if sampler == "FlowScaleSampler":
+        largest = size == flowar.PRESETS["H"]
+        assert (chosen.config["levels"], chosen.config["guided_from"]) == (
+            (50, 0.7) if largest else (25, 0.9)
+        )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import visual_spec
-from visual_spec.eval.arguments import Parser, add_threads, at_least, show_warning
+from visual_spec.eval.arguments import Parser, add_negative_prompt, add_threads, at_least, show_warning
 from visual_spec.eval.tables import plain_table
 from visual_spec.samplers.registry import names
 
@@ -125,9 +125,7 @@ def _add_generate(commands: Any) -> None:
 
 def _add_media(generate: argparse.ArgumentParser) -> None:
     """Return what only some models take: texts to avoid, pictures, and what music and clips have."""
-    generate.add_argument(
-        "--negative-prompt", metavar="TEXT", help="what guidance leads away from, in place of no prompt"
-    )
+    add_negative_prompt(generate)
     paint = generate.add_argument_group("painting into a picture (masked models)")
     paint.add_argument("--image", type=Path, metavar="FILE", help="of the size that the model draws")
     paint.add_argument("--mask", type=Path, metavar="FILE", help="white where --image is drawn anew")

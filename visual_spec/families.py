@@ -341,9 +341,12 @@ FAMILIES = (
             replace(_KL16, own=False),
         ), tokenizer="kl16.ckpt"),
         sizes=(
-            KnownModel("FlowAR-S class 256", "FlowAR-S.pth", 256, 341, 0, 171_718_072, 2 * 12 * 768, 16 * 16),
-            KnownModel("FlowAR-L class 256", "FlowAR-L.pth", 256, 341, 0, 586_862_912, 2 * 16 * 1024, 16 * 16),
-            KnownModel("FlowAR-H class 256", "FlowAR-H.pth", 256, 341, 0, 1_913_316_880, 2 * 30 * 1536, 16 * 16),
+            KnownModel("FlowAR-S class 256", "FlowAR-S.pth", 256, 341, 0, 171_718_072, 2 * 12 * 768, 16 * 16,
+                published=("flow-scales", 4.3)),
+            KnownModel("FlowAR-L class 256", "FlowAR-L.pth", 256, 341, 0, 586_862_912, 2 * 16 * 1024, 16 * 16,
+                published=("flow-scales", 2.4)),
+            KnownModel("FlowAR-H class 256", "FlowAR-H.pth", 256, 341, 0, 1_913_316_880, 2 * 30 * 1536, 16 * 16,
+                published=("flow-scales:levels=50,guided_from=0.7", 2.4)),
         ),
     ),
     Family(
@@ -357,9 +360,12 @@ FAMILIES = (
             _KL16,
         ), second="drafter", tokenizer="kl16.ckpt"),
         sizes=(  # the prefix: places that hold the class
-            KnownModel("MAR-B class 256", "checkpoint-last.pth", 256, 256, 64, 207_924_768, 0),
-            KnownModel("MAR-L class 256", "checkpoint-last.pth", 256, 256, 64, 478_326_304, 0),
-            KnownModel("MAR-H class 256", "checkpoint-last.pth", 256, 256, 64, 942_403_104, 0),
+            KnownModel("MAR-B class 256", "checkpoint-last.pth", 256, 256, 64, 207_924_768, 0,
+                published=("continuous", 2.9)),
+            KnownModel("MAR-L class 256", "checkpoint-last.pth", 256, 256, 64, 478_326_304, 0,
+                published=("continuous", 3.0)),
+            KnownModel("MAR-H class 256", "checkpoint-last.pth", 256, 256, 64, 942_403_104, 0,
+                published=("continuous", 3.2)),
         ),
     ),
     Family(
@@ -373,8 +379,10 @@ FAMILIES = (
                 "continuous.mar_checkpoint:load_kl16_checkpoint", own=False, folder=True),
         ), tokenizer="the folder vae of facebook/DiT-XL-2-256"),
         sizes=(
-            KnownModel("ACDiT-XL class 256", "ACDiT-XL-img.pt", 256, 1024, 0, 674_856_708, 2 * 28 * 1152),
-            KnownModel("ACDiT-H class 256", "ACDiT-H-img.pt", 256, 1024, 0, 950_959_620, 2 * 32 * 1280),
+            KnownModel("ACDiT-XL class 256", "ACDiT-XL-img.pt", 256, 1024, 0, 674_856_708, 2 * 28 * 1152,
+                published=("block-diffusion", 1.5)),
+            KnownModel("ACDiT-H class 256", "ACDiT-H-img.pt", 256, 1024, 0, 950_959_620, 2 * 32 * 1280,
+                published=("block-diffusion", 1.5)),
         ),
     ),
     # The last family with a layout: its tokenizer's keys fit any VQGAN.

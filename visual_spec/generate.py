@@ -7,7 +7,6 @@ before the work: files in the way, settings out of range, a sampler that does no
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec import records
-from visual_spec.eval.arguments import is_quiet, logger
+from visual_spec.eval.arguments import check_taken, is_quiet, logger
 from visual_spec.eval.tables import plain_table
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 from visual_spec.records import LAW_SETTINGS, MediumWords
@@ -408,15 +407,12 @@ def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
             "guidance grows from scale to scale. Leave it out."
         )
     inputs = _chosen(args, _INPUTS)
-    taken = inspect.signature(type(pipe).__call__).parameters
     law = {} if args.masked else _chosen(args, LAW_SETTINGS)  # a pair hands all on
-    for name in (*inputs, *law):
-        if name not in taken:
-            raise ValueError(f"{args.model} takes no --{name.replace('_', '-')}; leave it out.")
-        if name in _PICTURES:
-            from visual_spec.files.pictures import read_picture_file
+    check_taken(pipe, args.model, (*inputs, *law))
+    for name in (name for name in _PICTURES if name in inputs):
+        from visual_spec.files.pictures import read_picture_file
 
-            inputs[name] = read_picture_file(inputs[name])
+        inputs[name] = read_picture_file(inputs[name])
     return inputs
 
 

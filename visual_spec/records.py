@@ -110,6 +110,7 @@ class KnownModel:
         cached: numbers that the cache holds for one position of one row: keys and values of all layers.
         uncached: slots that nothing reads and that are not cached: the last scale of a next-scale model.
         load: the function that loads it; "": the family's.
+        published: the sampler and the guidance scale of the published figures, where `from_official` sets them by size.
         verified: a key of `VERIFIED`; "": the family's.
         calls: the kinds of calls it answers; (): the family's.
     """
@@ -123,6 +124,7 @@ class KnownModel:
     cached: int
     uncached: int = 0
     load: str = ""
+    published: tuple[str, float] | None = None
     verified: str = ""
     calls: tuple[str, ...] = ()
 

@@ -64,7 +64,7 @@ def test_a_pipeline_says_what_it_is_and_keeps_its_sampler(files, tmp_path):
     pipe: Any = ContinuousImagePipeline.from_official(
         files["released"], files["vae"], sampler=FlowScaleSampler(6, 4, guided_from=0.7)
     )
-    assert pipe.default_settings()["guidance_scale"] == 4.3  # published for the size without cross attention
+    assert pipe.default_settings()["guidance_scale"] == 4.3  # published for S, the smallest size
     pipe.save_pretrained(tmp_path / "saved")
     loaded: Any = quiet(load_pipeline(tmp_path / "saved"))
     assert loaded.facts == pipe.facts and loaded.facts.stored_as == "canvas" and not loaded.comparable

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 logger = logging.getLogger("visual_spec")
@@ -123,6 +124,25 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
     )
+
+
+def add_negative_prompt(parser: argparse.ArgumentParser) -> None:
+    """Add `--negative-prompt`."""
+    parser.add_argument(
+        "--negative-prompt", metavar="TEXT", help="what guidance leads away from, in place of no prompt"
+    )
+
+
+def check_taken(pipe: Any, model: str, names: Iterable[str]) -> None:
+    """Refuse options, by their names in a call, that the pipeline does not take.
+
+    Raises:
+        ValueError: names the option.
+    """
+    taken = inspect.signature(type(pipe).__call__).parameters
+    for name in names:
+        if name not in taken:
+            raise ValueError(f"{model} takes no --{name.replace('_', '-')}; leave it out.")
 
 
 def add_machine(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:

@@ -91,8 +91,8 @@ def settings_of_model(name: str) -> ModelSettings:
     if not function:  # one way to decode, and no data of ours to judge it by
         kind = index["_class_name"]
         raise ValueError(
-            f"{name} holds a {kind}, which is not measured here; draw with it in Python: "
-            f"visual_spec.{kind}.from_pretrained({name!r})."
+            f"{name} holds a {kind}, which is not measured here; draw with it by `visual-spec generate --model "
+            f"{name}`, or in Python: visual_spec.{kind}.from_pretrained({name!r})."
         )
     rows = getattr(importlib.import_module(f"visual_spec.{module}"), function)
     return rows(facts, index, partial(read_config, name))

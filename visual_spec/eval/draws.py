@@ -24,8 +24,13 @@ def seeded(seed: int, count: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed + place) for place in range(count)]
 
 
-def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:
+def draw(
+    pipe: Any, setting: Setting, prompts: Sequence[str], first: int, **asked: Any
+) -> dict[str, np.ndarray]:
     """Draw one batch, the samples from index `first`, as arrays; leaves the pipeline its sampler.
+
+    Args:
+        asked: what else its call takes, such as `negative_prompt`.
 
     Returns:
         tokens, the ids [N, ...], or canvas [N, D, h, w] where the pipeline is stored as that; length: what a call
@@ -41,6 +46,7 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
             list(prompts),
             generator=seeded(setting.seed + first, len(prompts)),
             output_type="latent",
+            **asked,
             **{name: value for name, value in setting.pipeline_law.items() if value is not None},
         )
         busy = time.process_time() - busy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+from visual_spec.families import FAMILIES
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import KLDecoder
@@ -87,11 +89,10 @@ class ContinuousImagePipeline(ClassImagePipeline):
             vae: `kl16.ckpt`; or a folder of diffusers' class, such as `vae` of facebook/DiT-XL-2-256, which ACDiT's
                 latents are of; or the model of one.
             dtype: of all weights; None keeps each file's own.
-            sampler: default: `ContinuousSampler()`, one token a call; of FlowAR the published one of its size; of ACDiT
-                `BlockDiffusionSampler()`.
+            sampler: default: the published one of its size (`visual-spec models --json`): of MAR `ContinuousSampler()`,
+                one token a call, of ACDiT `BlockDiffusionSampler()`.
             drafter: a smaller file or model of MAR, for samplers that ask for one.
-            id2label, settings: see the class. The published guidance of MAR, with 256 calls, is 2.9, 3.0, 3.2 for B, L,
-                H; of FlowAR 4.3, 2.4, 2.4 for S, L, H; of ACDiT 1.5.
+            id2label, settings: see the class. The default guidance is the published one of its size.
 
         Raises:
             ValueError, OSError: a file that is none of these; says what it is.
@@ -138,17 +139,13 @@ def _loaded(source: Given, dtype: torch.dtype | None) -> Any:
 
 
 def _published(model: Any) -> tuple[SchedulerMixin, float]:
-    """The sampler and the guidance of the published figures of a size, or of the size next to it."""
-    from visual_spec.models.continuous.acdit import ACDiTTransformer
-    from visual_spec.models.continuous.flowar import FlowARTransformer
-    from visual_spec.samplers.continuous.block_diffusion import BlockDiffusionSampler
-    from visual_spec.samplers.continuous.continuous import ContinuousSampler
-    from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
+    """The sampler and the guidance of the published figures of an official size, the nearest one by its parameters."""
+    from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 
-    if isinstance(model, ACDiTTransformer):
-        return BlockDiffusionSampler(), 1.5
-    dim = model.config["dim"]
-    if not isinstance(model, FlowARTransformer):
-        return ContinuousSampler(), {768: 2.9, 1024: 3.0, 1280: 3.2}.get(dim, 3.0)
-    largest = FlowScaleSampler(50, guided_from=0.7) if dim == 1536 else FlowScaleSampler()
-    return largest, 2.4 if model.config["cross"] else 4.3
+    own, count = f":{type(model).__name__}", model.num_parameters()
+    sizes = next(family.sizes for family in FAMILIES if any(part.endswith(own) for part in family.parts))
+    nearest = min(sizes, key=lambda size: abs(math.log(size.parameters / count)))
+    assert nearest.published is not None
+    sampler, guidance = nearest.published
+    name, settings = parse_sampler(sampler)
+    return make_sampler(name, **settings), guidance

@@ -16,7 +16,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.eval.arguments import add_machine, add_model, add_share, command, is_quiet, progress, share
+from visual_spec.eval.arguments import (
+    add_machine,
+    add_model,
+    add_negative_prompt,
+    add_share,
+    check_taken,
+    command,
+    is_quiet,
+    progress,
+    share,
+)
 
 if TYPE_CHECKING:
     from visual_spec.eval.quality.prompt_files import PromptSet
@@ -47,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="name or name:setting=value,... (default: plain decoding); temperature, top_k, top_p and guidance_scale "
         "may be set too",
     )
+    add_negative_prompt(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="goes on if samples are there")
     parser.add_argument(
         "--batch-size", type=int, default=50, metavar="B", help="decoded together (default: 50)"
@@ -123,9 +134,12 @@ def sample_set(args: argparse.Namespace) -> SampleSet:
         known.plain if args.sampler is None else args.sampler, known.law_with(), args.seed
     )
     pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
+    if args.negative_prompt is not None:
+        check_taken(pipe, args.model, ("negative_prompt",))
     prompts = read_prompts(args.prompts, class_names(pipe))
     num = len(prompts) if args.num is None else args.num
-    return SampleSet(pipe, setting, prompts, args.out, num, args.batch_size, args.model)
+    sizes = num, args.batch_size, args.model
+    return SampleSet(pipe, setting, prompts, args.out, *sizes, negative_prompt=args.negative_prompt)
 
 
 def _here(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -154,7 +168,8 @@ def _by_ray(
         args.model = str(Path(args.model).absolute())
     prompts = prompts or PromptSet(("",))
     num = len(prompts) if args.num is None else args.num
-    outline = SampleSet(facts, setting, prompts, args.out, num, args.batch_size, args.model)
+    sizes = num, args.batch_size, args.model
+    outline = SampleSet(facts, setting, prompts, args.out, *sizes, negative_prompt=args.negative_prompt)
     return sample_with_ray(lambda: sample_set(args), outline, workers=args.workers, report=progress)
 
 

@@ -66,6 +66,7 @@ class SampleSet:
         batch_size: samples decoded together. The last batch is whole too, so a longer run has the same samples.
         model: its name, for the record.
         weights: fingerprint of the pipeline's weights, where it is known already.
+        negative_prompt: what guidance leads away from, in place of no prompt.
     """
 
     pipe: Any
@@ -76,6 +77,7 @@ class SampleSet:
     batch_size: int
     model: str = ""
     weights: str = ""
+    negative_prompt: str | None = None
 
     @property
     def batches(self) -> range:
@@ -94,7 +96,13 @@ class SampleSet:
             "dtype": str(self.pipe.transformer.dtype).removeprefix("torch."),
             "device": self.pipe.device.type,
             **self.setting.describe(),
+            **self._asked,
         }
+
+    @property
+    def _asked(self) -> dict[str, str]:
+        """What a call is asked beside prompts and law."""
+        return {} if self.negative_prompt is None else {"negative_prompt": self.negative_prompt}
 
     def open(self) -> None:
         """Make the folder ready, before anything is drawn.
@@ -140,7 +148,8 @@ class SampleSet:
     def draw(self, first: int) -> None:
         """Draw one batch and write its files, its lines last."""
         indices = range(first, first + self.batch_size)
-        arrays = draws.draw(self.pipe, self.setting, [self.prompts.asked(index) for index in indices], first)
+        prompts = [self.prompts.asked(index) for index in indices]
+        arrays = draws.draw(self.pipe, self.setting, prompts, first, **self._asked)
         shown = show(self.pipe, arrays[draws.stored_name(arrays)])
         lines = []
         for index in (index for index in indices if index < self.num):
