@@ -250,6 +250,7 @@ def test_sizes_of_acdit(name):
     ],
 )
 def test_a_model_starts_with_the_published_settings_of_its_size(made, size, sampler, guidance):
+    chosen: Any
     with torch.device("meta"):
         chosen, scale = continuous_image._published(made(**size))
     assert (type(chosen).__name__, scale) == (sampler, guidance)
