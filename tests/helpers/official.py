@@ -1,11 +1,13 @@
 """Official LlamaGen checkpoints in miniature: the released key layout, written from its description, random weights."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers import vqgan
 from visual_spec.models.next_token import llamagen, llamagen_vq
 
 TINY = {"num_layers": 2, "num_heads": 2, "dim": 16}
@@ -62,54 +64,18 @@ def tokenizer_shapes(
     codes: int = 16384,
     code_width: int = 8,
 ) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of a tokenizer."""
-    shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (codes, code_width)}
-
-    def conv(name: str, inputs: int, outputs: int, kernel: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs, kernel, kernel), (outputs,)
-
-    def norm(name: str, channels: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (channels,), (channels,)
-
-    def res(name: str, inputs: int, outputs: int) -> None:
-        norm(f"{name}.norm1", inputs)
-        conv(f"{name}.conv1", inputs, outputs, 3)
-        norm(f"{name}.norm2", outputs)
-        conv(f"{name}.conv2", outputs, outputs, 3)
-        if inputs != outputs:
-            conv(f"{name}.nin_shortcut", inputs, outputs, 1)
-
-    def attention(name: str, channels: int) -> None:
-        norm(f"{name}.norm", channels)
-        for part in ("q", "k", "v", "proj_out"):
-            conv(f"{name}.{part}", channels, channels, 1)
-
+    """Keys and shapes of a tokenizer: levels are numbered in the order in which they run."""
     last = len(multipliers) - 1
-    deepest = width * multipliers[-1]
-    for net, count, levels in (
-        ("encoder", blocks, range(last + 1)),
-        ("decoder", blocks + 1, range(last, -1, -1)),
-    ):
-        here = width if net == "encoder" else deepest
-        conv(f"{net}.conv_in", 3 if net == "encoder" else latent, here, 3)
-        for place, level in enumerate(levels):
-            for block in range(count):
-                res(f"{net}.conv_blocks.{place}.res.{block}", here, width * multipliers[level])
-                here = width * multipliers[level]
-                if level == last:
-                    attention(f"{net}.conv_blocks.{place}.attn.{block}", here)
-            if net == "encoder" and level < last:
-                conv(f"{net}.conv_blocks.{place}.downsample.conv", here, here, 3)
-            if net == "decoder" and level > 0:
-                conv(f"{net}.conv_blocks.{place}.upsample.conv", here, here, 3)
-        res(f"{net}.mid.0", deepest, deepest)
-        attention(f"{net}.mid.1", deepest)
-        res(f"{net}.mid.2", deepest, deepest)
-        norm(f"{net}.norm_out", here)
-        conv(f"{net}.conv_out", here, latent if net == "encoder" else 3, 3)
-    conv("quant_conv", latent, code_width, 1)
-    conv("post_quant_conv", code_width, latent, 1)
-    return shapes
+    shapes = vqgan.convolution("quant_conv", latent, code_width)
+    shapes |= vqgan.convolution("post_quant_conv", code_width, latent)
+    plain = vqgan.networks(width, multipliers, blocks, latent, latent, attends=rf"\.{last}$|mid")
+    for key, shape in plain.items():
+        key = re.sub(r"down\.(\d+)", r"conv_blocks.\1", key)
+        key = re.sub(r"up\.(\d+)", lambda level: f"conv_blocks.{last - int(level[1])}", key)
+        key = key.replace(".block.", ".res.").replace("mid.attn_1", "mid.1")
+        key = key.replace("mid.block_1", "mid.0").replace("mid.block_2", "mid.2")
+        shapes[key] = shape
+    return shapes | {"quantize.embedding.weight": (codes, code_width)}
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> dict:

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers import vqgan
 from tests.helpers.mage import CODES, official_weights, tiny_mage
 from tests.helpers.tiny import quiet, seeded
+from tests.helpers.vqgan import conv
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.loading import load_pipeline
@@ -71,57 +73,37 @@ def tokenizer_weights() -> dict[str, Tensor]:
     }
 
 
-def norm(w: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
-    """Over groups of channels of one picture [C, H, W]."""
-    groups = x.view(GROUPS, -1)
-    x = (
-        (groups - groups.mean(1, keepdim=True)) / (groups.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
-    ).view_as(x)
-    return x * w[f"{at}.weight"][:, None, None] + w[f"{at}.bias"][:, None, None]
+norm = partial(vqgan.norm, groups=GROUPS)
 
 
-def conv(w: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
-    """By its definition: sums over shifted pictures."""
-    kernel, (_, height, width) = w[f"{at}.weight"], x.shape
-    reach = kernel.shape[-1] // 2
-    wide = F.pad(x, (reach,) * 4)
-    out = torch.zeros(len(kernel), height, width, dtype=x.dtype)
-    for i in range(kernel.shape[-2]):
-        for j in range(kernel.shape[-1]):
-            out += torch.einsum("oc,chw->ohw", kernel[:, :, i, j], wide[:, i : i + height, j : j + width])
-    bias = w.get(f"{at}.bias")
-    return out if bias is None else out + bias[:, None, None]
-
-
-def residual(w: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
-    h = conv(w, f"{at}.conv1", F.silu(norm(w, f"{at}.norm1", x)))
-    h = conv(w, f"{at}.conv2", F.silu(norm(w, f"{at}.norm2", h)))
+def residual(x: Tensor, w: dict[str, Tensor], at: str) -> Tensor:
+    h = conv(F.silu(norm(x, w, f"{at}.norm1")), w, f"{at}.conv1")
+    h = conv(F.silu(norm(h, w, f"{at}.norm2")), w, f"{at}.conv2")
     shortcut = f"{at}.nin_shortcut"
-    return h + (conv(w, shortcut, h) if f"{shortcut}.weight" in w else x)
+    return h + (conv(h, w, shortcut, padding=0) if f"{shortcut}.weight" in w else x)
 
 
-def encoded(w: dict[str, Tensor], x: Tensor) -> Tensor:
+def encoded(w: dict[str, Tensor], picture: Tensor) -> Tensor:
     """Token ids [h, w] of a picture [3, H, W] in [0, 1]."""
-    x = conv(w, "encoder.conv_in", x)
+    x = conv(picture[None], w, "encoder.conv_in")
     for at in ("encoder.down.0.block.0", "encoder.down.0.block.1"):
-        x = residual(w, at, x)
-    x = (x[:, ::2, ::2] + x[:, 1::2, ::2] + x[:, ::2, 1::2] + x[:, 1::2, 1::2]) / 4
+        x = residual(x, w, at)
+    x = (x[..., ::2, ::2] + x[..., 1::2, ::2] + x[..., ::2, 1::2] + x[..., 1::2, 1::2]) / 4
     for at in ("down.1.block.0", "down.1.block.1", "mid.block_1", "mid.block_2"):
-        x = residual(w, f"encoder.{at}", x)
-    x = conv(w, "encoder.conv_out", F.silu(norm(w, "encoder.norm_out", x)))
-    far = (x[None] - w["quantize.embedding.weight"][:, :, None, None]).square().sum(1)
-    return far.argmin(0)
+        x = residual(x, w, f"encoder.{at}")
+    x = conv(F.silu(norm(x, w, "encoder.norm_out")), w, "encoder.conv_out", padding=0)
+    return (x - w["quantize.embedding.weight"][:, :, None, None]).square().sum(1).argmin(0)
 
 
 def decoded(w: dict[str, Tensor], ids: Tensor) -> Tensor:
     """The picture [3, H, W] of token ids [h, w]."""
-    x = conv(w, "decoder.conv_in", w["quantize.embedding.weight"][ids].permute(2, 0, 1))
+    x = conv(w["quantize.embedding.weight"][ids].permute(2, 0, 1)[None], w, "decoder.conv_in")
     for at in ("mid.block_1", "mid.block_2", "up.1.block.0", "up.1.block.1"):
-        x = residual(w, f"decoder.{at}", x)
-    x = conv(w, "decoder.up.1.upsample.conv", x.repeat_interleave(2, 1).repeat_interleave(2, 2))
+        x = residual(x, w, f"decoder.{at}")
+    x = conv(x.repeat_interleave(2, 2).repeat_interleave(2, 3), w, "decoder.up.1.upsample.conv")
     for at in ("up.0.block.0", "up.0.block.1"):
-        x = residual(w, f"decoder.{at}", x)
-    return conv(w, "decoder.conv_out", F.silu(norm(w, "decoder.norm_out", x)))
+        x = residual(x, w, f"decoder.{at}")
+    return conv(F.silu(norm(x, w, "decoder.norm_out")), w, "decoder.conv_out")[0]
 
 
 def test_the_tokenizer_in_its_official_layout(tmp_path):

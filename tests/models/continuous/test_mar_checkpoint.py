@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
+from tests.helpers import vqgan
 from tests.helpers.mar import ldm_shapes, random_weights
+from tests.helpers.vqgan import conv
 from tests.models.continuous.tiny import tiny_mar
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import (
@@ -85,78 +85,20 @@ def test_what_cannot_be_read_off_the_weights_is_asked_for(tmp_path):
 # -- KL-16 ------------------------------------------------------------------------------------------------------------
 
 
-class Straight:
-    """Latent diffusion's autoencoder from weights by its own names."""
-
-    def __init__(self, weights: dict[str, Tensor], levels: int) -> None:
-        self.w, self.levels = weights, levels
-
-    def conv(self, name: str, x: Tensor, **options: Any) -> Tensor:
-        weight = self.w[f"{name}.weight"]
-        return F.conv2d(x, weight, self.w[f"{name}.bias"], padding=weight.shape[-1] // 2, **options)
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return F.group_norm(x, 32, self.w[f"{name}.weight"], self.w[f"{name}.bias"], eps=1e-6)
-
-    def block(self, name: str, x: Tensor) -> Tensor:
-        hidden = self.conv(f"{name}.conv1", F.silu(self.norm(f"{name}.norm1", x)))
-        hidden = self.conv(f"{name}.conv2", F.silu(self.norm(f"{name}.norm2", hidden)))
-        return hidden + (
-            self.conv(f"{name}.nin_shortcut", x) if f"{name}.nin_shortcut.weight" in self.w else x
-        )
-
-    def attention(self, name: str, x: Tensor) -> Tensor:
-        hidden = self.norm(f"{name}.norm", x)
-        q, k, v = (self.conv(f"{name}.{part}", hidden).flatten(2) for part in "qkv")  # [B, C, N]
-        weights = (torch.einsum("bci,bcj->bij", q, k) / math.sqrt(x.shape[1])).softmax(-1)
-        mixed = torch.einsum("bij,bcj->bci", weights, v).unflatten(2, x.shape[2:])
-        return x + self.conv(f"{name}.proj_out", mixed)
-
-    def middle(self, name: str, x: Tensor) -> Tensor:
-        x = self.attention(f"{name}.attn_1", self.block(f"{name}.block_1", x))
-        return self.block(f"{name}.block_2", x)
-
-    def encode(self, x: Tensor) -> Tensor:
-        x = self.conv("encoder.conv_in", x)
-        for level in range(self.levels):
-            for i in (0, 1):
-                x = self.block(f"encoder.down.{level}.block.{i}", x)
-                if f"encoder.down.{level}.attn.{i}.q.weight" in self.w:
-                    x = self.attention(f"encoder.down.{level}.attn.{i}", x)
-            name = f"encoder.down.{level}.downsample.conv"
-            if level < self.levels - 1:  # padded on the right and below only
-                x = F.conv2d(
-                    F.pad(x, (0, 1, 0, 1)), self.w[f"{name}.weight"], self.w[f"{name}.bias"], stride=2
-                )
-        x = self.middle("encoder.mid", x)
-        x = self.conv("encoder.conv_out", F.silu(self.norm("encoder.norm_out", x)))
-        return self.conv("quant_conv", x)
-
-    def decode(self, z: Tensor) -> Tensor:
-        x = self.middle("decoder.mid", self.conv("decoder.conv_in", self.conv("post_quant_conv", z)))
-        for level in reversed(range(self.levels)):
-            for i in (0, 1, 2):
-                x = self.block(f"decoder.up.{level}.block.{i}", x)
-            if level:
-                x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
-                x = self.conv(f"decoder.up.{level}.upsample.conv", x)
-        return self.conv("decoder.conv_out", F.silu(self.norm("decoder.norm_out", x)))
-
-
 @torch.no_grad()
 def test_kl16_computes_what_latent_diffusion_does():
     weights = random_weights(ldm_shapes(32, (1, 1, 2, 2, 4), 16, attention_at=4))
     given = {**weights, "loss.logvar": torch.zeros(1)}  # of training, and left out
     model = load_kl16_checkpoint(given, block_out_channels=(32, 32, 64, 64, 128), sample_size=32)
-    straight = Straight(weights, 5)
     pictures = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     encoded: Any = model.encode(pictures)
-    moments = straight.encode(pictures)
+    moments = conv(vqgan.encoded(pictures, weights, 32), weights, "quant_conv", padding=0)
     torch.testing.assert_close(encoded.latent_dist.mean, moments[:, :16], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(encoded.latent_dist.logvar, moments[:, 16:], rtol=1e-4, atol=1e-4)
     latents: Any = torch.randn(2, 16, 2, 2, generator=torch.Generator().manual_seed(2))
     decoded: Any = model.decode(latents)
-    torch.testing.assert_close(decoded.sample, straight.decode(latents), rtol=1e-4, atol=1e-4)
+    wanted = conv(latents, weights, "post_quant_conv", padding=0)
+    torch.testing.assert_close(decoded.sample, vqgan.decoded(wanted, weights, 32), rtol=1e-4, atol=1e-4)
 
 
 def test_kl16_at_its_true_size():

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers import vqgan
 from tests.helpers.tiny_infinity import SIDES, tiny_bits
-from tests.helpers.vqgan import conv, mean_matrix, swish
+from tests.helpers.vqgan import mean_matrix
 from visual_spec.models.core.protocol import Side, area_of, shape_of
 from visual_spec.models.next_scale.infinity_scales import (
     SIZES,
@@ -34,29 +32,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 # -- an independent computation ---------------------------------------------------------------------------------------
-
-norm, res_block = partial(vqgan.norm, groups=2), partial(vqgan.res_block, groups=2)
-
-
-def latents_of(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """Two levels of one block, as the tiny model has."""
-    x = res_block(conv(x, weights, "encoder.conv_in"), weights, "encoder.down.0.block.0")
-    x = conv(F.pad(x, (0, 1, 0, 1)), weights, "encoder.down.0.downsample.conv", stride=2, padding=0)
-    x = res_block(x, weights, "encoder.down.1.block.0")
-    x = res_block(res_block(x, weights, "encoder.mid.block_1"), weights, "encoder.mid.block_2")
-    return conv(swish(norm(x, weights, "encoder.norm_out")), weights, "encoder.conv_out")
-
-
-def picture_of(canvas: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    x = conv(canvas, weights, "decoder.conv_in")
-    x = res_block(res_block(x, weights, "decoder.mid.block_1"), weights, "decoder.mid.block_2")
-    for block in range(2):
-        x = res_block(x, weights, f"decoder.up.1.block.{block}")
-    x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
-    x = conv(x, weights, "decoder.up.1.upsample.conv")
-    for block in range(2):
-        x = res_block(x, weights, f"decoder.up.0.block.{block}")
-    return conv(swish(norm(x, weights, "decoder.norm_out")), weights, "decoder.conv_out").clamp(-1, 1)
 
 
 def linear_matrix(size: int, target: int) -> Tensor:
@@ -115,10 +90,10 @@ def test_both_networks_equal_plain_formulas(changes):
     weights = model.state_dict()
     images = torch.rand(2, 3, *model.image_size, dtype=torch.float64) * 2 - 1
     latents = model.encode_latents(images)
-    assert (latents - latents_of(images, weights)).abs().max() < 1e-10
+    assert (latents - vqgan.encoded(images, weights, 2)).abs().max() < 1e-10
     assert latents.shape == model.begin(2).shape
     canvas = torch.randn_like(latents)
-    assert (model.decode_canvas(canvas) - picture_of(canvas, weights)).abs().max() < 1e-10
+    assert (model.decode_canvas(canvas) - vqgan.decoded(canvas, weights, 2).clamp(-1, 1)).abs().max() < 1e-10
     assert model.decode_canvas(canvas).shape == images.shape
 
 
@@ -245,41 +220,13 @@ def test_published_budgets_are_a_tenth_of_the_cache(preset: str, layers: int, dr
 # -- official checkpoints --------------------------------------------------------------------------------------------
 
 
-def official_shapes(bits: int, multipliers: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def official_shapes(bits: int, multipliers: tuple[int, ...]) -> vqgan.Shapes:
     """Keys and shapes of the released `infinity_vae_d*.pth`: convolutions and norms are wrapped."""
-    shapes: dict[str, tuple[int, ...]] = {"quantizer.lfq.mask": (bits,), "quantize.lfq.mask": (bits,)}
-
-    def conv(name: str, inner: int, outer: int, size: int = 3) -> None:
-        shapes.update({f"{name}.conv.weight": (outer, inner, size, size), f"{name}.conv.bias": (outer,)})
-
-    def block(name: str, inner: int, outer: int) -> None:
-        for index, (a, b) in enumerate([(inner, outer), (outer, outer)], 1):
-            shapes.update({f"{name}.norm{index}.norm.weight": (a,), f"{name}.norm{index}.norm.bias": (a,)})
-            conv(f"{name}.conv{index}", a, b)
-        if inner != outer:
-            conv(f"{name}.nin_shortcut", inner, outer, 1)
-
-    widths = [128 * multiplier for multiplier in multipliers]
-    last = len(widths) - 1
-    conv("encoder.conv_in", 3, 128)
-    for level, width in enumerate(widths):
-        block(f"encoder.down.{level}.block.0", widths[max(level - 1, 0)], width)
-        block(f"encoder.down.{level}.block.1", width, width)
-        if level < last:
-            conv(f"encoder.down.{level}.downsample.conv", width, width)
-    for level, width in enumerate(widths):
-        block(f"decoder.up.{level}.block.0", widths[min(level + 1, last)], width)
-        for index in (1, 2):
-            block(f"decoder.up.{level}.block.{index}", width, width)
-        if level:
-            conv(f"decoder.up.{level}.upsample.conv", width, width)
-    for net, outer in [("encoder", widths[-1]), ("decoder", widths[0])]:
-        for index in (1, 2):
-            block(f"{net}.mid.block_{index}", widths[-1], widths[-1])
-        shapes.update({f"{net}.norm_out.norm.weight": (outer,), f"{net}.norm_out.norm.bias": (outer,)})
-    conv("encoder.conv_out", widths[-1], bits)
-    conv("decoder.conv_in", bits, widths[-1])
-    conv("decoder.conv_out", widths[0], 3)
+    plain = vqgan.networks(128, multipliers, 2, bits, bits, attends="nowhere")
+    shapes: vqgan.Shapes = {"quantizer.lfq.mask": (bits,), "quantize.lfq.mask": (bits,)}
+    for key, shape in plain.items():
+        name, part = key.rsplit(".", 1)
+        shapes[f"{name}.{'norm' if 'norm' in name else 'conv'}.{part}"] = shape
     return shapes
 
 

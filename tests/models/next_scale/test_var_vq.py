@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers import vqgan
-from tests.helpers.vqgan import conv, mean_matrix, swish
+from tests.helpers.vqgan import conv, mean_matrix
 from visual_spec.models.core.vq_blocks import PositionNorm
 from visual_spec.models.next_scale.var import SCALES as OFFICIAL_SCALES
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint, smoother_of_scale
@@ -47,50 +45,13 @@ def random_tokens(batch_size: int, seed: int = 1) -> Tensor:
 
 # -- an independent computation ---------------------------------------------------------------------------------------
 
-norm, res_block = partial(vqgan.norm, groups=4), partial(vqgan.res_block, groups=4)
-
-
-def attention(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
-    b, c, h, w = x.shape
-    qkv = conv(norm(x, weights, f"{name}.norm"), weights, f"{name}.qkv", padding=0)
-    q, k, v = (qkv[:, i * c : (i + 1) * c].reshape(b, c, h * w) for i in range(3))
-    out = torch.zeros_like(q)
-    for row, position in itertools.product(range(b), range(h * w)):
-        scores = torch.stack(
-            [q[row, :, position] @ k[row, :, other] / math.sqrt(c) for other in range(h * w)]
-        )
-        shares = (scores - scores.max()).exp()
-        out[row, :, position] = v[row] @ (shares / shares.sum())
-    return x + conv(out.reshape(x.shape), weights, f"{name}.proj_out", padding=0)
-
-
-def middle(x: Tensor, weights: dict[str, Tensor], net: str) -> Tensor:
-    x = res_block(x, weights, f"{net}.mid.block_1")
-    return res_block(attention(x, weights, f"{net}.mid.attn_1"), weights, f"{net}.mid.block_2")
-
 
 def latents_of(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """Two levels of one block, as TINY has."""
-    x = conv(x, weights, "encoder.conv_in")
-    x = res_block(x, weights, "encoder.down.0.block.0")
-    x = conv(F.pad(x, (0, 1, 0, 1)), weights, "encoder.down.0.downsample.conv", stride=2, padding=0)
-    x = attention(res_block(x, weights, "encoder.down.1.block.0"), weights, "encoder.down.1.attn.0")
-    x = swish(norm(middle(x, weights, "encoder"), weights, "encoder.norm_out"))
-    return conv(conv(x, weights, "encoder.conv_out"), weights, "quant_conv")
+    return conv(vqgan.encoded(x, weights, 4), weights, "quant_conv")
 
 
 def picture_of(canvas: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    x = conv(conv(canvas, weights, "post_quant_conv"), weights, "decoder.conv_in")
-    x = middle(x, weights, "decoder")
-    for block in range(2):
-        x = attention(
-            res_block(x, weights, f"decoder.up.1.block.{block}"), weights, f"decoder.up.1.attn.{block}"
-        )
-    x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
-    x = conv(x, weights, "decoder.up.1.upsample.conv")
-    for block in range(2):
-        x = res_block(x, weights, f"decoder.up.0.block.{block}")
-    return conv(swish(norm(x, weights, "decoder.norm_out")), weights, "decoder.conv_out").clamp(-1, 1)
+    return vqgan.decoded(conv(canvas, weights, "post_quant_conv"), weights, 4).clamp(-1, 1)
 
 
 def enlarge_matrix(size: int, target: int) -> Tensor:
@@ -289,52 +250,13 @@ def test_wrong_input_is_refused():
 
 def official_shapes(
     width: int, multipliers: tuple[int, ...], blocks: int, codes: int, dim: int
-) -> dict[str, tuple[int, ...]]:
+) -> vqgan.Shapes:
     """Keys and shapes of `vae_ch160v4096z32.pth` as the research notes list them, for any size."""
-    shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (codes, dim)}
-
-    def plain(name: str, inputs: int, outputs: int, kernel: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs, kernel, kernel), (outputs,)
-
-    def channels(name: str, size: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (size,), (size,)
-
-    def res(name: str, inputs: int, outputs: int) -> None:
-        channels(f"{name}.norm1", inputs)
-        plain(f"{name}.conv1", inputs, outputs, 3)
-        channels(f"{name}.norm2", outputs)
-        plain(f"{name}.conv2", outputs, outputs, 3)
-        if inputs != outputs:
-            plain(f"{name}.nin_shortcut", inputs, outputs, 1)
-
-    def attn(name: str, size: int) -> None:
-        channels(f"{name}.norm", size)
-        plain(f"{name}.qkv", size, 3 * size, 1)
-        plain(f"{name}.proj_out", size, size, 1)
-
-    last, deepest = len(multipliers) - 1, width * multipliers[-1]
-    nets = (("encoder", "down", blocks, range(last + 1)), ("decoder", "up", blocks + 1, range(last, -1, -1)))
-    for net, path, count, order in nets:
-        here = width if net == "encoder" else deepest
-        plain(f"{net}.conv_in", 3 if net == "encoder" else dim, here, 3)
-        for level in order:
-            for block in range(count):
-                res(f"{net}.{path}.{level}.block.{block}", here, width * multipliers[level])
-                here = width * multipliers[level]
-                if level == last:
-                    attn(f"{net}.{path}.{level}.attn.{block}", here)
-            if net == "encoder" and level < last:
-                plain(f"{net}.down.{level}.downsample.conv", here, here, 3)
-            if net == "decoder" and level > 0:
-                plain(f"{net}.up.{level}.upsample.conv", here, here, 3)
-        res(f"{net}.mid.block_1", deepest, deepest)
-        attn(f"{net}.mid.attn_1", deepest)
-        res(f"{net}.mid.block_2", deepest, deepest)
-        channels(f"{net}.norm_out", here)
-        plain(f"{net}.conv_out", here, dim if net == "encoder" else 3, 3)
+    attends = rf"\.{len(multipliers) - 1}$|mid"
+    shapes = vqgan.networks(width, multipliers, blocks, dim, dim, attends=attends, joined=True)
     for name in ("quant_conv", "post_quant_conv", *(f"quantize.quant_resi.qresi_ls.{j}" for j in range(4))):
-        plain(name, dim, dim, 3)
-    return shapes
+        shapes |= vqgan.convolution(name, dim, dim, 3)
+    return shapes | {"quantize.embedding.weight": (codes, dim)}
 
 
 def write_official(path, **changes: Tensor):

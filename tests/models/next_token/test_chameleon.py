@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers import vqgan
 from tests.models.next_token.tiny_transformers import chameleon, prompts
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.chameleon import ChameleonImageModel
@@ -161,45 +162,12 @@ def decoder(size: int = 24) -> ChameleonVQDecoder:
 
 
 def test_the_official_decoder_has_the_official_keys():
-    """Against the layout of taming-transformers' VQGAN with ch_mult (1, 1, 2, 2, 4), written out by hand."""
+    """Against the layout of taming-transformers' VQGAN with ch_mult (1, 1, 2, 2, 4)."""
     with torch.device("meta"):
         state = ChameleonVQDecoder().state_dict()
-    want: dict[str, tuple[int, ...]] = {
-        "quantize.embedding.weight": (8192, 256),
-        "post_quant_conv.weight": (256, 256, 1, 1),
-        "post_quant_conv.bias": (256,),
-    }
-
-    def conv(name: str, out: int, into: int, size: int = 3) -> None:
-        want[f"decoder.{name}.weight"] = (out, into, size, size)
-        want[f"decoder.{name}.bias"] = (out,)
-
-    def norm(name: str, width: int) -> None:
-        want[f"decoder.{name}.weight"] = want[f"decoder.{name}.bias"] = (width,)
-
-    def residual(name: str, into: int, out: int) -> None:
-        norm(f"{name}.norm1", into)
-        conv(f"{name}.conv1", out, into)
-        norm(f"{name}.norm2", out)
-        conv(f"{name}.conv2", out, out)
-        if into != out:
-            conv(f"{name}.nin_shortcut", out, into, 1)
-
-    conv("conv_in", 512, 256)
-    residual("mid.block_1", 512, 512)
-    residual("mid.block_2", 512, 512)
-    norm("mid.attn_1.norm", 512)
-    for part in ("q", "k", "v", "proj_out"):
-        conv(f"mid.attn_1.{part}", 512, 512, 1)
-    into = 512
-    for level, out in [(4, 512), (3, 256), (2, 256), (1, 128), (0, 128)]:
-        for block in range(3):
-            residual(f"up.{level}.block.{block}", into if block == 0 else out, out)
-        if level:
-            conv(f"up.{level}.upsample.conv", out, out)
-        into = out
-    norm("norm_out", 128)
-    conv("conv_out", 3, 128)
+    want = vqgan.networks(128, (1, 1, 2, 2, 4), 2, 256, 256, attends="mid")
+    want = {key: shape for key, shape in want.items() if key.startswith("decoder.")}
+    want |= {"quantize.embedding.weight": (8192, 256)} | vqgan.convolution("post_quant_conv", 256, 256)
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == want
 
 

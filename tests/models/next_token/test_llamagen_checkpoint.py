@@ -87,6 +87,9 @@ def test_no_key_of_an_official_tokenizer_is_missing_or_left_over(name):
     with torch.device("meta"):
         model = VQModel(**architecture.config)
     assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == official
+    if name == "vq-16":  # 344 tensors in the file, one of which is a usage counter; 71.9 M parameters
+        assert len(official) == 343
+        assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 71.9
 
 
 # -- containers --------------------------------------------------------------------------------------------------------
