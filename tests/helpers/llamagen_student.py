@@ -20,10 +20,7 @@ def straight_line(
         # The class and the tokens behind it that are known are told from noise.
         x[place] = x[place] + weights["n_d_embed.weight"][1 if place <= known else 0]
     size = DIM // 2
-    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
-    row, column = torch.arange(SLOTS) // SIDE, torch.arange(SLOTS) % SIDE
-    angles = torch.cat([row[:, None] * frequencies, column[:, None] * frequencies], 1)
-    turn = torch.polar(torch.ones_like(angles), angles)
+    turn = straight.turns(torch.arange(SLOTS) // SIDE, torch.arange(SLOTS) % SIDE, size)
     turn = torch.cat([torch.zeros_like(turn[:1]), turn])[:, None]  # of the class nothing is left
     mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     for index in range(2):

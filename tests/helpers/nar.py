@@ -56,9 +56,7 @@ def straight_line(
     mask[start:, start:] = (row + column)[:, None] >= row + column
     mask[:, :start] &= words
     mask |= torch.eye(len(x), dtype=torch.bool)
-    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
-    angles = torch.cat([row[:, None] * frequencies, column[:, None] * frequencies], 1)
-    turn = torch.cat([torch.zeros(start, size // 2), torch.polar(torch.ones_like(angles), angles)])[:, None]
+    turn = torch.cat([torch.zeros(start, size // 2), straight.turns(row, column, size)])[:, None]
 
     taps = [x]
     for layer in range(2):

@@ -14,6 +14,13 @@ def norm(weights: Weights, x: Tensor, name: str) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weights[f"{name}.weight"]
 
 
+def turns(rows: Tensor, columns: Tensor, size: int) -> Tensor:
+    """Complex [N, size / 2] by which the pairs of a head turn: the first half by the row, the others by the column."""
+    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
+    angles = torch.cat([rows[:, None] * frequencies, columns[:, None] * frequencies], 1)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
 def layer(weights: Weights, index: int, x: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
     """`x [N, dim]` through a layer of two heads, under a bool mask [N, N], turned by complex `turn [N, 1, dim / 4]`."""
 

@@ -148,11 +148,7 @@ def straight_captions(model: Any, told: TextCondition, row: int, vectors: Tensor
     x = torch.cat([prefix, tokens])
     for place in range(len(x)):
         x[place] = x[place] + weights["n_d_embed.weight"][1 if place < len(prefix) + known else 0]
-    size = DIM // 2
-    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
-    row_of, column_of = torch.arange(SLOTS) // SIDE, torch.arange(SLOTS) % SIDE
-    angles = torch.cat([row_of[:, None] * frequencies, column_of[:, None] * frequencies], 1)
-    turn = torch.polar(torch.ones_like(angles), angles)
+    turn = straight.turns(torch.arange(SLOTS) // SIDE, torch.arange(SLOTS) % SIDE, DIM // 2)
     turn = torch.cat([torch.ones_like(turn[:1]).expand(len(prefix), -1), turn])[:, None]  # words do not turn
     mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     for index in range(2):

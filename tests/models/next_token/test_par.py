@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen import on_meta
-from tests.helpers.official import add_tiny_presets, random_weights, transformer_shapes
+from tests.helpers.official import random_weights, transformer_shapes
 from tests.models.next_token import straight
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
@@ -32,11 +32,6 @@ def par_shapes(layers: int, dim: int, count: int, **more: Any) -> dict[str, tupl
     """Keys and shapes of a release: a transformer with learned tokens."""
     learned = {"spe_tok_embeddings.special_embeddings.weight": (count - 1, dim)}
     return transformer_shapes(layers, dim, **more) | learned
-
-
-@pytest.fixture(autouse=True)
-def tiny_presets(monkeypatch):
-    add_tiny_presets(monkeypatch)
 
 
 def file_of(tmp_path, count: int, side: int) -> tuple[dict[str, Tensor], LlamaGenTransformer]:
@@ -68,9 +63,7 @@ def straight_line(weights: dict[str, Tensor], label: int, tokens: Tensor, count:
     group = torch.arange(len(x))
     group[count:] = count + (group[count:] - count) // count
     mask = group[:, None] >= group
-    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
-    angles = torch.cat([(order // side)[:, None] * frequencies, (order % side)[:, None] * frequencies], 1)
-    turn = torch.polar(torch.ones_like(angles), angles)
+    turn = straight.turns(order // side, order % side, size)
     turn = torch.cat(
         [torch.zeros(1, size // 2), turn[:count], torch.zeros(count - 1, size // 2), turn[count:]]
     )[:, None]

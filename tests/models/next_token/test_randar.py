@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen import on_meta, text_condition
-from tests.helpers.official import add_tiny_presets, random_weights, transformer_shapes
+from tests.helpers.official import random_weights, transformer_shapes
 from tests.models.next_token import straight
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
@@ -29,11 +29,6 @@ LENGTH = SIDE * SIDE
 def randar_shapes(layers: int, dim: int, **more: Any) -> dict[str, tuple[int, ...]]:
     """Keys and shapes: a transformer with one embedding for all position instructions."""
     return transformer_shapes(layers, dim, **more) | {"pos_instruct_embeddings": (1, dim)}
-
-
-@pytest.fixture(autouse=True)
-def tiny_presets(monkeypatch):
-    add_tiny_presets(monkeypatch)
 
 
 @pytest.fixture
@@ -64,9 +59,7 @@ def straight_line(
         prefix_turn: what queries and keys of the prefix are multiplied by.
         group: first place that is asked together with others, and the last of them plus one.
     """
-    frequencies = 10000.0 ** (-torch.arange(0, 4, 2, dtype=torch.float64) / 4)
-    angles = torch.cat([(order // SIDE)[:, None] * frequencies, (order % SIDE)[:, None] * frequencies], 1)
-    turn = torch.polar(torch.ones_like(angles), angles)  # [L, 4]
+    turn = straight.turns(order // SIDE, order % SIDE, 8)  # [L, 4]
     embedding = weights["pos_instruct_embeddings"].view(2, 4, 2)  # heads, pairs
     told = torch.view_as_real(torch.view_as_complex(embedding) * turn[:, None]).flatten(1)  # [L, dim]
     pairs = torch.stack([told, weights["tok_embeddings.weight"][tokens[order]]], 1).flatten(0, 1)
