@@ -84,9 +84,6 @@ def test_what_does_not_fit_is_refused_by_name():
     pipe = tiny_pipeline()
     with pytest.raises(ValueError, match="top_k=5 given, which is for tokens out of a vocabulary"):
         pipe("red circle", top_k=5)
-    with pytest.raises(TypeError, match="ContinuousSampler"):
-        pipe.sampler = make_sampler("speculative-jacobi")
-        pipe("red circle")
     pipe.sampler = make_sampler("speculative-continuous", rule="chain", final_noise=0.1)
     with pytest.raises(ValueError, match="drafter"):
         pipe("red circle")

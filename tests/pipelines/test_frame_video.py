@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny import seeded, tiny_frame_pipeline, tiny_frame_transformer, tiny_vq_model
-from visual_spec import AutoregressiveSampler, FrameMaskedSampler, MaskedSampler, VideoPipeline, cli
+from visual_spec import FrameMaskedSampler, VideoPipeline, cli
 from visual_spec.pipelines.loading import read_facts
 
 PROMPT = "a red circle"
@@ -44,13 +44,6 @@ def test_a_saved_pipeline_says_what_it_is(tmp_path):
     for facts in (pipe.facts, read_facts(tmp_path)):
         assert facts.calls == ("frames",) and facts.medium == "video" and not facts.comparable
         assert facts.plain_sampler == facts.fast_sampler == text
-
-
-@pytest.mark.parametrize("sampler", [AutoregressiveSampler(), MaskedSampler()])
-def test_samplers_of_other_models_are_refused(sampler):
-    pipe = tiny_frame_pipeline(sampler)
-    with pytest.raises(TypeError, match="those that fit: FrameMaskedSampler"):
-        pipe(PROMPT)
 
 
 def test_parts_that_do_not_fit_are_refused():

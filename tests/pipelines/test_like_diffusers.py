@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from diffusers.hooks.layerwise_casting import apply_layerwise_casting
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 from PIL import Image
 
+import visual_spec
 from tests.helpers.pipelines import ALL, KINDS
 from tests.helpers.tiny import quiet, seeded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.samplers.registry import SAMPLERS, sampler_class
 
 
 @pytest.fixture(params=KINDS)
@@ -91,15 +94,20 @@ def test_a_class_that_does_not_load_a_pipeline_names_the_one_that_does(tmp_path)
     ):
         ImagePipeline.from_pretrained("shapes_var")
     KINDS["captions"].make().save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="holds a ImagePipeline; load it with visual_spec.ImagePipeline.from_pret"
-    ):
-        ScaleImagePipeline.from_pretrained(tmp_path)
 
     class Mine(ImagePipeline):
         pass
 
     assert isinstance(Mine.from_pretrained(tmp_path), Mine)
+
+
+def test_another_class_names_the_one_that_loads_a_pipeline(any_kind, tmp_path):
+    pipe = any_kind.make()
+    pipe.save_pretrained(tmp_path)
+    own = type(pipe).__name__
+    other = ScaleImagePipeline if type(pipe) is ImagePipeline else ImagePipeline
+    with pytest.raises(ValueError, match=f"holds a {own}; load it with visual_spec.{own}.from_pretrained"):
+        other.from_pretrained(tmp_path)
 
 
 def made_of(output: Any) -> tuple[Any, torch.Tensor]:
@@ -140,9 +148,10 @@ def test_all_output_types_are_of_the_same_picture_or_clip(any_kind):
     if pipe.medium == "image":
         values = np.moveaxis(values, -1, 1)
         (picture,) = any_kind.ask(pipe, seed=1, output_type="pil").images
-        assert isinstance(picture, Image.Image)
+        assert isinstance(picture, Image.Image) and picture.size == values.shape[:1:-1]
         assert np.abs(np.moveaxis(np.asarray(picture), -1, 0) / 255 - values[0]).max() <= 0.5 / 255 + 1e-6
     assert np.allclose(values, made_of(tensor)[0].numpy(), atol=1e-6)
+    assert pipe.medium == "audio" or 0 <= values.min() <= values.max() <= 1
     assert torch.equal(made_of(latent)[1], made_of(tensor)[1])
 
 
@@ -156,6 +165,11 @@ def test_several_samples_of_each_and_each_alone(any_kind):
     for row, seed in enumerate(seeds):
         alone = pipe(any_kind.asked, generator=seeded(seed), output_type="latent")
         assert torch.allclose(made_of(alone)[1][0], tokens[row], rtol=1e-6, atol=1e-9)
+    first, again = (
+        made_of(pipe(asked, generator=seeded(5)[0], output_type="latent", **any_kind.settings))[1]
+        for _ in "12"
+    )  # one generator serves the batch
+    assert first.equal(again) and not first[0].equal(first[1])
 
 
 def test_guidance_changes_what_is_made(kind):
@@ -192,6 +206,11 @@ def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, mon
         ({"output_type": "jpeg"}, ValueError, "output_type='jpeg'"),
         ({"generator": seeded(1, 2)}, ValueError, "2 generators for 1 "),
         ({"generator": 7}, TypeError, "generator is a int"),
+        (
+            {"generator": [*seeded(1), 7], any_kind.each: 2},
+            TypeError,
+            "list also holds int; every entry must be a torch.Generator",
+        ),
         ({"callback_on_step_end": 3}, TypeError, "callback_on_step_end=3"),
         ({"callback_on_step_end_tensor_inputs": ["noise"]}, ValueError, "'noise'"),
     ):
@@ -205,10 +224,60 @@ def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, mon
         ("top_k", -1),
         ("top_p", 0.0),
         ("height", 512),
+        ("height", 0),
+        ("width", 16),
     ):
         if name in taken:
             with pytest.raises(ValueError, match=f"{name}={value}"):
                 pipe(any_kind.asked, **{**any_kind.settings, name: value})
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [
+        ("captions", "speculative-jacobi:window=8"),
+        ("video", "speculative-jacobi:window=8"),
+        ("classes", "speculative-jacobi:window=8"),
+        ("music", "column-jacobi"),
+    ],
+)
+def test_what_an_accelerated_pipeline_makes_is_the_same_in_fewer_calls(name, sampler, guidance_scale):
+    kind = KINDS[name]
+    pipe, asked = kind.make(), {kind.each: 3, "guidance_scale": guidance_scale}
+    own, plain = pipe.sampler, pipe(kind.asked, generator=seeded(1, 2, 3), output_type="pt", **asked)
+    assert visual_spec.accelerate(pipe, sampler) is pipe
+    fast = pipe(kind.asked, generator=seeded(1, 2, 3), output_type="pt", **asked)
+    assert all(torch.equal(*pair) for pair in zip(made_of(plain), made_of(fast), strict=True))
+    assert (fast.trace.target_calls < plain.trace.target_calls).all()
+    assert len(made_of(plain)[1].unique(dim=0)) == 3
+    assert visual_spec.summary(pipe).startswith(f"{type(pipe.sampler).__name__}: 3 x ")
+    assert visual_spec.restore(pipe).sampler is own
+
+
+def test_samplers_of_other_models_are_refused_and_change_nothing(any_kind):
+    """One for each way of calling a model, and one of diffusers; what fits is named. Models refuse orders themselves."""
+    pipe, others = any_kind.make(), {entry.calls: entry for entry in SAMPLERS if "order" not in entry.calls}
+    own = pipe.sampler
+    foreign = [sampler_class(entry)() for calls, entry in others.items() if calls not in pipe.calls]
+    assert len(foreign) > 4
+    for sampler in (EulerDiscreteScheduler(), *foreign):
+        message = f"{type(sampler).__name__}.*{type(own).__name__}"
+        with pytest.raises(TypeError, match=message):
+            visual_spec.accelerate(pipe, sampler)
+        assert pipe.sampler is own
+        pipe.sampler = sampler
+        with pytest.raises(TypeError, match=message):
+            pipe(any_kind.asked, **any_kind.settings)
+        pipe.sampler = own
+
+
+def test_what_is_no_number_is_named_and_not_drawn(kind):
+    pipe = kind.make()
+    for weight in pipe.transformer.parameters():
+        weight.data.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="slot|scale|sample"):
+        kind.ask(pipe)
 
 
 def test_parts_that_may_be_missing_stay_missing(any_kind, tmp_path):

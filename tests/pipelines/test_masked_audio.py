@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import visual_spec
 from tests.helpers.audiocraft_files import (
     CODEC_SETTINGS,
     SETTINGS,
@@ -27,7 +26,6 @@ from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.audio_stream import plan_windows
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 PROMPT = "a slow sad organ"
 FRAMES = round(LONGEST * RATE / HOP) // 3 * 3  # whole spans
@@ -118,16 +116,6 @@ def test_clips_shorter_than_a_span_are_refused(pipe):
         ValueError, match="audio_length_in_s=0.02; pass at least one span of 3 frames, of 0.03 s"
     ):
         pipe(PROMPT, audio_length_in_s=0.02)
-
-
-def test_samplers_of_other_models_are_refused(pipe):
-    pipe.sampler = ColumnJacobiSampler()
-    with pytest.raises(TypeError, match="does not fill in hidden codes; those that do: MaskedSampler"):
-        pipe(PROMPT)
-    assert isinstance(visual_spec.accelerate(pipe).sampler, MaskedSampler)
-    plain = tiny_audio_pipeline(sampler())
-    with pytest.raises(TypeError, match="does not decode several codebooks"):
-        plain(PROMPT)
 
 
 def test_official_files(tmp_path):

@@ -20,14 +20,12 @@ from tests.helpers.tiny import (
     tiny_vq_model,
 )
 from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
 from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
-from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 PROMPT = "a red circle"
 
@@ -161,9 +159,6 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
     pipe.sampler = SpeculativeMaskedSampler(2)
     with pytest.raises(ValueError, match="SpeculativeMaskedSampler keeps no tokens of a picture"):
         pipe(PROMPT, image=image, mask=mask)
-    pipe.sampler = AutoregressiveSampler()
-    with pytest.raises(TypeError, match="AutoregressiveSampler, which does not fill in hidden"):
-        pipe(PROMPT)
 
 
 def test_the_law_of_one_token_a_call_in_fewer_calls():
@@ -173,18 +168,6 @@ def test_the_law_of_one_token_a_call_in_fewer_calls():
     pipe.sampler = SpeculativeMaskedSampler(4)
     fast = pipe([PROMPT, "a blue square"], generator=seeded(0, 1), guidance_scale=2.0)
     assert torch.equal(fast.tokens, plain.tokens) and (fast.trace.target_calls < 16).all()
-
-
-def test_a_saved_pipeline_is_loaded_by_any_door(tmp_path):
-    pipe = tiny_masked_pipeline(MaskedSampler(steps=3, score="halton", clock="halton", schedule="arccos"))
-    wanted = pipe(PROMPT, generator=seeded(5)).tokens
-    pipe.save_pretrained(tmp_path)
-    for load in (MaskedImagePipeline.from_pretrained, load_pipeline):
-        again: Any = quiet(load(tmp_path))
-        assert type(again) is MaskedImagePipeline and again.sampler.config.score == "halton"
-        assert torch.equal(again(PROMPT, generator=seeded(5)).tokens, wanted)
-    with pytest.raises(ValueError, match="holds a MaskedImagePipeline"):
-        tiny_pipeline().from_pretrained(tmp_path)
 
 
 def test_official_files_of_classes(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Prompts that are too long, and negative prompts, of every kind of pipeline that reads text."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.musicgen import musicgen
-from tests.helpers.pipelines import KINDS
-from tests.helpers.tiny import quiet, seeded, tiny_transformer
+from tests.helpers.pipelines import ALL, KINDS
+from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.tiny_audio import tiny_decoder, tiny_musicgen
 from tests.helpers.tiny_t5 import tiny_tokenizer
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
@@ -17,6 +18,7 @@ from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 TEXT = ["captions", "video", "bits", "music", "masked music"]
+READERS = [*TEXT, "masked captions", "frames", "students of captions", "chunks"]
 # A prompt that fills the encoder, and what is more than it reads.
 LONG = {
     "captions": ("a red circle on a blue", "square square", "6 words"),
@@ -171,30 +173,41 @@ def test_negative_prompts_that_do_not_fit_are_refused(name):
             kind.ask(pipe, **{"guidance_scale": 3.0, **given})
 
 
+@pytest.mark.parametrize("name", READERS)
+def test_prompts_and_features_that_are_none_are_refused_before_any_computation(name, monkeypatch):
+    kind = ALL[name]
+    pipe = kind.make()
+    width = pipe.make_condition(kind.asked).features.shape[-1]
+    for part in (pipe.transformer, pipe.text_encoder):
+        monkeypatch.setattr(part, "forward", lambda *_, **__: pytest.fail("it computed"))
+    features = torch.zeros(1, 6, width)
+    for given, error, message in [
+        (dict(prompt=None), ValueError, "neither of prompt and prompt_embeds"),
+        (dict(prompt_embeds=features), ValueError, "both of prompt and prompt_embeds"),
+        (dict(prompt=""), ValueError, "no words"),
+        (dict(prompt=[kind.asked, " "]), ValueError, "no words"),
+        (dict(prompt=[]), ValueError, "empty list; pass at least one"),
+        (dict(prompt=3), TypeError, "prompt=3; pass a string or a list"),
+        (dict(prompt=[kind.asked, None]), TypeError, "pass a string or a list of strings"),
+        (dict(prompt=None, prompt_embeds=features[0]), ValueError, rf"shape \(6, {width}\); pass \[prompts"),
+        (
+            dict(prompt=None, prompt_embeds=features, prompt_attention_mask=torch.ones(1, 5)),
+            ValueError,
+            r"prompt_attention_mask of shape .* pass a mask of shape \(1, 6\)",
+        ),
+    ]:
+        if given.keys() <= inspect.signature(type(pipe).__call__).parameters.keys():
+            with pytest.raises(error, match=message):
+                pipe(**{"prompt": kind.asked, **kind.settings, **given})
+    pipe.text_encoder = None
+    with pytest.raises(ValueError, match="without a text encoder; pass prompt_embeds"):
+        kind.ask(pipe)
+
+
 @pytest.mark.parametrize("name", ["classes", "scales"])
 def test_models_without_text_refuse_a_negative_prompt_by_name(name):
     with pytest.raises(TypeError, match="unexpected keyword argument 'negative_prompt'"):
         KINDS[name].ask(KINDS[name].make(), negative_prompt="a")
-
-
-@pytest.mark.parametrize("name", TEXT)
-def test_prompts_are_encoded_without_the_other_components(name):
-    kind = KINDS[name]
-    whole = kind.make()
-    asked = dict(negative_prompt=OTHER[name], **{kind.each: 2})
-    want = whole.make_condition([kind.asked] * 2, **asked)
-    parts = dict.fromkeys(whole.components) | {"text_encoder": whole.text_encoder}
-    alone = type(whole)(**parts)
-    got = alone.make_condition([kind.asked] * 2, **asked)
-    for one, other in zip(got.parts, want.parts, strict=True):
-        assert torch.equal(one.features, other.features) and torch.equal(one.mask, other.mask)
-    with pytest.raises(ValueError, match="loaded without its transformer and .*; set pipe.transformer"):
-        kind.ask(alone)
-    settings = {key: whole.config[key] for key in type(whole)._get_signature_keys(type(whole))[1]}
-    without = quiet(type(whole)(**{**settings, **whole.components, "text_encoder": None}))
-    told = dict(prompt_embeds=got.features[:1], prompt_attention_mask=got.mask[:1], output_type="latent")
-    drawn = tokens_of(without(**told, generator=seeded(1)))
-    assert torch.equal(drawn, tokens_of(whole(kind.asked, generator=seeded(1), output_type="latent")))
 
 
 def test_a_text_encoder_of_transformers_works_alone():

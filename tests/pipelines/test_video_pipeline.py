@@ -12,14 +12,12 @@ from PIL import Image
 from tests.helpers.tiny import (
     quiet,
     seeded,
-    tiny_pipeline,
     tiny_text_encoder,
     tiny_transformer,
     tiny_video_pipeline,
     tiny_vq_model,
 )
 from visual_spec import (
-    ImagePipeline,
     ParallelJacobiSampler,
     SpeculativeJacobiSampler,
     VideoPipeline,
@@ -39,9 +37,6 @@ def test_every_output_type_shows_the_same_clip():
     codes = pipe.vq_model.quantize.lookup(latent.frames[0])
     expected = (pipe.vq_model.decode_latents(codes).clamp(-1, 1) / 2 + 0.5).detach()
     assert torch.allclose(pt.frames[0], expected, atol=1e-6)
-    array = pipe(PROMPT, generator=seeded(1), output_type="np").frames
-    assert array.shape == (1, 3, 4, 4, 3)
-    assert np.allclose(array, pt.frames.permute(0, 1, 3, 4, 2).numpy(), atol=1e-6)
     pictures = pipe(PROMPT, generator=seeded(1)).frames
     assert len(pictures) == 1 and len(pictures[0]) == 3 and isinstance(pictures[0][0], Image.Image)
     frames, tokens, trace, rate = pipe(PROMPT, generator=seeded(1), output_type="pt", return_dict=False)
@@ -126,28 +121,18 @@ def test_frames_outside_the_grid_are_refused(frames):
 
 def test_other_bad_input_is_refused():
     pipe = tiny_video_pipeline()
-    refused: tuple[tuple[dict[str, Any], str], ...] = ((dict(height=64), "draws 4 x 4 pixels"),)
-    for settings, message in refused:
-        with pytest.raises(ValueError, match=message):
-            pipe(PROMPT, **settings)
-    with pytest.raises(ValueError, match="no words"):
-        pipe(" ")
+    with pytest.raises(ValueError, match="draws 4 x 4 pixels"):
+        pipe(PROMPT, height=64)
     with pytest.warns(UserWarning, match="green"):
         pipe("a green circle", generator=seeded(0), output_type="latent")
 
 
-def test_parts_that_do_not_fit_are_refused(tmp_path):
+def test_parts_that_do_not_fit_are_refused():
     parts = tiny_vq_model(), tiny_text_encoder(), None
     with pytest.raises(ValueError, match="use ImagePipeline"):
         VideoPipeline(tiny_transformer(), *parts)
     with pytest.raises(ValueError, match="out of 20"):
         VideoPipeline(tiny_transformer(num_frames=2, vocab_size=20), *parts)
-    tiny_video_pipeline().save_pretrained(tmp_path / "video")
-    with pytest.raises(ValueError, match=r"load it with visual_spec\.VideoPipeline"):
-        ImagePipeline.from_pretrained(tmp_path / "video")
-    tiny_pipeline().save_pretrained(tmp_path / "image")
-    with pytest.raises(ValueError, match=r"load it with visual_spec\.ImagePipeline"):
-        VideoPipeline.from_pretrained(tmp_path / "image")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
