@@ -256,7 +256,7 @@ def test_what_an_accelerated_pipeline_makes_is_the_same_in_fewer_calls(name, sam
 
 
 def test_samplers_of_other_models_are_refused_and_change_nothing(any_kind):
-    """One for each way of calling a model, and one of diffusers; what fits is named. Models refuse orders themselves."""
+    """One for each way of calling a model, and one of diffusers; what fits is named. Models refuse orders."""
     pipe, others = any_kind.make(), {entry.calls: entry for entry in SAMPLERS if "order" not in entry.calls}
     own = pipe.sampler
     foreign = [sampler_class(entry)() for calls, entry in others.items() if calls not in pipe.calls]

@@ -8,22 +8,14 @@ import torch
 
 from scripts.train import any_order
 from scripts.train.any_order import AnyOrderTraining, start_from_raster, train_any_order
-from tests.helpers.tiny import tiny_readers
 from tests.helpers.training import check_training, shrink_pictures, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
 
 SHORT = AnyOrderTraining(
     steps=40, batch_size=8, scenes=16, learning_rate=1e-2, caption_dropout=0.2, compile=False
 )
-
-
-@pytest.fixture(scope="module")
-def readers() -> tuple[CaptionEncoder, Any]:
-    torch.manual_seed(1)
-    return tiny_readers()
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.tiny import tiny_readers
 from tests.helpers.training import check_training
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
-from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training import distilled
 from visual_spec.training.distilled import (
@@ -49,12 +47,6 @@ def teacher(**changes: Any) -> LlamaGenTransformer:
 def student() -> LlamaGenStudent:
     torch.manual_seed(2)
     return start_from_teacher(teacher(), CODES, restart=7)
-
-
-@pytest.fixture(scope="module")
-def readers() -> tuple[CaptionEncoder, VQModel]:
-    torch.manual_seed(0)
-    return tiny_readers()
 
 
 def pairs_of(encoder: CaptionEncoder, count: int = 20) -> Pairs:

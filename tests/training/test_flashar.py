@@ -11,11 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers.tiny import tiny_readers
 from tests.helpers.training import check_training, shrink_pictures
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.orders.tables import order_of
 from visual_spec.training import flashar
 from visual_spec.training.flashar import FlashTraining, Pass, start_from_raster, train_flashar
@@ -34,12 +31,6 @@ SIZES: dict[str, Any] = dict(
     caption_dim=8,
     zero_prefix_keys=False,
 )
-
-
-@pytest.fixture(scope="module")
-def readers() -> tuple[CaptionEncoder, VQModel]:
-    torch.manual_seed(0)
-    return tiny_readers()
 
 
 @pytest.fixture(autouse=True)

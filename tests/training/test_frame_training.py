@@ -16,25 +16,11 @@ from scripts.train.frames import (
     train_frames,
 )
 from scripts.train.motion import judge
-from scripts.train.motion_tokens import MotionTokens
-from tests.helpers.tiny import tiny_vq_model
 from tests.helpers.training import check_training
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.masked.frames import FrameMaskedSampler
-
-
-@pytest.fixture
-def parts() -> MotionTokens:
-    rng = np.random.default_rng(0)
-    ground = np.arange(36, dtype=np.int16).reshape(6, 2, 3)
-    return MotionTokens(ground, rng.integers(40, 200, (6, 2, 3, 6, 8, 2, 6, 6)).astype(np.int16))
-
-
-@pytest.fixture
-def vq_model():
-    return tiny_vq_model(codebook_size=200, channel_multipliers=(1, 1, 1, 1), base_channels=4, image_size=64)
 
 
 def tiny(vq_model) -> tuple[Any, Any]:

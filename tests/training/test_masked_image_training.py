@@ -18,7 +18,6 @@ from scripts.train.masked_image import (
     new_model,
     train_masked_image,
 )
-from tests.helpers.tiny import tiny_readers
 from tests.helpers.training import check_training
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -26,12 +25,6 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training import tokens
 
 SHORT = MaskedImageTraining(steps=24, batch_size=8, scenes=16, learning_rate=3e-3)
-
-
-@pytest.fixture(scope="module")
-def readers() -> tuple[CaptionEncoder, VQModel]:
-    torch.manual_seed(0)
-    return tiny_readers()
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,6 @@ from scripts.train.motion import (
     store,
     train_motion,
 )
-from scripts.train.motion_tokens import MotionTokens
-from tests.helpers.tiny import tiny_vq_model
 from tests.helpers.training import check_training
 from visual_spec.data.motion import Clip, MovingShape, sample_clips
 from visual_spec.data.motion_parser import parse_caption
@@ -26,22 +24,6 @@ from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.orders.tables import order_of
-
-
-@pytest.fixture
-def parts() -> MotionTokens:
-    """Random codes of parts: those of backgrounds below 36, those of shapes above."""
-    rng = np.random.default_rng(0)
-    ground = np.arange(36, dtype=np.int16).reshape(6, 2, 3)
-    ground[:, 0, 1:] = ground[:, 0, :1]  # a plain background has one code
-    shapes = rng.integers(40, 200, (6, 2, 3, 6, 8, 2, 6, 6)).astype(np.int16)
-    shapes[:, 0, 1:] = shapes[:, 0, :1]
-    return MotionTokens(ground, shapes)
-
-
-@pytest.fixture
-def vq_model():
-    return tiny_vq_model(codebook_size=200, channel_multipliers=(1, 1, 1, 1), base_channels=4, image_size=64)
 
 
 def tiny(vq_model) -> tuple[Any, Any]:

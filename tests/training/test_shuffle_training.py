@@ -10,22 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from scripts.train import shuffle
 from scripts.train.shuffle import ShuffleTraining, start_from_raster, train_shuffle
-from tests.helpers.tiny import tiny_readers
 from tests.helpers.training import check_training, shrink_pictures, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.ordered import OrderedSampler
 
 SHORT = ShuffleTraining(
     steps=40, batch_size=8, scenes=16, learning_rate=1e-2, rank=2, caption_dropout=0.2, compile=False
 )
-
-
-@pytest.fixture(scope="module")
-def readers() -> tuple[CaptionEncoder, Any]:
-    torch.manual_seed(1)
-    return tiny_readers()
 
 
 @pytest.fixture(autouse=True)
