@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import visual_spec
+from tests.helpers.command import check_refused, generate, last_line, pixels
 from tests.helpers.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.helpers.tiny import tiny_masked_pipeline, tiny_pipeline
 from visual_spec import cli
@@ -28,18 +28,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_pipeline().save_pretrained(folder)
     return str(folder)
-
-
-def generate(model: str, out: Path, *arguments: str) -> int:
-    return cli.main(["generate", *arguments, "--model", model, "--out", str(out), "--device", "cpu"])
-
-
-def last_line(capsys: pytest.CaptureFixture) -> Any:
-    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-
-
-def pixels(path: str | Path) -> np.ndarray:
-    return np.asarray(PIL.Image.open(path))
 
 
 def test_generate_writes_a_picture_per_seed(model, tmp_path, capsys):
@@ -243,10 +231,7 @@ def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, arguments, message):
-    assert generate(model, tmp_path / "out", *arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
-    assert not (tmp_path / "out").exists()
+    check_refused(generate(model, tmp_path / "out", *arguments), message, capsys, tmp_path / "out")
 
 
 def test_unusable_device_is_refused(model, tmp_path, capsys):
@@ -444,10 +429,7 @@ def test_official_files_are_converted_and_drawn_from(tmp_path, capsys, monkeypat
 )
 def test_bad_files_are_not_converted(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["convert", *arguments]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
-    assert not (tmp_path / "x").exists()
+    check_refused(cli.main(["convert", *arguments]), message, capsys, tmp_path / "x")
 
 
 def test_an_official_file_in_place_of_a_model_is_told_what_to_do(tmp_path, capsys):

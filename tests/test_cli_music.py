@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.command import check_refused, last_line
 from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_audio import RATE, tiny_audio_pipeline
 from visual_spec import cli
@@ -19,6 +20,7 @@ from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 PROMPT = "a slow organ"
 JACOBI = ("--sampler", "column-jacobi")
+MASKED = (PROMPT, "--model", "tunes_masked")
 BESIDE = ("--compare", "--masked", "tunes_masked")
 
 
@@ -42,10 +44,6 @@ def use_tiny_models(folder, monkeypatch):
 
 def play(out: Path, *arguments: str) -> int:
     return cli.main(["generate", "--music", *arguments, "--out", str(out), "--device", "cpu"])
-
-
-def last_line(capsys: pytest.CaptureFixture) -> Any:
-    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
 def samples(path: str | Path) -> np.ndarray:
@@ -134,40 +132,6 @@ def test_a_masked_model_is_compared_with_the_model_of_columns_beside_it(tmp_path
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--compare"], "tunes decodes plainly by default, and --compare would compare that with itself"),
-        (["--masked", "tunes_masked"], "--masked tunes_masked given without --compare"),
-        (["--compare", "--masked", "tunes"], "takes a masked model beside one of the same tokens"),
-        (["--compare", "--masked", "shapes"], "takes a masked model beside one of the same tokens"),
-    ],
-)
-def test_a_comparison_with_itself_is_refused(tmp_path, capsys, arguments, message):
-    assert play(tmp_path / "out", PROMPT, *arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
-    assert not list((tmp_path / "out").glob("*"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--compare"],
-            "tunes_masked has one way to decode; there is no plain decoding to compare it with",
-        ),
-        (["--window", "4"], "the masked sampler has no setting window"),
-        (["--sampler", "column-jacobi"], "does not fill in hidden codes; those that do: MaskedSampler"),
-    ],
-)
-def test_what_a_masked_model_does_not_do_is_refused(tmp_path, capsys, arguments, message):
-    assert play(tmp_path / "out", PROMPT, "--model", "tunes_masked", *arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
-    assert not (tmp_path / "out").exists()
-
-
 def test_nothing_is_overwritten_unasked(tmp_path, capsys, monkeypatch):
     (tmp_path / "000-a-slow-organ-seed0.wav").write_bytes(b"mine")
     with monkeypatch.context() as patch:  # refused before the model is loaded
@@ -181,6 +145,19 @@ def test_nothing_is_overwritten_unasked(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            [PROMPT, "--compare"],
+            "tunes decodes plainly by default, and --compare would compare that with itself",
+        ),
+        ([PROMPT, "--masked", "tunes_masked"], "--masked tunes_masked given without --compare"),
+        ([PROMPT, "--compare", "--masked", "tunes"], "takes a masked model beside one of the same tokens"),
+        ([PROMPT, "--compare", "--masked", "shapes"], "takes a masked model beside one of the same tokens"),
+        (
+            [*MASKED, "--compare"],
+            "tunes_masked has one way to decode; there is no plain decoding to compare it with",
+        ),
+        ([*MASKED, "--window", "4"], "the masked sampler has no setting window"),
+        ([*MASKED, *JACOBI], "does not fill in hidden codes; those that do: MaskedSampler"),
         ([""], "has no words"),
         ([PROMPT, "--seconds", "0"], "audio_length_in_s=0.0; pass at least one frame"),
         ([PROMPT, "--seconds", "9"], "trained on clips of 0.2 s; pass at most that, or extend_stride_in_s"),
@@ -197,10 +174,7 @@ def test_nothing_is_overwritten_unasked(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, arguments, message):
-    assert play(tmp_path / "out", *arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
-    assert not (tmp_path / "out").exists()
+    check_refused(play(tmp_path / "out", *arguments), message, capsys, tmp_path / "out")
 
 
 def test_a_missing_writer_is_named_before_anything_is_played(tmp_path, capsys, monkeypatch):

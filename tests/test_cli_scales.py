@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 
+from tests.helpers.command import check_refused, generate, last_line, pixels
 from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var
 from visual_spec import cli
@@ -23,18 +22,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_scale_pipeline(id2label=NAMES).save_pretrained(folder)
     return str(folder)
-
-
-def generate(model: str, out: Path, *arguments: str) -> int:
-    return cli.main(["generate", *arguments, "--model", model, "--out", str(out), "--device", "cpu"])
-
-
-def last_line(capsys: pytest.CaptureFixture) -> Any:
-    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-
-
-def pixels(path: str | Path) -> np.ndarray:
-    return np.asarray(PIL.Image.open(path))
 
 
 def test_pictures_of_classes_by_name_and_number(model, tmp_path, capsys):
@@ -116,10 +103,9 @@ def test_one_model_is_the_same_pixel_for_pixel(model, tmp_path, capsys):
     ],
 )
 def test_what_does_not_fit_is_one_line_and_writes_nothing(model, tmp_path, capsys, arguments, message):
-    assert generate(model, tmp_path / "out", "red circle", *arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
-    assert not (tmp_path / "out").exists()
+    check_refused(
+        generate(model, tmp_path / "out", "red circle", *arguments), message, capsys, tmp_path / "out"
+    )
 
 
 def test_next_token_models_are_told_too(tmp_path, capsys):

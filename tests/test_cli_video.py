@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-import numpy as np
-import PIL.Image
 import pytest
 import torch
 
+from tests.helpers.command import generate, last_line, pixels
 from tests.helpers.tiny import tiny_video_pipeline
 from visual_spec import ChunkVideoPipeline, cli
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -22,16 +21,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def generate(model: str, out: Path, *arguments: str) -> int:
-    return cli.main(["generate", *arguments, "--model", model, "--out", str(out), "--device", "cpu"])
-
-
 def test_clips_are_written_frame_by_frame(model, tmp_path, capsys):
     status = generate(model, tmp_path, PROMPT, "--video", "--format", "png", "--frames", "2", "--json")
-    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    document = last_line(capsys)
     assert status == 0 and document["frame_rate"] == 8.0 and document["num_frames"] == 2
     (clip,) = document["videos"]
-    sheet = np.asarray(PIL.Image.open(clip["file"]))
+    sheet = pixels(clip["file"])
     assert sheet.shape == (4, 10, 3) and clip["tokens_per_call"] == pytest.approx(8 / clip["calls"])
     assert document["sampler"]["initial_draft"] == "previous_frame"
 
@@ -72,7 +67,7 @@ def test_a_model_of_chunks_draws_the_clip_that_python_draws(tmp_path, capsys):
     policy = "sliding:window=4"
     options = ("--frames", "6", "--policy", policy, "--sampler", ":steps=2", "--format", "png", "--json")
     assert generate("motion_causal", tmp_path, PROMPT, *options) == 0
-    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    document = last_line(capsys)
     assert document["policy"] == policy and document["sampler"]["steps"] == 2
     (clip,) = document["videos"]
     assert clip["calls"] == 9 and clip["frames_per_call"] == pytest.approx(

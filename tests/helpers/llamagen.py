@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.models.next_token import straight
 from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 
@@ -83,34 +84,9 @@ def event_logits(
         mask[start + i, :start] = words
         mask[start + i, [start + j for j in seen]] = True
 
-    def norm(v: Tensor, weight: Tensor) -> Tensor:
-        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-
-    angles = torch.zeros(len(x), size // 2, dtype=torch.float64)
-    length = (torch.arange(len(x)) >= start).double()[:, None]  # zero over the prefix: it has no keys
-    for i, (_, slot, _) in enumerate(events):
-        for pair in range(size // 2):
-            place = divmod(slot, side)[0 if pair < size // 4 else 1]
-            angles[start + i, pair] = place * 10000.0 ** (-2 * (pair % (size // 4)) / (size / 2))
-    turn = torch.polar(length.expand_as(angles).contiguous(), angles)
-
-    def turned(v: Tensor) -> Tensor:
-        return torch.view_as_real(
-            torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous()) * turn
-        ).flatten(-2)
-
+    slots = torch.tensor([slot for _, slot, _ in events], dtype=torch.long)
+    still = torch.zeros(start, size // 2)  # the prefix has no keys
+    turn = torch.cat([still, straight.turns(slots // side, slots % side, size)])[:, None]
     for layer in range(model.config["num_layers"]):
-        name = f"layers.{layer}."
-        h = norm(x, weights[name + "attention_norm.weight"])
-        q, k, v = (h @ weights[name + "attention.wqkv.weight"].T).split(dim, -1)
-        mixed = []
-        for head in range(heads):
-            part = slice(head * size, (head + 1) * size)
-            scores = turned(q[:, part]) @ turned(k[:, part]).T / math.sqrt(size)
-            mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v[:, part])
-        x = x + torch.cat(mixed, -1) @ weights[name + "attention.wo.weight"].T
-        h = norm(x, weights[name + "ffn_norm.weight"])
-        gate = h @ weights[name + "feed_forward.w1.weight"].T
-        up = h @ weights[name + "feed_forward.w3.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ weights[name + "feed_forward.w2.weight"].T
-    return (norm(x, weights["norm.weight"]) @ weights["output.weight"].T)[start:]
+        x = straight.layer(weights, layer, x, mask, turn, heads)
+    return (straight.norm(weights, x, "norm") @ weights["output.weight"].T)[start:]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.helpers.official import random_weights, transformer_shapes
 from tests.helpers.tiny_scales import SIDES
+from tests.helpers.var import block_shapes
 from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 
@@ -105,23 +106,7 @@ def var_student_shapes(
     for layer in range(depth + 1):
         shapes[f"layerwise_n_d_embed.{layer}.weight"] = (dim, dim)
         shapes[f"layerwise_n_d_embed.{layer}.bias"] = (dim,)
-    for layer in range(depth):
-        block = {
-            "attn.scale_mul_1H11": (1, heads, 1, 1),
-            "attn.q_bias": (dim,),
-            "attn.v_bias": (dim,),
-            "attn.mat_qkv.weight": (3 * dim, dim),
-            "attn.proj.weight": (dim, dim),
-            "attn.proj.bias": (dim,),
-            "ffn.fc1.weight": (4 * dim, dim),
-            "ffn.fc1.bias": (4 * dim,),
-            "ffn.fc2.weight": (dim, 4 * dim),
-            "ffn.fc2.bias": (dim,),
-            "ada_lin.1.weight": (6 * dim, dim),
-            "ada_lin.1.bias": (6 * dim,),
-        }
-        shapes |= {f"blocks.{layer}.{key}": shape for key, shape in block.items()}
-    return shapes
+    return shapes | block_shapes(depth, dim, heads)
 
 
 def var_student_weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

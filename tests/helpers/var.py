@@ -20,6 +20,27 @@ def normed(v: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return unit * (1 + scale) + shift
 
 
+def block_shapes(depth: int, dim: int, heads: int, shared: bool = False) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of the released blocks, and of the modulations that they share."""
+    linear = {
+        "attn.mat_qkv": (3 * dim, dim),
+        "attn.proj": (dim, dim),
+        "ffn.fc1": (4 * dim, dim),
+        "ffn.fc2": (dim, 4 * dim),
+    }
+    block: dict[str, tuple[int, ...]] = {"attn.scale_mul_1H11": (1, heads, 1, 1)}
+    block |= {f"{name}.weight": shape for name, shape in linear.items()}
+    block |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if name != "attn.mat_qkv"}
+    block |= {"attn.q_bias": (dim,), "attn.v_bias": (dim,)}
+    modulation: dict[str, tuple[int, ...]] = {
+        "ada_lin.1.weight": (6 * dim, dim),
+        "ada_lin.1.bias": (6 * dim,),
+    }
+    block |= {"ada_gss": (1, 1, 6, dim)} if shared else modulation
+    shapes = {f"blocks.{layer}.{key}": shape for layer in range(depth) for key, shape in block.items()}
+    return shapes | ({f"shared_{key}": shape for key, shape in modulation.items()} if shared else {})
+
+
 def straight_layers(
     model: Any,
     x: Tensor,

@@ -15,6 +15,7 @@ from scripts.assemble import RECIPES, assemble
 from scripts.train.causal_layer import new_layer
 from scripts.train.masked_image import new_model
 from scripts.train.shortcut import new_shortcut
+from tests.helpers.command import last_line
 from tests.helpers.tiny import quiet, seeded, tiny_masked_pipeline, tiny_pipeline, tiny_readers
 from visual_spec import cli
 from visual_spec.eval.defaults import settings_beside, settings_of_model
@@ -83,7 +84,7 @@ def test_what_it_shares_stays_where_it_is(folder):
 def test_it_draws_as_it_was_saved_and_is_compared_with_one_token_a_call(folder, tmp_path, capsys):
     arguments = ["generate", PROMPT, "--model", str(folder), "--device", "cpu", "--json"]
     assert cli.main([*arguments, "--out", str(tmp_path / "one")]) == 0
-    drawn = json.loads(capsys.readouterr().out.splitlines()[-1])
+    drawn = last_line(capsys)
     assert (drawn["sampler"]["name"], drawn["sampler"]["steps"]) == ("masked", 3)
     assert drawn["images"][0]["calls"] == 3 and not drawn["sampler"]["measure"]
     assert cli.main([*arguments, "--out", str(tmp_path / "two"), "--compare"]) == 0
@@ -104,7 +105,7 @@ def test_it_draws_as_it_was_saved_and_is_compared_with_one_token_a_call(folder, 
     # Speculation of the same law gives the tokens of plain decoding.
     same = [*arguments, "--out", str(tmp_path / "three"), "--compare", "--sampler", "speculative-masked"]
     assert cli.main(same) == 0
-    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["comparison"]
+    (row,) = last_line(capsys)["comparison"]
     assert row["identical"] and row["calls"] < 16
 
 
@@ -172,7 +173,7 @@ def test_it_is_judged_alone_and_beside_a_model_of_the_same_tokens(folder, tmp_pa
         rows = ["autoregressive", "masked:steps=2,measure=true", "speculative-masked:num_drafts=0"]
     arguments += ["--samplers", "masked:steps=2,measure=true"]
     assert cli.main(arguments) == 0
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    document = last_line(capsys)
     found = {row["name"]: row for row in document["rows"]}
     assert list(found)[: len(rows)] == rows
     fast = found["masked:steps=2,measure=true"]

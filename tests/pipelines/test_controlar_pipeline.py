@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.helpers.command import last_line
 from tests.helpers.official import add_tiny_presets, random_weights, tokenizer_shapes, write_class_model
 from tests.helpers.tiny import quiet, seeded, tiny_pipeline, tiny_text_encoder
 from tests.helpers.tiny_controlar import (
@@ -130,7 +130,7 @@ def test_official_files_become_a_pipeline(files, tmp_path, capsys):
         "--json",
     ]
     assert cli.main(command) == 0
-    facts = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    facts = last_line(capsys)
     assert facts["class"] == "ImagePipeline" and facts["files"][str(files["model"])] == "ControlAR"
     loaded, direct = load_pipeline(out), official(files)
     loaded.set_progress_bar_config(disable=True)
@@ -198,7 +198,7 @@ def test_the_command_draws_along_a_picture(files, tmp_path, capsys):
         return cli.main([*command, str(tmp_path / out), *more])
 
     assert run("one", "--control", str(edges), "--control-strength", "0.8") == 0
-    told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    told = last_line(capsys)
     assert (told["control"], told["control_strength"]) == (str(edges), 0.8)
     (drawn,) = (tmp_path / "one").glob("*.png")
     expected = pipe("red circle", control=array, control_strength=0.8, generator=seeded(3)).images[0]

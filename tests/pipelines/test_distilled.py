@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from scripts.assemble import RECIPES, assemble
+from tests.helpers.command import convert, last_line
 from tests.helpers.distilled_pipelines import (
     class_student_pipeline,
     scale_student_pipeline,
@@ -255,15 +256,11 @@ STUDENTS = {
 
 
 @pytest.fixture
-def files(request, tmp_path, monkeypatch) -> dict[str, Path]:
-    return STUDENTS[request.getfixturevalue("family")].write(tmp_path, monkeypatch)
+def files(family, tmp_path, monkeypatch) -> dict[str, Path]:
+    return STUDENTS[family].write(tmp_path, monkeypatch)
 
 
 EVERY = pytest.mark.parametrize("family", STUDENTS)
-
-
-def convert(out: Path, *arguments: Any) -> int:
-    return cli.main(["convert", *map(str, arguments), "--out", str(out), "--json"])
 
 
 @EVERY
@@ -271,7 +268,7 @@ def test_official_files_become_a_pipeline_in_any_order(family, files, tmp_path, 
     out, student = tmp_path / "out", STUDENTS[family]
     given = files["teacher"], files["student"], files["tokenizer"]
     assert convert(out, *given, "--image-size", "8") == 0
-    facts = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    facts = last_line(capsys)
     assert facts["class"] == student.pipeline.__name__ and len(facts["files"]) == 3
     assert {str(files[role]): name for role, name in student.called.items()}.items() <= facts["files"].items()
     assert set(facts["parameters"]) == {"transformer", "vq_model", "teacher"}

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.motion_long import consistency
+from tests.helpers.command import last_line
 from tests.helpers.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.data import motion, motion_parser, shapes, shapes_parser, tunes, tunes_parser
@@ -269,7 +270,7 @@ COMMANDS: list[Any] = [
 @pytest.mark.parametrize(("prompt", "told", "sampler", "calls"), COMMANDS)
 def test_the_command_line_draws(prompt, told, sampler, calls, tmp_path, capsys):
     assert cli.main(["generate", prompt, *told.split(), "--out", str(tmp_path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    document = last_line(capsys)
     (drawn,) = document["images" if prompt == SCENE else "videos"]
     assert document["sampler"]["name"] == sampler and drawn["calls"] == calls
 
@@ -283,7 +284,7 @@ def test_the_command_line_drafts_with_whole_pictures(tmp_path):
 def test_the_command_line_draws_with_a_teacher(tmp_path, capsys):
     taught = ["--sampler", "distilled:steps=2,teacher_from=120", "--out", str(tmp_path / "taught"), "--json"]
     assert cli.main(["generate", SCENE, "--model", "shapes_distilled", *taught]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["images"][0]["calls"] > 2
+    assert last_line(capsys)["images"][0]["calls"] > 2
 
 
 def test_whole_clips_only():

@@ -1,11 +1,11 @@
 """`VideoPipeline` with a model that draws the tokens of a frame in parallel: clips, files, the command line."""
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.command import last_line
 from tests.helpers.tiny import seeded, tiny_frame_pipeline, tiny_frame_transformer, tiny_vq_model
 from visual_spec import FrameMaskedSampler, VideoPipeline, cli
 from visual_spec.pipelines.loading import read_facts
@@ -57,7 +57,7 @@ def test_the_command_line_draws_with_it(tmp_path, capsys):
     sampler = ["--sampler", "frame-masked:steps=4,history_hidden=0.3"]
     for out, more, calls in (("own", [], 11), ("other", sampler, 14)):
         assert cli.main(["generate", PROMPT, "--out", str(tmp_path / out), *arguments, *more]) == 0
-        document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        document = last_line(capsys)
         (clip,) = document["videos"]
         assert clip["calls"] == calls and clip["tokens_per_call"] == pytest.approx(12 / calls)
     assert document["sampler"]["history_hidden"] == 0.3

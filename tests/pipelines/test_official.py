@@ -1,6 +1,5 @@
 """From official files to pictures: loading directly, converting to folders, class-conditional drawing, bad input."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.command import last_line
 from tests.helpers.official import (
     add_tiny_presets,
     random_weights,
@@ -145,7 +145,7 @@ def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
     capsys.readouterr()
     command = ["generate", "3", "--model", str(tmp_path / "saved"), "--out", str(tmp_path / "out"), "--json"]
     assert main([*command, "--sampler", "speculative-any-order:num_drafts=3", "--compare"]) == 0
-    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    document = last_line(capsys)
     assert document["comparison"][0]["identical"] and document["comparison"][0]["plain_calls"] == 16
 
 

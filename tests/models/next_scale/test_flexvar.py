@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers.official import VQ_SHAPES, add_tiny_presets, random_weights
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.helpers.var import normed, silu, straight_layers
+from tests.helpers.var import block_shapes, normed, silu, straight_layers
 from tests.helpers.vqgan import mean_matrix
 from visual_spec.models.core.checkpoints import read_checkpoint
 from visual_spec.models.next_scale.flexvar import (
@@ -50,20 +50,7 @@ def official_weights(
         "word_embed.weight": (dim, 4), "word_embed.bias": (dim,), "head.weight": (12, dim), "head.bias": (12,),
         "head_nm.ada_lin.1.weight": (2 * dim, dim), "head_nm.ada_lin.1.bias": (2 * dim,),
     }  # fmt: skip
-    for layer in range(layers):
-        block = {
-            "attn.scale_mul_1H11": (1, heads, 1, 1), "attn.q_bias": (dim,), "attn.v_bias": (dim,),
-            "attn.mat_qkv.weight": (3 * dim, dim), "attn.proj.weight": (dim, dim), "attn.proj.bias": (dim,),
-            "ffn.fc1.weight": (4 * dim, dim), "ffn.fc1.bias": (4 * dim,), "ffn.fc2.weight": (dim, 4 * dim),
-            "ffn.fc2.bias": (dim,),
-        }  # fmt: skip
-        own = {"ada_gss": (1, 1, 6, dim)}
-        apart = {"ada_lin.1.weight": (6 * dim, dim), "ada_lin.1.bias": (6 * dim,)}
-        shapes |= {
-            f"blocks.{layer}.{key}": shape for key, shape in (block | (own if shared else apart)).items()
-        }
-    if shared:
-        shapes |= {"shared_ada_lin.1.weight": (6 * dim, dim), "shared_ada_lin.1.bias": (6 * dim,)}
+    shapes |= block_shapes(layers, dim, heads, shared)
     return {
         key: numbers(torch.Size(shape).numel(), 0.7 + 0.01 * index).sin().view(shape)
         * (0.6 if len(shape) > 1 else 0.3)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.tiny_scales import tiny_var
-from tests.helpers.var import normed, silu, straight_layers
+from tests.helpers.var import block_shapes, normed, silu, straight_layers
 from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer, load_var_checkpoint
 
 SIDES = (1, 2, 3, 4)
@@ -247,28 +247,8 @@ def official_shapes(depth: int, scales: tuple[int, ...], shared: bool) -> dict[s
         "head.weight": (4096, dim),
         "head.bias": (4096,),
     }
-    if shared:
-        shapes |= {"shared_ada_lin.1.weight": (6 * dim, dim), "shared_ada_lin.1.bias": (6 * dim,)}
-    for layer in range(depth):
-        p = f"blocks.{layer}."
-        shapes |= {
-            p + "attn.scale_mul_1H11": (1, depth, 1, 1),
-            p + "attn.q_bias": (dim,),
-            p + "attn.v_bias": (dim,),
-            p + "attn.zero_k_bias": (dim,),
-            p + "attn.mat_qkv.weight": (3 * dim, dim),
-            p + "attn.proj.weight": (dim, dim),
-            p + "attn.proj.bias": (dim,),
-            p + "ffn.fc1.weight": (4 * dim, dim),
-            p + "ffn.fc1.bias": (4 * dim,),
-            p + "ffn.fc2.weight": (dim, 4 * dim),
-            p + "ffn.fc2.bias": (dim,),
-        }
-        if shared:
-            shapes[p + "ada_gss"] = (1, 1, 6, dim)
-        else:
-            shapes |= {p + "ada_lin.1.weight": (6 * dim, dim), p + "ada_lin.1.bias": (6 * dim,)}
-    return shapes
+    shapes |= {f"blocks.{layer}.attn.zero_k_bias": (dim,) for layer in range(depth)}
+    return shapes | block_shapes(depth, dim, depth, shared)
 
 
 def official(name: str, **changes: Any) -> dict[str, Tensor]:

@@ -21,16 +21,16 @@ def turns(rows: Tensor, columns: Tensor, size: int) -> Tensor:
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def layer(weights: Weights, index: int, x: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
-    """`x [N, dim]` through a layer of two heads, under a bool mask [N, N], turned by complex `turn [N, 1, dim / 4]`."""
+def layer(weights: Weights, at: int | str, x: Tensor, mask: Tensor, turn: Tensor, heads: int = 2) -> Tensor:
+    """`x [N, dim]` through the layer of a number or key, under a mask [N, N], turned by `turn [N, 1, D / 2]`."""
 
     def rotated(v: Tensor) -> Tensor:
         pairs = torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * turn).flatten(-2)
 
-    own, size = f"layers.{index}.", x.shape[1] // 2
-    heads = (norm(weights, x, own + "attention_norm") @ weights[own + "attention.wqkv.weight"].T).chunk(3, -1)
-    q, k, v = (part.unflatten(-1, (2, size)) for part in heads)
+    own, size = f"layers.{at}." if isinstance(at, int) else at, x.shape[1] // heads
+    parts = (norm(weights, x, own + "attention_norm") @ weights[own + "attention.wqkv.weight"].T).chunk(3, -1)
+    q, k, v = (part.unflatten(-1, (heads, size)) for part in parts)
     scores = torch.einsum("qhd,khd->hqk", rotated(q), rotated(k)) / size**0.5
     shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     x = x + torch.einsum("hqk,khd->qhd", shares, v).flatten(1) @ weights[own + "attention.wo.weight"].T

@@ -115,12 +115,9 @@ def straight_line(
     mask[:, :start] &= words
     mask |= torch.eye(len(x), dtype=torch.bool)
     size = x.shape[1] // 2
-    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
     place = torch.arange(slots - 1)  # the program turns slot i of any picture by row i of the trained table
-    angles = torch.cat(
-        [(place // TRAINED)[:, None] * frequencies, (place % TRAINED)[:, None] * frequencies], 1
-    )
-    turn = torch.cat([torch.zeros(start, size // 2), torch.polar(torch.ones_like(angles), angles)])[:, None]
+    turn = straight.turns(place // TRAINED, place % TRAINED, size)
+    turn = torch.cat([torch.zeros(start, size // 2), turn])[:, None]
     for layer in range(LAYERS):  # three layers: each is the first of its third
         control = given.strength * mlp(weights, seen, f"condition_layers.{layer}")
         for slot in range(slots):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.llamagen import caption_prefix, make, text_condition
+from tests.models.next_token import straight
 from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import feed_forward_width, rotary_table
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -16,47 +17,19 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 def straight_line(
     model: LlamaGenTransformer, prefix: torch.Tensor, mask: torch.Tensor, tokens: list[int]
 ) -> torch.Tensor:
-    """Logits [T + n, V] of one sequence, written with loops over heads, positions and channel pairs."""
-    weights = model.state_dict()
-    heads, dim = model.config["num_heads"], model.config["dim"]
-    size, side, start = dim // heads, model.config["grid_size"], len(prefix)
+    """Logits [T + n, V] of one sequence, in one pass."""
+    weights, config = model.state_dict(), model.config
+    heads, side, start = config["num_heads"], config["grid_size"], len(prefix)
+    size, slots = config["dim"] // heads, torch.arange(len(tokens))
     x = torch.cat([prefix, weights["tok_embeddings.weight"][tokens]])
-    total = len(x)
-
-    def norm(v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-
-    def turned(vector: torch.Tensor, position: int) -> torch.Tensor:
-        if position < start:
-            return torch.zeros_like(vector) if model.config["zero_prefix_keys"] else vector
-        row, column = divmod(position - start, side)
-        out = vector.clone()
-        for pair in range(size // 2):
-            place = row if pair < size // 4 else column
-            angle = place * 10000.0 ** (-2 * (pair % (size // 4)) / (size / 2))
-            a, b = vector[2 * pair], vector[2 * pair + 1]
-            out[2 * pair] = a * math.cos(angle) - b * math.sin(angle)
-            out[2 * pair + 1] = a * math.sin(angle) + b * math.cos(angle)
-        return out
-
-    for layer in range(model.config["num_layers"]):
-        name = f"layers.{layer}."
-        h = norm(x, weights[name + "attention_norm.weight"])
-        q, k, v = (h @ weights[name + "attention.wqkv.weight"].T).split(dim, -1)
-        mixed = torch.zeros_like(x)
-        for head in range(heads):
-            part = slice(head * size, (head + 1) * size)
-            for i in range(total):
-                seen = [j for j in range(i + 1) if j == i or j >= start or mask[j]]
-                qi = turned(q[i, part], i)
-                scores = torch.stack([qi @ turned(k[j, part], j) for j in seen]) / math.sqrt(size)
-                mixed[i, part] = scores.softmax(0) @ v[seen][:, part]
-        x = x + mixed @ weights[name + "attention.wo.weight"].T
-        h = norm(x, weights[name + "ffn_norm.weight"])
-        gate = h @ weights[name + "feed_forward.w1.weight"].T
-        up = h @ weights[name + "feed_forward.w3.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ weights[name + "feed_forward.w2.weight"].T
-    return norm(x, weights["norm.weight"]) @ weights["output.weight"].T
+    still = torch.full((start, size // 2), float(not config["zero_prefix_keys"]))
+    turn = torch.cat([still, straight.turns(slots // side, slots % side, size)])[:, None]
+    seen = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    seen[:, :start] &= mask.bool()
+    seen |= torch.eye(len(x), dtype=torch.bool)
+    for layer in range(config["num_layers"]):
+        x = straight.layer(weights, layer, x, seen, turn, heads)
+    return straight.norm(weights, x, "norm") @ weights["output.weight"].T
 
 
 @pytest.mark.parametrize("zero_prefix_keys", [True, False])

@@ -46,10 +46,8 @@ def straight_line(weights: dict[str, Tensor], label: int, tokens: Tensor, s: int
         ]
         rows.append(mlps(weights, "shuffle", torch.cat(narrow)))
     x = torch.stack(rows)
-    frequencies = 10000.0 ** (-torch.arange(0, dim // 4, 2, dtype=torch.float64) / (dim // 4))
-    angles = torch.stack([torch.cat([i * frequencies, j * frequencies]) for i, j in places[:-1]])
-    angles = torch.cat([torch.zeros_like(angles[:1]), angles])  # words do not turn
-    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    lines, columns = torch.tensor([(0, 0), *places[:-1]]).T  # words do not turn
+    turn = straight.turns(lines, columns, dim // 2)[:, None]
     mask = torch.ones(len(x), len(x)).tril().bool()
     for index in range(2):
         x = straight.layer(weights, index, x, mask, turn)
