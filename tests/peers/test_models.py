@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,14 +25,47 @@ from tests.helpers.tiny import (
     tiny_transformer,
     tiny_vq_model,
 )
+from tests.helpers.tiny_infinity import tiny_bits, tiny_infinity
+from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
+from tests.helpers.tiny_students import tiny_student, tiny_text_student, tiny_var_student
+from tests.models.continuous.tiny import tiny_acdit, tiny_causal, tiny_flowar, tiny_mar
+from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.models.drafters.skipped import skip_layers
+from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
 
 pytestmark = pytest.mark.peers
 
-MODELS = {
-    "LlamaGenTransformer": tiny_transformer,
-    "MaskedImageTransformer": tiny_masked_transformer,
-    "FrameMaskedTransformer": tiny_frame_transformer,
+WIDE = (1, (2, 1), (3, 2), (5, 3))
+SINGLE: dict[str, Any] = dict(dtype=torch.float32)
+# One of each class, and of those that have several the ones that are built in another way.
+MODELS: dict[str, Callable[[], Any]] = {
+    "LlamaGen": tiny_transformer,
+    "LlamaGen of clips": partial(tiny_transformer, num_frames=3, grid_size=2, zero_prefix_keys=False),
+    "NAR": partial(tiny_transformer, order="nar", branch_layers=2),
+    "NAR of clips": partial(tiny_transformer, order="nar", num_frames=3, zero_prefix_keys=False),
+    "FlashAR": partial(tiny_transformer, order="flashar", branch_layers=2),
+    "PAR": partial(tiny_transformer, order="par4"),
+    "RandAR": partial(tiny_transformer, order="any"),
+    "Token-Shuffle": partial(tiny_transformer, order="blocks2"),
+    "some blocks of LlamaGen": lambda: skip_layers(tiny_transformer(num_layers=4), (0, 2)),
+    "EAGLE": partial(EagleDrafter, vocab_size=12, dim=16, num_heads=2, grid_size=4),
+    "MaskGIT": tiny_masked_transformer,
+    "frames": tiny_frame_transformer,
+    "key frames": partial(tiny_frame_transformer, num_frames=7, key_frames=[2, 4, 6]),
+    "VAR": partial(tiny_var, **SINGLE),
+    "VAR that shares": partial(tiny_var, **SINGLE, shared_adaln=True),
+    "Infinity": partial(tiny_infinity, **SINGLE, scales=WIDE),
+    "MAR": tiny_mar,
+    "continuous tokens in an order": partial(tiny_causal, order=[*range(15, -1, -1)]),
+    "FlowAR": tiny_flowar,
+    "ACDiT": tiny_acdit,
+    "student": partial(tiny_student, **SINGLE),
+    "student of captions": tiny_text_student,
+    "student of VAR": partial(tiny_var_student, **SINGLE),
     "VQModel": tiny_vq_model,
+    "VAR's tokenizer": tiny_var_vq,
+    "Infinity's tokenizer": lambda: tiny_bits(**SINGLE, scales=WIDE, patchify=True).requires_grad_(),
+    "Chameleon's decoder": partial(ChameleonVQDecoder, 32, (1, 2), 1, 8, codebook_size=24, codebook_dim=8),
     "CaptionEncoder": tiny_text_encoder,
 }
 
@@ -42,21 +77,34 @@ def model(request: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    own, theirs = one.state_dict(), other.state_dict()
+    own, theirs = held(one), held(other)
     return own.keys() == theirs.keys() and all(
         torch.equal(value, theirs[name]) for name, value in own.items()
     )
 
 
-def settings(model: Any) -> set[str]:
-    return {name for name in model.config if not name.startswith("_")}
+def held(model: Any) -> dict[str, torch.Tensor]:
+    """All tensors: weights, buffers that are saved or are not, and what modules keep beside them."""
+    beside = {
+        f"{name}.{key}": value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return dict(model.named_parameters()) | dict(model.named_buffers()) | beside
 
 
+def settings(model: Any) -> dict[str, Any]:
+    own = {name: value for name, value in model.config.items() if not name.startswith("_")}
+    return json.loads(json.dumps(own))  # tuples are saved as lists
+
+
+@pytest.mark.every_set
 def test_from_save_pretrained(model, tmp_path):
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
-    assert same(model, again) and settings(again) == settings(model)
-    assert not again.training
+    assert type(again) is type(model) and same(model, again) and not again.training
+    assert settings(again) == settings(model)
 
 
 def test_from_save_pretrained_variant(model, tmp_path):
@@ -123,5 +171,10 @@ def test_training_step_and_averaged_weights(model):
 def test_weights_stored_in_8_bits_are_computed_in_float32(model):
     """`test_layerwise_casting`: what is stored is small, what is computed is of the model's kind."""
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-    kinds = {parameter.dtype for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    by_dimensions = {
+        dimensions: set() for dimensions in (2, 4)
+    }  # a matrix, or where there is none a convolution
+    for parameter in model.parameters():
+        by_dimensions.setdefault(parameter.ndim, set()).add(parameter.dtype)
+    kinds = by_dimensions[2] or by_dimensions[4]
     assert torch.float8_e4m3fn in kinds

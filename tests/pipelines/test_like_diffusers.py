@@ -101,6 +101,7 @@ def test_a_class_that_does_not_load_a_pipeline_names_the_one_that_does(tmp_path)
     assert isinstance(Mine.from_pretrained(tmp_path), Mine)
 
 
+@pytest.mark.every_set
 def test_another_class_names_the_one_that_loads_a_pipeline(any_kind, tmp_path):
     pipe = any_kind.make()
     pipe.save_pretrained(tmp_path)
@@ -198,6 +199,7 @@ def settings_of(pipe: Any) -> dict[str, Any]:
     return json.loads(json.dumps(kept))  # tuples are saved as lists
 
 
+@pytest.mark.every_set
 def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, monkeypatch):
     pipe = any_kind.make()
     monkeypatch.setattr(pipe.transformer, "forward", lambda *_, **__: pytest.fail("it computed"))
@@ -232,6 +234,7 @@ def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, mon
                 pipe(any_kind.asked, **{**any_kind.settings, name: value})
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 @pytest.mark.parametrize(
     ("name", "sampler"),
@@ -255,6 +258,7 @@ def test_what_an_accelerated_pipeline_makes_is_the_same_in_fewer_calls(name, sam
     assert visual_spec.restore(pipe).sampler is own
 
 
+@pytest.mark.every_set
 def test_samplers_of_other_models_are_refused_and_change_nothing(any_kind):
     """One for each way of calling a model, and one of diffusers; what fits is named. Models refuse orders."""
     pipe, others = any_kind.make(), {entry.calls: entry for entry in SAMPLERS if "order" not in entry.calls}
@@ -272,6 +276,7 @@ def test_samplers_of_other_models_are_refused_and_change_nothing(any_kind):
         pipe.sampler = own
 
 
+@pytest.mark.every_set
 def test_what_is_no_number_is_named_and_not_drawn(kind):
     pipe = kind.make()
     for weight in pipe.transformer.parameters():

@@ -173,6 +173,7 @@ def test_negative_prompts_that_do_not_fit_are_refused(name):
             kind.ask(pipe, **{"guidance_scale": 3.0, **given})
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("name", READERS)
 def test_prompts_and_features_that_are_none_are_refused_before_any_computation(name, monkeypatch):
     kind = ALL[name]

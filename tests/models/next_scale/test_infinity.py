@@ -250,16 +250,6 @@ def test_fresh_networks_begin_near_the_uniform_law():
     assert 0 < logits.abs().max() < 0.1
 
 
-def test_configuration_survives_saving(tmp_path):
-    for sides in (SIDES, WIDE):
-        model = tiny_infinity(dtype=torch.float32, scales=sides)
-        model.save_pretrained(tmp_path)
-        again = InfinityTransformer.from_pretrained(tmp_path)
-        assert again.scales == sides
-        maps = [map.float() for map in random_maps(sides)]
-        assert torch.equal(again.teacher_forced(maps, captions()), model.teacher_forced(maps, captions()))
-
-
 def test_positions_follow_the_official_grids():
     assert rope_grid_of(scales_for(256)) == rope_grid_of(scales_for(1024)) == 64
     assert rope_grid_of(scales_for(512, 4 / 3)) == (72, 54)

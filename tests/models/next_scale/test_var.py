@@ -188,15 +188,6 @@ def test_fresh_networks_begin_near_the_identity_and_the_uniform_law():
         assert modulations[0][:, :2].abs().max() < gains
 
 
-def test_configuration_survives_saving(tmp_path):
-    model = tiny_var(dtype=torch.float32, shared_adaln=True)
-    model.save_pretrained(tmp_path)
-    again = VARTransformer.from_pretrained(tmp_path)
-    assert again.scales == SIDES
-    maps, labels = [map.float() for map in random_maps()], torch.tensor([1, 4])
-    assert torch.equal(again.teacher_forced(maps, labels), model.teacher_forced(maps, labels))
-
-
 def test_requests_that_do_not_fit_are_refused_with_what_would():
     model, maps = tiny_var(), random_maps()
     labels = torch.tensor([1, 4])

@@ -221,15 +221,6 @@ def test_the_local_variant_normalises_positions_and_has_no_attention():
     assert difference[0, 0] > 1e-6 and difference[16:, 16:].max() == 0
 
 
-def test_saved_and_loaded_it_is_the_same(tmp_path):
-    model = small().float()
-    model.save_pretrained(tmp_path)
-    loaded = MultiscaleVQModel.from_pretrained(tmp_path)
-    assert loaded.scales == SCALES and loaded.image_size == 16 and loaded.num_tokens == 103
-    tokens = random_tokens(2)
-    assert torch.equal(loaded.decode_tokens(tokens), model.decode_tokens(tokens))
-
-
 def test_wrong_input_is_refused():
     model = small()
     with pytest.raises(ValueError, match=r"scales \(1, 2, 3, 5, 8\) have \[B, 103\]"):

@@ -207,13 +207,6 @@ def test_files_that_hold_no_decoder_are_refused(tmp_path):
         ChameleonVQDecoder.from_file(tmp_path / "pickle.ckpt", MODEL.config.vq_config)
 
 
-def test_the_decoder_survives_saving(tmp_path):
-    decoder().save_pretrained(tmp_path)
-    again = ChameleonVQDecoder.from_pretrained(tmp_path, torch_dtype=torch.float64)
-    codes = torch.randint(0, 24, (1, 4, 4))
-    assert torch.equal(again.decode_codes(codes), decoder().decode_codes(codes))
-
-
 @pytest.mark.parametrize("lumina", [False, True])
 def test_pixels_are_those_of_the_codes_behind_the_ids(lumina):
     more = LUMINA if lumina else {}

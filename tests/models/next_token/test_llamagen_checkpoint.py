@@ -144,14 +144,6 @@ def test_dtype_is_kept_or_chosen(tmp_path):
     assert {parameter.dtype for parameter in chosen.parameters()} == {torch.float32}
 
 
-def test_a_saved_model_loads_again(tmp_path):
-    model = load_tokenizer(write(tmp_path / "vq.pt", {"model": random_weights(VQ_SHAPES)}), image_size=8)
-    model.save_pretrained(tmp_path / "vq")
-    again = VQModel.from_pretrained(tmp_path / "vq")
-    assert again.config["image_size"] == 8 and again.config["channel_multipliers"] == [1, 2]
-    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
-
-
 # -- the size of the pictures ------------------------------------------------------------------------------------------
 
 

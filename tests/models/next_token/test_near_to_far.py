@@ -110,18 +110,6 @@ def test_the_sampler_draws_plane_by_plane(tmp_path, kind, more, condition):
     assert torch.equal(result.trace.commit_call, distance.expand(3, -1))
 
 
-@pytest.mark.parametrize("kind", MERGE)
-def test_a_saved_model_keeps_its_order_and_its_gate(tmp_path, kind):
-    weights, model = file_of(tmp_path, kind, classes=CLASSES, branch=2)
-    assert set(model.state_dict()) == set(weights)
-    model.save_pretrained(tmp_path / "folder")
-    again: Any = LlamaGenTransformer.from_pretrained(tmp_path / "folder", torch_dtype=torch.float64)
-    assert (again.trained_order, again.config["branch_layers"]) == (kind, 2)
-    steps = order_of(kind, model.grid).steps[1:]
-    one, other = (scores(each, LABELS, TOKENS, steps) for each in (model, again))
-    assert torch.equal(one, other)
-
-
 def test_defaults_are_those_of_the_scripts(tmp_path):
     captioned, labelled = dict[str, Any](caption=(WORDS, 8)), dict[str, Any](classes=CLASSES)
     for kind, more, scale in (("nar", labelled, 2.0), ("nar", captioned, 7.5), ("flashar", labelled, 2.0)):

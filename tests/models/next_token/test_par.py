@@ -145,16 +145,6 @@ def test_another_number_of_regions_is_refused():
         recognise(on_meta(par_shapes(12, 768, 9, classes=1000)))
 
 
-def test_a_saved_model_keeps_its_order(tmp_path):
-    weights, model = file_of(tmp_path, 4, 4)
-    assert set(model.state_dict()) == set(weights)
-    model.save_pretrained(tmp_path / "folder")
-    again: Any = LlamaGenTransformer.from_pretrained(tmp_path / "folder", torch_dtype=torch.float64)
-    law = TokenLaw(top_k=1)
-    one, other = (OrderedSampler()(each, LABELS, law=law, batch_size=2).tokens for each in (model, again))
-    assert again.trained_order == "par4" and torch.equal(one, other)
-
-
 def test_a_picture_whose_regions_do_not_fit_is_refused(tmp_path):
     _, model = file_of(tmp_path, 4, 5)
     with pytest.raises(ValueError, match="4 regions of a grid of 1 x 5 x 5 tokens"):

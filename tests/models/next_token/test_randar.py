@@ -273,18 +273,6 @@ def test_no_key_is_missing_or_left_over(name):
     assert architecture.name == f"RandAR-{name}, class-conditional" and architecture.shapes() == shapes
 
 
-def test_a_saved_model_keeps_its_order(loaded, tmp_path):
-    weights, model = loaded
-    assert set(model.state_dict()) == set(weights)
-    model.save_pretrained(tmp_path / "folder")
-    again: Any = LlamaGenTransformer.from_pretrained(tmp_path / "folder", torch_dtype=torch.float64)
-    law = TokenLaw(top_k=1)
-    one, other = (
-        AnyOrderSampler("raster")(each, LABELS, law=law, batch_size=2).tokens for each in (model, again)
-    )
-    assert again.trained_order == "any" and torch.equal(one, other)
-
-
 def test_other_calls_and_samplers_are_refused(loaded):
     model: Any = loaded[1]
     with pytest.raises(ValueError, match="decodes in any order; pass asked"):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.helpers.llamagen import make
 from tests.models.next_token import straight
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.blocks import BlockJacobiSampler, Blocks
 from visual_spec.samplers.orders.ordered import OrderedSampler
@@ -151,13 +150,3 @@ def test_what_does_not_fit_is_refused():
     seen, answers = torch.zeros(2, 3, 36, dtype=torch.bool), torch.zeros(1, 1).long()
     with pytest.raises(ValueError, match="3 tokens fed; this model takes whole blocks, of 4 tokens each"):
         model(state, some, some, seen=seen, answers=answers)
-
-
-def test_a_saved_model_is_of_its_class(tmp_path):
-    model = tiny()
-    model.save_pretrained(tmp_path)
-    again: Any = LlamaGenTransformer.from_pretrained(tmp_path, torch_dtype=torch.float64)
-    tokens = torch.randint(VOCAB, (2, 36), generator=torch.Generator().manual_seed(1))
-    assert again.trained_order == "blocks2" and torch.equal(
-        again.teacher_forced(tokens, LABELS), model.teacher_forced(tokens, LABELS)
-    )
