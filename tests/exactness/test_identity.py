@@ -56,13 +56,6 @@ def test_a_sample_does_not_depend_on_its_batch(law, coupling, acceptance, window
     assert torch.equal(decode(sampler, law, turned), together[turned])
 
 
-def test_autoregressive_sample_does_not_depend_on_its_batch():
-    sampler = AutoregressiveSampler()
-    together = decode(sampler, LAWS["guided"], torch.arange(5))
-    for row in range(5):
-        assert torch.equal(decode(sampler, LAWS["guided"], torch.tensor([row]))[0], together[row])
-
-
 def test_one_generator_for_the_batch_serves_both_samplers_alike():
     for sampler in (AutoregressiveSampler(), SpeculativeJacobiSampler(8)):
         generator = torch.Generator().manual_seed(5)

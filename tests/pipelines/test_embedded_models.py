@@ -259,7 +259,7 @@ SCENE, CLIP = "a large red circle on a plain sky background", motion.held_out_pr
 # What a command is told, the sampler that it draws with, and the calls of a sample.
 COMMANDS: list[Any] = [
     pytest.param(SCENE, "--model shapes_nar", "ordered", 31, id="nar", marks=pytest.mark.slow),
-    pytest.param(SCENE, "--model shapes_distilled", "distilled", 1, id="distilled"),
+    pytest.param(SCENE, "--model shapes_distilled", "distilled", 2, id="distilled"),
     pytest.param(
         CLIP, "--model motion_masked --format gif --frames 2 --device cpu", "frame-masked", 9, id="masked"
     ),

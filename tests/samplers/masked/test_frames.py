@@ -162,14 +162,6 @@ def test_a_callback_ends_the_decode():
     assert ((result.tokens >= 0) & (result.tokens < MASK)).all()
 
 
-@pytest.mark.parametrize("history", ["even", "random"])
-def test_a_sample_does_not_depend_on_its_batch(history):
-    sampler = FrameMaskedSampler(3, 0.5, history)
-    whole = draw(sampler, model_of(), samples=(0, 1, 2, 3)).tokens
-    for sample in range(4):
-        assert torch.equal(draw(sampler, model_of(), samples=(sample,)).tokens[0], whole[sample])
-
-
 def test_other_models_and_requests_are_refused():
     pictures = TabularMaskedModel(TokenGrid(1, 3), 2)
     with pytest.raises(ValueError, match="does not fill in frames"):
