@@ -5,7 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # What `make test-bitwise` looks through, and how many parameter sets of each test it takes (0 for all); FAST is that of
 # `make test`. Other pipelines' tests run the same samplers on larger models: `make test-bitwise BITWISE=tests SETS=0`.
-BITWISE ?= tests/exactness tests/models tests/samplers tests/pipelines/test_two_loads.py
+BITWISE ?= tests/exactness tests/models tests/samplers \
+	tests/pipelines/test_like_diffusers.py::test_a_saved_pipeline_is_the_same_by_any_door
 SETS ?= 3
 FAST ?= 3
 # One process a core with one thread each: the tests' tensors are small. Compiled files are kept, for all that tests start.

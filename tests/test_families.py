@@ -35,6 +35,11 @@ def test_every_class_is_where_the_table_says(name):
     assert (found.__name__, found.__module__) == (name, home)
 
 
+def test_a_class_that_no_saved_pipeline_names_is_told_the_others():
+    with pytest.raises(AttributeError, match="'Nobody' is no class .* those are .*AcousticCodec"):
+        components.Nobody  # noqa: B018
+
+
 def test_every_saved_class_of_a_public_pipeline_file_is_in_the_table():
     """A pipeline that the table lacks would be refused when it is loaded."""
     classes = set()

@@ -105,7 +105,12 @@ KINDS: dict[str, Kind] = {
     "classes": Kind(_quiet(_classes), 3, "num_images_per_label"),
     "scales": Kind(_quiet(tiny_scale_pipeline), 3, "num_images_per_label"),
     "bits": Kind(_quiet(_bits), "a red circle"),
-    "masked captions": Kind(_quiet(partial(tiny_masked_pipeline, MaskedSampler(steps=5))), "a red circle"),
+    "masked captions": Kind(
+        _quiet(
+            partial(tiny_masked_pipeline, MaskedSampler(5, schedule="arccos", clock="halton", score="halton"))
+        ),
+        "a red circle",
+    ),
     "masked classes": Kind(_quiet(_masked_classes), 3, "num_images_per_label"),
     "music": Kind(_quiet(tiny_audio_pipeline), "a slow sad organ", "num_waveforms_per_prompt"),
     "masked music": Kind(_quiet(_masked), "a slow sad organ", "num_waveforms_per_prompt"),
@@ -114,6 +119,7 @@ KINDS: dict[str, Kind] = {
 ALL: dict[str, Kind] = KINDS | {
     "frames": Kind(_quiet(tiny_frame_pipeline), "a red circle", "num_videos_per_prompt"),
     "latents": Kind(_quiet(tiny_latent_pipeline), 3, "num_images_per_label"),
+    "causal latents": Kind(_quiet(partial(tiny_latent_pipeline, "causal")), 3, "num_images_per_label"),
     "students": Kind(_quiet(partial(class_student_pipeline, **_TAUGHT)), 3, "num_images_per_label"),
     "students of scales": Kind(_quiet(partial(scale_student_pipeline, **_TAUGHT)), 3, "num_images_per_label"),
     "students of captions": Kind(_quiet(partial(text_student_pipeline, **_TAUGHT)), "a red circle"),

@@ -341,6 +341,13 @@ def test_parts_that_do_not_fit_are_refused():
         AudioPipeline(tiny_codec(), tiny_codec(), tiny_words(), plain)  # pyright: ignore[reportArgumentType]
 
 
+def test_numbers_that_are_none_behind_the_prefill_name_the_slot(pipe):
+    with torch.no_grad():
+        pipe.transformer.lm_heads[1].weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="slot"):
+        pipe(PROMPT)
+
+
 def test_the_tiny_model_is_as_it_says():
     assert tiny_decoder().config.vocab_size == CODES == tiny_codec().config.codebook_size
 

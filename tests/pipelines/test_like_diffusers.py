@@ -13,6 +13,7 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from PIL import Image
 
 import visual_spec
+from tests.helpers.odd_addresses import misplaced, put_at_odd_addresses
 from tests.helpers.pipelines import ALL, KINDS
 from tests.helpers.tiny import quiet, seeded
 from visual_spec.pipelines.image import ImagePipeline
@@ -183,13 +184,21 @@ def test_a_saved_pipeline_is_the_same_by_any_door(any_kind, tmp_path):
     pipe = any_kind.make()
     pipe.save_pretrained(tmp_path)
     want = made_of(any_kind.ask(pipe, seed=3))
-    assert read_facts(tmp_path) == pipe.facts
+    assert read_facts(tmp_path) == pipe.facts and put_at_odd_addresses(tmp_path) > 1
     for load in (type(pipe).from_pretrained, load_pipeline):
         loaded = quiet(load(tmp_path))
         assert type(loaded) is type(pipe) and settings_of(loaded) == settings_of(pipe)
+        assert misplaced(*loaded.components.values()) == []  # also parts of diffusers and of transformers
+        assert weights_of(loaded).keys() == weights_of(pipe).keys()
+        assert all(torch.equal(weight, weights_of(loaded)[name]) for name, weight in weights_of(pipe).items())
         assert all(
             torch.equal(*pair) for pair in zip(made_of(any_kind.ask(loaded, seed=3)), want, strict=True)
         )
+
+
+def weights_of(pipe: Any) -> dict[str, torch.Tensor]:
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.named_parameters()}
 
 
 def settings_of(pipe: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 import visual_spec
 from tests.helpers.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_vq_model
-from visual_spec import cli, families
+from visual_spec import cli
 from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
@@ -46,17 +46,6 @@ def pipe() -> Any:
 def folder(tmp_path: Path) -> Path:
     tiny_pipeline(SpeculativeJacobiSampler(window=4)).save_pretrained(tmp_path / "tiny")
     return tmp_path / "tiny"
-
-
-def test_round_trip(folder):
-    pipe = tiny_pipeline(SpeculativeJacobiSampler(window=4))
-    loaded = ImagePipeline.from_pretrained(folder)
-    for name in ("transformer", "vq_model", "text_encoder"):
-        ours, theirs = getattr(pipe, name).state_dict(), getattr(loaded, name).state_dict()
-        assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
-    assert loaded.sampler.config["window"] == 4
-    assert (folder / "sampler" / "sampler_config.json").exists()
-    assert loaded(PROMPT, generator=seeded(1)).tokens.equal(pipe(PROMPT, generator=seeded(1)).tokens)
 
 
 @pytest.mark.filterwarnings("ignore:.torch_dtype. is deprecated:FutureWarning")  # users still type it
@@ -194,16 +183,6 @@ def test_classes_are_found_by_name_wherever_they_lived_when_they_were_saved(fold
     (folder / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="visual_spec.models.llamagen"):
         ImagePipeline.from_pretrained(folder)
-
-
-def test_every_class_of_the_table_is_where_it_says():
-    for name in [*families.component_homes(), *families.PIPELINES]:
-        assert getattr(components, name).__name__ == name
-    with pytest.raises(
-        AttributeError,
-        match="'Nobody' is no class that a saved pipeline names; those are .*AcousticCodec",
-    ):
-        components.Nobody  # noqa: B018
 
 
 class OwnSampler(SchedulerMixin, ConfigMixin):
