@@ -18,12 +18,14 @@ class Adapter(ABC):
         calls: kinds of calls that its models answer.
         fast_sampler: text of the sampler that `accelerate` sets by default; None: there is nothing to choose.
         options: arguments of `accelerate` beside the sampler that it takes: "drafter", "codes", "end".
+        stem: how the names of classes of transformers begin that are for it, be it to refuse them; "": see `models`.
     """
 
     takes: ClassVar[Sequence[str]]
     calls: ClassVar[tuple[str, ...]] = ()
     fast_sampler: ClassVar[str | None]
     options: ClassVar[Collection[str]] = ()
+    stem: ClassVar[str | tuple[str, ...]] = ""
 
     @abstractmethod
     def models(self, thing: Any) -> Sequence[Any]:
@@ -35,7 +37,15 @@ class Adapter(ABC):
 
     def claims(self, thing: Any) -> bool:
         """Whether an object is for this adapter, be it to refuse it by name."""
-        return bool(self.models(thing))
+        kinds = type(unwrapped(thing)).__mro__ if self.stem else ()
+        named = any(
+            one.__name__.startswith(self.stem) and one.__module__.startswith("transformers.") for one in kinds
+        )
+        return named or bool(self.models(thing))
+
+    def parts(self, model: Any) -> Sequence[Any]:
+        """What `accelerate` hangs functions on: a model, and parts of it."""
+        return (model,)
 
     def read_text(self, text: str) -> Any:
         """The sampler of a text: `name` or `name:setting=value,...`."""
@@ -46,7 +56,8 @@ class Adapter(ABC):
     def restore(self, thing: Any) -> Any:
         """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
         for model in self.models(thing):
-            take_off(model)
+            for part in self.parts(model):
+                take_off(part)
         return thing
 
     def summary(self, thing: Any) -> str:

@@ -172,6 +172,11 @@ def bound_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return bound | named
 
 
+def by_name(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with a model and the arguments of a call of its `generate`, see `bound_arguments`."""
+    return function(model, **bound_arguments(model, args, kwargs))
+
+
 def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) -> Any:
     """The noise of a decode by a `CachedDecoder`: the generators that were passed, or, where there are none, that of
     `torch.multinomial` from PyTorch's default one, if the model's own `generate` draws so, on a CPU, and the sampler

@@ -23,7 +23,7 @@ from visual_spec.models.next_token.code_language import CodeLanguageModel, why_n
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, promise, unwrapped
 from visual_spec.pipelines.accelerate.arguments import (
     LiveStream,
-    bound_arguments,
+    by_name,
     noise_of,
     read_request,
     returned,
@@ -96,7 +96,7 @@ class CodeAdapter(Adapter):
         if reason is not None:
             warnings.warn(f"{type(model).__name__} is left as it is: {reason}.", stacklevel=3)
             return thing
-        generate = functools.partial(_generate, model)
+        generate = functools.partial(by_name, generate_codes, model)
         hang(model, sampler=sampler, codes=codes, end=end, last_trace=None, generate=generate)
         return thing
 
@@ -278,8 +278,3 @@ def _lengths(asked: Mapping[str, Any], config: Any, given: int) -> tuple[int, in
 
 def _prompt(ids: Tensor, mask: Tensor | None) -> Prompt:
     return Prompt(ids, torch.ones_like(ids) if mask is None else mask.to(ids.device))
-
-
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of an accelerated model."""
-    return generate_codes(model, **bound_arguments(model, args, kwargs))

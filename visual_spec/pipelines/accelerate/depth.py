@@ -34,7 +34,7 @@ from torch import Tensor
 
 from visual_spec.models.columns.depth import Choice, CsmDepth, DepthDecoder, MoshiDepth, QwenDepth
 from visual_spec.models.core.settings import AUTO
-from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_of, take_off, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_of, unwrapped
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.graph import RecordedFunction
@@ -147,11 +147,8 @@ class DepthAdapter(Adapter):
         hang(model, last_trace=frames.trace)
         return thing
 
-    def restore(self, thing: Any) -> Any:
-        for model in self.models(thing):
-            take_off(_decoder(model))
-            take_off(model)
-        return thing
+    def parts(self, model: Any) -> tuple[Any, ...]:
+        return _decoder(model), model
 
     def line(self, model: Any) -> str:
         trace = model.last_trace

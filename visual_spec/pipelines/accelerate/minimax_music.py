@@ -82,13 +82,9 @@ class MiniMaxMusicAdapter(DepthAdapter):
         hang(pipe, last_trace=trace)
         return thing
 
-    def restore(self, thing: Any) -> Any:
-        for pipe in self.models(thing):
-            place = _place(pipe._blocks)
-            if place is not None:
-                take_off(place[0])
-            take_off(pipe)
-        return thing
+    def parts(self, model: Any) -> tuple[Any, ...]:
+        place = _place(model._blocks)
+        return (model,) if place is None else (place[0], model)
 
 
 def _place(blocks: Any) -> tuple[Any, str] | None:

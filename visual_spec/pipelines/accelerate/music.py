@@ -25,7 +25,7 @@ from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, is_of, unwrapped
-from visual_spec.pipelines.accelerate.arguments import LiveStream, bound_arguments, read_request, returned
+from visual_spec.pipelines.accelerate.arguments import LiveStream, by_name, read_request, returned
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.samplers.registry import COLUMNS
@@ -44,16 +44,11 @@ class MusicAdapter(Adapter):
     # Plain decoding in a static cache: no sampler of the same codes has been faster (docs/RESULTS.md, "Music").
     fast_sampler = "columns"
     options = ("drafter",)
+    stem = "Musicgen"
 
     def models(self, thing: Any) -> list[Any]:
         model = unwrapped(thing)
         return [model] if is_of(model, WHOLE_MODELS) else []
-
-    def claims(self, thing: Any) -> bool:
-        kinds = type(unwrapped(thing)).__mro__
-        return any(
-            k.__name__.startswith("Musicgen") and k.__module__.startswith("transformers.") for k in kinds
-        )
 
     def accelerate(self, thing: Any, sampler: Any, drafter: Any = None) -> Any:
         """Play with a sampler of columns; `drafter` as for `generate_audio`.
@@ -73,7 +68,7 @@ class MusicAdapter(Adapter):
                 last_trace=None,
                 last_codes=None,
                 generate_audio=functools.partial(generate_audio, model),
-                generate=functools.partial(_generate, model),
+                generate=functools.partial(by_name, generate_audio, model),
             )
             return thing
         kind = type(unwrapped(thing)).__name__
@@ -250,8 +245,3 @@ def _delayed(model: Any, codes: Tensor, length: int) -> tuple[Tensor, Tensor]:
     special = model.decoder.config.vocab_size
     flat = torch.nn.functional.pad(rearrange(codes, "b k p -> (b k) p"), (1, 0), value=special)
     return model.decoder.build_delay_pattern_mask(flat, special, max_length=length)
-
-
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of an accelerated model."""
-    return generate_audio(model, **bound_arguments(model, args, kwargs))

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from visual_spec.models.continuous.speech_heads import NextStepHead
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import AUTO
-from visual_spec.pipelines.accelerate.adapter import Adapter, hang, take_off
+from visual_spec.pipelines.accelerate.adapter import Adapter, hang
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.graph import RecordedFunction
 from visual_spec.samplers.core.trace import Stopwatch
@@ -89,11 +89,8 @@ class NextStepAdapter(Adapter):
         hang(model, last_trace=trace)
         return thing
 
-    def restore(self, thing: Any) -> Any:
-        for model in self.models(thing):
-            take_off(model.image_head)
-            take_off(model)
-        return thing
+    def parts(self, model: Any) -> tuple[Any, ...]:
+        return model.image_head, model
 
     def line(self, model: Any) -> str:
         return model.last_trace.summary() if model.last_trace.tokens else self.promised(model)

@@ -55,14 +55,11 @@ class SpeechAdapter(Adapter):
 
     takes = tuple(MODELS)
     fast_sampler = None  # all that is done is exact
+    stem = ("VibeVoice", "PocketTTS")
 
     def models(self, thing: Any) -> list[Any]:
         model = unwrapped(thing)
         return [model] if _kind_of(model) is not None else []
-
-    def claims(self, thing: Any) -> bool:
-        kinds = [k for k in type(unwrapped(thing)).__mro__ if k.__module__.startswith("transformers.")]
-        return any(kind.__name__.startswith(("VibeVoice", "PocketTTS")) for kind in kinds)
 
     def accelerate(self, thing: Any, sampler: Any = None) -> Any:
         """Replace what `generate` calls. Twice changes nothing.
