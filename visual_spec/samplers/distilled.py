@@ -19,6 +19,7 @@ from torch import Tensor
 
 from visual_spec.models.core.distilled import DistilledAnswer, DistilledModel, DistilledState
 from visual_spec.models.core.settings import Within, register_to_config
+from visual_spec.samplers.continuous.base import check_tokens
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import (
     check_allowed,
@@ -30,7 +31,7 @@ from visual_spec.samplers.core.checks import (
 )
 from visual_spec.samplers.core.law import TokenLaw, non_finite
 from visual_spec.samplers.core.noise import CHAIN, TOKEN
-from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.scales.reference import law_at_scale
@@ -59,28 +60,17 @@ class StudentCache:
 
 
 @dataclass
-class StudentState:
-    """A batch between two calls.
+class StudentState(State):
+    """A `State` whose `cache` is a `StudentCache`. `tokens` are [B, L, D], of the last calls; `lengths`, the slots that
+    no later call changes; `round`, calls of `step` so far; `target_calls`, of the student and the teacher.
 
     Attributes:
-        cache: see `StudentCache`.
         noise: [B, L, D].
-        tokens: [B, L, D], of the last calls.
         ids: long [B, r], of the slots that a second call keeps, as far as they hold codes, else 0.
-        lengths: long [B], the slots that no later call changes.
-        round: calls of `step` so far.
-        target_calls: long [B], of the student and the teacher.
-        commit_call: long [B, L], the last call that drew each slot.
     """
 
-    cache: StudentCache
     noise: Tensor
-    tokens: Tensor
     ids: Tensor
-    lengths: Tensor
-    round: int
-    target_calls: Tensor
-    commit_call: Tensor
 
 
 class DistilledSampler(Sampler):
@@ -193,17 +183,7 @@ class DistilledSampler(Sampler):
         slots = torch.arange(model.grid.num_tokens, device=device).expand(size, -1)
         dtype = torch.promote_types(run.cache.student.prefix.dtype, torch.float32)
         noise = run.noise.normal(slots, model.token_dim, CHAIN, dtype=dtype)
-        zeros = torch.zeros(size, dtype=torch.long, device=device)
-        return StudentState(
-            cache=run.cache,
-            noise=noise,
-            tokens=noise.clone(),
-            ids=slots.new_zeros(size, model.restart),
-            lengths=zeros.clone(),
-            round=0,
-            target_calls=zeros.clone(),
-            commit_call=torch.zeros_like(slots),
-        )
+        return StudentState.blank(run, noise.clone(), noise=noise, ids=slots.new_zeros(size, model.restart))
 
     def step(self, run: Run, state: StudentState) -> None:
         calls = self.plan(run.model)
@@ -304,20 +284,11 @@ class DistilledSampler(Sampler):
         state.commit_call[:, slot:end].fill_(state.round)
         run.lap("verify")
 
-    def measure(self, run: Run, state: StudentState, tokens: Tensor) -> tuple[None, None]:
-        return None, None
-
     def result(self, run: Run, state: StudentState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         """Tokens float [B, L, D].
 
         Raises:
             FloatingPointError: tokens that are not finite; names the first.
         """
-        bad = (~tokens.isfinite().all(-1)).nonzero()
-        if len(bad):
-            sample, slot = bad[0].tolist()
-            raise FloatingPointError(
-                f"the token of sample {sample}, slot {slot} is not finite. Check the weights, or run the model in "
-                "float32 or bfloat16 if it overflows in float16."
-            )
+        check_tokens(tokens)
         return super().result(run, state, tokens, trace)

@@ -38,7 +38,6 @@ class CspdRule(Rule):
     tries = 4096
 
     def verify(self, window: Window) -> ContinuousVerdict:
-        """See `Rule`."""
         noise, draft = window.noise, window.log
         log = window.target.log(noise, window.places, CHAIN)
         count = window.drafts.shape[1]

@@ -122,7 +122,41 @@ class LawSettings:
     final_noise: Annotated[float | None, Within(0, none=_OWN)] = None
 
 
-class ContinuousTokenSampler(Sampler):
+class VectorSampler(Sampler):
+    """The base of samplers whose tokens are vectors. `run.tables["places"]`, long [B, >= L], is where the slots stand
+    on the grid; without it they stand in raster order.
+    """
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        check_batch_size(batch_size)
+        check_vector_law(law)
+
+    def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
+        meter = getattr(state, "meter", None)
+        if meter is None or not meter.tested.any():
+            return None, None
+        return meter.mean(), meter.moved.cpu()
+
+    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        """Tokens float [B, L, d] in raster order, whatever the order of decoding.
+
+        Raises:
+            FloatingPointError: tokens that are not finite; names the first.
+        """
+        places = run.tables.get("places")
+        if places is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        check_tokens(tokens, places)
+        length = tokens.shape[1]
+        trace["commit_call"] = conditions.on_grid(trace["commit_call"], places.cpu(), length)
+        return SampleResult(conditions.on_grid(tokens, places, length), self.trace_of(state, trace))
+
+    def trace_of(self, state: Any, trace: dict[str, Any]) -> DecodeTrace:
+        """Return the trace, from its fields and what the state counts."""
+        return DecodeTrace(**trace)
+
+
+class ContinuousTokenSampler(VectorSampler):
     """The base of samplers of continuous tokens, whose settings include `LawSettings`."""
 
     takes: ClassVar[tuple[str, ...]] = ()
@@ -145,8 +179,7 @@ class ContinuousTokenSampler(Sampler):
         return model.grid.num_tokens
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_batch_size(batch_size)
-        check_vector_law(law)
+        super().check(model, law, batch_size, parts)
         self.check_model(model)
 
     def check_model(self, model: Any) -> None:
@@ -193,15 +226,10 @@ class ContinuousTokenSampler(Sampler):
         model, size, device = run.model, run.batch_size, run.device
         places = run.tables["places"] = self.places(run, scratch, device)
         z = conditions.first_conditions(model, run.cache, places, first, keep)
-        zeros = torch.zeros(size, dtype=torch.long, device=device)
         dtype = torch.promote_types(z.dtype, torch.float32)
-        state = kind(
-            cache=run.cache,
-            tokens=torch.zeros(*places.shape, model.token_dim, dtype=dtype, device=device),
-            lengths=zeros.clone(),
-            round=0,
-            target_calls=zeros.clone(),
-            commit_call=torch.zeros_like(places),
+        state = kind.blank(
+            run,
+            torch.zeros(*places.shape, model.token_dim, dtype=dtype, device=device),
             meter=None if self.lossless else DivergenceMeter(size, device),
             places=places,
             law=self.chain_law(run, scratch, device),
@@ -267,29 +295,12 @@ class ContinuousTokenSampler(Sampler):
         past = torch.arange(length, length + scratch, device=device).expand(run.batch_size, -1)
         return torch.cat([every, past], 1)
 
-    # -- what comes out
-
-    def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
-        if state.meter is None or not state.meter.tested.any():
-            return None, None
-        return state.meter.mean(), state.meter.moved.cpu()
-
-    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        """Tokens float [B, L, d] in raster order, whatever the order of decoding.
-
-        Raises:
-            FloatingPointError: tokens that are not finite; names the first.
-        """
-        places = run.tables["places"]
-        check_tokens(tokens, places)
-        length = tokens.shape[1]
-        counts = {name: getattr(state.counts, name).cpu() for name in Counts.NAMES}
-        trace["commit_call"] = conditions.on_grid(trace["commit_call"], places.cpu(), length)
-        return SampleResult(conditions.on_grid(tokens, places, length), ContinuousTrace(**trace, **counts))
+    def trace_of(self, state: Any, trace: dict[str, Any]) -> ContinuousTrace:
+        return ContinuousTrace(**trace, **{name: getattr(state.counts, name).cpu() for name in Counts.NAMES})
 
 
-def check_tokens(tokens: Tensor, places: Tensor) -> None:
-    """Refuse tokens [B, L, d], by slot, that are not finite. `places`: long [B, >= L].
+def check_tokens(tokens: Tensor, places: Tensor | None = None) -> None:
+    """Refuse tokens [B, L, d], by slot, that are not finite. `places`: long [B, >= L], where they are not the slots.
 
     Raises:
         FloatingPointError: names the first.
@@ -297,7 +308,8 @@ def check_tokens(tokens: Tensor, places: Tensor) -> None:
     bad = (~tokens.isfinite().all(-1)).nonzero()
     if len(bad):
         sample, slot = bad[0].tolist()
+        where = f"slot {slot}" if places is None else f"place {int(places[sample, slot])} (slot {slot})"
         raise FloatingPointError(
-            f"the token of sample {sample}, place {int(places[sample, slot])} (slot {slot}) is not finite. Check "
-            "the weights, or run the model in float32 or bfloat16 if it overflows in float16."
+            f"the token of sample {sample}, {where} is not finite. Check the weights, or run the model in float32 or "
+            "bfloat16 if it overflows in float16."
         )

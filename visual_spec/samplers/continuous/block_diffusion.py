@@ -16,14 +16,12 @@ from torch import Tensor
 from visual_spec.models.core.continuous import guided
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import Within, register_to_config
-from visual_spec.samplers.continuous.base import check_tokens
-from visual_spec.samplers.continuous.conditions import begin, on_grid
-from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_batch_size, check_returned, check_vector_law
+from visual_spec.samplers.continuous.base import VectorSampler
+from visual_spec.samplers.continuous.conditions import begin
+from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 
 
 class BlockModel(Protocol):
@@ -73,7 +71,7 @@ class BlockState(State):
     predictions: list[Tensor]
 
 
-class BlockDiffusionSampler(Sampler):
+class BlockDiffusionSampler(VectorSampler):
     """Draws block after block by the model's solver.
 
     Args:
@@ -94,10 +92,6 @@ class BlockDiffusionSampler(Sampler):
     @register_to_config
     def __init__(self, levels: Annotated[int, Within(2, 999)] = 25) -> None: ...
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_batch_size(batch_size)
-        check_vector_law(law)
-
     def prefill(
         self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:
@@ -113,20 +107,9 @@ class BlockDiffusionSampler(Sampler):
         model, size, length = run.model, run.batch_size, run.num_tokens
         dtype = torch.promote_types(run.cache.conditions.dtype, torch.float32)
         tokens = torch.zeros(size, length, model.token_dim, dtype=dtype, device=run.device)
-        zeros = torch.zeros(size, dtype=torch.long, device=run.device)
         run.tables["places"] = model.places.to(run.device).expand(size, -1)
-        return BlockState(
-            cache=run.cache,
-            tokens=tokens,
-            lengths=zeros.clone(),
-            round=0,
-            target_calls=zeros.clone(),
-            commit_call=zeros[:, None].repeat(1, length),
-            meter=None,
-            solver=model.solver(self.config["levels"]),
-            noisy=tokens[:, : model.block_size],
-            predictions=[],
-        )
+        solver, noisy = model.solver(self.config["levels"]), tokens[:, : model.block_size]
+        return BlockState.blank(run, tokens, solver=solver, noisy=noisy, predictions=[])
 
     def step(self, run: Run, state: BlockState) -> None:
         """One level of one block."""
@@ -153,17 +136,3 @@ class BlockDiffusionSampler(Sampler):
             state.commit_call[:, slots] = state.round
             state.lengths += size
         state.round += 1
-
-    def measure(self, run: Run, state: BlockState, tokens: Tensor) -> tuple[None, None]:
-        return None, None
-
-    def result(self, run: Run, state: BlockState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        """Tokens float [B, L, d] in raster order.
-
-        Raises:
-            FloatingPointError: tokens that are not finite; names the first.
-        """
-        places, length = run.tables["places"], tokens.shape[1]
-        check_tokens(tokens, places)
-        trace["commit_call"] = on_grid(trace["commit_call"], places.cpu(), length)
-        return SampleResult(on_grid(tokens, places, length), DecodeTrace(**trace))

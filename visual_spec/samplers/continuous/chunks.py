@@ -335,9 +335,6 @@ class ChunkWiseSampler(Sampler):
     def committed(self, run: Run, state: ChunkState) -> Tensor:
         return torch.ones_like(state.commit_call, dtype=torch.bool)  # all that there are
 
-    def measure(self, run: Run, state: ChunkState, tokens: Tensor) -> tuple[None, None]:
-        return None, None
-
     def result(self, run: Run, state: ChunkState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         counted = ("draft_calls", "kept", "rewards", "cache_bytes")
         more: dict[str, Any] = {name: getattr(state, name) for name in counted}

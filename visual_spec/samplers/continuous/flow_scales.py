@@ -16,13 +16,11 @@ from torch import Tensor
 
 from visual_spec.models.core.continuous import FlowScaleModel
 from visual_spec.models.core.settings import SHARE, Within, register_to_config
-from visual_spec.samplers.continuous.base import ContinuousTrace, check_tokens
-from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_batch_size, check_guided, check_returned, check_vector_law
+from visual_spec.samplers.continuous.base import ContinuousTrace, VectorSampler
+from visual_spec.samplers.core.checks import check_guided, check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
 from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.trace import SampleResult
 
 _LEVELS = Within(2, 1000)
 
@@ -75,7 +73,7 @@ class FlowScaleState:
         return torch.full(self.tokens.shape[:2], len(self.levels) - 1)
 
 
-class FlowScaleSampler(Sampler):
+class FlowScaleSampler(VectorSampler):
     """Draws the maps of a `FlowScaleModel`, coarse to fine.
 
     Args:
@@ -110,10 +108,6 @@ class FlowScaleSampler(Sampler):
         first, last = self.config.levels, self.config.last_levels or self.config.levels
         left = (count - 1 - scale) / max(1, count - 1)
         return noise_shares(int((first - last) * left + last))
-
-    def check(self, model: FlowScaleModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_batch_size(batch_size)
-        check_vector_law(law)
 
     def planned_calls(self, model: FlowScaleModel, parts: dict[str, Any]) -> int:
         return len(model.scales)
@@ -173,15 +167,6 @@ class FlowScaleSampler(Sampler):
     def committed(self, run: Run, state: FlowScaleState) -> Tensor:
         return torch.ones_like(state.commit_call, dtype=torch.bool)  # every map is the whole picture
 
-    def measure(self, run: Run, state: FlowScaleState, tokens: Tensor) -> tuple[None, None]:
-        return None, None
-
-    def result(self, run: Run, state: FlowScaleState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        """Tokens float [B, L, d].
-
-        Raises:
-            FloatingPointError: tokens that are not finite; names the first.
-        """
-        check_tokens(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1))
-        calls = torch.full((len(tokens),), sum(state.levels))
-        return SampleResult(tokens, FlowScaleTrace(**trace, head_calls=calls, levels=tuple(state.levels)))
+    def trace_of(self, state: FlowScaleState, trace: dict[str, Any]) -> FlowScaleTrace:
+        calls = torch.full((len(state.tokens),), sum(state.levels))
+        return FlowScaleTrace(**trace, head_calls=calls, levels=tuple(state.levels))

@@ -61,7 +61,6 @@ class HeadSpeculativeSampler(ContinuousSampler):
             )
 
     def draw(self, run: Run, state: ContinuousState, z: Tensor, slots: Tensor) -> Tensor:
-        """See `ContinuousTokenSampler`."""
         chains = state.law.chains(run.model, z, slots)
         places, noise = state.places.gather(1, slots), run.noise
         walk = _Walk(chains, self.config.levels)

@@ -146,7 +146,6 @@ class WholeRule(Rule):
         raise NotImplementedError
 
     def verify(self, window: Window) -> ContinuousVerdict:
-        """See `Rule`."""
         ratio, later = self.ratio(window)
         kept = window.noise.uniform(window.drafts, ACCEPT, 0, torch.float64).log() < ratio
         tokens = torch.cat([window.log.tokens, later], 1)
@@ -178,7 +177,6 @@ class PathRule(WholeRule):
     steps = "some"
 
     def ratio(self, window: Window) -> tuple[Tensor, Tensor]:
-        """See `WholeRule`."""
         target, log = window.target, window.log
         count = window.drafts.shape[1]
         later = window.places[:, count:]
@@ -194,7 +192,6 @@ class PathRule(WholeRule):
     def propose(
         self, target: Chains, draft: Chains, noise: CounterNoise, places: Tensor, attempts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `WholeRule`."""
         log = target.log(noise, places, RESIDUAL, attempts)
         return log.tokens, draft.log_likelihood(log) - log.log_likelihood()
 
@@ -207,7 +204,6 @@ class OdeRule(WholeRule):
     steps = "none"
 
     def ratio(self, window: Window) -> tuple[Tensor, Tensor]:
-        """See `WholeRule`."""
         count = window.drafts.shape[1]
         assert window.draft is not None
         tokens, draft = pushed(window.draft, window.log.points[:, :, -1])
@@ -218,7 +214,6 @@ class OdeRule(WholeRule):
     def propose(
         self, target: Chains, draft: Chains, noise: CounterNoise, places: Tensor, attempts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `WholeRule`."""
         tokens, own = pushed(target, target.start(noise, places, RESIDUAL, attempts))
         return tokens, pulled(draft, tokens, torch.ones_like(own, dtype=torch.bool)) - own
 
@@ -234,7 +229,6 @@ class AlignedRule(Rule):
     final_noise = False
 
     def verify(self, window: Window) -> ContinuousVerdict:
-        """See `Rule`."""
         log = window.target.log(window.noise, window.places, CHAIN)
         apart = (log.tokens[:, :-1] - window.log.tokens).square().mean(-1).sqrt()
         return ContinuousVerdict(log.tokens, apart <= self.tolerance, log=log)

@@ -178,9 +178,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
     def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
         """Return `divergence` and `moved_mass` of the trace: what the decode did to the law."""
-        if state.meter is None:
-            return None, None
-        return state.meter.mean(), state.meter.moved.cpu()
+        meter = getattr(state, "meter", None)
+        return (None, None) if meter is None else (meter.mean(), meter.moved.cpu())
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         """Return the result, from tokens [B, L] and the fields of the trace."""

@@ -184,6 +184,14 @@ class State:
         state._stop_at_ends(slots, torch.zeros_like(state.lengths), run.num_tokens)
         return state
 
+    @classmethod
+    def blank(cls, run: Run, tokens: Tensor, **more: Any) -> Self:
+        """Return the state of tokens [B, L + scratch, ...] of which none is committed; `more`: fields that differ."""
+        zeros = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
+        usual: dict[str, Any] = dict(lengths=zeros, target_calls=zeros.clone(), meter=None)
+        commit = zeros[:, None].repeat(1, tokens.shape[1])
+        return cls(cache=run.cache, tokens=tokens, round=0, commit_call=commit, **usual | more)
+
     def next_slots(self, count: int) -> Tensor:
         """Return the `count` slots after the committed tokens of each row: long [B, count]."""
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)

@@ -91,18 +91,8 @@ class RowSampler(Sampler):
         if self.config.measure:
             used = UsedLaws(target.new_zeros(*tokens.shape, target.shape[-1]))
             used.laws[:, :1] = target
-        return kind(
-            cache=run.cache,
-            tokens=tokens,
-            lengths=lengths,
-            round=0,
-            target_calls=torch.ones_like(slots[:, 0]),
-            commit_call=torch.zeros_like(tokens),
-            meter=None,
-            row=row,
-            used=used,
-            **more,
-        )
+        calls = torch.ones_like(slots[:, 0])
+        return kind.blank(run, tokens, lengths=lengths, target_calls=calls, row=row, used=used, **more)
 
     def score(self, run: Run, state: RowState) -> tuple[RowPlan, Tensor]:
         """Feed the tokens of the order's next call. Returns its plan, and the laws of its predictions, [B, N, V]."""

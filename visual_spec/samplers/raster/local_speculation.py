@@ -159,13 +159,10 @@ class MultiscaleSampler(Sampler):
             others = neighbour_table(run.parts["codebook"], self.config.pool - 1, run.device).long()
             itself = torch.arange(len(others), device=run.device)[:, None]
             run.tables["neighbours"] = torch.cat([itself, others], 1)  # [V, P], itself first
-        return LocalSpeculationState(
-            cache=run.cache,
-            tokens=tokens,
-            lengths=torch.zeros_like(tokens[:, 0]),
-            round=0,
+        return LocalSpeculationState.blank(
+            run,
+            tokens,
             target_calls=torch.ones_like(tokens[:, 0]),
-            commit_call=torch.zeros_like(tokens),
             meter=None if self.lossless else DivergenceMeter(run.batch_size, run.device),
             label=label,
             open=torch.ones_like(tokens, dtype=torch.bool),
