@@ -63,18 +63,19 @@ _CAPTIONS = ("text.caption_encoder:CaptionEncoder", "text.t5_features:T5Features
 _JACOBI = ("EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
 _TEXT, _ACCELERATE = "ImagePipeline.from_official", "visual_spec.accelerate(model)"
 _AT = "next_token.llamagen_checkpoint"
-_GPT = OfficialFile("transformer", f"{_AT}:name_of", f"{_AT}:draws_classes", f"{_AT}:load_transformer", "image_size",
-    pipeline="ClassImagePipeline")
-_VQ = OfficialFile("vq_model", f"{_AT}:name_of", f"{_AT}:is_tokenizer", f"{_AT}:load_tokenizer", "image_size")
+_GPT = OfficialFile("transformer", f"{_AT}:name_of", "tok_embeddings.weight !cls_embedding.uncond_embedding",
+    f"{_AT}:load_transformer", "image_size", pipeline="ClassImagePipeline")
+_GPT_OF_TEXT = replace(_GPT, recognise="tok_embeddings.weight cls_embedding.uncond_embedding", pipeline="ImagePipeline")
+_VQ = OfficialFile("vq_model", f"{_AT}:name_of", "quantize.embedding.weight", f"{_AT}:load_tokenizer", "image_size")
 _VAR = OfficialFile("transformer", "next_scale.var:name_of", "next_scale.var:is_var",
     "next_scale.var:load_var_checkpoint", pipeline="ScaleImagePipeline")
-_VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", "next_scale.var_vq:is_var_vq",
+_VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", "quantize.quant_resi.*",
     "next_scale.var_vq:load_var_vq_checkpoint", "scales", "next_scale.var:scales_of_size")
 _FLEXVAR = OfficialFile("transformer", "next_scale.flexvar:name_of", "next_scale.flexvar:is_flexvar",
     "next_scale.flexvar:load_flexvar", "scales", "next_scale.flexvar:scales_of_size", "ScaleImagePipeline")
 _FLEXVAE = OfficialFile("vq_model", "FlexVAR's tokenizer", "next_scale.flexvar:is_flexvae",
     "next_scale.flexvar:load_flexvae", "scales", "next_scale.flexvar:scales_of_size")
-_KL16 = OfficialFile("vae", "KL-16", "continuous.mar_checkpoint:is_kl16",
+_KL16 = OfficialFile("vae", "KL-16", "post_quant_conv.weight !quantize*",
     "continuous.mar_checkpoint:load_kl16_checkpoint")
 _NEEDS_VQ, _NEEDS_VAR_VQ = "vq_ds16_c2i.pt", "vae_ch160v4096z32.pth"
 # Fewer calls by confidence and in Halton's order, with reuse, and by entropy. All are compared with one token a call,
@@ -94,7 +95,7 @@ FAMILIES = (
         "LlamaGen", RASTER_TREE_ORDER, _PICTURES,
         (*_LLAMAGEN, *_CAPTIONS, "drafters.eagle:EagleDrafter", "drafters.local_speculation:MultiscaleDrafter"),
         plain="autoregressive", fast="speculative-jacobi", drafters=_JACOBI, load="ClassImagePipeline.from_official",
-        layout=FileLayout((replace(_GPT, recognise=f"{_AT}:draws_captions", pipeline="ImagePipeline"), _GPT, _VQ),
+        layout=FileLayout((_GPT_OF_TEXT, _GPT, _VQ),
             size="image_size", tokenizer=_NEEDS_VQ),
         sizes=(
             KnownModel("LlamaGen-B class 256", "c2i_B_256.pt", 256, 256, 1, 110_888_448, 2 * 12 * 768),
@@ -265,7 +266,7 @@ FAMILIES = (
         plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
         load="MaskedClassImagePipeline.from_official",
         layout=FileLayout((
-            OfficialFile("transformer", "Halton-MaskGIT", "masked.maskgit_checkpoint:is_maskgit",
+            OfficialFile("transformer", "Halton-MaskGIT", "cls_emb.weight tok_emb.weight pos_emb.weight",
                 "masked.maskgit_checkpoint:load_maskgit_checkpoint", pipeline="MaskedClassImagePipeline"),
             replace(_VQ, own=False),
         ), size="image_size", tokenizer=_NEEDS_VQ),
@@ -283,7 +284,7 @@ FAMILIES = (
         plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
         load="MageImagePipeline.from_official",
         layout=FileLayout((
-            OfficialFile("transformer", "MAGE", "masked.mage:is_mage", "masked.mage:load_mage_checkpoint",
+            OfficialFile("transformer", "MAGE", "token_emb.word_embeddings.weight", "masked.mage:load_mage_checkpoint",
                 pipeline="MageImagePipeline", holds="masked.mage_vq:is_mage_tokenizer"),
             OfficialFile("vq_model", "MAGE's tokenizer", "masked.mage_vq:is_mage_tokenizer",
                 "masked.mage_vq:load_mage_tokenizer", "image_size"),
@@ -375,7 +376,7 @@ FAMILIES = (
         layout=FileLayout((
             OfficialFile("transformer", "ACDiT", "continuous.acdit_checkpoint:is_acdit",
                 "continuous.acdit_checkpoint:load_acdit_checkpoint", pipeline="ContinuousImagePipeline"),
-            OfficialFile("vae", "a folder of AutoencoderKL", "continuous.mar_checkpoint:is_kl16",
+            OfficialFile("vae", "a folder of AutoencoderKL", "post_quant_conv.weight !quantize*",
                 "continuous.mar_checkpoint:load_kl16_checkpoint", own=False, folder=True),
         ), tokenizer="the folder vae of facebook/DiT-XL-2-256"),
         sizes=(
@@ -392,10 +393,10 @@ FAMILIES = (
         plain="scale-wise:...", fast="scale-wise", comparable=False, measured="", load="InfinityPipeline.from_official",
         stored_as="canvas",  # its ids are bits, which only the decoding adds up
         layout=FileLayout((
-            OfficialFile("transformer", "Infinity", "next_scale.infinity_checkpoint:is_infinity",
+            OfficialFile("transformer", "Infinity", "cfg_uncond",
                 "next_scale.infinity_checkpoint:load_infinity_checkpoint", "scales",
                 "next_scale.infinity_scales:scales_by_name", "InfinityPipeline", folder=True),
-            OfficialFile("vq_model", "Infinity's tokenizer", "next_scale.infinity_vq:is_infinity_vq",
+            OfficialFile("vq_model", "Infinity's tokenizer", "encoder.down.0.*",
                 "next_scale.infinity_vq:load_infinity_vq_checkpoint", "scales",
                 "next_scale.infinity_scales:scales_of_size"),
         ), size="size", tokenizer="infinity_vae_d32reg.pth"),

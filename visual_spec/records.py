@@ -146,7 +146,8 @@ class OfficialFile:
     Attributes:
         role: the argument of the pipeline's `from_official` that takes it.
         name: for display; or a function of the file, as `read_checkpoint` reads it, that says it.
-        recognise: (weights) -> whether a file is of this kind.
+        recognise: (weights) -> whether a file is of this kind; or keys that its weights have, divided by blanks, `*` in
+            them for anything, and `!` before those that they lack.
         load: makes a model of the file alone; takes it, and a dtype.
         size: the argument of `load` that takes the side of the pictures, or what `sizes` makes of it; "": the file
             says it.

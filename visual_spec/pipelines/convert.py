@@ -3,6 +3,7 @@
 Which files there are, how they are recognised and loaded, stands in the table of families (`FileLayout`).
 """
 
+import fnmatch
 import importlib
 import os
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,13 @@ def _of_models(path: str) -> Any:
     return _named(path, "visual_spec.models")
 
 
+def _is_of(rule: str, weights: Mapping[str, Any]) -> bool:
+    """Whether weights are as `OfficialFile.recognise` says."""
+    if ":" in rule:
+        return _of_models(rule)(weights)
+    return all(key.startswith("!") != bool(fnmatch.filter(weights, key.lstrip("!"))) for key in rule.split())
+
+
 def _path(source: File) -> Path:
     return source if isinstance(source, Path) else source.path
 
@@ -145,7 +153,7 @@ def _kind(family: Family, source: File) -> OfficialFile | None:
     files: Any = family.layout and family.layout.files
     if isinstance(source, Path):
         return next((kind for kind in files if kind.folder), None)
-    return next((kind for kind in files if _of_models(kind.recognise)(source.weights)), None)
+    return next((kind for kind in files if _is_of(kind.recognise, source.weights)), None)
 
 
 def _name(kind: OfficialFile, source: File) -> str:

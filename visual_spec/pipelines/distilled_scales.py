@@ -98,7 +98,6 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of the pictures in pixels."""
         return (self.vq_model.image_size, self.vq_model.image_size)
 
     def sampler_parts(self) -> dict[str, Any]:

@@ -98,17 +98,15 @@ def describe(folder: Path) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for paths in weights.values() for path in paths),
         "image_size": _image_size(folder),
         "sampling_rate": _sampling_rate(folder),
-        "calls": family_of(index["_class_name"], index, _sampler_settings(folder)).calls,
+        "calls": family_of(
+            index["_class_name"], index, _settings(folder, "sampler", "sampler_config.json")
+        ).calls,
     }
 
 
-def _transformer_settings(folder: Path) -> dict[str, Any]:
-    path = part_folder(folder, "transformer") / "config.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _sampler_settings(folder: Path) -> dict[str, Any]:
-    path = part_folder(folder, "sampler") / "sampler_config.json"
+def _settings(folder: Path, part: str, name: str = "config.json") -> dict[str, Any]:
+    """What the settings of a component say; nothing where there are none."""
+    path = part_folder(folder, part) / name
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -120,29 +118,19 @@ def _image_size(folder: Path) -> int | None:
     index = json.loads((folder / "model_index.json").read_text())
     if "frame_size" in index:
         return index["frame_size"] * index["scale"]
-    settings = _transformer_settings(folder)
-    frames = settings.get("num_frames", 1) > 1
-    for part, setting in (("vq_model", "image_size"), ("vae", "sample_size")):
-        path = part_folder(folder, part) / "config.json"
-        if path.exists():
-            config = json.loads(path.read_text())
-            if "scales" in config:
-                return config["scales"][-1] * 2 ** (len(config["channel_multipliers"]) - 1)
-            if frames:
-                return settings["grid_size"] * 2 ** (len(config["channel_multipliers"]) - 1)
-            return config.get(setting)
-    return None
+    settings = _settings(folder, "transformer")
+    config = _settings(folder, "vq_model") or _settings(folder, "vae")
+    if "scales" in config:
+        return config["scales"][-1] * 2 ** (len(config["channel_multipliers"]) - 1)
+    if config and settings.get("num_frames", 1) > 1:
+        return settings["grid_size"] * 2 ** (len(config["channel_multipliers"]) - 1)
+    return config.get("image_size", config.get("sample_size"))
 
 
 def _sampling_rate(folder: Path) -> int | None:
     """Samples per second of a codec, a component of its own or a part of a whole MusicGen."""
-    for part, inside in (("codec", None), ("transformer", "audio_encoder")):
-        path = part_folder(folder, part) / "config.json"
-        if path.exists():
-            settings = json.loads(path.read_text())
-            settings = settings if inside is None else settings.get(inside, {})
-            return settings.get("sampling_rate")
-    return None
+    settings = _settings(folder, "codec") or _settings(folder, "transformer").get("audio_encoder", {})
+    return settings.get("sampling_rate")
 
 
 def _count_parameters(path: Path) -> int:

@@ -173,7 +173,6 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`."""
         budgets = (settings.get("budget"), settings.get("refiner_budget"), sampler.get("cache_share"))
         whole_cache = {} if budgets == (None, None, None) else {"cache_share": "off"}
         plain = write_sampler("scale-wise", {"num_draft_scales": "all"} | whole_cache)

@@ -88,11 +88,6 @@ def is_mar(weights: Mapping[str, Any]) -> bool:
     return "diffusion_pos_embed_learned" in weights and "flownet.input_proj.weight" not in weights
 
 
-def is_kl16(weights: Mapping[str, Any]) -> bool:
-    """Whether these keys are of KL-16: latent diffusion's, without the codes of other tokenizers that have them."""
-    return "post_quant_conv.weight" in weights and not any(key.startswith("quantize") for key in weights)
-
-
 # Five levels; attention in the last level of the encoder and in the middle of both networks, as in latent diffusion's
 # f = 16 autoencoder (Rombach et al. 2022, table 8).
 KL16: dict[str, Any] = dict(

@@ -7,7 +7,6 @@ hidden token. In training the encoder also leaves out hidden tokens; generation 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -236,11 +235,6 @@ def _through(blocks: nn.ModuleList, hidden: Tensor, cache: StaticCache | None) -
         else:
             hidden = block(hidden, None, cache.layer(index), cache.places)
     return hidden
-
-
-def is_mage(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys are of a MAGE."""
-    return "token_emb.word_embeddings.weight" in weights
 
 
 def load_mage_checkpoint(

@@ -19,11 +19,6 @@ _MASKGIT = KeyLayout(
 )
 
 
-def is_maskgit(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys are of a MaskGIT of the Halton sampler."""
-    return all(key in weights for key in ("cls_emb.weight", "tok_emb.weight", "pos_emb.weight"))
-
-
 def load_maskgit_checkpoint(
     source: Given, *, num_heads: int | None = None, dtype: torch.dtype | None = None
 ) -> MaskedImageTransformer:

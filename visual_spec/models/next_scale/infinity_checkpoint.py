@@ -39,11 +39,6 @@ _LAYERS = KeyLayout(
 _CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
 
 
-def is_infinity(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys are of an Infinity."""
-    return "cfg_uncond" in weights
-
-
 def load_infinity_checkpoint(
     source: Given,
     *,

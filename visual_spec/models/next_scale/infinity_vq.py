@@ -9,7 +9,7 @@ sphere with entries +-1 / sqrt(d), one of 2^d codes, without a table. One class 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -202,11 +202,6 @@ def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------
-
-
-def is_infinity_vq(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys may be of Infinity's tokenizer: a VQGAN's without codes."""
-    return any(key.startswith("encoder.down.0.") for key in weights)
 
 
 def load_infinity_vq_checkpoint(

@@ -8,7 +8,6 @@ One class serves the embedded size and the official `vae_ch160v4096z32.pth`: mod
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -141,7 +140,6 @@ class MultiscaleVQModel(MultiscaleTokenizer):
 
     @loads_weights
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
-        """As `accumulate`, for codes `[B, D, n, n]` that need not be in the codebook."""
         if codes.shape[-1] != self.scales[-1]:
             codes = F.interpolate(codes, size=canvas.shape[-2:], mode="bicubic")
         smooth = self.quantize.quant_resi.qresi_ls[smoother_of_scale(scale, len(self.scales))]
@@ -160,7 +158,6 @@ class MultiscaleVQModel(MultiscaleTokenizer):
 
     @loads_weights
     def encode_latents(self, images: Tensor) -> Tensor:
-        """Return the map `[B, D, N, N]` that the canvas should become, for pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.quant_conv(self.encoder(images))
 
     @loads_weights
@@ -197,11 +194,6 @@ class MultiscaleVQModel(MultiscaleTokenizer):
             -1
         )  # [B, n*n, V]
         return closeness.argmax(-1)
-
-
-def is_var_vq(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys are of VAR's tokenizer."""
-    return any(key.startswith("quantize.quant_resi.") for key in weights)
 
 
 def load_var_vq_checkpoint(

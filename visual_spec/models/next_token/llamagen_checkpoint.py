@@ -160,21 +160,6 @@ def name_of(checkpoint: Checkpoint) -> str:
     return recognise(checkpoint).name
 
 
-def draws_captions(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys are of a transformer of captions."""
-    return "tok_embeddings.weight" in weights and "cls_embedding.uncond_embedding" in weights
-
-
-def draws_classes(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys are of a transformer of classes."""
-    return "tok_embeddings.weight" in weights and not draws_captions(weights)
-
-
-def is_tokenizer(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys may be of one of the tokenizers; other VQGANs' have the codes, too."""
-    return "quantize.embedding.weight" in weights
-
-
 def _used(checkpoint: Checkpoint) -> dict[str, Tensor]:
     dropped = (*_DROPPED, _SUPERSEDED) if _GATE in checkpoint.weights else _DROPPED
     return {key: value for key, value in checkpoint.weights.items() if key not in dropped}

@@ -62,7 +62,8 @@ def accelerate(
     if unknown:
         advice = "set pipe.drafter" if adapter is None and drafter is not None else "leave out"
         raise TypeError(f"a {type(pipe).__name__} takes no {' and '.join(unknown)} here; {advice}.")
-    if sampler is None and adapter is None and _is_plain(pipe):
+    plain_is_fastest = adapter is None and pipe.facts.comparable and pipe.fast_sampler == pipe.plain_sampler
+    if sampler is None and plain_is_fastest:
         other = pipe.facts.shorter_sampler
         choice = f" Name one that does: accelerate(pipe, {other!r})." if other else ""
         warnings.warn(
@@ -71,8 +72,12 @@ def accelerate(
             stacklevel=2,
         )
         return pipe
-    if sampler is None:
-        sampler = _fast_sampler(pipe) if adapter is None else adapter.fast_sampler
+    if sampler is None and adapter is not None:
+        sampler = adapter.fast_sampler
+    elif sampler is None:
+        fastest = sampler_class(by_name(parse_sampler(pipe.fast_sampler)[0]))
+        # Its own settings may belong to its law: how guidance grows, the steps of a masked model.
+        sampler = pipe.sampler if type(pipe.sampler) is fastest else pipe.fast_sampler
     if isinstance(sampler, str):
         sampler = read_sampler(sampler) if adapter is None else adapter.read_text(sampler)
     if adapter is not None:
@@ -165,14 +170,3 @@ def _adapter(thing: Any) -> Adapter | None:
     if isinstance(thing, VisualPipeline):
         return None
     return next((adapter for adapter in adapters() if adapter.claims(thing)), None)
-
-
-def _is_plain(pipe: VisualPipeline) -> bool:
-    """Whether plain decoding is the fastest, beside which the pipeline has another choice of samplers."""
-    return pipe.facts.comparable and pipe.fast_sampler == pipe.plain_sampler
-
-
-def _fast_sampler(pipe: VisualPipeline) -> Any:
-    # Its own settings may belong to its law: how guidance grows, the steps of a masked model.
-    name, _ = parse_sampler(pipe.fast_sampler)
-    return pipe.sampler if type(pipe.sampler) is sampler_class(by_name(name)) else pipe.fast_sampler
