@@ -372,8 +372,6 @@ class TokenDecoder(BenchDecoder):
             return self.pipe.make_condition(super().condition(first))
 
     def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
-        """The samples from index `first` on, and their seconds."""
-
         def work() -> Decoded:
             result = self.call(setting, condition, setting.seed + first)
             self.traces.setdefault(setting.text, []).append(result.trace)
@@ -440,7 +438,6 @@ class TokenDecoder(BenchDecoder):
         return measure.phase_figures(seconds, laps, calls, device=self.pipe.device, busy_ms=busy)
 
     def without_cache(self, plain: Setting) -> dict[str, Any]:
-        """The row of one plain decoding that keeps nothing from call to call."""
         condition = self.condition(0)
         drawn, plain_seconds = self.decode(plain, condition, 0)
         (tokens, calls), seconds = measure.timed(

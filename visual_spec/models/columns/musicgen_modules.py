@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
 from visual_spec.models.core.protocol import wide
+from visual_spec.models.core.transformers_cache import attention_mask
 from visual_spec.models.next_token.llamagen import TextCondition
 
 WHOLE_MODELS = ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration")
@@ -244,7 +245,8 @@ class MusicgenModules:
             visible: bool [R or 1, W, S], the keys that each position sees; S = W without a cache.
             states, seen: from `encoder_states`; of a Melody, whose embeddings hold them, they are not read.
         """
-        mask, text_mask = self._mask(visible[:, None], embeddings), self._mask(seen[:, None, None], states)
+        mask = attention_mask(visible[:, None], embeddings, self._attention)
+        text_mask = attention_mask(seen[:, None, None], states, self._attention)
         hidden, outputs = embeddings, []
         for layer in self.decoder.layers:
             if self.prefixed:
@@ -258,10 +260,3 @@ class MusicgenModules:
     def score(self, features: Tensor) -> Tensor:
         """Return logits [R, W, K, V] of features [R, W, dim], in at least float32."""
         return wide(torch.stack([head(features) for head in self.heads], dim=2))
-
-    def _mask(self, visible: Tensor, like: Tensor) -> Tensor:
-        if self._attention == "sdpa":
-            return visible
-        # eager adds the mask
-        least = torch.finfo(like.dtype).min
-        return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, least)

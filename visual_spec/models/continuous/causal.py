@@ -19,7 +19,7 @@ from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar import HEADS, check_sizes
-from visual_spec.models.core.cache import Places
+from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.continuous import ChainSettings
 from visual_spec.models.core.offload import check_cache_fits
 from visual_spec.models.core.protocol import TokenGrid, check_labels
@@ -33,25 +33,21 @@ class CausalContinuousState(ConditionedState):
 
     Attributes:
         window: the largest number of slots that one call will score.
-        keys, values: [layers, R, H, S, D] with S = prefix + tokens + window.
+        cache: keys and values of S = prefix + tokens + window slots.
     """
 
     window: int
-    keys: Tensor
-    values: Tensor
+    cache: StaticCache
 
     def select(self, samples: Tensor) -> None:
         """Keep only some samples, long [N], in this order: those that are complete need no more room."""
         rows = self.rows(samples)
-        self.conditions, self.keys, self.values = (
-            self.conditions[rows],
-            self.keys[:, rows],
-            self.values[:, rows],
-        )
+        self.conditions = self.conditions[rows]
+        self.cache.select(rows)
 
     def buffers(self) -> list[Tensor]:
         """Return what calls read and write in place."""
-        return [self.keys, self.values]
+        return self.cache.buffers()
 
 
 class CausalContinuousTransformer(SavedModel):
@@ -157,10 +153,7 @@ class CausalContinuousTransformer(SavedModel):
         check_cache_fits(
             2 * math.prod(shape) * hidden.element_size() // batch_size, batch_size, hidden.device
         )
-        # Zeros, not empty: masked positions still enter the product with the values, and 0 * nan is nan.
-        state = CausalContinuousState(
-            hidden[:, -1], guided, window, keys=hidden.new_zeros(shape), values=hidden.new_zeros(shape)
-        )
+        state = CausalContinuousState(hidden[:, -1], guided, window, StaticCache.allocate(hidden, shape))
         at = torch.arange(self.prefix_length, device=hidden.device).expand(len(hidden), -1)
         hidden = self._run(state, hidden, at)
         state.conditions = hidden[:, -1] + self.diffusion_pos_embed[self.places[:1]]
@@ -182,13 +175,9 @@ class CausalContinuousTransformer(SavedModel):
 
     def _run(self, state: CausalContinuousState, hidden: Tensor, at: Tensor) -> Tensor:
         """The layers and the norm on `hidden [R, W, dim]` at places [R, W] of the cache."""
-        size = state.keys.shape[3]
-        if at.device.type == "cpu":  # reading the maximum costs no synchronisation and spares the unused tail
-            size = int(at.max()) + 1
-        mask = (torch.arange(size, device=at.device) <= at[..., None])[:, None]  # [R, 1, W, S]
-        places = Places.of(at, size)
-        for block, keys, values in zip(self.blocks, state.keys, state.values, strict=True):
-            hidden = block(hidden, mask, (keys, values), places)
+        mask = state.cache.causal(at)[:, None]  # [R, 1, W, S]
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden, mask, state.cache.layer(index), state.cache.places)
         return self.norm(hidden)
 
     def _prefix(self, classes: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -120,6 +121,13 @@ def filled(ids: Tensor, drawn: Tensor, placeholder: int) -> Tensor:
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------
+
+
+def attention_mask(visible: Tensor, like: Tensor, attention: str) -> Tensor:
+    """Return bool `visible` as "sdpa" takes it, or as "eager" adds it, in the dtype of `like`."""
+    if attention != "eager":
+        return visible
+    return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, torch.finfo(like.dtype).min)
 
 
 class _SlotLayer(CacheLayerMixin):

@@ -156,12 +156,10 @@ class AmusedVQModel(VQModel):
 
     @property
     def patch_size(self) -> int:
-        """Pixels per token side."""
         return 2 ** (len(self.config["block_out_channels"]) - 1)
 
     @torch.no_grad()
     def encode_tokens(self, images: Tensor) -> Tensor:
-        """Token ids `[B, h * w]`, raster order, of pictures `[B, 3, H, W]` in [-1, 1]."""
         output: Any = self.encode((images + 1) / 2)  # it was trained on pictures in [0, 1]
         return self.quantize(output.latents)[2][2].reshape(len(images), -1)
 

@@ -22,7 +22,7 @@ from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import decodes, loads_weights
-from visual_spec.models.core.protocol import TokenGrid, wide
+from visual_spec.models.core.protocol import TokenGrid, check_labels, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -30,6 +30,7 @@ from visual_spec.models.next_token.llamagen_blocks import (
     CaptionProjection,
     FeedForward,
     RMSNorm,
+    check_captions,
     feed_forward_width,
 )
 
@@ -295,26 +296,10 @@ class MaskedImageTransformer(SavedModel):
         if condition is None:
             return
         if self.config["caption_dim"] is None:
-            if not isinstance(condition, Tensor) or condition.is_floating_point():
-                raise TypeError(
-                    f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]."
-                )
-            classes = self.config["num_classes"]
-            if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
-                raise ValueError(
-                    f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}."
-                )
-            return
-        if not isinstance(condition, TextCondition):
-            raise TypeError(
-                f"{type(condition).__name__} given; this model takes a TextCondition(features, mask)."
-            )
+            return check_labels(condition, batch_size, self.config["num_classes"])
         expected = (batch_size, self.config["prefix_length"], self.config["caption_dim"])
-        if tuple(condition.features.shape) != expected or tuple(condition.mask.shape) != expected[:2]:
-            raise ValueError(
-                f"features {tuple(condition.features.shape)} and mask {tuple(condition.mask.shape)} given; this model "
-                f"takes {expected} and {expected[:2]}."
-            )
+        check_captions(condition, expected, left_padded=False)
+        assert isinstance(condition, TextCondition)
         if not condition.mask.any(1).all():
             raise ValueError("a caption without a word given; give at least one.")
 

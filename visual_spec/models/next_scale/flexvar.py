@@ -100,7 +100,6 @@ class FlexVARTransformer(AnyScales, VARTransformer):
         self.set_scales(scales)
 
     def set_scales(self, scales: Sequence[int]) -> None:
-        """See `AnyScales.set_scales`."""
         scales, most = tuple(scales), self.config["position_side"]
         check_sizes(scales, self.config["dim"], self.config["num_heads"])
         if scales[0] != 1 or scales[-1] > most:
@@ -180,7 +179,6 @@ class FlexVQModel(AnyScales, MultiscaleTokenizer, VQModel):
             )
 
     def set_scales(self, scales: Sequence[int]) -> None:
-        """See `AnyScales.set_scales`."""
         check_sizes(scales, 1, 1)
         self.scales = tuple(scales)
 
@@ -203,7 +201,6 @@ class FlexVQModel(AnyScales, MultiscaleTokenizer, VQModel):
 
     @loads_weights
     def encode_tokens(self, images: Tensor) -> Tensor:
-        """See `MultiscaleTokenizer.encode_tokens`."""
         if self.config["norm_groups"] is not None:
             return super().encode_tokens(images)
         self._check_pictures(images)
@@ -222,7 +219,6 @@ class FlexVQModel(AnyScales, MultiscaleTokenizer, VQModel):
         return self.quantize.lookup(tokens.unflatten(1, (side, side)))
 
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
-        """As `accumulate`, for codes `[B, D, n, n]` that need not be in the codebook."""
         return codes.to(canvas.dtype)
 
     def next_map(self, canvas: Tensor, scale: int) -> Tensor:

@@ -73,7 +73,6 @@ class InfinityState(VARState):
         return 2 * self.text_keys.nelement() * self.text_keys.element_size()
 
     def drop_unconditional(self) -> None:
-        """See `ScaleState.drop_unconditional`."""
         super().drop_unconditional()
         count = len(self.head_modulation)
         self.text_keys, self.text_values = self.text_keys[:, :count], self.text_values[:, :count]

@@ -60,7 +60,6 @@ class VARState(ScaleState):
         return self.cache.most_bytes
 
     def drop_unconditional(self) -> None:
-        """See `ScaleState.drop_unconditional`."""
         super().drop_unconditional()
         count = len(self.head_modulation) // 2
         self.cache.keep_rows(count)

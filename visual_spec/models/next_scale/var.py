@@ -260,11 +260,20 @@ def load_var_checkpoint(
 
 def _constants(model: VARTransformer) -> dict[str, Tensor]:
     """Return the buffers of the official files that our models do not have."""
-    length = model.pos_1LC.shape[1]
-    sizes = torch.tensor([side * side for side in model.config["scales"]])
-    levels = torch.arange(len(sizes)).repeat_interleave(sizes)  # [L]
-    mask = torch.zeros(length, length).masked_fill(levels[:, None] < levels, -torch.inf)
-    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **zero_biases(model)}
+    levels = levels_of(model.config["scales"])
+    return constants_of(model, levels, levels[:, None] < levels)
+
+
+def levels_of(scales: Sequence[int]) -> Tensor:
+    """Return the number of the scale of each slot, long [L]."""
+    sizes = torch.tensor([side * side for side in scales])
+    return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+
+def constants_of(model: Any, levels: Tensor, hidden: Tensor) -> dict[str, Tensor]:
+    """Return what official files hold beside weights: levels [L], what slots do not see, bool [L, L], key biases."""
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[None, None]
+    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask, **zero_biases(model)}
 
 
 def zero_biases(model: Any) -> dict[str, Tensor]:

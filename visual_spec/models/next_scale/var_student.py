@@ -25,7 +25,15 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_transformer import HeadNorm, modulated
-from visual_spec.models.next_scale.var import PRESETS, SCALES, VARBlock, check_sizes, zero_biases
+from visual_spec.models.next_scale.var import (
+    PRESETS,
+    SCALES,
+    VARBlock,
+    check_sizes,
+    constants_of,
+    levels_of,
+    sizes_of,
+)
 
 # The released sizes. Both numbers are slots: the first scales of 1 to 5, or of 1 to 4, tokens a side.
 STUDENTS: dict[str, dict[str, Any]] = {
@@ -211,18 +219,15 @@ def load_var_student(source: Source, *, dtype: torch.dtype | None = None, **conf
 
 def _constants(model: VARStudent) -> dict[str, Tensor]:
     """Return the buffers of the official class that ours does not have."""
-    sizes = torch.tensor([1, *(side * side for side in model.scales)])
-    levels = torch.arange(len(sizes)).repeat_interleave(sizes)  # [1 + L]
-    mask = torch.zeros(len(levels), len(levels)).masked_fill(levels[:, None] <= levels, -torch.inf)
-    mask.fill_diagonal_(0)
-    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **zero_biases(model)}
+    levels = levels_of((1, *model.scales))  # [1 + L]
+    return constants_of(model, levels, (levels[:, None] <= levels).fill_diagonal_(False))
 
 
 def _config(weights: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     dim, token_dim = weights["word_embed.weight"].shape
     layers = count_parts(weights, "blocks.")
-    sizes = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
-    preset = sizes.get((layers, dim), {})
+    released = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
+    preset = released.get((layers, dim), {})
     unknown = [key for key in ("first_continuous", "restart") if key not in preset and key not in arguments]
     if unknown:
         known = ", ".join(f"{key} ({s['num_layers']} layers of {s['dim']})" for key, s in STUDENTS.items())
@@ -235,15 +240,7 @@ def _config(weights: Mapping[str, Tensor], name: str, arguments: Mapping[str, An
         raise ValueError(
             f"{name} has {length} slots, and scales {scales} have {sum(side * side for side in scales)}; pass `scales`."
         )
-    return {
-        "vocab_size": weights["head.weight"].shape[0],
-        "token_dim": token_dim,
-        "dim": dim,
-        "num_layers": layers,
-        "num_heads": weights["blocks.0.attn.scale_mul_1H11"].shape[1],
-        "num_classes": weights["class_emb.weight"].shape[0] - 1,
-        "scales": scales,
-        "first_continuous": preset.get("first_continuous"),
-        "restart": preset.get("restart"),
-        **arguments,
-    }
+    read = ("vocab_size", "dim", "num_layers", "num_heads", "num_classes")
+    sizes = {key: size for key, size in sizes_of(weights).items() if key in read}
+    own = {key: preset.get(key) for key in ("first_continuous", "restart")}
+    return {**sizes, "token_dim": token_dim, "scales": scales, **own, **arguments}

@@ -25,7 +25,7 @@ from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, 
 from visual_spec.models.core.offload import check_cache_fits, loads_groups
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster, wide
 from visual_spec.models.core.transformers_attention import window_calls
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache, attention_mask
 
 _PROMPT_STEP = 32  # prompts are padded to multiples of this where shapes are fixed
 
@@ -412,10 +412,7 @@ class CachedDecoder:
         if prefix_mask is not None and takes(embeddings, self._head_dim):
             with window_calls(self.decoder, places, prefix_mask) as more:
                 return self.decoder(**inputs, **more).last_hidden_state
-        mask = visible[:, None]
-        if self._attention == "eager":  # eager attention adds the mask
-            least = torch.finfo(embeddings.dtype).min
-            mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, least)
+        mask = attention_mask(visible[:, None], embeddings, self._attention)
         return self.decoder(**inputs, attention_mask=mask).last_hidden_state
 
     def _logits(self, features: Tensor) -> Tensor:

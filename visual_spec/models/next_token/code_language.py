@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.core.protocol import TokenGrid, wide
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache, attention_mask
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 
 Ranges = tuple[tuple[int, int], ...]
@@ -146,11 +146,11 @@ class CodeLanguageModel(CachedDecoder):
             held = torch.arange(visible.shape[-1], device=visible.device)
             near = visible & (held > places[..., None] - width)
         cache.at(places, visible.shape[-1])
-        mask: Any = self._as_mask(near, embeddings)
-        if (
-            len(set(getattr(self.decoder.config, "layer_types", None) or ())) > 1
-        ):  # one for each kind of layer
-            mask = {"full_attention": self._as_mask(visible, embeddings), "sliding_attention": mask}
+        mask: Any = attention_mask(near[:, None], embeddings, self._attention)
+        kinds = set(getattr(self.decoder.config, "layer_types", None) or ())
+        if len(kinds) > 1:  # one for each kind of layer
+            full = attention_mask(visible[:, None], embeddings, self._attention)
+            mask = {"full_attention": full, "sliding_attention": mask}
         return self.decoder(
             inputs_embeds=embeddings,
             position_ids=positions,
@@ -158,13 +158,6 @@ class CodeLanguageModel(CachedDecoder):
             use_cache=True,
             attention_mask=mask,
         ).last_hidden_state
-
-    def _as_mask(self, visible: Tensor, embeddings: Tensor) -> Tensor:
-        mask = visible[:, None]
-        if self._attention == "eager":  # eager attention adds the mask
-            least = torch.finfo(embeddings.dtype).min
-            mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, least)
-        return mask
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -207,12 +207,16 @@ def condition_of(tensors: tuple[Tensor, ...]) -> TextCondition | Tensor:
     return TextCondition(*tensors[:2], negative=parts[1] if len(parts) > 1 else None)
 
 
-def check_captions(condition: object, expected: tuple[int, int, int]) -> None:
+def check_captions(condition: object, expected: tuple[int, int, int], *, left_padded: bool = True) -> None:
     """Refuse what is no `TextCondition` of features [B, T, C] and masks [B, T].
+
+    Args:
+        expected: B, T and C.
+        left_padded: whether captions end at the last position.
 
     Raises:
         TypeError: it is something else.
-        ValueError: it has other shapes, or an empty caption.
+        ValueError: it has other shapes, or a caption that does not end there.
     """
     if not isinstance(condition, TextCondition):
         raise TypeError(f"{type(condition).__name__} given; this model takes a TextCondition(features, mask)")
@@ -222,7 +226,7 @@ def check_captions(condition: object, expected: tuple[int, int, int]) -> None:
                 f"features {tuple(part.features.shape)} and mask {tuple(part.mask.shape)} given; "
                 f"this model takes {expected} and {expected[:2]}"
             )
-        if not part.mask[:, -1].all():
+        if left_padded and not part.mask[:, -1].all():
             raise ValueError(
                 "the last prefix position of a row is masked; captions are left-padded and not empty"
             )
