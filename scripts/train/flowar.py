@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from torch import Tensor
+from torch import Tensor, nn
 
 from scripts.train.mar import (
     EncodedPictures,
@@ -170,6 +170,27 @@ class Options(RunOptions):
     guidance_scale: float = option("of these pictures", 3.0)
 
 
+@torch.no_grad()
+def initialise(model: FlowARTransformer) -> None:
+    """Start all layers as the identity, the flow network's output as nothing, and embeddings at order one.
+
+    The released start, matrices of order one and embeddings of .02, is for a long training.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    for name, parameter in model.named_parameters():
+        if "ada_lin" in name or "adaLN" in name or name == "flownet.final_layer.linear.weight":
+            nn.init.zeros_(parameter)
+        elif "pos_embed" in name:
+            nn.init.normal_(parameter, std=0.5)
+    nn.init.normal_(model.class_emb.weight)
+    for layer in (model.flownet.time_embed.mlp[0], model.flownet.time_embed.mlp[2]):
+        nn.init.normal_(layer.weight, std=0.02)  # pyright: ignore[reportArgumentType]
+
+
 def main() -> None:
     options, settings = read_options(HELP, Options, FlowTraining)
     torch.manual_seed(settings.seed)
@@ -185,7 +206,7 @@ def main() -> None:
         flow_depth=options.flow_depth,
         num_classes=len(CLASSES),
     )
-    model.initialise()
+    initialise(model)
     model = model.to(options.device)
     record = train_maps(model, tokenizer, settings, options.out, cache=options.cache or options.tokenizer)
     if options.judged_pictures:

@@ -10,7 +10,7 @@ null class, so that guidance works (Ho and Salimans 2022).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from visual_spec.models.continuous.mar import HEADS, MARTransformer
 from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.continuous import guided
 from visual_spec.models.core.fingerprint import fingerprint
-from visual_spec.models.core.orders import guidance_scales, random_orders, step_slots
+from visual_spec.models.core.orders import check_order, guidance_scales, hidden_after
 from visual_spec.training.loop import (
     Descent,
     RunOptions,
@@ -292,6 +292,27 @@ def draw(
         tokens[rows, slots] = _chain(model, schedule, z, scale if with_null else None, temperature, noise)
         known[rows, slots] = True
     return tokens
+
+
+def random_orders(num_tokens: int, generators: Sequence[torch.Generator]) -> Tensor:
+    """A random order of the slots for each generator, long [B, L] on the CPU."""
+    return torch.stack([torch.randperm(num_tokens, generator=generator) for generator in generators])
+
+
+def step_slots(order: Tensor, num_steps: int) -> list[Tensor]:
+    """The slots that each step fills, each long [B, n].
+
+    Args:
+        order: long [B, L], for each sample all its slots. As published it is read from its end: a step leaves hidden
+            what stands first.
+
+    Raises:
+        ValueError: as `hidden_after` and `check_order`.
+    """
+    check_order(order)
+    length = order.shape[1]
+    edges = [length, *hidden_after(length, num_steps)[:-1], 0]
+    return [order[:, low:high] for high, low in zip(edges[:-1], edges[1:], strict=True)]
 
 
 def _chain(

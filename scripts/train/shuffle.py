@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from visual_spec.models.core.low_rank import ADAPTER, DOWN, UP, LowRank
+from visual_spec.models.core.low_rank import ADAPTER, DOWN, UP
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_shuffle import LlamaGenShuffle, MLPBlock
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -71,6 +71,20 @@ def start_from_raster(raster: LlamaGenTransformer, rank: int, order: str = "bloc
         parameter.requires_grad_(not name.startswith(SHARED))
     add_changes(model.layers, rank)
     return model
+
+
+class LowRank(nn.Module):
+    """The parametrization of a matrix that stays as it is, plus `up [out, rank] @ down [rank, in]`, zero at first."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(weight.new_zeros(len(weight), rank))
+        self.down = nn.Parameter(
+            torch.randn(rank, weight.shape[1], dtype=weight.dtype) * weight.shape[1] ** -0.5
+        )
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
 
 
 def add_changes(blocks: nn.Module, rank: int) -> None:

@@ -30,7 +30,7 @@ def few_pictures_are_judged(monkeypatch):
 def new_model() -> FlowARTransformer:
     torch.manual_seed(1)
     model = FlowARTransformer(4, 3, 16, 1, 2, 64, 1, num_classes=len(CLASSES))
-    model.initialise()
+    flowar.initialise(model)
     return model
 
 

@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from visual_spec.models.core.orders import (
-    check_order,
-    guidance_scales,
-    hidden_after,
-    random_orders,
-    step_slots,
-)
+from scripts.train.mar import random_orders, step_slots
+from visual_spec.models.core.orders import check_order, guidance_scales, hidden_after
 
 
 def published(order: list[int], num_steps: int, scale: float) -> list[tuple[set[int], float]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_labels
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
-from visual_spec.models.continuous.mar import HEADS, check_sizes
+from visual_spec.models.continuous.mar import HEADS, HeadKind, check_sizes
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.continuous import ChainSettings
 from visual_spec.models.core.offload import check_cache_fits
@@ -90,13 +90,13 @@ class CausalContinuousTransformer(SavedModel):
         num_classes: Count = 1000,
         prefix_length: Count = 1,
         order: Sequence[int] | None = None,
-        head_kind: str = "noise",
+        head_kind: HeadKind = "noise",
         head_steps: int = 100,
         eta: float | None = None,
         final_noise: float = 0.0,
     ):
         super().__init__()
-        check_sizes(dim, num_heads, head_kind)
+        check_sizes(dim, num_heads)
         self.chain = ChainSettings(head_steps, eta, final_noise)
         self.grid = TokenGrid(grid_size, grid_size)
         length = self.grid.num_tokens

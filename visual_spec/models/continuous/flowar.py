@@ -232,26 +232,6 @@ class FlowARTransformer(SavedModel):
         turns = self._turns(hidden, *range(len(self.scales)))
         return self._run(hidden, self._modulations(classes), slots, turns, mask=mask)
 
-    @torch.no_grad()
-    def initialise(self) -> None:
-        """Start all layers as the identity, the flow network's output as nothing, and embeddings at order one.
-
-        The released start, matrices of order one and embeddings of .02, is for a long training.
-        """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        for name, parameter in self.named_parameters():
-            if "ada_lin" in name or "adaLN" in name or name == "flownet.final_layer.linear.weight":
-                nn.init.zeros_(parameter)
-            elif "pos_embed" in name:
-                nn.init.normal_(parameter, std=0.5)
-        nn.init.normal_(self.class_emb.weight)
-        for layer in (self.flownet.time_embed.mlp[0], self.flownet.time_embed.mlp[2]):
-            nn.init.normal_(layer.weight, std=0.02)  # pyright: ignore[reportArgumentType]
-
 
 def check_sizes(scales: Sequence[int], grid_size: int, dim: int, num_heads: int) -> None:
     """Refuse sizes that make no model.

@@ -12,26 +12,12 @@ from pathlib import Path
 import torch
 from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from visual_spec.files.reading import read_object
 
 ADAPTER = "adapter.json"
 UP, DOWN = ".up", ".down"
-
-
-class LowRank(nn.Module):
-    """The parametrization of a matrix that stays as it is, plus `up [out, rank] @ down [rank, in]`, zero at first."""
-
-    def __init__(self, weight: Tensor, rank: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(weight.new_zeros(len(weight), rank))
-        self.down = nn.Parameter(
-            torch.randn(rank, weight.shape[1], dtype=weight.dtype) * weight.shape[1] ** -0.5
-        )
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.up @ self.down
 
 
 @torch.no_grad()

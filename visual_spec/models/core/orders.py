@@ -16,7 +16,6 @@ one slot each.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -149,22 +148,6 @@ def hidden_after(num_tokens: int, num_steps: int) -> list[int]:
     return counts
 
 
-def step_slots(order: Tensor, num_steps: int) -> list[Tensor]:
-    """The slots that each step fills, each long [B, n].
-
-    Args:
-        order: long [B, L], for each sample all its slots. As published it is read from its end: a step leaves hidden
-            what stands first.
-
-    Raises:
-        ValueError: as `hidden_after` and `check_order`.
-    """
-    check_order(order)
-    length = order.shape[1]
-    edges = [length, *hidden_after(length, num_steps)[:-1], 0]
-    return [order[:, low:high] for high, low in zip(edges[:-1], edges[1:], strict=True)]
-
-
 def check_order(order: Tensor) -> None:
     """Refuse what is no order.
 
@@ -182,11 +165,6 @@ def check_order(order: Tensor) -> None:
             f"row {int(wrong[0])} of the order is no permutation of the slots 0 to {order.shape[1] - 1}; "
             "name each once."
         )
-
-
-def random_orders(num_tokens: int, generators: Sequence[torch.Generator]) -> Tensor:
-    """A random order of the slots for each generator, long [B, L] on the CPU."""
-    return torch.stack([torch.randperm(num_tokens, generator=generator) for generator in generators])
 
 
 def guidance_scales(scale: float, num_tokens: int, num_steps: int, *, linear: bool = True) -> list[float]:

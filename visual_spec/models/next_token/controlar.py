@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_c
 from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.settings import Count, register_to_config
+from visual_spec.models.core.settings import Count, OneOf, register_to_config
 from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_blocks import CaptionProjection
 from visual_spec.models.next_token.llamagen_checkpoint import recognise
@@ -78,7 +78,7 @@ class ControlARTransformer(SavedModel):
         self,
         transformer_config: dict[str, Any],
         adapter_config: dict[str, Any],
-        control_resample: str = "bicubic",
+        control_resample: Annotated[str, OneOf(tuple(RESAMPLES))] = "bicubic",
         token_size: Count = TOKEN,
     ):
         super().__init__()
@@ -91,8 +91,6 @@ class ControlARTransformer(SavedModel):
             )
         if own["num_layers"] % GROUPS:
             raise ValueError(f"num_layers={own['num_layers']}; pass a multiple of {GROUPS}")
-        if control_resample not in RESAMPLES:
-            raise ValueError(f"control_resample={control_resample!r}; pass one of {', '.join(RESAMPLES)}")
         dino = Dinov2Config(**adapter_config)
         if dino.patch_size != PATCH:
             raise ValueError(f"a DINOv2 with patches of {dino.patch_size} pixels; pass one of {PATCH}")
