@@ -28,18 +28,7 @@ _HOME = {
     "wilson_interval": "intervals",
     "write_html": "report.pages",
 }
-__all__ = [
-    "ComparisonRow",
-    "acceptance_map",
-    "contact_sheet",
-    "density_coverage",
-    "frechet_distance",
-    "paid_slots",
-    "precision_recall",
-    "summarise",
-    "wilson_interval",
-    "write_html",
-]
+__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
