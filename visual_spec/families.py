@@ -173,7 +173,7 @@ FAMILIES = (
         plain="distilled", comparable=False, stored_as="canvas", measured="",
         load="DistilledScalePipeline.from_official",
         layout=FileLayout((
-            OfficialFile("transformer", "VAR's student", "next_scale.var_student:is_var_student",
+            OfficialFile("transformer", "VAR's student", "n_d_embed.weight layerwise_n_d_embed.0.weight pos_1LC",
                 "next_scale.var_student:load_var_student", pipeline="DistilledScalePipeline"),
             replace(_VAR, role="teacher", own=False), replace(_VAR_VQ, own=False),
         ), tokenizer=_NEEDS_VAR_VQ),

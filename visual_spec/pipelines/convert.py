@@ -18,7 +18,6 @@ from visual_spec.models.columns.audiocraft import CODEC, LANGUAGE_MODEL, kind_of
 from visual_spec.models.continuous.flowar import is_flowar
 from visual_spec.models.continuous.mar_checkpoint import is_mar
 from visual_spec.models.core.checkpoints import Checkpoint, read_content, unpack_checkpoint
-from visual_spec.models.next_scale.var_student import unpack_var_student
 from visual_spec.models.next_token.llamagen_checkpoint import recognise
 from visual_spec.models.next_token.llamagen_student import unpack_student
 from visual_spec.models.video.self_forcing_checkpoint import is_lora, is_wan, load_self_forcing
@@ -119,7 +118,7 @@ def _read(path: Path) -> File:
         raise ValueError(
             f"{path} is of audiocraft; pass its folder, with {LANGUAGE_MODEL} (the language model) and {CODEC} in it."
         )
-    student = unpack_student(path, content) or unpack_var_student(path, content)
+    student = unpack_student(path, content)
     if student is not None:
         return student
     averaged = content.get("model_ema") if isinstance(content, Mapping) else None

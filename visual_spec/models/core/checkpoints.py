@@ -25,8 +25,9 @@ from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import FLOATING, Difference, check_finite, short_name, some
 
 # Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
-# bare dict, Infinity's tokenizers "vae", VAR's training "trainer" with "var_wo_ddp" in it, and Self-Forcing
-# "generator_ema", beside which "generator" is the last step of training, and LongLive's LoRA "generator_lora".
+# bare dict, Infinity's tokenizers "vae", VAR's training "trainer" with "var_wo_ddp" in it, its students' the averaged
+# "ema_parameters" too, and Self-Forcing "generator_ema", beside which "generator" is the last step of training, and
+# LongLive's LoRA "generator_lora".
 _CONTAINERS = (
     ("generator_ema",),
     ("generator",),
@@ -36,6 +37,7 @@ _CONTAINERS = (
     ("module",),
     ("state_dict",),
     ("vae",),
+    ("trainer", "ema_parameters"),
     ("trainer", "var_wo_ddp"),
     ("var_wo_ddp",),
 )
@@ -212,9 +214,11 @@ def unpack_checkpoint(path: Path, content: Any) -> Checkpoint:
 
 
 def _at(content: Any, place: tuple[str, ...]) -> Mapping | None:
+    """The dict at a place, if there are tensors in it."""
     for name in place:
         content = content.get(name) if isinstance(content, Mapping) else None
-    return content if isinstance(content, Mapping) else None
+    held = isinstance(content, Mapping) and any(isinstance(value, Tensor) for value in content.values())
+    return content if held else None
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

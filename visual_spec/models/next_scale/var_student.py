@@ -9,14 +9,13 @@ of each layer between attention and feed-forward layer, and before the heads. Pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, unpack_checkpoint
+from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.core.distilled import ContinuousHead, DistilledAnswer, DistilledState, check_call
 from visual_spec.models.core.layouts import KeyLayout, count_parts, loaded
 from visual_spec.models.core.offload import decodes
@@ -161,25 +160,6 @@ class VARStudent(SavedModel):
 # -- official checkpoints --------------------------------------------------------------------------------------------
 
 
-def is_var_student(weights: Mapping[str, Any]) -> bool:
-    """Return whether these keys are of a student of VAR."""
-    return {"n_d_embed.weight", "layerwise_n_d_embed.0.weight", "pos_1LC"} <= weights.keys()
-
-
-def unpack_var_student(path: Path, content: Any) -> Checkpoint | None:
-    """The averaged weights of a file of a student, else the last ones; None: it is another file.
-
-    Raises:
-        ValueError: as in `visual_spec.models.core.checkpoints.unpack_checkpoint`.
-    """
-    trainer = content.get("trainer") if isinstance(content, Mapping) else None
-    for name in ("ema_parameters", "var_wo_ddp"):
-        weights = trainer.get(name) if isinstance(trainer, Mapping) else None
-        if isinstance(weights, Mapping) and is_var_student(weights):
-            return unpack_checkpoint(path, {"model": weights})
-    return None
-
-
 _STUDENT = KeyLayout(
     "student of VAR",
     "var-d16.pth, var-d20.pth or var-d24.pth of Distilled Decoding",
@@ -191,7 +171,6 @@ _STUDENT = KeyLayout(
         "n_d_embed.weight": 2,
         "blocks.0.attn.scale_mul_1H11": 4,
     },
-    unpack=unpack_var_student,
     keep='{"trainer": {"ema_parameters": c["trainer"]["ema_parameters"]}}',
 )
 
@@ -202,7 +181,7 @@ def load_var_student(source: Source, *, dtype: torch.dtype | None = None, **conf
     Constants that the files may carry (levels, attention mask, zero bias of keys) are checked and dropped.
 
     Args:
-        source: the file, or what `unpack_var_student` made of it.
+        source: the file, or the result of `read_checkpoint`.
         dtype: of the weights; None keeps the file's.
         config: constructor arguments that the weights do not tell: `first_continuous` and `restart` of a size that is
             none of `STUDENTS`, or other ones than published; `scales` other than the official ones.
