@@ -14,6 +14,10 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
 def normed(v: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     centred = v - v.mean(-1, keepdim=True)
     unit = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -80,8 +84,7 @@ def straight_layers(
         x = x + (mixed @ w[p + "attn.proj.weight"].T + w[p + "attn.proj.bias"]) * gamma1
         x = x + between(layer)
         h = normed(x, scale2, shift2) @ w[p + "ffn.fc1.weight"].T + w[p + "ffn.fc1.bias"]
-        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-        x = x + (h @ w[p + "ffn.fc2.weight"].T + w[p + "ffn.fc2.bias"]) * gamma2
+        x = x + (gelu(h) @ w[p + "ffn.fc2.weight"].T + w[p + "ffn.fc2.bias"]) * gamma2
     return x
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.helpers.tiny_infinity import LENGTHS, SIDES, captions, some, tiny_infinity
+from tests.helpers.var import gelu, normed, silu
 from visual_spec.models.core.protocol import Side, area_of, shape_of
 from visual_spec.models.next_scale.infinity import PRESETS, InfinityTransformer
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
@@ -33,19 +34,6 @@ def random_maps(sides: tuple[Side, ...] = SIDES, batch_size: int = 3, bits: int 
 
 
 # -- an independent computation ---------------------------------------------------------------------------------------
-
-
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def gelu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def layer_norm(x: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def turned(x: Tensor, row: int, column: int) -> Tensor:
@@ -97,7 +85,7 @@ def straight_line(model: InfinityTransformer, words: Tensor, maps: list[Tensor],
         p = f"blocks.{layer}."
         six = (w["shared_ada_lin.1.weight"] @ condition + w["shared_ada_lin.1.bias"]).view(6, dim)
         gamma1, gamma2, scale1, scale2, shift1, shift2 = six + w[p + "ada_gss"][0, 0]
-        h = (layer_norm(x) * (1 + scale1) + shift1) @ w[p + "sa.mat_qkv.weight"].T
+        h = normed(x, scale1, shift1) @ w[p + "sa.mat_qkv.weight"].T
         q, k, v = h[:, :dim] + w[p + "sa.q_bias"], h[:, dim : 2 * dim], h[:, 2 * dim :] + w[p + "sa.v_bias"]
         mixed = torch.zeros_like(x)
         for head in range(heads):
@@ -111,13 +99,14 @@ def straight_line(model: InfinityTransformer, words: Tensor, maps: list[Tensor],
                 seen = [j for j in range(len(levels)) if levels[j] <= level]
                 mixed[i, part] = (sharpness * keys[seen] @ queries[i]).softmax(0) @ v[seen][:, part]
         x = x + (mixed @ w[p + "sa.proj.weight"].T + w[p + "sa.proj.bias"]) * gamma1
-        h = layer_norm(x) * w[p + "ca_norm.weight"] + w[p + "ca_norm.bias"]
+        zero = torch.zeros(dim, dtype=x.dtype)
+        h = normed(x, zero, zero) * w[p + "ca_norm.weight"] + w[p + "ca_norm.bias"]
         h = h @ w[p + "ca.mat_q.weight"].T + w[p + "ca.mat_q.bias"]
         x = x + torch.stack([over_words(w, p + "ca.", query, words, heads) for query in h])
-        h = (layer_norm(x) * (1 + scale2) + shift2) @ w[p + "ffn.fc1.weight"].T + w[p + "ffn.fc1.bias"]
+        h = normed(x, scale2, shift2) @ w[p + "ffn.fc1.weight"].T + w[p + "ffn.fc1.bias"]
         x = x + (gelu(h) @ w[p + "ffn.fc2.weight"].T + w[p + "ffn.fc2.bias"]) * gamma2
     scale, shift = (w["head_nm.ada_lin.1.weight"] @ condition + w["head_nm.ada_lin.1.bias"]).view(2, dim)
-    logits = (layer_norm(x) * (1 + scale) + shift) @ w["head.weight"].T + w["head.bias"]
+    logits = normed(x, scale, shift) @ w["head.weight"].T + w["head.bias"]
     return torch.stack([logits[:, 0::2].flatten(), logits[:, 1::2].flatten()], -1)
 
 
