@@ -1,7 +1,8 @@
-"""Train an ACDiT on the class pictures of `shapes`: blocks of continuous tokens (Hu et al. 2024, section 3).
+"""Train an ACDiT on the class pictures of `shapes`, or on clips of `motion`: blocks of continuous tokens (Hu et al.
+2024, section 3).
 
-One pass reads all clean tokens and all noisy ones; every block has a time of its own. The latents, the class dropout
-and the weights of slots are those of `mar`.
+One pass reads all clean tokens and all noisy ones; every block has a time of its own. The class dropout and the
+weights of slots are those of `mar`, as are the latents of pictures; those of clips are squares of small frames.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
+from scripts.train.clips import (
+    CLIP_CLASSES,
+    SIDE,
+    TOKEN_DIM,
+    encoded_clips,
+    judged_clips,
+)
 from scripts.train.mar import (
     EncodedPictures,
     check_fit,
@@ -60,16 +68,19 @@ class BlockTraining:
     seed: int = 0
 
 
-def new_model(tokenizer: AutoencoderKL, block_size: int, prediction: str) -> ACDiTTransformer:
-    """A fresh model of 1.3 million weights for a tokenizer's latents."""
+def new_model(
+    tokenizer: AutoencoderKL | None, block_size: int, prediction: str, frames: int = 1
+) -> ACDiTTransformer:
+    """A fresh model of 1.3 million weights for a tokenizer's latents; without one, for clips of so many frames."""
     model = ACDiTTransformer(
-        grid_size=latent_side(tokenizer),
-        token_dim=tokenizer.config["latent_channels"],
+        grid_size=latent_side(tokenizer) if tokenizer else SIDE,
+        token_dim=tokenizer.config["latent_channels"] if tokenizer else TOKEN_DIM,
         block_size=block_size,
+        frames=frames,
         dim=128,
         num_layers=4,
         num_heads=4,
-        num_classes=len(CLASSES),
+        num_classes=len(CLASSES if tokenizer else CLIP_CLASSES),
         prediction=prediction,
     )
     for layer in model.modules():
@@ -87,7 +98,7 @@ def new_model(tokenizer: AutoencoderKL, block_size: int, prediction: str) -> ACD
 
 def train_blocks(
     model: ACDiTTransformer,
-    tokenizer: AutoencoderKL,
+    tokenizer: AutoencoderKL | None,
     settings: BlockTraining,
     out: Path,
     *,
@@ -98,11 +109,14 @@ def train_blocks(
 
     A run that was interrupted goes on from `out/resume.pt`. Latents are kept in `cache`, see `latent_pictures`.
 
+    Args:
+        tokenizer: of pictures; None: the model is of clips.
+
     Raises:
         ValueError: a model of other tokens or classes than the tokenizer and the data have.
     """
-    pictures = latent_pictures(tokenizer, settings.scenes, settings.seed, cache=cache)
-    check_fit(model, pictures)
+    pictures = examples(model, tokenizer, settings.scenes, settings.seed, cache=cache)
+    check_fit(model, pictures, len(CLASSES if tokenizer else CLIP_CLASSES))
     # Muon's steps of fixed size would tear modulations apart, which start at 0.
     blocks: Any = model.blocks
     trunk = torch.nn.ModuleList([part for block in blocks for part in (block.attn, block.mlp)])
@@ -112,13 +126,22 @@ def train_blocks(
     def loss(step: int) -> Tensor:
         return step_loss(model, pictures, settings, np.random.default_rng((settings.seed, step)))
 
-    run = Trainer(model, settings, out, descend, every=every, reads=[tokenizer])
+    run = Trainer(model, settings, out, descend, every=every, reads=[tokenizer] if tokenizer else [])
     return run.run(
         loss,
         lambda step: (step,),
         lambda: {"held_out_loss": held_out_loss(model, tokenizer, settings)},
         lambda: model.save_pretrained(out),
     )
+
+
+def examples(
+    model: ACDiTTransformer, tokenizer: AutoencoderKL | None, count: int, seed: int, **more: Any
+) -> EncodedPictures:
+    """Pictures, or clips as long as the model's; `more`: as for `latent_pictures`."""
+    if tokenizer is not None:
+        return latent_pictures(tokenizer, count, seed, **more)
+    return encoded_clips(count, seed, model.grid.frames, held_out=more.get("held_out", False))
 
 
 def step_loss(
@@ -129,7 +152,7 @@ def step_loss(
     chosen = torch.from_numpy(rng.integers(len(pictures.labels), size=size))
     noise = torch.Generator().manual_seed(int(rng.integers(2**63)))
     dropped = torch.from_numpy(rng.random(size) < settings.label_dropout)
-    labels = pictures.labels[chosen].masked_fill(dropped, len(CLASSES)).to(device)
+    labels = pictures.labels[chosen].masked_fill(dropped, model.config["num_classes"]).to(device)
     places = model.places.cpu()
     tokens = pictures.draw(chosen, noise)[:, places]  # [B, L, d]
     weights = 1.0 + (settings.object_weight - 1.0) * pictures.objects[chosen][:, places].float()
@@ -149,11 +172,12 @@ def step_loss(
 
 
 def held_out_loss(
-    model: ACDiTTransformer, tokenizer: AutoencoderKL, settings: BlockTraining, count: int = 400
+    model: ACDiTTransformer, tokenizer: AutoencoderKL | None, settings: BlockTraining, count: int = 400
 ) -> float:
-    """Mean loss of held-out pictures, in settings of its own so that runs compare."""
+    """Mean loss of held-out pictures or clips, in settings of its own so that runs compare."""
     judged = BlockTraining(batch_size=50, label_dropout=0.0, object_weight=1.0, bfloat16=settings.bfloat16)
-    return held_out_mean(tokenizer, count, lambda pictures, rng: step_loss(model, pictures, judged, rng))
+    pictures = examples(model, tokenizer, count, 777, held_out=True)
+    return held_out_mean(lambda rng: step_loss(model, pictures, judged, rng))
 
 
 # -- judging ----------------------------------------------------------------------------------------------------------
@@ -161,33 +185,36 @@ def held_out_loss(
 
 @torch.no_grad()
 def judge(
-    model: ACDiTTransformer, tokenizer: AutoencoderKL, count: int, *, guidance: float, levels: int
+    model: ACDiTTransformer, tokenizer: AutoencoderKL | None, count: int, *, guidance: float, levels: int
 ) -> dict:
-    """Class accuracy of pictures that a model draws, about as many of each class."""
+    """Class accuracy of pictures or clips that a model draws, about as many of each class."""
     request: Any = {"law": TokenLaw(guidance_scale=guidance)}
 
     def drawn(labels: Tensor, seed: int) -> Tensor:
         request.update(generator=torch.Generator().manual_seed(seed), batch_size=len(labels))
         return BlockDiffusionSampler(levels)(model, labels.to(model.device), **request).tokens
 
-    return {"guidance_scale": guidance, "levels": levels, **judged_classes(tokenizer, count, drawn)}
+    read = judged_classes(tokenizer, count, drawn) if tokenizer else judged_clips(count, drawn)
+    return {"guidance_scale": guidance, "levels": levels, **read}
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
-HELP = """Train an ACDiT, which denoises pictures block by block.
+HELP = """Train an ACDiT, which denoises pictures or clips block by block.
 
 `python scripts/train acdit --tokenizer FOLDER --out FOLDER --block-size 16`
+`python scripts/train acdit --frames 8 --out FOLDER --block-size 16`
 
 Afterwards `--out` holds the weights and `training.json`, with the loss curve, the held-out loss and the class accuracy
-of pictures drawn with them. An interrupted run resumes.
+of pictures or clips drawn with them. An interrupted run resumes.
 """
 
 
 @dataclass(kw_only=True)
 class Options(RunOptions):
-    tokenizer: Path = option("folder that python scripts/train kl_tokenizer wrote")
-    block_size: int = option("tokens of a block, the square of a side that divides the picture's", 16)
+    tokenizer: Path | None = option("of pictures: folder that python scripts/train kl_tokenizer wrote", None)
+    frames: int = option("of clips, which have 16 tokens a frame and need no tokenizer", 1)
+    block_size: int = option("tokens of a block; of pictures the square of a side that divides theirs", 16)
     prediction: str = option("what the network predicts", "v_prediction", choices=list(PREDICTIONS))
     judged_pictures: int = option("drawn for the accuracy; 0: none", 240)
     guidance_scale: float = option("of these pictures", 2.0)
@@ -196,10 +223,17 @@ class Options(RunOptions):
 
 def main() -> None:
     options, settings = read_options(HELP, Options, BlockTraining)
+    if (options.tokenizer is None) == (options.frames == 1):
+        raise SystemExit(
+            f"tokenizer={options.tokenizer}, frames={options.frames} given; pass --tokenizer FOLDER for pictures, or "
+            "--frames with 2 or more for clips."
+        )
     torch.manual_seed(settings.seed)
-    tokenizer: Any = AutoencoderKL.from_pretrained(options.tokenizer, torch_dtype=torch.float32)
-    tokenizer = tokenizer.eval().to(options.device)
-    model = new_model(tokenizer, options.block_size, options.prediction).to(options.device)
+    tokenizer: Any = None
+    if options.tokenizer is not None:
+        tokenizer = AutoencoderKL.from_pretrained(options.tokenizer, torch_dtype=torch.float32)
+        tokenizer = tokenizer.eval().to(options.device)
+    model = new_model(tokenizer, options.block_size, options.prediction, options.frames).to(options.device)
     record = train_blocks(model, tokenizer, settings, options.out, cache=options.out.parent)
     if options.judged_pictures:
         record["drawn"] = judge(

@@ -76,7 +76,7 @@ def train_maps(
         ValueError: a model of other tokens or classes than the tokenizer and the data have.
     """
     pictures = latent_pictures(tokenizer, settings.scenes, settings.seed, cache=cache)
-    check_fit(model, pictures)
+    check_fit(model, pictures, len(CLASSES))
     # Not of the modulations: they start at 0, where Muon's steps of fixed size would tear them apart.
     matrices = [
         part
@@ -134,7 +134,8 @@ def map_loss(
 def held_out_loss(model: FlowARTransformer, tokenizer: AutoencoderKL, count: int = 400) -> float:
     """Mean loss of held-out pictures, in settings of its own so that runs compare."""
     judged = FlowTraining(batch_size=50, label_dropout=0.0, object_weight=1.0)
-    return held_out_mean(tokenizer, count, lambda pictures, rng: map_loss(model, pictures, judged, rng))
+    pictures = latent_pictures(tokenizer, count, 777, held_out=True)
+    return held_out_mean(lambda rng: map_loss(model, pictures, judged, rng))
 
 
 def judge(

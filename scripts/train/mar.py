@@ -146,7 +146,7 @@ def train_latents(
         ValueError: a model of other tokens or classes than the tokenizer and the data have.
     """
     pictures = latent_pictures(tokenizer, settings.scenes, settings.seed, cache=cache)
-    check_fit(model, pictures)
+    check_fit(model, pictures, len(CLASSES))
     # Of the trunk only: the head's modulations start at 0, where Muon's steps of fixed size would tear them apart.
     trunk = torch.nn.ModuleList(
         [module for name, module in model.named_children() if name.endswith("blocks")]
@@ -223,12 +223,11 @@ def held_out_loss(
         batch_size=50, label_dropout=0.0, object_weight=1.0, bfloat16=settings.bfloat16
     )
     schedule: Any = model.schedule(1000)
-    return held_out_mean(
-        tokenizer, count, lambda pictures, rng: _step_loss(model, schedule, pictures, judged, rng)
-    )
+    pictures = latent_pictures(tokenizer, count, 777, held_out=True)
+    return held_out_mean(lambda rng: _step_loss(model, schedule, pictures, judged, rng))
 
 
-def check_fit(model: Any, pictures: EncodedPictures) -> None:
+def check_fit(model: Any, pictures: EncodedPictures, classes: int) -> None:
     """Refuse a model of other tokens or classes than the pictures have."""
     length, numbers = pictures.means.shape[1:]
     if (model.grid.num_tokens, model.token_dim) != (length, numbers):
@@ -236,8 +235,8 @@ def check_fit(model: Any, pictures: EncodedPictures) -> None:
             f"the tokenizer makes {length} tokens of {numbers} numbers, the model has {model.grid.num_tokens} of "
             f"{model.token_dim}; make the model for this tokenizer."
         )
-    if model.config["num_classes"] != len(CLASSES):
-        raise ValueError(f"the model has {model.config['num_classes']} classes; the data has {len(CLASSES)}.")
+    if model.config["num_classes"] != classes:
+        raise ValueError(f"the model has {model.config['num_classes']} classes; the data has {classes}.")
 
 
 # -- judging ----------------------------------------------------------------------------------------------------------
@@ -371,10 +370,9 @@ def latent_side(tokenizer: AutoencoderKL) -> int:
 
 
 @torch.no_grad()
-def held_out_mean(tokenizer: AutoencoderKL, count: int, loss_of: Callable[..., Tensor]) -> float:
-    """Mean of `loss_of(pictures, rng)` over 16 batches of held-out pictures, the same in every run."""
-    pictures = latent_pictures(tokenizer, count, 777, held_out=True)
-    losses = [loss_of(pictures, np.random.default_rng((777, part))).item() for part in range(16)]
+def held_out_mean(loss_of: Callable[[np.random.Generator], Tensor]) -> float:
+    """Mean of `loss_of(rng)` over 16 batches, the same in every run."""
+    losses = [loss_of(np.random.default_rng((777, part))).item() for part in range(16)]
     return round(float(np.mean(losses)), 4)
 
 

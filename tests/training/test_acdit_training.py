@@ -13,6 +13,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from scripts.train import acdit
 from scripts.train.acdit import BlockTraining, judge, step_loss, train_blocks
+from scripts.train.clips import encoded_clips
 from scripts.train.mar import latent_pictures
 from tests.helpers.tiny_latents import tiny_latents
 from tests.helpers.training import check_training
@@ -77,6 +78,33 @@ def test_it_learns_and_is_judged(tmp_path, tokenizer, block_size):
     assert len(losses) == 7 and min(losses[-3:]) < 0.8 * losses[0]
     drawn = judge(model, tokenizer, 3, guidance=2.0, levels=2)
     assert (drawn["pictures"], drawn["levels"]) == (3, 2) and "class" in drawn
+
+
+def test_clips_are_learned_and_judged(tmp_path, monkeypatch):
+    monkeypatch.setattr(acdit, "held_out_loss", lambda *args: 0.0)
+    model = ACDiTTransformer(4, 48, 16, 2, dim=32, num_layers=1, num_heads=2, num_classes=32)
+    record = train_blocks(model, None, replace(TRAINING, steps=81, batch_size=8), tmp_path)
+    losses = [loss for _, loss in record["loss"]]
+    assert min(losses[-2:]) < 0.8 * losses[0]
+    drawn = judge(model, None, 3, guidance=2.0, levels=2)
+    assert drawn["clips"] == 3 and {"kept", "direction", "class"} <= drawn.keys()
+
+
+def test_a_clip_without_a_class_has_the_last_row():
+    model, clips = acdit.new_model(None, 16, "v_prediction", 2), encoded_clips(4, 0, 2)
+    for layer in (*model.blocks, model.final_layer):
+        torch.nn.init.normal_(layer.adaLN_modulation[1].weight)
+    torch.nn.init.normal_(model.final_layer.linear.weight)
+    step_loss(model, clips, replace(TRAINING, label_dropout=1.0), np.random.default_rng(0)).backward()
+    touched: Any = model.y_embedder.embedding_table.weight.grad
+    assert touched.abs().sum(1).nonzero().flatten().tolist() == [32]
+
+
+def test_pictures_and_clips_are_told_apart(monkeypatch, tmp_path):
+    for more in ([], ["--frames", "8", "--tokenizer", "vae"]):
+        monkeypatch.setattr("sys.argv", ["acdit", "--out", str(tmp_path), *more])
+        with pytest.raises(SystemExit, match="pass --tokenizer FOLDER for pictures, or --frames"):
+            acdit.main()
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, tokenizer):
