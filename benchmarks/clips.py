@@ -2,9 +2,11 @@
 
 python benchmarks/clips.py --prompts 16 --out benchmarks/results/motion-clips.json
 python benchmarks/clips.py --prompts 100 --calls --out benchmarks/results/motion-calls.json
+python benchmarks/clips.py --prompts 50 --calls --rows "window 128, previous_frame" "window 128, panned_frame" \\
+    --out benchmarks/results/motion-panned-calls.json
 
-Held-out prompts, batch 1, all samplers of a prompt in turn. What was measured is written after each prompt. `--calls`
-counts calls only: prompts are then drawn together, and no times are given.
+Held-out prompts, batch 1, all samplers of a prompt in turn; times are of the processor. What was measured is written
+after each prompt. `--calls` counts calls only: prompts are then drawn together, and no times are given.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import torch
 
 from visual_spec.data.motion import held_out_prompts
 from visual_spec.eval.draws import seeded
+from visual_spec.eval.intervals import ratio_figure
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -26,6 +29,7 @@ SOURCES = {
     "previous_frame": {"initial_draft": "previous_frame"},
     "previous_frame, carried": {"initial_draft": "previous_frame", "drafts": "carried"},
     "moved_frame": {"initial_draft": "moved_frame"},
+    "panned_frame": {"initial_draft": "panned_frame"},
     "left": {"initial_draft": "left"},
 }
 SAMPLERS: dict[str, Any] = {"plain": AutoregressiveSampler()} | {
@@ -36,26 +40,32 @@ SAMPLERS: dict[str, Any] = {"plain": AutoregressiveSampler()} | {
 CAMERAS = ("still", "pans")
 
 
-def tokens_per_call(clips: list[dict[str, Any]]) -> float:
-    return round(sum(clip["tokens"] for clip in clips) / max(sum(clip["calls"] for clip in clips), 1), 2)
+def ratio(above: list[float], below: list[float]) -> dict[str, float]:
+    """Sum over sum with a 95 % interval over clips."""
+    return {key: round(value, 3) for key, value in ratio_figure(above, below).items()} if above else {}
 
 
 def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Tokens per call by camera, equal clips, and total seconds beside plain decoding, of every sampler."""
-    found = {}
+    """Of every sampler tokens per call and calls of the first row over its own, by camera; equal clips; total seconds
+    beside the first row."""
+    found, first = {}, next(iter(rows.values()))
     for name, clips in rows.items():
-        found[name] = {"tokens per call": tokens_per_call(clips)}
-        for camera in CAMERAS:
-            some = [clip for clip in clips if camera in clip["camera"]]
-            found[name][f"{len(some)} clips, camera {camera}"] = tokens_per_call(some)
-        single = [tokens_per_call([clip]) for clip in clips]
+        found[name] = {}
+        for camera in ("", *CAMERAS):
+            some = [place for place, clip in enumerate(clips) if camera in clip["camera"]]
+            calls, firsts = ([clips_of[place]["calls"] for place in some] for clips_of in (clips, first))
+            found[name][f"{len(some)} clips, camera {camera}" if camera else "all clips"] = {
+                "tokens per call": ratio([clips[place]["tokens"] for place in some], calls),
+                "calls of the first row over its own": ratio(firsts, calls),
+            }
+        single = [round(clip["tokens"] / clip["calls"], 2) for clip in clips]
         found[name] |= {"worst clip": min(single), "best clip": max(single)}
         found[name]["equal clips"] = sum(clip["equal"] for clip in clips)
         if "seconds" in clips[0]:
-            seconds, plain = (sum(clip["seconds"] for clip in rows[key]) for key in (name, "plain"))
+            seconds, firsts = ([clip["seconds"] for clip in rows_of] for rows_of in (clips, first))
             found[name] |= {
-                "seconds a clip": round(seconds / len(clips), 3),
-                "speed-up": round(plain / seconds, 3),
+                "seconds a clip": round(sum(seconds) / len(clips), 3),
+                "speed beside the first row": ratio(firsts, seconds),
             }
     return found
 
@@ -68,27 +78,29 @@ def main() -> None:
     parser.add_argument(
         "--calls", action="store_true", help="count calls of ten clips at a time, without times"
     )
+    parser.add_argument("--rows", nargs="+", choices=list(SAMPLERS), default=list(SAMPLERS))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     pipe = VideoPipeline.from_pretrained("motion")
     pipe.set_progress_bar_config(disable=True)
     prompts, batch = held_out_prompts(given.prompts), 10 if given.calls else 1
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in SAMPLERS}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in given.rows}
     for start in range(0, len(prompts), batch):
-        some, plain = prompts[start : start + batch], None
-        for name, pipe.sampler in SAMPLERS.items():
+        some, wanted = prompts[start : start + batch], None
+        for name in given.rows:
+            pipe.sampler = SAMPLERS[name]
             seeds = seeded(start, len(some))
-            began = time.perf_counter()
+            began = time.process_time()
             drawn = pipe(some, generator=seeds, output_type="latent")
-            seconds = time.perf_counter() - began
-            plain = drawn.tokens if plain is None else plain
+            seconds = time.process_time() - began
+            wanted = drawn.tokens if wanted is None else wanted
             for index, prompt in enumerate(some):
                 rows[name].append(
                     {
                         "camera": prompt.split("camera ")[1],
                         "tokens": drawn.tokens[index].numel(),
                         "calls": int(drawn.trace.target_calls[index]),
-                        "equal": torch.equal(drawn.tokens[index], plain[index]),
+                        "equal": torch.equal(drawn.tokens[index], wanted[index]),
                     }
                     | ({} if given.calls else {"seconds": seconds})
                 )

@@ -13,7 +13,7 @@ from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 COMBINATIONS = [("gumbel", "identical"), *((name, "exact") for name in ("gumbel", "independent", "maximal"))]
-FRAME_DRAFTS = ("previous_frame", "moved_frame")
+FRAME_DRAFTS = ("previous_frame", "moved_frame", "panned_frame")
 
 
 def distance(sampler: SpeculativeJacobiSampler, model: TabularModel) -> float:
@@ -30,12 +30,13 @@ def test_two_frames_are_lossless(window, coupling, acceptance, initial_draft):
     assert distance(SpeculativeJacobiSampler(window, coupling, acceptance, initial_draft), model) < 1e-10
 
 
+@pytest.mark.parametrize("initial_draft", ["moved_frame", "panned_frame"])
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 @pytest.mark.parametrize("grid", [TokenGrid(1, 1, 5), TokenGrid(1, 2, 3)], ids=["1 x 1 x 5", "1 x 2 x 3"])
-def test_moved_frames_are_lossless_where_motion_is_seen(grid, coupling, acceptance):
-    """With two tokens a frame and more than two frames, blocks are matched."""
+def test_moved_frames_are_lossless_where_motion_is_seen(grid, coupling, acceptance, initial_draft):
+    """With two tokens a frame and more than two frames, blocks are matched, and lags chosen."""
     model = TabularModel(grid, 2, seed=3)
-    assert distance(SpeculativeJacobiSampler(3, coupling, acceptance, "moved_frame"), model) < 1e-10
+    assert distance(SpeculativeJacobiSampler(3, coupling, acceptance, initial_draft), model) < 1e-10
 
 
 class CreditsStoredLaw(SpeculativeJacobiSampler):

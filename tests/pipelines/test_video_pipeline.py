@@ -47,7 +47,7 @@ def test_every_output_type_shows_the_same_clip():
     )
 
 
-@pytest.mark.parametrize("initial_draft", ["left", "previous_frame", "moved_frame"])
+@pytest.mark.parametrize("initial_draft", ["left", "previous_frame", "moved_frame", "panned_frame"])
 @pytest.mark.parametrize("window", [2, 5, 12, 128])
 def test_accelerated_clips_have_the_plain_tokens(window, initial_draft):
     plain = tiny_video_pipeline()

@@ -25,7 +25,8 @@ UP = "up"
 LAST_LAW = "last_law"
 PREVIOUS_FRAME = "previous_frame"
 MOVED_FRAME = "moved_frame"
-INITIAL_DRAFTS = (UNIFORM, LEFT, UP, LAST_LAW, PREVIOUS_FRAME, MOVED_FRAME)
+PANNED_FRAME = "panned_frame"
+INITIAL_DRAFTS = (UNIFORM, LEFT, UP, LAST_LAW, PREVIOUS_FRAME, MOVED_FRAME, PANNED_FRAME)
 
 
 @dataclass
@@ -140,10 +141,10 @@ def copied_slots(
     spatial locality-aware initialisation of SJD (Teng et al., ICLR 2025), or in an earlier frame.
 
     Args:
-        direction: "left", "up", "previous_frame" or "moved_frame" (`moved_slots`).
+        direction: "left", "up", "previous_frame", "moved_frame" (`moved_slots`) or "panned_frame" (`panned_slots`).
         slots: long [B, N], the slots to draft, all later than `newest`.
         newest: long [B, 1], the last slot that holds a token.
-        tokens: long [B, S], the tokens by slot; only "moved_frame" reads them.
+        tokens: long [B, S], the tokens by slot; only "moved_frame" and "panned_frame" read them.
 
     Returns:
         long [B, N].
@@ -162,8 +163,10 @@ def copied_slots(
     source = torch.where(same_frame, above, torch.where(earlier >= 0, earlier, newest))
     if direction != UP:
         source = torch.where(slots // grid.width == newest // grid.width, newest, source)
-    if direction in (PREVIOUS_FRAME, MOVED_FRAME):
+    if direction in (PREVIOUS_FRAME, MOVED_FRAME, PANNED_FRAME):
         source = torch.where(earlier >= 0, earlier, source)
+    if direction == PANNED_FRAME and grid.frames > 1 and tokens is not None:
+        source = panned_slots(tokens, slots, newest, grid, source)
     return source
 
 
@@ -178,6 +181,29 @@ def moved_slots(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) 
     still = copied_slots(PREVIOUS_FRAME, slots, newest, grid)
     moved = moved_places(tokens, slots, newest, grid)
     return torch.where(newest + 1 >= 2 * grid.height * grid.width, moved, still)
+
+
+def panned_slots(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid, still: Tensor) -> Tensor:
+    """Return the slots that lie one lag earlier, the same for the whole window; `still` where the frame stands.
+
+    The lags are a frame, a frame with a shift of one token to the left or right, and three frames, after which a
+    pattern of three tokens that slides is back. It is the one that explains most of the last H * W committed tokens.
+    A frame that stands has an eighth of them ahead, so that chance does not move it.
+    """
+    size = grid.height * grid.width
+    recent = torch.minimum(newest, slots[:, :1] - 1) - torch.arange(size, device=slots.device)  # [B, H * W]
+    now = tokens.gather(1, recent.clamp(min=0))
+
+    def hits(lag: int) -> Tensor:
+        earlier = tokens.gather(1, (recent - lag).clamp(min=0))
+        return ((earlier == now) & (recent >= lag)).sum(1, keepdim=True)
+
+    most, source = hits(size) + size // 8, still
+    for lag in (max(size - 1, 1), size + 1, 3 * size):
+        moved, explained = slots - lag * _ceil_div(slots - newest, lag), hits(lag)
+        source = torch.where((explained > most) & (moved >= 0), moved, source)
+        most = torch.maximum(most, explained)
+    return source
 
 
 def _ceil_div(dividend: Tensor, divisor: int) -> Tensor:
