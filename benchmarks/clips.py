@@ -2,8 +2,8 @@
 
 python benchmarks/clips.py --prompts 16 --out benchmarks/results/motion-clips.json
 python benchmarks/clips.py --prompts 100 --calls --out benchmarks/results/motion-calls.json
-python benchmarks/clips.py --prompts 50 --calls --rows "window 128, previous_frame" "window 128, panned_frame" \\
-    --out benchmarks/results/motion-panned-calls.json
+python benchmarks/clips.py --prompts 50 --rows "window 128, previous_frame" "window 128, panned_frame" \\
+    --out benchmarks/results/motion-panned.json
 
 Held-out prompts, batch 1, all samplers of a prompt in turn; times are of the processor. What was measured is written
 after each prompt. `--calls` counts calls only: prompts are then drawn together, and no times are given.
@@ -46,27 +46,26 @@ def ratio(above: list[float], below: list[float]) -> dict[str, float]:
 
 
 def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of every sampler tokens per call and calls of the first row over its own, by camera; equal clips; total seconds
-    beside the first row."""
+    """Of every sampler, by camera: tokens per call, calls and total seconds of the first row over its own; equal clips."""
     found, first = {}, next(iter(rows.values()))
     for name, clips in rows.items():
         found[name] = {}
         for camera in ("", *CAMERAS):
             some = [place for place, clip in enumerate(clips) if camera in clip["camera"]]
-            calls, firsts = ([clips_of[place]["calls"] for place in some] for clips_of in (clips, first))
-            found[name][f"{len(some)} clips, camera {camera}" if camera else "all clips"] = {
-                "tokens per call": ratio([clips[place]["tokens"] for place in some], calls),
-                "calls of the first row over its own": ratio(firsts, calls),
+            facts = {
+                "tokens per call": ratio(
+                    *([clips[place][key] for place in some] for key in ("tokens", "calls"))
+                )
             }
+            for key in ("calls", "seconds")[: 1 + ("seconds" in clips[0])]:
+                above, below = ([row[place][key] for place in some] for row in (first, clips))
+                facts[f"{key} of the first row over its own"] = ratio(above, below)
+            found[name][f"{len(some)} clips, camera {camera}" if camera else "all clips"] = facts
         single = [round(clip["tokens"] / clip["calls"], 2) for clip in clips]
         found[name] |= {"worst clip": min(single), "best clip": max(single)}
         found[name]["equal clips"] = sum(clip["equal"] for clip in clips)
         if "seconds" in clips[0]:
-            seconds, firsts = ([clip["seconds"] for clip in rows_of] for rows_of in (clips, first))
-            found[name] |= {
-                "seconds a clip": round(sum(seconds) / len(clips), 3),
-                "speed beside the first row": ratio(firsts, seconds),
-            }
+            found[name]["seconds a clip"] = round(sum(clip["seconds"] for clip in clips) / len(clips), 3)
     return found
 
 

@@ -161,7 +161,7 @@ RECIPES = {
     ),
     "motion": Recipe(
         "VideoPipeline",
-        "speculative-jacobi:window=128,initial_draft=previous_frame",
+        "speculative-jacobi:window=128,initial_draft=panned_frame",
         CLIPS,
         {"vq_model": "shapes"},
     ),

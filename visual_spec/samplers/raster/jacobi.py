@@ -104,7 +104,9 @@ class SpeculativeJacobiSampler(ChainSampler):
             "maximal".
         acceptance: "identical" (needs coupling "gumbel"), "exact", "grouped", "clustered" or "lantern".
         initial_draft: the draft of a slot that enters the window: "uniform" over the allowed ids, a copy of the
-            token to the "left" or "up", or a draw from the law of the last scored slot, "last_law".
+            token to the "left" or "up", a draw from the law of the last scored slot, "last_law"; in clips also a copy
+            from the "previous_frame", where each block of it moved ("moved_frame"), or where a pan moved it as a whole
+            ("panned_frame").
         relaxation: the numbers of a relaxed acceptance, by name, such as {"delta": 0.2}; see `Relaxation`.
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
             replays them wherever possible. Completed samples then stay in the batch until it ends.
