@@ -46,17 +46,14 @@ def ratio(above: list[float], below: list[float]) -> dict[str, float]:
 
 
 def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of every sampler, by camera: tokens per call, calls and total seconds of the first row over its own; equal clips."""
+    """Of every sampler, by camera: tokens per call, calls and seconds of the first row over its own; equal clips."""
     found, first = {}, next(iter(rows.values()))
     for name, clips in rows.items():
         found[name] = {}
         for camera in ("", *CAMERAS):
             some = [place for place, clip in enumerate(clips) if camera in clip["camera"]]
-            facts = {
-                "tokens per call": ratio(
-                    *([clips[place][key] for place in some] for key in ("tokens", "calls"))
-                )
-            }
+            tokens, calls = ([clips[place][key] for place in some] for key in ("tokens", "calls"))
+            facts = {"tokens per call": ratio(tokens, calls)}
             for key in ("calls", "seconds")[: 1 + ("seconds" in clips[0])]:
                 above, below = ([row[place][key] for place in some] for row in (first, clips))
                 facts[f"{key} of the first row over its own"] = ratio(above, below)
