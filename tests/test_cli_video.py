@@ -17,7 +17,7 @@ PROMPT = "a red circle"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_video_pipeline(SpeculativeJacobiSampler(8, initial_draft="previous_frame")).save_pretrained(folder)
+    tiny_video_pipeline(SpeculativeJacobiSampler(8, initial_draft="panned_frame")).save_pretrained(folder)
     return str(folder)
 
 
@@ -28,7 +28,7 @@ def test_clips_are_written_frame_by_frame(model, tmp_path, capsys):
     (clip,) = document["videos"]
     sheet = pixels(clip["file"])
     assert sheet.shape == (4, 10, 3) and clip["tokens_per_call"] == pytest.approx(8 / clip["calls"])
-    assert document["sampler"]["initial_draft"] == "previous_frame"
+    assert document["sampler"]["initial_draft"] == "panned_frame"
 
 
 def test_a_comparison_shows_both_clips_and_what_each_frame_cost(model, tmp_path, capsys):
@@ -38,7 +38,7 @@ def test_a_comparison_shows_both_clips_and_what_each_frame_cost(model, tmp_path,
     assert names == ["000-a-red-circle-seed0.gif", "comparison.html", "comparison.json"]
     document = json.loads((tmp_path / "comparison.json").read_text())
     # The option changes one setting; the others are the model's own.
-    assert {"window": 6, "initial_draft": "previous_frame"}.items() <= document["sampler"].items()
+    assert {"window": 6, "initial_draft": "panned_frame"}.items() <= document["sampler"].items()
     (row,) = document["comparison"]
     assert row["identical"] and row["plain_calls"] == 12 > row["calls"]
     page = (tmp_path / "comparison.html").read_text()
