@@ -52,19 +52,16 @@ def test_a_frame_that_stands_is_not_moved_by_chance():
 def plain_slot(tokens: list[int], slot: int, first: int, newest: int, grid: TokenGrid) -> int | None:
     """The definition, one comparison after the other; None: as the frame before."""
     size = grid.height * grid.width
-    best, most = None, None
+    best, most = size, None
     for lag in (size, max(size - 1, 1), size + 1, 3 * size):
         hits = size // 8 if lag == size else 0
         for place in range(min(first - 1, newest), min(first - 1, newest) - size, -1):
             hits += place - lag >= 0 and tokens[place] == tokens[place - lag]
         if most is None or hits > most:
-            most = hits
-            at = slot
-            while at > newest:
-                at -= lag
-            if lag != size and at >= 0:
-                best = at
-    return best
+            best, most = lag, hits
+    while slot > newest:
+        slot -= best
+    return None if best == size or slot < 0 else slot
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 5), (1, 2, 4), (2, 2, 5), (3, 1, 4), (6, 6, 4), (4, 7, 3)])

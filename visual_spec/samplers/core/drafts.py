@@ -7,6 +7,7 @@ token was itself random: given the earlier slots that the copy is read from, no 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,19 +192,26 @@ def panned_slots(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid,
     A frame that stands has an eighth of them ahead, so that chance does not move it.
     """
     size = grid.height * grid.width
-    recent = torch.minimum(newest, slots[:, :1] - 1) - torch.arange(size, device=slots.device)  # [B, H * W]
-    now = tokens.gather(1, recent.clamp(min=0))
+    lags = _lags(size, slots.device)  # [M]
+    recent = torch.minimum(newest, slots[:, :1] - 1) - torch.arange(size, device=slots.device)
+    recent = recent[..., None]  # [B, H * W, 1]
+    now, earlier = (
+        tokens.gather(1, places.clamp(min=0).flatten(1)).view(places.shape)
+        for places in (recent, recent - lags)
+    )
+    hits = ((earlier == now) & (recent >= lags)).sum(1)  # [B, M]
+    hits[:, 0] += size // 8
+    # argmax may return any of several equals: let the first lag win.
+    best = (hits * len(lags) - torch.arange(len(lags), device=lags.device)).argmax(1)
+    lag = lags[best][:, None]
+    moved = slots - lag * ((slots - newest + lag - 1) // lag)
+    return torch.where((lag == size) | (moved < 0), still, moved)
 
-    def hits(lag: int) -> Tensor:
-        earlier = tokens.gather(1, (recent - lag).clamp(min=0))
-        return ((earlier == now) & (recent >= lag)).sum(1, keepdim=True)
 
-    most, source = hits(size) + size // 8, still
-    for lag in (max(size - 1, 1), size + 1, 3 * size):
-        moved, explained = slots - lag * _ceil_div(slots - newest, lag), hits(lag)
-        source = torch.where((explained > most) & (moved >= 0), moved, source)
-        most = torch.maximum(most, explained)
-    return source
+@functools.cache
+def _lags(size: int, device: torch.device) -> Tensor:
+    """The first is a frame that stands."""
+    return torch.tensor([size, max(size - 1, 1), size + 1, 3 * size], device=device)
 
 
 def _ceil_div(dividend: Tensor, divisor: int) -> Tensor:
