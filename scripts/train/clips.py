@@ -76,17 +76,20 @@ def clip_pixels(tokens: Tensor) -> np.ndarray:
 def score_clip(label: int, frames: np.ndarray) -> dict[str, bool]:
     """Return what a clip uint8 [T, 64, 64, 3] shows of its class, as the parser reads it.
 
-    Keys: one_object: exactly one in the whole clip; colour, direction: also the right one; kept: also it keeps its
+    Keys: one_object: exactly one in the whole clip; colour, direction: of the object that fits best; kept: it keeps its
     shape, size and path in at least `CONSISTENT` of the frames; ground: it is plain, of a known colour.
     """
-    facts = parse_clip(frames)
-    alone = len(facts.objects) == 1
-    colour, direction = CLIP_CLASSES[label]
+    facts, wanted = parse_clip(frames), CLIP_CLASSES[label]
+    fits = [
+        (thing.colour == wanted[0], thing.direction == wanted[1], thing.consistency >= CONSISTENT)
+        for thing in facts.objects
+    ]
+    colour, direction, kept = max(fits, key=sum, default=(False, False, False))
     return {
-        "one_object": alone,
-        "colour": alone and facts.objects[0].colour == colour,
-        "direction": alone and facts.objects[0].direction == direction,
-        "kept": alone and facts.objects[0].consistency >= CONSISTENT,
+        "one_object": len(fits) == 1,
+        "colour": colour,
+        "direction": direction,
+        "kept": kept,
         "ground": facts.background is not None and facts.texture == "plain",
     }
 
@@ -103,5 +106,5 @@ def judged_clips(count: int, drawn: Callable[[Tensor, int], Tensor]) -> dict[str
         clips = clip_pixels(drawn(some, 1000 + start))
         rows += [score_clip(label, clip) for label, clip in zip(some.tolist(), clips, strict=True)]
     shares = {name: [row[name] for row in rows] for name in rows[0]}
-    shares["class"] = [row["colour"] and row["direction"] for row in rows]
+    shares["class"] = [row["one_object"] and row["colour"] and row["direction"] for row in rows]
     return {"clips": count, **{name: round(float(np.mean(values)), 4) for name, values in shares.items()}}

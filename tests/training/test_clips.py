@@ -51,7 +51,9 @@ def test_the_parser_reads_the_class_of_a_true_clip():
     assert wrong == {"one_object": True, "colour": False, "direction": False, "kept": True, "ground": True}
     still = MovingShape("cross", "blue", "small", 48, 48)
     two = score_clip(RED_RIGHT, render(Clip((MovingShape(*vars(STAR).values()), still), "sky", "striped"), 8))
-    assert two == dict.fromkeys(("one_object", "colour", "direction", "kept", "ground"), False)
+    assert two == {"one_object": False, "colour": True, "direction": True, "kept": True, "ground": False}
+    empty = score_clip(RED_RIGHT, np.full((8, 64, 64, 3), 128, np.uint8))
+    assert not any(empty[key] for key in ("one_object", "colour", "direction", "kept"))
     changed = np.concatenate([pixels[:4], render(Clip((still,), "sky", "plain"), 4)])
     assert not score_clip(RED_RIGHT, changed)["kept"]
 
