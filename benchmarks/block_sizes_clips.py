@@ -84,9 +84,8 @@ def read(name: str, setting: str, calls: int | None, clips: np.ndarray) -> dict[
     scores = [score_clip(index % len(CLIP_CLASSES), clip) for index, clip in enumerate(clips)]
     row: dict[str, Any] = {"model": name, "setting": setting, "calls": calls}
     row["attributes"] = rounded(share_figure([float(np.mean([*score.values()])) for score in scores]))
-    row["class_right"] = rounded(
-        rate([score["one_object"] and score["colour"] and score["direction"] for score in scores])
-    )
+    named = [[score[key] for key in ("one_object", "colour", "direction")] for score in scores]
+    row["class_right"] = rounded(rate([all(answers) for answers in named]))
     row["everything_right"] = rounded(rate([all(score.values()) for score in scores]))
     for key in scores[0]:
         row[key] = rounded(rate([score[key] for score in scores]))
