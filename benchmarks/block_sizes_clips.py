@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,9 @@ def clips_by_class(count: int) -> list[Clip]:
     return [waiting[index % len(CLIP_CLASSES)].pop() for index in range(count)]
 
 
-def read(name: str, setting: str, calls: int | None, clips: np.ndarray) -> dict[str, Any]:
+def read(
+    name: str, setting: str, calls: int | None, clips: Sequence[np.ndarray] | np.ndarray
+) -> dict[str, Any]:
     """A row: shares of clips with intervals, by the parser."""
     scores = [score_clip(index % len(CLIP_CLASSES), clip) for index, clip in enumerate(clips)]
     row: dict[str, Any] = {"model": name, "setting": setting, "calls": calls}

@@ -92,7 +92,8 @@ def test_clips_are_learned_and_judged(tmp_path, monkeypatch):
 
 def test_a_clip_without_a_class_has_the_last_row():
     model, clips = acdit.new_model(None, 16, "v_prediction", 2), encoded_clips(4, 0, 2)
-    for layer in (*model.blocks, model.final_layer):
+    layers: list[Any] = [*model.blocks, model.final_layer]
+    for layer in layers:
         torch.nn.init.normal_(layer.adaLN_modulation[1].weight)
     torch.nn.init.normal_(model.final_layer.linear.weight)
     step_loss(model, clips, replace(TRAINING, label_dropout=1.0), np.random.default_rng(0)).backward()
