@@ -72,7 +72,7 @@ IMPORTED = {
     ),
     "ContinuousImagePipeline('shapes_mar')": (
         0,
-        48,
+        45,
         "musicgen encodec var infinity magnet tree columns masked_image",
     ),
     "ChunkVideoPipeline('motion_causal')": (

@@ -484,6 +484,7 @@ def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
         given = {part: without_numbers(value) for part, value in given.items()}
         rule = chosen.rule(model, given, torch.device("cuda"))
         run = base.Run(model, condition, batch_size, cache, checked, law, noise, Stopwatch(), rule, given)
+        run.view = chosen.view(model, run.device)
         monkeypatch.setattr(
             type(model), "check_condition", lambda *_: None, raising=False
         )  # looks at it, once

@@ -203,6 +203,9 @@ class ContinuousTokenSampler(VectorSampler):
                 )
             check_order(torch.tensor([list(order)]))
 
+    def view(self, model: Any, device: torch.device) -> None:
+        return None
+
     def prefill(
         self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:

@@ -231,6 +231,9 @@ class ChunkWiseSampler(Sampler):
             )
         return num_frames // chunk
 
+    def view(self, model: Any, device: torch.device) -> None:
+        return None
+
     def num_slots(self, model: Any, parts: dict[str, Any]) -> int:
         return parts["num_frames"]
 

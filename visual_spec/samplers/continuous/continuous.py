@@ -10,7 +10,7 @@ against another here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -28,7 +28,6 @@ from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
 from visual_spec.samplers.continuous.conditions import SlotGroup
 from visual_spec.samplers.core.checks import wants_graph
-from visual_spec.samplers.core.recap import full_calls, last_of_group
 from visual_spec.samplers.core.state import Run
 
 # Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.
@@ -131,15 +130,20 @@ class ContinuousSampler(ContinuousTokenSampler):
         calls, first = self.num_steps(model), self.chain_settings(model.chain).head_steps
         last = self.config.get("last_head_steps") or first  # a method built on this one may not have it
         levels = [round(first + (last - first) * call / max(1, calls - 1)) for call in range(calls)]
-        share, full = self.config.get("local_levels", 1.0), self._full(calls)
+        share, (full, _) = self.config.get("local_levels", 1.0), self._groups(calls)
         return [
             count if whole else max(1, int(count * share + 1e-9))
             for count, whole in zip(levels, full, strict=True)
         ]
 
-    def _full(self, calls: int) -> list[bool]:
-        """Which calls are full."""
-        return full_calls(calls, self.config.get("reuse", 0), self.config.get("reuse_from", 0.0))
+    def _groups(self, calls: int) -> tuple[list[bool], Sequence[int]]:
+        """Which calls are full, and for each the last of those that reuse it."""
+        if not self.config.get("reuse"):
+            return [True] * calls, range(calls)
+        from visual_spec.samplers.core.recap import full_calls, last_of_group
+
+        full = full_calls(calls, self.config.reuse, self.config.reuse_from)
+        return full, [last_of_group(full, call) for call in range(calls)]
 
     def shapes(self, model: Any) -> list[CallShape]:
         """The shape of each call of a decode, the first included."""
@@ -150,10 +154,9 @@ class ContinuousSampler(ContinuousTokenSampler):
         ]
         counts = [end - first for first, end in zip(edges, edges[1:], strict=False)]
         levels = self.chain_lengths(model)
-        full = self._full(len(counts))
+        full, ends = self._groups(len(counts))
         shapes, start = [], 0
-        for call, count in enumerate(counts):
-            last = last_of_group(full, call)
+        for call, (count, last) in enumerate(zip(counts, ends, strict=True)):
             if full[call]:
                 start, group = edges[call], None
             else:

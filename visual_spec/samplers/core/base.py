@@ -41,7 +41,6 @@ from visual_spec.samplers.core.precision import (
 )
 from visual_spec.samplers.core.state import WATCHER, ActiveSamples, HostCopy, Run, counted, device_of
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
-from visual_spec.samplers.core.verification import TOKENS
 
 Callback = Callable[[int, Tensor], Any]
 _AHEAD = 32  # slots after the window whose noise is drawn with it on the host
@@ -140,7 +139,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
         return model
 
     def view(self, model: Any, device: torch.device) -> Any:
-        """Return how tokens are read and written, see `TokenView`."""
+        """Return how tokens are read and written, see `TokenView`; None: they are vectors."""
+        from visual_spec.samplers.core.verification import TOKENS  # which vectors have no use of
+
         return TOKENS
 
     def prefill(

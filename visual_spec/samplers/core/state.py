@@ -20,7 +20,6 @@ from visual_spec.samplers.core.checks import CheckedLaw, check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.trace import DivergenceMeter, Stopwatch
-from visual_spec.samplers.core.verification import TOKENS
 
 # Looks on while a sampler decodes, in this context only: called after every target call with a function that returns
 # the result as if the decode ended there. What it returns ends the decode if it is `STOP`.
@@ -42,7 +41,7 @@ class Run:
         rule: the rule that tests drafts, with its tables.
         parts: the other arguments of the call, by the names in the sampler's `takes`.
         tables: tensors that the method computed once for the whole decode.
-        view: what a slot holds, one token or a column (`TokenView`).
+        view: what a slot holds, one token or a column (`TokenView`); None: vectors, which have no ids.
         fixed_width: positions of every call of the model; None: as many as there are to score.
         unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
         end: the token at which a sample ends; None: none does.
@@ -59,7 +58,7 @@ class Run:
     rule: AcceptanceRule = EXACT
     parts: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, Tensor] = field(default_factory=dict)
-    view: Any = TOKENS
+    view: Any = None
     fixed_width: int | None = None
     unit: float | None = None
     end: int | None = None
