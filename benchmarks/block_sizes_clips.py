@@ -32,7 +32,7 @@ from scripts.train.clips import (
 from scripts.train.motion_small import small_frames
 from visual_spec.data.motion import Clip, caption
 from visual_spec.eval.draws import seeded
-from visual_spec.eval.intervals import mean_figure, rate, ratio_figure, share_figure
+from visual_spec.eval.intervals import mean_figure, rate, ratio_figure, rounded, share_figure
 from visual_spec.eval.machine import environment
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.continuous.acdit import ACDiTState, ACDiTTransformer
@@ -93,10 +93,6 @@ def read(
         row[key] = rounded(rate([score[key] for score in scores]))
     print(json.dumps(row), flush=True)
     return row
-
-
-def rounded(figure: dict[str, float]) -> dict[str, float]:
-    return {key: round(value, 4) for key, value in figure.items()}
 
 
 def batches(count: int, drawn: Callable[[slice], Tensor], size: int = 32) -> np.ndarray:
