@@ -23,16 +23,12 @@ import torch
 from visual_spec.data import shapes_classes, shapes_parser
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.eval.draws import draw, stored_name
-from visual_spec.eval.intervals import mean_figure, ratio_figure
+from visual_spec.eval.intervals import mean_figure, ratio_figure, rounded
 from visual_spec.eval.machine import environment, load
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.accuracy import summarise
 from visual_spec.eval.settings import Setting, parse_setting
 from visual_spec.files.whole import write_atomically
-
-
-def rounded(figure: dict[str, float]) -> dict[str, float]:
-    return {key: round(value, 4) for key, value in figure.items()}
 
 
 def prompts_of(pipe: Any, first: int, count: int) -> list[str]:
