@@ -184,17 +184,18 @@ def test_one_call_and_two_show_more_of_their_own_prompts_than_of_others():
     assert torch.allclose(alone.tokens[0], found.tokens[3])
 
 
+def drawn_by(pipe: Any, prompts: list[str], sampler: Any) -> Any:
+    pipe.sampler = sampler
+    return pipe(prompts, generator=seeded(0), output_type="latent")
+
+
 @pytest.mark.slow
 def test_its_pictures_draft_for_shapes_which_keeps_its_tokens():
     pipe, prompts = load("shapes"), shapes.held_out_prompts(1, seed=19)
-
-    def draw(sampler: Any) -> Any:
-        pipe.sampler = sampler
-        return pipe(prompts, generator=seeded(0), output_type="latent")
-
-    plain, repaired = draw(AutoregressiveSampler()), draw(SpeculativeJacobiSampler(64))
+    plain = drawn_by(pipe, prompts, AutoregressiveSampler())
+    repaired = drawn_by(pipe, prompts, SpeculativeJacobiSampler(64))
     pipe.drafter = load_drafter("shapes_nar")
-    fast = draw(SpeculativeJacobiSampler(64, drafts="pictured"))
+    fast = drawn_by(pipe, prompts, SpeculativeJacobiSampler(64, drafts="pictured"))
     assert torch.equal(fast.tokens, plain.tokens)
     assert fast.trace.target_calls.sum() < repaired.trace.target_calls.sum()
 
@@ -208,15 +209,10 @@ def test_raster_samplers_refuse_a_near_to_far_model():
 
 @pytest.mark.slow
 def test_its_clips_draft_for_motion_which_keeps_its_tokens():
-    pipe, prompt = load("motion"), motion.held_out_prompts(1, seed=19)
-
-    def draw(sampler: Any) -> Any:
-        pipe.sampler = sampler
-        return pipe(prompt, generator=seeded(0), output_type="latent")
-
-    copied = draw(SpeculativeJacobiSampler(128, initial_draft="previous_frame"))
+    pipe, prompts = load("motion"), motion.held_out_prompts(1, seed=19)
+    copied = drawn_by(pipe, prompts, SpeculativeJacobiSampler(128, initial_draft="previous_frame"))
     pipe.drafter = load_drafter("motion_nar")
-    painted = draw(SpeculativeJacobiSampler(256, drafts="pictured"))
+    painted = drawn_by(pipe, prompts, SpeculativeJacobiSampler(256, drafts="pictured"))
     assert torch.equal(painted.tokens, copied.tokens) and int(painted.trace.target_calls[0]) < 256
 
 

@@ -15,6 +15,7 @@ from tests.helpers.tiny_t5 import tiny_tokenizer
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
+from visual_spec.pipelines.texts import check_words
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 TEXT = ["captions", "video", "bits", "music", "masked music"]
@@ -217,3 +218,16 @@ def test_a_text_encoder_of_transformers_works_alone():
     ids = torch.tensor([[3, 4, 1]])  # a red, and the end
     want = whole.text_encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
     assert (alone.make_condition("a red").features - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "tokenizer, texts, message",
+    [
+        (None, ["a red circle"], "no tokenizer; pass prompt_embeds"),
+        (object(), ["a", " "], "' ' has no words"),
+    ],
+)
+def test_an_encoder_of_transformers_needs_a_tokenizer_and_words(tokenizer, texts, message):
+    check_words(object(), tokenizer, ["a red circle"] if tokenizer else [])  # which is enough
+    with pytest.raises(ValueError, match=message):
+        check_words(object(), tokenizer, texts)

@@ -81,9 +81,9 @@ class Schedule:
     commit_gaps: Annotated[Sequence[float] | None, Within(0)] = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _RULES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} decide about the same tokens; pass one of them.")
+        rules = [name for name in _RULES if getattr(self, name) is not None]
+        if len(rules) > 1:
+            raise ValueError(f"{' and '.join(rules)} decide about the same tokens; pass one of them.")
         if self.commit_gaps is not None and len(self.commit_gaps) != len(_PHASES) + 1:
             raise ValueError(f"commit_gaps={tuple(self.commit_gaps)}; pass {len(_PHASES) + 1} numbers.")
 
@@ -115,13 +115,16 @@ class Schedule:
         """
         if self.rule is None or done == 1:
             return least_sure(score, hidden, count)
-        if self.entropy_bound is not None and read is not None:
+        if self.entropy_bound is not None:
+            assert read is not None
             return beyond_entropy_bound(score, read, hidden, self.entropy_bound)
-        if self.commit_gaps is not None and read is not None:
+        if self.commit_gaps is not None:
+            assert read is not None
             enough = read >= self.commit_gaps[sum(done >= start for start in _PHASES)]
             return least_sure(score, hidden, count) & ~enough[:, None]
-        places = torch.arange(2, score.shape[1] + 2, device=score.device)
-        least = 1 - self.factor / places if self.factor is not None else 0 * places + (self.threshold or 0)
+        least = torch.full_like(score[0], self.threshold or 0)
+        if self.factor is not None:
+            least = 1 - self.factor / torch.arange(2, len(least) + 2, device=score.device)
         return beyond_confidence(score, hidden, least)
 
 
