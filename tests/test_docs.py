@@ -29,6 +29,7 @@ from tests.helpers.tiny_wan import prompts
 from tests.helpers.transformers_models import INPUTS
 from tests.models.next_token import tiny_transformers as tiny
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
+from visual_spec.models.next_token.movq import MoVQDecoder
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -133,6 +134,14 @@ def chameleon() -> dict[str, Any]:
     return {"ChameleonForConditionalGeneration": tiny.chameleon(), "ChameleonProcessor": processor}
 
 
+def second_lumina() -> dict[str, Any]:
+    """The words of the prompt are not looked at; the tokenizer has a token for the end of the text only."""
+    tokenizer = Loaded(IMAGES["chameleon"])
+    vars(tokenizer).update(bos_token=None, eos_token="</s>")
+    model = tiny.chameleon(vocab_size=171384, hidden_size=16)
+    return {"ChameleonForConditionalGeneration": model, "AutoTokenizer": tokenizer}
+
+
 def emu3() -> dict[str, Any]:
     return {"Emu3ForConditionalGeneration": tiny.emu3(), "Emu3Processor": Loaded(INPUTS["emu3"])}
 
@@ -176,6 +185,7 @@ HELD: dict[tuple[str, str], Any] = {
     ("MODELS.md", "Janus, Janus-Pro"): janus,
     ("MODELS.md", "Chameleon, Anole"): chameleon,
     ("MODELS.md", "Lumina-mGPT"): chameleon,
+    ("MODELS.md", "Lumina-mGPT 2.0"): second_lumina,
     ("MODELS.md", "Emu3"): emu3,
     ("MODELS.md", "GLM-Image"): lambda: {"GlmImagePipeline": GlmPipeline()},
     ("MODELS.md", "MusicGen, MusicGen Melody"): musicgen,
@@ -188,6 +198,7 @@ HELD: dict[tuple[str, str], Any] = {
 # Sizes that tiny models have, and features in place of a text encoder.
 SMALL = {
     "(48, 48)": "(4, 6)",
+    "(96, 96)": "(4, 8)",
     "max_new_tokens=503": "max_new_tokens=20",
     "max_new_tokens=400": "max_new_tokens=4",
     '"a cat on a fence", num_frames=321': "prompt_embeds=embeds, num_frames=9, height=32, width=32",
@@ -207,6 +218,7 @@ def test_the_snippet_of_a_model_that_is_held_runs(
         library = transformers if hasattr(transformers, name) else diffusers
         monkeypatch.setattr(getattr(library, name), "from_pretrained", lambda *_, thing=thing, **__: thing)
     monkeypatch.setattr(ChameleonVQDecoder, "from_file", lambda *_: DECODER)
+    monkeypatch.setattr(MoVQDecoder, "from_file", lambda *_: MoVQDecoder(32, blocks_per_level=1))
     torch.manual_seed(0)
     names: dict[str, Any] = dict(embeds=prompts(1).float())
     exec(snippet, names)

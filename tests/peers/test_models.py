@@ -32,6 +32,7 @@ from tests.models.continuous.tiny import tiny_acdit, tiny_causal, tiny_flowar, t
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.drafters.skipped import skip_layers
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
+from visual_spec.models.next_token.movq import MoVQDecoder
 
 pytestmark = pytest.mark.peers
 
@@ -66,6 +67,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "VAR's tokenizer": tiny_var_vq,
     "Infinity's tokenizer": lambda: tiny_bits(**SINGLE, scales=WIDE, patchify=True).requires_grad_(),
     "Chameleon's decoder": partial(ChameleonVQDecoder, 32, (1, 2), 1, 8, codebook_size=24, codebook_dim=8),
+    "MoVQGAN's decoder": partial(MoVQDecoder, 32, (1, 2), 1, codebook_size=24),
     "CaptionEncoder": tiny_text_encoder,
 }
 

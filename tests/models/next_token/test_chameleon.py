@@ -14,8 +14,11 @@ from tests.models.next_token.tiny_transformers import chameleon, prompts
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.chameleon import ChameleonImageModel
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
+from visual_spec.models.next_token.movq import MoVQDecoder
+from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 MODEL = chameleon()
 SCATTERED = chameleon(scattered=True)
@@ -230,13 +233,80 @@ def test_pixels_need_a_decoder_and_a_picture():
         ChameleonImageModel.pixels(MODEL, torch.zeros(1, 30, dtype=torch.long), decoder())
 
 
-def test_lumina_mgpt_2_is_refused_by_its_vocabulary():
+# -- Lumina-mGPT 2.0 -------------------------------------------------------------------------------------------------
+
+SECOND: dict[str, Any] = dict(layout="lumina-mgpt-2", image_sizes=(4, 8))
+FIRST_ID = 155000
+# Codes of `create_logits_processor(cfg, image_top_k=1)` of github.com/Alpha-VLLM/Lumina-mGPT-2.0 in `generate` of the
+# model below, for the first two prompts, by guidance: pictures of 4 x 8 codes.
+RELEASED = {
+    1.0: [
+        "2504 6090 2504 6090 7561 6640 15683 1382 "
+        "5438 7742 8828 10572 11053 4754 12697 14015 "
+        "10027 14905 6615 2462 5694 108 10859 15284 "
+        "6123 12438 9923 12697 11192 7459 10302 6543",
+        "13157 14792 16345 14905 10685 11192 2504 9662 "
+        "14618 291 2587 13882 8896 11604 2981 8470 "
+        "7678 6220 11903 10607 9354 4345 2240 8079 "
+        "15287 4 2367 5124 3138 8935 2367 12801",
+    ],
+    4.0: [
+        "8143 12697 11053 5694 291 8922 14905 7183 "
+        "15618 2966 6640 4270 9851 8260 10610 14850 "
+        "2887 8260 1830 7288 5821 5939 15683 3960 "
+        "5124 4740 10302 3967 10384 5779 2171 13838",
+        "5230 11053 1830 11442 15832 8079 13145 11442 "
+        "6640 5230 14905 166 8152 10806 15462 12298 "
+        "12483 9936 14115 974 10903 12483 8938 5640 "
+        "5935 5669 974 10903 9957 8143 14905 1518",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def second() -> Any:
+    return chameleon(vocab_size=171384, hidden_size=16)
+
+
+@pytest.mark.parametrize("scale", RELEASED)
+def test_pictures_of_lumina_mgpt_2_are_those_of_its_program(second, scale):
+    """As a user draws them: the vocabulary says what it is, size tokens count 32 pixels, rows end in a token."""
+    codes = torch.tensor([[*map(int, row.split())] for row in RELEASED[scale]]).unflatten(1, (4, 8))
+    accelerate(second, SpeculativeJacobiSampler(6))
+    try:
+        ids = second.generate_images(**INPUTS, image_sizes=(4, 8), guidance_scale=scale, do_sample=False)
+        decoder = MoVQDecoder(32, blocks_per_level=1)
+        pictures = second.decode_images(ids, image_sizes=(4, 8), vq_decoder=decoder)
+    finally:
+        restore(second)
+    assert second.config.vocab_size == 171384
+    want = torch.cat([FIRST_ID + codes, torch.full((2, 4, 1), ROW_END)], 2).flatten(1)
+    opening = torch.tensor([[START, 12, 13]] * 2)  # one and two units of 32 pixels
+    want = torch.cat([INPUTS["input_ids"][:2], opening, want, torch.full((2, 1), END)], 1)
+    assert torch.equal(ids[:2], want)
+    assert pictures.shape == (4, 3, 32, 64)
+    assert torch.allclose(pictures[:2], decoder.decode_codes(codes), atol=1e-5)
+
+
+def test_lumina_mgpt_2_is_known_by_its_vocabulary(second):
     """Its config names the class of 1.0 and keeps its loss weight; only the ids tell them apart."""
     model: Any = copy(MODEL)
     model.config = copy(MODEL.config)
     model.config.architectures, model.config.z_loss_weight = ["ChameleonXLLMXForConditionalGeneration"], 1e-5
     assert plan(model, INPUTS, image_sizes=SIZE)[0].grid.width == SIZE[1]
-    model.config.vocab_size = 171384
-    for more in ({}, LUMINA, CHAMELEON):
-        with pytest.raises(ValueError, match=r"vocab_size=171384: this is a Lumina-mGPT 2\.0"):
-            plan(model, INPUTS, **more)
+    image_model, condition = plan(second, INPUTS, guided=True, image_sizes=(4, 8))
+    assert condition.unconditional is not None and condition.unconditional.ids[0].tolist() == [START, 12, 13]
+    assert (image_model.vocab_size, image_model.image_rows) == (16384, slice(FIRST_ID, FIRST_ID + 16384))
+    for which, more in ((second, LUMINA), (second, CHAMELEON), (model, SECOND)):
+        with pytest.raises(ValueError, match=rf"vocab_size={which.config.vocab_size}: .* Leave layout out"):
+            plan(which, INPUTS, **more)
+    refused = [
+        (dict(image_sizes=(4, 6)), "multiples of 4 tokens"),
+        (dict(image_sizes=(4, 40)), "lacks <reserved08810>.*vocabulary_map=tokenizer.get_vocab"),
+        (dict(image_sizes=(4, 8), pixel_values=torch.zeros(1, 3, 8, 8)), r"pass the ids .* codes \+ 155000"),
+    ]
+    for more, words in refused:
+        with pytest.raises(ValueError, match=words):
+            plan(second, INPUTS, **more)
+    with pytest.raises(ValueError, match="pass vq_decoder=MoVQDecoder"):
+        ChameleonImageModel.pixels(second, torch.zeros(1, 40, dtype=torch.long), image_sizes=(4, 8))

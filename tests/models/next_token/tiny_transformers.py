@@ -72,15 +72,17 @@ def janus(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     return model
 
 
-def chameleon(dtype: torch.dtype = torch.float64, *, scattered: bool = False, **changes: Any) -> Any:
-    """`scattered`: image ids with gaps, and in another order than their codes."""
+def chameleon(
+    dtype: torch.dtype = torch.float64, *, scattered: bool = False, vocab_size: int = 80, **changes: Any
+) -> Any:
+    """`scattered`: image ids with gaps, and in another order than their codes. 171384 ids: a Lumina-mGPT 2.0."""
     names = {"<image>": 8, "<racm3:break>": 9, "<eoss>": 10, "<s>": 0, "<reserved08799>": 11}
     names |= {f"<reserved{8800 + n:05d}>": 11 + n for n in range(1, 5)}
     for code in range(24):
         digits = "".join(chr(ord("A") + int(digit)) for digit in str(code))
         names[f"IMGIMG{digits}Z"] = 20 + (2 * ((7 * code) % 24) if scattered else code)
     config = ChameleonConfig(
-        vocab_size=80,
+        vocab_size=vocab_size,
         vocabulary_map=names,
         pad_token_id=1,
         bos_token_id=0,

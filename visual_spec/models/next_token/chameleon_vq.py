@@ -23,7 +23,7 @@ from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")
 
 
-class _Codebook(nn.Module):
+class Codebook(nn.Module):
     def __init__(self, size: int, dim: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size, dim)
@@ -63,7 +63,7 @@ class ChameleonVQDecoder(SavedModel):
             )
         )
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)
-        self.quantize = _Codebook(codebook_size, codebook_dim)
+        self.quantize = Codebook(codebook_size, codebook_dim)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike, config: Any = None, dtype: torch.dtype | None = None) -> Self:
@@ -91,7 +91,7 @@ class ChameleonVQDecoder(SavedModel):
             )
         with torch.device("meta"):
             model = cls(**sizes)
-        return fill(model, _read(Path(path)), str(path), what="a decoder of this size", dtype=dtype)
+        return fill(model, decoder_weights(path), str(path), what="a decoder of this size", dtype=dtype)
 
     @decodes
     def decode_codes(self, codes: Tensor) -> Tensor:
@@ -100,8 +100,13 @@ class ChameleonVQDecoder(SavedModel):
         return self.decoder(self.post_quant_conv(latents)).clamp(-1, 1)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    """Return the decoder's tensors in a file or folder, under their official names."""
+def decoder_weights(path: str | os.PathLike) -> dict[str, Tensor]:
+    """Return the decoder's tensors in a file or folder, under their official names.
+
+    Raises:
+        FileNotFoundError, ValueError: as `ChameleonVQDecoder.from_file`.
+    """
+    path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise FileNotFoundError(f"{path} is no file, and no folder with .safetensors files.")

@@ -238,7 +238,8 @@ def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
     Args:
         ids: the ids, or the output that holds them.
         inputs: `image_sizes` as passed to `generate_images` (Emu3, Lumina-mGPT); `vq_decoder`, a
-            `visual_spec.models.next_token.chameleon_vq.ChameleonVQDecoder` (Chameleon, Anole, Lumina-mGPT).
+            `visual_spec.models.next_token.chameleon_vq.ChameleonVQDecoder` (Chameleon, Anole, Lumina-mGPT) or
+            `visual_spec.models.next_token.movq.MoVQDecoder` (Lumina-mGPT 2.0).
 
     Returns:
         float [B, 3, H, W] in [-1, 1].
