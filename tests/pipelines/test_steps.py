@@ -9,7 +9,7 @@ import torch
 import tqdm
 from diffusers.callbacks import PipelineCallback
 
-from tests.helpers.pipelines import KINDS
+from tests.helpers.pipelines import ALL, KINDS
 from tests.helpers.tiny import seeded, tiny_masked_pipeline
 from tests.helpers.tiny_audio import FRAMES, HOP
 from visual_spec.models.columns.encodec import decode_codes
@@ -69,12 +69,34 @@ def test_later_scales_go_on_from_a_returned_canvas():
     assert torch.equal(output.images, canvas)
 
 
+@pytest.mark.every_set
+@pytest.mark.parametrize("name", [name for name in ALL if "music" not in name and name != "chunks"])
+def test_a_callback_sees_the_tokens_so_far(name):
+    """Those that the whole decode has committed by then, of which pictures can be made; 0 where none is."""
+    kind, seen = ALL[name], []
+    pipe = kind.make()
+    whole = kind.ask(pipe, seed=2)
+    asked = dict(callback_on_step_end_tensor_inputs=["tokens"])
+    kind.ask(pipe, seed=2, callback_on_step_end=lambda *told: seen.append(told[1:]), **asked)
+    for step, timestep, tensors in seen:
+        if pipe.unit == "scales":
+            want = whole.tokens[:, :timestep]
+        else:
+            is_open = whole.trace.commit_call > step
+            want = whole.tokens.masked_fill(is_open[(...,) + (None,) * (whole.tokens.dim() - 2)], 0)
+        assert set(tensors) == {"tokens"} and torch.equal(tensors["tokens"], want)
+    shown = pipe.decode_tokens(seen[-1][2]["tokens"], "pt")
+    assert torch.equal(shown, whole.frames if pipe.medium == "video" else whole.images)
+    with pytest.raises(ValueError, match="changed tokens, which tells what is committed"):
+        kind.ask(pipe, callback_on_step_end=lambda *told: {"tokens": told[3]["tokens"] + 1}, **asked)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_callback_asks_for_and_returns_is_checked(name):
     kind = KINDS[name]
     pipe = kind.make()
-    (own,) = pipe._callback_tensor_inputs
-    with pytest.raises(ValueError, match=rf"holds \['latents'\]; allowed are \['{own}'\]"):
+    own = pipe._callback_tensor_inputs[0]
+    with pytest.raises(ValueError, match=rf"holds \['latents'\]; allowed are \['{own}'"):
         kind.ask(pipe, callback_on_step_end_tensor_inputs=["latents"])
 
     class Official(PipelineCallback):

@@ -200,7 +200,8 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
                 It returns None, or `kwargs` as they are: tokens that are committed cannot be changed. After
                 `pipe._interrupt = True` the call ends, and returns pictures of the tokens so far, with id 0 or a guess
                 in place of the others (`trace.commit_call` is -1 there).
-            callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", tokens committed [B].
+            callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", how many tokens are committed
+                [B] (default), and "tokens" [B, L], with 0 where none is; `pipe.decode_tokens` makes pictures of them.
 
         Raises:
             ValueError, TypeError: bad input, before any computation.

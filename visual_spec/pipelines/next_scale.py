@@ -15,6 +15,7 @@ from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.decoders import ScaleDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures
 from visual_spec.pipelines.steps import Asked
+from visual_spec.samplers.core.state import SO_FAR
 from visual_spec.samplers.scales.stages import Stage, at_scales, drawn_stages
 
 Budget = ScaleBudget | Mapping[str, Any] | None
@@ -23,7 +24,7 @@ Budget = ScaleBudget | Mapping[str, Any] | None
 class NextScalePipeline(VisualPipeline):
     """A model over the token maps of all scales, the tokenizer that turns them into pictures, and a sampler."""
 
-    _callback_tensor_inputs = ["canvas"]
+    _callback_tensor_inputs = ["canvas", "tokens"]
     _token = "tokens"  # what the progress bar counts
     _output = ImagePipelineOutput
 
@@ -103,7 +104,8 @@ class NextScalePipeline(VisualPipeline):
 
             def after_scale(scale: int, canvas: torch.Tensor) -> Any:
                 bar.update(count * sizes[scale])
-                return heard(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas)
+                tokens = {"tokens": SO_FAR.get()().tokens} if "tokens" in asked.tensors else {}
+                return heard(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas, **tokens)
 
             result = self.sampler(
                 stages,

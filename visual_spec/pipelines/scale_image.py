@@ -427,7 +427,8 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
                 `pipeline.decode_canvas(tensors["canvas"])` is the picture so far. If it returns a dictionary with a
                 canvas, the later scales go on from that one. After `pipe._interrupt = True` the call ends, and returns
                 the pictures and the tokens of the scales so far.
-            callback_on_step_end_tensor_inputs: tensors that it gets: "canvas" (default), or none.
+            callback_on_step_end_tensor_inputs: tensors that it gets: "canvas" (default), and "tokens" [B, L] of the
+                scales so far, of which `pipe.decode_tokens` makes pictures.
 
         Returns:
             Pictures; tokens [B, L], all maps that are drawn, coarse to fine, each in raster order; and the trace, a

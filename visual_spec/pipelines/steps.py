@@ -140,6 +140,8 @@ class StepListener:
 def asked_tensors(callback: Any, names: Sequence[str] | None, allowed: Sequence[str]) -> Sequence[str]:
     """The tensors that a callback asks for: by name, or by itself if it is a `PipelineCallback` of diffusers.
 
+    Without names it gets the first one that is allowed.
+
     Raises:
         TypeError: no callback, but something that cannot be called.
         ValueError: a name that is not allowed; names those that are.
@@ -151,7 +153,7 @@ def asked_tensors(callback: Any, names: Sequence[str] | None, allowed: Sequence[
     if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
         names = callback.tensor_inputs
     if names is None:
-        return allowed
+        return allowed[:1]
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise ValueError(f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {list(allowed)}.")

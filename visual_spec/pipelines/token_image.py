@@ -13,6 +13,7 @@ from visual_spec.pipelines.decoders import VQDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures, shown
 from visual_spec.pipelines.steps import Asked, DecodeProgress, planned_steps
 from visual_spec.samplers.core.checks import open_id
+from visual_spec.samplers.core.state import SO_FAR
 
 
 class TokenImagePipeline(VisualPipeline):
@@ -22,7 +23,7 @@ class TokenImagePipeline(VisualPipeline):
     (`DrawsClasses`) or nothing. `_decoder` turns the tokens into pictures.
     """
 
-    _callback_tensor_inputs = ["lengths"]
+    _callback_tensor_inputs = ["lengths", "tokens"]
     _decoder: type[VQDecoder] = VQDecoder
     _output: Any = ImagePipelineOutput
 
@@ -139,7 +140,8 @@ class TokenImagePipeline(VisualPipeline):
         heard = self._listener(args, asked)
 
         def listen(step: int, lengths: torch.Tensor) -> Any:
-            return heard(step, lambda: int(lengths.min()), lengths=lengths)
+            tokens = {"tokens": _committed(SO_FAR.get()())} if "tokens" in asked.tensors else {}
+            return heard(step, lambda: int(lengths.min()), lengths=lengths, **tokens)
 
         num_tokens = model.grid.num_tokens
         self._num_timesteps = planned_steps(self.sampler, model, parts, num_tokens)
@@ -165,8 +167,7 @@ class TokenImagePipeline(VisualPipeline):
     def _partial(self, result: Any, args: Mapping[str, Any]) -> Any:
         from visual_spec.pipelines.streaming import with_grey
 
-        is_open = (result.trace.commit_call < 0).to(result.tokens.device)
-        known = result.tokens.masked_fill(is_open[(...,) + (None,) * (result.tokens.dim() - 2)], 0)
+        is_open, known = result.trace.commit_call < 0, _committed(result)
         grid, output_type = self._sized(args).grid, args["output_type"]
         size = grid.height, grid.width
         if output_type == "latent":
@@ -183,3 +184,9 @@ class TokenImagePipeline(VisualPipeline):
     def _more_output(self) -> tuple[Any, ...]:
         """What the output holds after the trace."""
         return ()
+
+
+def _committed(result: Any) -> torch.Tensor:
+    """The tokens of a decode so far, 0 at those that are open."""
+    is_open = (result.trace.commit_call < 0).to(result.tokens.device)
+    return result.tokens.masked_fill(is_open[(...,) + (None,) * (result.tokens.dim() - 2)], 0)

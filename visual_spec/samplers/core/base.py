@@ -39,7 +39,15 @@ from visual_spec.samplers.core.precision import (
     scales_by_batch,
     watched,
 )
-from visual_spec.samplers.core.state import WATCHER, ActiveSamples, HostCopy, Run, counted, device_of
+from visual_spec.samplers.core.state import (
+    SO_FAR,
+    WATCHER,
+    ActiveSamples,
+    HostCopy,
+    Run,
+    counted,
+    device_of,
+)
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
 
 Callback = Callable[[int, Tensor], Any]
@@ -357,13 +365,20 @@ def decode(
     num_calls, steps, watcher = sampler.num_calls(run), 0, WATCHER.get()
     first = 1 if sampler.counts_prefill else 0  # index of the first step's call
 
+    def so_far() -> SampleResult:
+        return _result(sampler, run, state, active, cut=True)
+
     def stops(call: int) -> bool:
         """Tell the callback and the watcher about a call. Returns whether they end the decode."""
         answer = None
         if callback is not None:
-            answer = callback(call, active.whole("progress", sampler.progress(run, state)).clone())
+            before = SO_FAR.set(so_far)
+            try:
+                answer = callback(call, active.whole("progress", sampler.progress(run, state)).clone())
+            finally:
+                SO_FAR.reset(before)
             sampler.answered(run, state, answer)
-        if watcher is not None and watcher(lambda: _result(sampler, run, state, active, cut=True)) is STOP:
+        if watcher is not None and watcher(so_far) is STOP:
             return True
         return answer is STOP
 

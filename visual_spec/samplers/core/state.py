@@ -24,6 +24,8 @@ from visual_spec.samplers.core.trace import DivergenceMeter, Stopwatch
 # Looks on while a sampler decodes, in this context only: called after every target call with a function that returns
 # the result as if the decode ended there. What it returns ends the decode if it is `STOP`.
 WATCHER: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("WATCHER", default=None)
+# Within the callback of a sampler: returns the result as if the decode ended at this call.
+SO_FAR: ContextVar[Callable[[], Any]] = ContextVar("SO_FAR")
 
 
 @dataclass
