@@ -21,9 +21,17 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 import visual_spec
-from tests.helpers.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_vq_model
+from tests.helpers.tiny import (
+    seeded,
+    tiny_pipeline,
+    tiny_text_encoder,
+    tiny_transformer,
+    tiny_video_pipeline,
+    tiny_vq_model,
+)
 from visual_spec import cli
 from visual_spec.eval.quality.features import load_shapes_features
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_drafter, load_pipeline
@@ -59,6 +67,18 @@ def test_components_and_dtype_can_be_chosen_at_loading(folder):
     assert ImagePipeline.from_pretrained(folder, text_encoder=None).text_encoder is None
     assert set(swapped.components) == {"transformer", "vq_model", "text_encoder", "sampler", "drafter"}
     assert isinstance(ImagePipeline.from_pipe(swapped), ImagePipeline)
+
+
+@pytest.mark.parametrize("make", [tiny_pipeline, tiny_video_pipeline])
+def test_from_pipe_hands_on_a_drafter_of_a_new_class(make):
+    class OwnDrafter(SavedModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(1, 1)
+
+    pipe = make()
+    pipe.drafter = OwnDrafter()
+    assert type(pipe).from_pipe(pipe).drafter is pipe.drafter
 
 
 def test_bfloat16_draws(folder):

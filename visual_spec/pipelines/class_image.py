@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.pipelines.components import registers
@@ -15,8 +16,6 @@ from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
     from visual_spec.models.core.checkpoints import Source
-    from visual_spec.models.drafters.eagle import EagleDrafter
-    from visual_spec.models.drafters.local_speculation import MultiscaleDrafter
     from visual_spec.models.next_token.llamagen import LlamaGenTransformer
     from visual_spec.models.next_token.llamagen_vq import VQModel
     from visual_spec.pipelines.repaint import Pictures
@@ -58,7 +57,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         id2label: list[str] | None = None,
         default_guidance_scale: float = 2.0,
         default_top_k: int = 0,
-        drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
+        drafter: ModelMixin | None = None,
     ): ...
 
     @classmethod

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.pipelines.components import registers
@@ -17,8 +18,6 @@ from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
     from visual_spec.models.core.checkpoints import Source
-    from visual_spec.models.drafters.eagle import EagleDrafter
-    from visual_spec.models.drafters.local_speculation import MultiscaleDrafter
     from visual_spec.models.next_token.controlar import ControlARTransformer
     from visual_spec.models.next_token.llamagen import LlamaGenTransformer
     from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -54,7 +53,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
     model_cpu_offload_seq = "text_encoder->drafter->transformer->vq_model"
     _optional_components = ["text_encoder", "drafter"]
 
-    # `from_pipe` hands a model on only if it is of exactly one of the annotated classes.
+    # `from_pipe` hands a model on only if it is of one of the annotated classes, or of one derived from them.
     @registers
     def __init__(
         self,
@@ -64,7 +63,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         sampler: SchedulerMixin | None,
         default_guidance_scale: float = 3.0,
         default_top_k: int = 0,
-        drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
+        drafter: ModelMixin | None = None,
         default_temperature: float = 1.0,
         default_top_p: float = 1.0,
     ): ...

@@ -13,11 +13,12 @@ import torch
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import Within, whole
-from visual_spec.models.next_scale.flexvar import FlexVQModel, is_flexvar, load_flexvae, load_flexvar
+from visual_spec.models.next_scale.flexvar import is_flexvar, load_flexvae, load_flexvar
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import calibrate
+from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
-from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
+from visual_spec.models.next_scale.var_vq import load_var_vq_checkpoint
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.labels import DrawsClasses, Labels
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline, read_budget
@@ -84,7 +85,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
     def __init__(
         self,
         transformer: VARTransformer,
-        vq_model: MultiscaleVQModel | FlexVQModel,
+        vq_model: MultiscaleTokenizer,
         sampler: ScaleWiseSampler,
         id2label: list[str] | None = None,
         default_guidance_scale: float = VAR_LAW.guidance_scale,

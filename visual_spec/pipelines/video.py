@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.settings import Within, whole
@@ -17,7 +18,6 @@ from visual_spec.pipelines.texts import ReadsText
 from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
-    from visual_spec.models.drafters.eagle import EagleDrafter
     from visual_spec.models.masked.frames import FrameMaskedTransformer
     from visual_spec.models.next_token.llamagen import LlamaGenTransformer
     from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -69,7 +69,7 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         default_guidance_scale: float = 1.5,
         default_top_k: int = 0,
         frame_rate: float = 8.0,
-        drafter: EagleDrafter | LlamaGenTransformer | None = None,
+        drafter: ModelMixin | None = None,
         default_temperature: float = 1.0,
         default_top_p: float = 1.0,
     ): ...
