@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -20,8 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import visual_spec
-from visual_spec.eval.arguments import Parser, add_negative_prompt, add_threads, at_least, show_warning
+from visual_spec import families
+from visual_spec.eval.arguments import (
+    Parser,
+    add_law,
+    add_negative_prompt,
+    add_threads,
+    at_least,
+    show_warning,
+)
 from visual_spec.eval.tables import plain_table
+from visual_spec.records import LAW_SETTINGS
 from visual_spec.samplers.registry import names
 
 _OWN_ARGUMENTS = {
@@ -181,20 +191,15 @@ def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
         "--drafter", metavar="NAME", help="embedded drafter or folder (default: the model's own)"
     )
 
-    law = generate.add_argument_group("law of a token")
-    law.add_argument("--guidance-scale", type=float, metavar="S", help="above 1: classifier-free guidance")
-    law.add_argument(
-        "--guidance-until", type=int, metavar="N", help="tokens from the N-th on are drawn without guidance"
-    )
-    law.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
-    law.add_argument("--top-k", type=int, metavar="K", help="0: off")
-    law.add_argument("--top-p", type=float, metavar="P", help="1: off")
+    add_law(generate.add_argument_group("law of a token"), LAW_SETTINGS)
 
 
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
-        help="make a folder of official LlamaGen, ControlAR, student, VAR, Infinity, MAR, masked or Self-Forcing files",
+        help="make a folder of official files",
+        description="Make a folder of the official files of one of: "
+        f"{', '.join(family.name for family in families.FAMILIES if family.layout)}; MusicGen of audiocraft.",
     )
     convert.add_argument(
         "files",
@@ -273,7 +278,6 @@ def _run(arguments: list[str]) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
-    from visual_spec import families
     from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, missing_models
     from visual_spec.samplers.registry import SAMPLERS, fit
 
@@ -329,8 +333,6 @@ def _embedded_table(facts: list[dict[str, Any]]) -> str:
 
 
 def _official_table() -> str:
-    from visual_spec import families
-
     lines = [
         [
             model.name,
@@ -353,7 +355,6 @@ def _official_table() -> str:
 
 def _fit_lists(facts: list[dict[str, Any]]) -> str:
     """Each sampler, what it promises and takes, and the models that answer its calls."""
-    from visual_spec import families
     from visual_spec.samplers.registry import SAMPLERS, fit
 
     models = {fact["name"]: fact["calls"] for fact in facts}
@@ -378,7 +379,10 @@ def _model_samplers(name: str) -> str:
     except TypeError as error:
         return str(error)
     fitting = ", ".join(sampler for sampler, reason in said.items() if not reason)
-    others = [_filled(f"{sampler}: {reason}", "    ") for sampler, reason in said.items() if reason]
+    alike: dict[str, list[str]] = {}
+    for sampler, reason in said.items():
+        alike.setdefault(re.sub(r"^sampler is \w+, which ", "", reason), []).append(sampler)
+    others = [_filled(f"{', '.join(same)}: {reason}", "    ") for reason, same in alike.items() if reason]
     return "\n".join([_filled(f"{name} takes {fitting}.", ""), "It does not take", *others])
 
 

@@ -9,9 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The law's settings that a pipeline saves defaults of, and all that a call takes.
-LAW_DEFAULTS = ("guidance_scale", "temperature", "top_k", "top_p")
-LAW_SETTINGS = (*LAW_DEFAULTS, "guidance_until")
+# The law's settings that a call takes, and what the command line says of them: their type, a letter, and help.
+LAW_SETTINGS: dict[str, tuple[type, str, str]] = {
+    "guidance_scale": (float, "S", "above 1: classifier-free guidance"),
+    "temperature": (float, "T", "0: greedy"),
+    "top_k": (int, "K", "0: off"),
+    "top_p": (float, "P", "1: off"),
+    "guidance_until": (int, "N", "tokens from the N-th on are drawn without guidance"),
+}
+LAW_DEFAULTS = tuple(LAW_SETTINGS)[:4]  # of which a pipeline saves defaults
 
 
 @dataclass(frozen=True)

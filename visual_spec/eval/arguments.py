@@ -1,4 +1,4 @@
-"""The parser of all commands, arguments that they have in common, and the logger. The standard library only."""
+"""The parser of all commands, arguments that they have in common, and the logger. No PyTorch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
+
+from visual_spec.records import LAW_SETTINGS
 
 logger = logging.getLogger("visual_spec")
 
@@ -170,11 +172,11 @@ def share(args: argparse.Namespace) -> dict[str, int]:
     }
 
 
-def add_law(parser: argparse.ArgumentParser) -> None:
-    """Add the law's filters."""
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
-    parser.add_argument("--top-k", type=int, metavar="K", help="0: off")
-    parser.add_argument("--top-p", type=float, metavar="P", help="1: off")
+def add_law(parser: Any, names: Iterable[str] = ("temperature", "top_k", "top_p")) -> None:
+    """Add settings of the law, names of `LAW_SETTINGS`, to a parser or a group of it."""
+    for name in names:
+        kind, letter, text = LAW_SETTINGS[name]
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=letter, help=text)
 
 
 def progress(text: str) -> None:

@@ -23,15 +23,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from visual_spec.models.core.settings import Within, whole
+from visual_spec.records import LAW_DEFAULTS
 from visual_spec.serving.painter import BusyError, Drawn, Order, Painter
 
 logger = logging.getLogger(__name__)
 
 _FIELDS = (
     "prompt", "model", "n", "size", "seed", "response_format", "stream", "partial_images", "output_format", "user",
-    "guidance_scale", "temperature", "top_k", "top_p",
+    *LAW_DEFAULTS,
 )  # fmt: skip
-_LAW = ("guidance_scale", "temperature", "top_k", "top_p")
 _MOST_PARTIAL = 3  # as OpenAI
 
 
@@ -152,11 +152,11 @@ class Endpoint:
                 400, f"n={n}, partial_images={partial}, stream={stream}; a stream holds one picture.", "n"
             )
         first = self._whole(body, "seed", random.SystemRandom().randrange(2**32), 0, 2**64 - n)
-        for name in _LAW:
+        for name in LAW_DEFAULTS:
             if isinstance(body.get(name), bool) or not isinstance(body.get(name, 0), int | float):
                 raise RefusedError(400, f"{name}={body[name]!r}; pass a number.", name)
         try:
-            law = self.painter.law(**{name: body.get(name) for name in _LAW})
+            law = self.painter.law(**{name: body.get(name) for name in LAW_DEFAULTS})
             orders = [Order(prompt, first + index, law, partial) for index in range(n)]
             self.painter.check(orders[0])
         except (ValueError, TypeError) as error:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from visual_spec.records import LAW_DEFAULTS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.painter import Drawn, Order, png_of
 
 _TRIES = 3  # of a picture whose replica was lost
-_LAW = ("guidance_scale", "temperature", "top_k", "top_p")
 
 
 def require_serve() -> Any:
@@ -68,7 +68,9 @@ class Replica:
         generators = [torch.Generator().manual_seed(order.seed) for order in orders]
         try:
             prompts = [order.prompt for order in orders]
-            drawn = self.pipe(prompts, generator=generators, **{name: getattr(law, name) for name in _LAW})
+            drawn = self.pipe(
+                prompts, generator=generators, **{name: getattr(law, name) for name in LAW_DEFAULTS}
+            )
         except (ValueError, TypeError) as error:
             # One bad prompt must not refuse the others of its batch.
             return [error] if len(orders) == 1 else [self._draw([order], law)[0] for order in orders]
