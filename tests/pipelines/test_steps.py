@@ -76,7 +76,7 @@ def test_a_callback_sees_the_tokens_so_far(name):
     kind, seen = ALL[name], []
     pipe = kind.make()
     whole = kind.ask(pipe, seed=2)
-    asked = dict(callback_on_step_end_tensor_inputs=["tokens"])
+    asked: dict[str, Any] = dict(callback_on_step_end_tensor_inputs=["tokens"])
     kind.ask(pipe, seed=2, callback_on_step_end=lambda *told: seen.append(told[1:]), **asked)
     for step, timestep, tensors in seen:
         if pipe.unit == "scales":
