@@ -3,7 +3,7 @@
 python benchmarks/block_sizes_clips.py --models B16 B128 --out benchmarks/results/motion-blocks.json
 
 Each of `--models` is a folder that `scripts/train acdit --frames 8` wrote. The parser of `motion` reads clips of all
-classes in turn, beside those of `motion_causal`, for captions of the same classes, and true ones. Time is processor
+classes in turn, beside clips of `motion_causal`, for captions of the same classes, and true ones. Time is processor
 time at batch 1, one thread, each setting's turn after the other's in one process, the order turned round from clip to
 clip. Without the cache every level reads all clean blocks again.
 """

@@ -41,8 +41,8 @@ SAMPLERS = {
 def speed(models: dict[str, Any], pipe: Any, prompts: list[str], plain: int) -> dict[str, dict[str, Any]]:
     """Tokens a call and processor seconds a picture of every model and sampler, and how far laws are from each other.
 
-    `entropy` is of a model's law along its own pictures, `divergence` from the law of `shapes` along those of `shapes`
-    (Kullback and Leibler's), in nats a token.
+    `entropy` is of a model's law along its own pictures; `divergence` (Kullback and Leibler's) is from the law of
+    `shapes` along pictures of `shapes`. Both are in nats a token.
     """
     law, rows = pipe.make_law(), {(name, kind): [] for name in models for kind in SAMPLERS}
     nats: dict[str, dict[str, list[float]]] = {name: {"entropy": [], "divergence": []} for name in models}

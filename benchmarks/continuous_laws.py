@@ -1,7 +1,7 @@
 """How near the laws of samplers of continuous tokens are to the target's, and how many drafts each rule keeps.
 
-Target and drafter are models whose heads know their laws, two mixtures of three normal laws. Distances are those of
-Kolmogorov and Smirnov from chains that are written out; in several dimensions the largest along eight directions.
+Target and drafter are models whose heads know their laws, two mixtures of three normal laws. Distances are Kolmogorov
+and Smirnov's, from chains that are written out; in several dimensions the largest along eight directions.
 
     PYTHONPATH=. python benchmarks/continuous_laws.py --draws 100000 --out benchmarks/results/continuous-laws.json
 """
@@ -40,7 +40,7 @@ DRAFTED = list(RULES)[:-1]
 
 
 def laws(dim: int) -> list[Mixture]:
-    """Of target and draft. In more than one dimension means are drawn, and those of the draft are 0.35 away."""
+    """Of target and draft. In more than one dimension means are drawn, and the draft's are 0.35 away."""
     if dim == 1:
         target = Mixture([0.3, 0.5, 0.2], [-1.2, 0.2, 1.4], [0.25, 0.3, 0.2])
         return [target, Mixture([0.35, 0.45, 0.2], [-1.1, 0.25, 1.3], [0.3, 0.3, 0.25])]

@@ -58,7 +58,7 @@ def read(pipe: ChunkVideoPipeline, prompts: list[str], frames: list[Any]) -> dic
 
     Returns:
         held: shares of frames in which each part of a caption holds, by training length, {name: [LENGTHS]}; later: of
-        the frames behind the first training length, with intervals over clips; clips: the share of these frames of
+        the frames after the first training length, with intervals over clips; clips: the share of these frames of
         each clip in which the object is kept.
     """
     answers = [consistency(prompt, clip) for prompt, clip in zip(prompts, frames, strict=True)]

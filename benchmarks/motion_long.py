@@ -26,8 +26,8 @@ NAMES = ("kept", "colour", "shape", "size", "background", "continuous", "moving"
 def consistency(prompt: str, frames: np.ndarray | Sequence[Image.Image]) -> dict[str, np.ndarray]:
     """Return what of a caption holds in each frame, bool `[T]` by name, with all of it under "all".
 
-    kept: there are as many objects as the caption names, whatever they look like. colour, shape, size: the objects have
-    those of the caption. background: likewise. continuous: the first object is at most a step away from where it was
+    kept: there are as many objects as the caption names, whatever they look like. colour, shape, size: the objects are
+    as the caption says. background: likewise. continuous: the first object is at most a step away from where it was
     in the frame before; where it is not seen, or was not, that fails. The first frame is continuous if it is seen.
     moving: in the last `_MOVING` frames the first object made half of the steps that its speed makes, or if it stays
     still, none. It is not asked where a path may end (it "stops"), and in the first `_MOVING` frames.

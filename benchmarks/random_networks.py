@@ -1,6 +1,6 @@
 """Networks of the released architectures with seeded random weights, for figures where no weights can be fetched.
 
-The path through `visual-spec score` is that of the released weights. The figures compare within one table only.
+`visual-spec score` runs them as it runs the released weights. The figures compare within one table only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of `visual-spec score` beside those of torch-fidelity's own command, for the same folders of pictures.
+"""The figures of `visual-spec score` and of torch-fidelity's own command, for the same folders of pictures.
 
     python benchmarks/score_against_fidelity.py DRAWN TRUE --json benchmarks/results/score-against-fidelity.json
 

@@ -68,7 +68,7 @@ def main() -> None:
                 f"{clients} clients": load(client, clients, held_out_prompts(count))
                 for clients, count in REQUESTS.items()
             }
-        rows[f"window {window}, {together} at once"]["load average behind it"] = os.getloadavg()[0]
+        rows[f"window {window}, {together} at once"]["load average after it"] = os.getloadavg()[0]
         print(json.dumps(rows, indent=1), flush=True)
         if given.out:
             given.out.write_text(json.dumps(rows, indent=1) + "\n")

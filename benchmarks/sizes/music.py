@@ -97,7 +97,7 @@ def measure_steps(
     frames: int = FRAMES,
     report: Report = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Time calls over `steps` steps behind the first half of a clip of `frames` frames.
+    """Time calls over `steps` steps after the first half of a clip of `frames` frames.
 
     Args:
         model: of `musicgen`.
@@ -157,7 +157,7 @@ def measure_steps(
 
 
 def _call_bytes(columns: MusicgenColumnModel, state: Any, batch_size: int, given: int) -> dict[str, int]:
-    """Weights, keys and values that a call cannot but read: those of the clip so far, and of the text."""
+    """Weights, keys and values that a call cannot but read, of the clip so far and of the text."""
     empty = torch.zeros(batch_size, 1, CODEBOOKS, dtype=torch.long, device=columns.device)
     first = torch.zeros(batch_size, 1, dtype=torch.long, device=columns.device)
     weights = measure.weight_bytes_per_call(columns.model, lambda: columns(state, empty, first))
@@ -169,7 +169,7 @@ def _call_bytes(columns: MusicgenColumnModel, state: Any, batch_size: int, given
 
 
 def _time_generate(model: Any, condition: MusicCondition, law: Any, steps: int) -> tuple[float, int]:
-    """Seconds of calls of transformers' `generate` behind the codes of a condition, and how many those were."""
+    """Seconds of calls of transformers' `generate` after the codes of a condition, and how many calls."""
     from transformers.modeling_outputs import BaseModelOutput
 
     codes: Tensor | None = condition.codes

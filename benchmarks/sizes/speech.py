@@ -101,7 +101,7 @@ def measure_latents(
     scale: float = GUIDANCE,
     report: Report = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Time whole generations of `latents` latents behind a prompt of `prompt` tokens.
+    """Time whole generations of `latents` latents after a prompt of `prompt` tokens.
 
     Args:
         model: of `vibevoice`.

@@ -2,7 +2,7 @@
 
 What a chunk costs depends on sizes and on how many frames attention reads, not on what the weights are. Each policy
 draws one long clip by the loop of Self-Forcing, five calls a chunk; the last chunks are timed, where bounded caches
-have long been full. The full cache goes on growing, so its chunks there are those of a clip of that length.
+have long been full. The full cache goes on growing, so its chunks there cost what they cost in a clip of that length.
 
     python -m benchmarks.sizes video [--size SIZE] [--batch 1]
 """
@@ -27,7 +27,7 @@ from visual_spec.pipelines.chunk_video import read_text
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 from visual_spec.samplers.core.law import TokenLaw
 
-# Windows are Self-Forcing's 21 frames, sinks those of the papers (`visual_spec.models.video.frame_cache`).
+# Windows are Self-Forcing's 21 frames, sinks are as in the papers (`visual_spec.models.video.frame_cache`).
 POLICIES = ("full", "sliding", "sink-window", "deep-forcing")
 
 
@@ -176,7 +176,7 @@ def _timed_chunks(
 
 
 def call_flops(model: Any, size: VideoSize, batch_size: int, chunk: int, cache_bytes: int) -> int:
-    """Operations of a call: two a weight of the blocks and token, and those of attention to cache, chunk and text.
+    """Operations of a call: two a weight of the blocks and token, and what attention to cache, chunk and text takes.
 
     Keys and values of the text are counted by token of the text.
     """

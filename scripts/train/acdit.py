@@ -2,7 +2,7 @@
 2024, section 3).
 
 One pass reads all clean tokens and all noisy ones; every block has a time of its own. The class dropout and the
-weights of slots are those of `mar`, as are the latents of pictures; those of clips are squares of small frames.
+weights of slots are as in `mar`, and so are the latents of pictures. Latents of clips are squares of small frames.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The order of MMPL (arXiv 2508.03334), with the weights of `motion_masked` plus changes of low rank: the first frame, the
 key frames together, the others together. All frames of a group hide the same share of their tokens, as while a group is
-drawn. In a tube, all frames of a clip hide the same places. Clips, weights of places and words are those of
+drawn. In a tube, all frames of a clip hide the same places. Clips, weights of places and words are as in
 `scripts.train.frames`; tokenizer and caption encoder do not change.
 """
 
@@ -39,7 +39,7 @@ from visual_spec.training.loop import (
 
 @dataclass(frozen=True)
 class PlannedTraining:
-    """Settings of a run; most are those of `FrameTraining`."""
+    """Settings of a run; most are as in `FrameTraining`."""
 
     steps: int = 700
     batch_size: int = 6

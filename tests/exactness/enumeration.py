@@ -35,7 +35,7 @@ _ROWS = 50_000  # rows of one run
 
 @dataclass
 class Branches:
-    """States between two calls, each with the number of the state it follows, and its probability behind that one."""
+    """States between two calls, each with the number of the state it follows, and its probability after that one."""
 
     weight: Tensor  # [N]
     origin: Tensor  # [N]
@@ -128,7 +128,7 @@ class Enumerator:
         self.sampler.step(run, state)
 
     def count(self, origin: Tensor, state: Any, weight: Tensor) -> None:
-        """Note what a call has done, each row with its weight behind the state it started from."""
+        """Note what a call has done, each row with its weight after the state it started from."""
         meter = getattr(state, "meter", None)
         if meter is not None:
             self.tallies["moved"].append((origin, weight * meter.moved))
@@ -201,7 +201,7 @@ class Enumerator:
         return self._merge(join(parts))
 
     def _replay(self, branches: Branches, call: int, given: dict[int, Tensor]) -> Iterator[Branches]:
-        """All that a call makes of these states behind the given outcomes."""
+        """All that a call makes of these states after the given outcomes."""
         noise = BranchingNoise(
             branches.weight,
             branches.regions,

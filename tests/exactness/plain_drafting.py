@@ -61,7 +61,7 @@ class PlainRule:
         return min(1, sum(p[y] for y in group) / sum(q[y] for y in group)) if p[x] else 0
 
     def test(self, p: Law, q: Law, x: int, budget: float) -> tuple[float, Law, float]:
-        """With what probability x is kept; behind a refusal, the law of what replaces it, and the budget left."""
+        """With what probability x is kept; after a refusal, the law of what replaces it, and the budget left."""
         exact, keep, merged = min(1, p[x] / q[x]), self.accept(p, q, x), list(p)
         if self.settings.bounded:
             distance = sum(max(0, b - a) for a, b in zip(p, q, strict=True))
@@ -76,13 +76,13 @@ class PlainRule:
         return keep, [mass / sum(rest) for mass in rest] if sum(rest) else merged, budget
 
     def walk(self, p: Law, drafts: Sequence[int], laws: Sequence[Law]) -> tuple[list[float], Law]:
-        """Siblings in turn: how much of the time each is kept, and the law behind the last times what is left."""
+        """Siblings in turn: how much of the time each is kept, and the law after the last times what is left."""
         kept, reached, budget = [], 1.0, self.settings.delta
         for x, q in zip(drafts, laws, strict=True):
-            keep, behind, left = self.test(p, q, x, budget) if q[x] > 0 else (0.0, p, budget)
+            keep, after, left = self.test(p, q, x, budget) if q[x] > 0 else (0.0, p, budget)
             kept.append(reached * keep)
             reached *= 1 - keep
-            p, budget = behind, left
+            p, budget = after, left
         return kept, [reached * mass for mass in p]
 
     def commits(self, p: Law, drafts: Sequence[int], laws: Sequence[Law]) -> Law:
@@ -146,7 +146,7 @@ class PlainDecoder:
             self.slot(text, (), weight)
 
     def slot(self, text: tuple[int, ...], path: tuple[int, ...], weight: float) -> None:
-        """The slot behind a path of kept drafts."""
+        """The slot after a path of kept drafts."""
         if len(text + path) == self.length:
             return self.call(text + path, weight)
         p = self.next_law(self.target, text + path)
@@ -169,7 +169,7 @@ class PlainDecoder:
     def siblings(
         self, text: tuple[int, ...], path: tuple[int, ...]
     ) -> list[tuple[float, list[int], list[Law]]]:
-        """All that the drafts behind a path may be: their probability, the drafts in turn, and their laws."""
+        """All that the drafts after a path may be: their probability, the drafts in turn, and their laws."""
         raise NotImplementedError
 
     def moved(self, law: Law, exact: Law, drafts: list[int]) -> float:

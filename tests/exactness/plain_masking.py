@@ -73,7 +73,7 @@ class Plain:
         return dict(states)
 
     def codebook(self, start: Tokens, stage: int, order: list[int] | None) -> dict[Tokens, float]:
-        """The law of the tokens behind a stage."""
+        """The law of the tokens after a stage."""
         mask, books, steps = self.model.vocab_size, self.model.grid.codebooks, self.steps[stage]
         unknown = [i for i in range(self.model.grid.num_tokens) if start[i * books + stage] == mask]
         units = sorted({i // self.span for i in unknown})

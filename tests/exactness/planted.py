@@ -88,11 +88,11 @@ def batch_minimum_step(self: SpeculativeJacobiSampler, run: Run, state: JacobiSt
     slots = (seen.lengths + together)[:, None] + torch.arange(self.window - 1)
     column = slots - seen.lengths[:, None]
     # The place of a slot among the drafts of the real step.
-    behind = slots - (seen.lengths + kept + 1)[:, None]
+    later = slots - (seen.lengths + kept + 1)[:, None]
     label = torch.where(
         (column < kept[:, None])[..., None], _rows(seen.labels, column), _rows(seen.target, column)
     )
-    relabel(state, torch.where((behind >= 0)[..., None], _rows(after, behind), label))
+    relabel(state, torch.where((later >= 0)[..., None], _rows(after, later), label))
     state.lengths = seen.lengths + together
 
 

@@ -107,7 +107,7 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     """Scrub states of chains (of tokens, of columns): the regions that still count, and what tells states apart.
 
     Behind the text such a state holds drafts, if it has labels, and the noise they were drawn with; else nothing: which
-    text was committed says nothing about the noise of the slots behind it. Of states with fields that are not known
+    text was committed says nothing about the noise of the slots after it. Of states with fields that are not known
     here, all noise is kept, and all that the fields hold tells states apart.
     """
     others = [field.name for field in fields(state) if field.name not in _CHAIN | _BOOKKEEPING | _OF_DRAFTS]

@@ -164,15 +164,15 @@ def expected_calls(joint: Tensor, num_drafts: int) -> float:
         """Calls from a drafting one on; its first place stands."""
         if len(known) == count:
             return 0.0
-        first, behind = law(known, len(known)), range(len(known) + 1, min(len(known) + 1 + num_drafts, count))
-        drafts = [law(known, place) for place in behind]
+        first, after = law(known, len(known)), range(len(known) + 1, min(len(known) + 1 + num_drafts, count))
+        drafts = [law(known, place) for place in after]
         return 1 + sum(float(first[x]) * verify((*known, x), drafts) for x in range(size))
 
     def verify(known: tuple[int, ...], drafts: list[Tensor]) -> float:
         return 0.0 if len(known) == count else 1 + walk(known, drafts)
 
     def walk(known: tuple[int, ...], drafts: list[Tensor]) -> float:
-        """Calls behind a verifying one, from its first open draft on."""
+        """Calls after a verifying one, from its first open draft on."""
         if len(known) == count:
             return 0.0
         target = law(known, len(known))

@@ -330,7 +330,7 @@ def labels(state: ColumnJacobiState, count: int) -> Tensor:
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_catches_an_old_label_on_a_kept_draft(monkeypatch, unit):
-    """Under maximal coupling, a draft that was kept behind the refusal keeps its old label as well."""
+    """Under maximal coupling, a draft that was kept after the refusal keeps its old label as well."""
 
     def stale_step(real_step, self, run, state):
         drafts = self.config.window - 1

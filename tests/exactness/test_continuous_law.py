@@ -206,7 +206,7 @@ def block_of_two(rule: str, **settings: Any) -> Any:
 
 
 class Shifted(MaskedMixtureModel):
-    """The pair of tokens behind one that is always near 0, so that one block drafts both of them."""
+    """The pair of tokens after one that is always near 0, so that one block drafts both of them."""
 
     def __init__(self, mixtures: Any, alone: Mixture, **settings: Any) -> None:
         super().__init__(mixtures, alone, **settings)

@@ -80,7 +80,7 @@ class Checked(Enumerator):
         wide[tested] = laws
         given = [text_before(text, lengths), quantised(label[:, 0].exp())]
         self._note(origin, given, weight, state.tokens, lengths, wide[:, 0])
-        # The slot behind a window that is kept whole follows the target law, given all before it.
+        # The slot after a window that is kept whole follows the target law, given all before it.
         whole = (committed == drafts + 1) & (lengths + drafts < length)
         last = (lengths + drafts)[whole]
         given = [text_before(text[whole], last)]

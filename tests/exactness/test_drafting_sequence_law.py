@@ -43,7 +43,7 @@ def test_chain_is_lossless_under_guidance_and_filters(law, acceptance):
 
 
 def test_an_early_stop_gives_up_calls():
-    """It is the draft behind the stop that is missing; were the stop without effect, the proof would be void."""
+    """It is the draft after the stop that is missing; were the stop without effect, the proof would be void."""
     calls = [chain(pair(), PLAIN, 3, below, "exact").calls for below in (0, 0.4, 1)]
     assert calls[0] + 0.05 < calls[1] and calls[1] + 0.05 < calls[2]
 
@@ -83,7 +83,7 @@ def expected_block(target: Any, label: Any, drafts: list[int]) -> list[tuple[flo
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_block_is_tested_as_published(seed):
-    """Probability of every number of kept drafts, and the law behind each, against plain arithmetic."""
+    """Probability of every number of kept drafts, and the law after each, against plain arithmetic."""
     generator = torch.Generator().manual_seed(seed)
     target, label = torch.rand(2, 4, 5, generator=generator, dtype=torch.float64).softmax(-1)
     drafts = [1, 3, 0]
@@ -184,7 +184,7 @@ def test_a_drafter_that_is_not_fed_what_was_committed_drafts_worse(monkeypatch):
 
 
 def test_another_rule_takes_the_place_of_the_exact_one():
-    """All drafts kept: behind slot 0 the law is the drafter's."""
+    """All drafts kept: after slot 0 the law is the drafter's."""
     model, drafter = pair()
     everything = AcceptanceRule(lambda target, law, drafts: torch.ones_like(law[..., 0]), lossless=False)
     found = chain((model, drafter), PLAIN, 3, parts={"rule": everything})

@@ -26,7 +26,7 @@ NO_NOISE = dict(choice_temperature=0.0)
 
 @dataclass
 class PlainFrame(Plain):
-    """One frame, behind what was written of those before it, for the conditional rows and for the others."""
+    """One frame, after what was written of those before it, for the conditional rows and for the others."""
 
     table: list = field(default_factory=list)
     past: tuple[Tokens, Tokens] = ((), ())

@@ -122,7 +122,7 @@ def test_catches_drafts_labelled_with_the_law_of_another_place(monkeypatch):
 
 
 def test_catches_groups_that_end_where_the_drafts_fail(monkeypatch):
-    """As published: the model is called again behind a refusal."""
+    """As published: the model is called again after a refusal."""
     real = SelfSpeculativeMaskedSampler.step
 
     def early(self: Any, run: Any, state: Any) -> None:

@@ -183,10 +183,10 @@ def swapped(order: orders.TokenOrder) -> orders.TokenOrder:
 
 
 def causal(order: orders.TokenOrder) -> orders.TokenOrder:
-    """Within a step, a position does not see those behind it."""
+    """Within a step, a position does not see those after it."""
     for step in order.steps[1:]:
-        behind = step.slots > step.slots[:, None]  # [W, W]
-        object.__setattr__(step, "seen", step.seen.scatter(1, step.slots.expand_as(behind), ~behind))
+        after = step.slots > step.slots[:, None]  # [W, W]
+        object.__setattr__(step, "seen", step.seen.scatter(1, step.slots.expand_as(after), ~after))
     return order
 
 

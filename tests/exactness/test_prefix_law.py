@@ -156,7 +156,7 @@ def test_catches_rules_that_read_the_committed_text_only(monkeypatch, name, coup
 
 
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
-def test_catches_windows_that_commit_tokens_behind_an_end(monkeypatch, coupling, acceptance):
+def test_catches_windows_that_commit_tokens_after_an_end(monkeypatch, coupling, acceptance):
     """The end among the drafts is seen neither by the laws after it nor by what is committed."""
     monkeypatch.setattr(PrefixModel, "stops", committed_only)
     monkeypatch.setattr(State, "_stop_at_ends", lambda *given: None)

@@ -147,7 +147,7 @@ def test_catches_a_uniform_draft_drawn_from_fewer_tokens_than_its_label_says(mon
 
 
 def test_catches_drafts_that_are_read_where_nothing_was_drafted(monkeypatch):
-    """What lies behind the drafts is scrubbed between calls, so that reading it shows."""
+    """What lies after the drafts is scrubbed between calls, so that reading it shows."""
 
     def one_further(self, state):
         slots = state.next_slots(self.window - 1) + 1

@@ -65,7 +65,7 @@ def test_lossless_over_four_tokens(siblings, length, window):
     """Where three siblings do not cover the vocabulary."""
     four = TabularModel(TokenGrid(1, length), 4, seed=siblings)
     found = check(four, PLAIN, ProactiveJacobiSampler(window, siblings, 1, "maximal", "exact", "last_law"))
-    if siblings == 4:  # one of four siblings is always kept: two tokens a call behind the prefill
+    if siblings == 4:  # one of four siblings is always kept: two tokens a call after the prefill
         assert found.calls == pytest.approx({4: 3, 3: 2}[length])
 
 
@@ -201,12 +201,12 @@ def test_catches_siblings_that_share_their_numbers(monkeypatch):
         distance(TWO)
 
 
-def test_catches_a_walk_that_scores_siblings_by_the_law_behind_the_main_branch(monkeypatch):
+def test_catches_a_walk_that_scores_siblings_by_the_law_after_the_main_branch(monkeypatch):
     monkeypatch.setattr(proactive.HeadTree, "node", lambda self, level, path: path * 0 + level)
     assert distance(TWO) > 1e-2
 
 
-def test_catches_an_old_label_on_the_drafts_behind_the_walk(monkeypatch):
+def test_catches_an_old_label_on_the_drafts_after_the_walk(monkeypatch):
     """Maximal coupling redraws them from the newest law, so the label has to be that law."""
     real = ProactiveJacobiSampler.redraft
 

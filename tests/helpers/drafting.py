@@ -74,10 +74,10 @@ def counting(source: TabularModel) -> Counting:
     return model
 
 
-def law_behind(
+def law_after(
     model: Any, drafter: Any, condition: Any, law: TokenLaw, text: list[int], known: int, row: int, rows: int
 ) -> Tensor:
-    """The drafter's law [V] behind a text, computed anew: `known` tokens that the target has seen, then drafts.
+    """The drafter's law [V] after a text, computed anew: `known` tokens that the target has seen, then drafts.
 
     The target's features are those of a plain call over the known tokens.
     """

@@ -17,7 +17,7 @@ def straight_line(
     words = vectors @ weights["tok_embeddings.weight"].T + weights["tok_embeddings.bias"]
     x = torch.cat([start[None], words])
     for place in range(len(x)):
-        # The class and the tokens behind it that are known are told from noise.
+        # The class and the tokens after it that are known are told from noise.
         x[place] = x[place] + weights["n_d_embed.weight"][1 if place <= known else 0]
     size = DIM // 2
     turn = straight.turns(torch.arange(SLOTS) // SIDE, torch.arange(SLOTS) % SIDE, size)

@@ -61,7 +61,7 @@ def _all_within_prefix(draft: Tensor, count: int) -> Tensor:
     doubly exponentially and is analytic up to |Im s| < pi / 2, so that the trapezoidal rule of step 1/4 errs by about
     exp(-4 pi^2), less than rounding does.
     """
-    rest = draft.flip(0).cumsum(0).flip(0)[1:]  # [V - 1], total rate behind each prefix but the last
+    rest = draft.flip(0).cumsum(0).flip(0)[1:]  # [V - 1], total rate after each prefix but the last
     step = 0.25
     last = math.log(45 / max(float(rest.min()), 1e-30)) if len(rest) else 0.0
     times = torch.arange(-40, max(last, 0.0) + step, step, dtype=draft.dtype).exp()[:, None]  # [T, 1]

@@ -55,7 +55,7 @@ def tiny_vibevoice(dtype: torch.dtype = torch.float64, **text: Any) -> Any:
 
 
 class Script(LogitsProcessor):
-    """Makes row b of a batch say `rows[b][n]` as its n-th token, and the end of text behind the last one."""
+    """Makes row b of a batch say `rows[b][n]` as its n-th token, and the end of text after the last one."""
 
     def __init__(self, rows: list[list[int]], given: int = IDS.shape[1]) -> None:
         self.rows, self.given = rows, given

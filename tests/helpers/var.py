@@ -98,7 +98,7 @@ def student_logits(model: Any, label: int, vectors: Tensor, known: int) -> tuple
     start = w["class_emb.weight"][label]
     rows = [start + w["pos_start"][0, 0]]
     rows += [w["word_embed.weight"] @ vector + w["word_embed.bias"] for vector in vectors]
-    # The class and the tokens behind it that are known are told from noise.
+    # The class and the tokens after it that are known are told from noise.
     told = torch.stack([w["n_d_embed.weight"][1 if place <= known else 0] for place in range(len(rows))])
     x = torch.stack([row + w["lvl_embed.weight"][level] for row, level in zip(rows, LEVELS, strict=True)])
     x = x + w["pos_1LC"][0] + told

@@ -117,7 +117,7 @@ def attention(x: Tensor, weights: Weights, name: str, groups: int) -> Tensor:
 
 
 def level_of(x: Tensor, weights: Weights, at: str, groups: int) -> Tensor:
-    """Its blocks one after the other, each with the attention behind it."""
+    """Its blocks one after the other, each with the attention after it."""
     for block in itertools.takewhile(lambda i: f"{at}.block.{i}.norm1.weight" in weights, itertools.count()):
         x = attention(
             res_block(x, weights, f"{at}.block.{block}", groups), weights, f"{at}.attn.{block}", groups

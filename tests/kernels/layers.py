@@ -37,7 +37,7 @@ def window_case(
     scale: float | None = None,
     stale: float = math.nan,
 ) -> WindowCase:
-    """Queries at some places of a cache; what stands behind their text is `stale`, and must not be read."""
+    """Queries at some places of a cache; what stands after their text is `stale`, and must not be read."""
     draw = torch.Generator().manual_seed(len(places) + heads)
     shape = (len(places), len(places[0]), heads, dim)
     queries = torch.randn(shape, generator=draw).to(dtype)
@@ -62,7 +62,7 @@ def window_case(
     return WindowCase(queries, keys, values, torch.tensor(places), mask, factor, expected)
 
 
-# Of rows that are at different lengths: inside the prefix, behind it, far behind, in any order.
+# Of rows that are at different lengths: inside the prefix, after it, far beyond it, in any order.
 PLACES = {
     "window": [[9, 10, 11, 12, 13], [2, 3, 4, 5, 6], [33, 34, 35, 36, 37]],
     "one": [[7], [39]],

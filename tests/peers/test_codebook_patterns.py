@@ -42,7 +42,7 @@ def test_number_of_steps(codebooks, frames):
 @pytest.mark.parametrize("delays", [[0, 0, 0], [0, 5, 5]])
 @pytest.mark.parametrize("frames", [1, 16])
 def test_number_of_unrolled_steps(frames, flattening, delays):
-    """audiocraft lays out the frames behind the clip, too. Ours ends with the last step that holds a code."""
+    """audiocraft lays out the frames after the clip, too. Ours ends with the last step that holds a code."""
     pattern, levels = CodebookPattern.flat(3, flattening, delays), max(flattening) + 1
     theirs = frames * levels + max(delays)
     assert (

@@ -121,7 +121,7 @@ def test_neither_the_model_nor_its_inputs_change(generate, model):
 
 
 def test_texts_end_by_themselves_and_are_padded(generate):
-    """`test_generate_with_eos`-like cases: behind the end only padding."""
+    """`test_generate_with_eos`-like cases: after the end only padding."""
     ids = generate(**texts([5] * 16), do_sample=True, temperature=3.0, max_new_tokens=40)[:, 5:]
     ended = (ids == END).any(1)
     assert ended.any()

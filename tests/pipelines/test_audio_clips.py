@@ -77,12 +77,12 @@ def test_streamed_audio_is_the_audio(sampler, length, pattern):
     assert [start for start, _, _ in heard] == starts and len(heard) > 2
     if (
         isinstance(sampler, ColumnAutoregressiveSampler) and pattern == "delay"
-    ):  # heard while the window is decoded, not behind it
+    ):  # heard while the window is decoded, not after it
         assert len({call for *_, call in heard}) > 2 and heard[0][2] < calls[0] * 0.8
 
 
 def test_no_frame_waits_longer_than_it_must():
-    """Of plain sampling column by column: frame t is known when the column behind its last code is drawn."""
+    """Of plain sampling column by column: frame t is known when the column after its last code is drawn."""
     pipe = tiny_audio_pipeline()
     arrived: dict[int, int] = {}
     put: list[int] = [0]
@@ -105,7 +105,7 @@ def test_no_frame_waits_longer_than_it_must():
             callback_on_audio=lambda *_: None,
             callback_on_step_end=count,
         )
-    # Step t + 2 holds the last code of frame t. Its column is fed at the call behind it, that is call t + 3.
+    # Step t + 2 holds the last code of frame t. Its column is fed at the call after it, that is call t + 3.
     assert arrived == {frame: min(frame + 4, FRAMES + BOOKS - 1) for frame in range(FRAMES)}
 
 

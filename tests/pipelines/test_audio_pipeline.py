@@ -341,7 +341,7 @@ def test_parts_that_do_not_fit_are_refused():
         AudioPipeline(tiny_codec(), tiny_codec(), tiny_words(), plain)  # pyright: ignore[reportArgumentType]
 
 
-def test_numbers_that_are_none_behind_the_prefill_name_the_slot(pipe):
+def test_numbers_that_are_none_after_the_prefill_name_the_slot(pipe):
     with torch.no_grad():
         pipe.transformer.lm_heads[1].weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="slot"):

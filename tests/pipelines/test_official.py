@@ -150,7 +150,7 @@ def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
 
 
 def test_guidance_may_end_before_the_picture(files):
-    """Slots before the boundary as under guidance, slots behind it from the conditional law alone."""
+    """Slots before the boundary as under guidance, slots after it from the conditional law alone."""
     pipe = class_pipeline(files)
     settings = dict(guidance_scale=5.0, generator=seeded(1, 2, 3), num_images_per_label=3)
     until = pipe(4, guidance_until=7, **settings).tokens

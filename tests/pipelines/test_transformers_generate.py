@@ -197,7 +197,7 @@ def test_a_language_model_of_codes_writes_what_an_accelerated_one_writes(kind, s
 
 def test_a_processor_of_the_user_is_heard():
     class Odd(LogitsProcessor):
-        """Forbids even ids behind an odd one."""
+        """Forbids even ids after an odd one."""
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             odd, even = input_ids[:, -1:] % 2 == 1, torch.arange(scores.shape[1]) % 2 == 0

@@ -54,7 +54,7 @@ def noise_of(*seeds: int) -> Tensor:
 
 
 def by_hand(label: int, vectors: Tensor, known: int) -> Tensor:
-    """Tokens [L, D] after one call: codes up to the split, vectors behind it, what is known before both."""
+    """Tokens [L, D] after one call: codes up to the split, vectors after it, what is known before both."""
     logits, drawn = straight_line(student_weights(), label, vectors, known)
     tokens = torch.cat([CODES[logits.argmax(-1)][:SPLIT], drawn[SPLIT:]])
     return torch.cat([vectors[:known], tokens[known:]])

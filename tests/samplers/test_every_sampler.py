@@ -143,8 +143,8 @@ def test_complete_samples_leave_the_batch(entry, monkeypatch):
 
     monkeypatch.setattr(type(kind.model), "forward", watched)
     calls = decode(entry, sampler).trace.target_calls
-    behind = [int((calls - 1 > call).sum()) for call in range(int(calls.max()) - 1)]
-    assert fed == behind
+    after = [int((calls - 1 > call).sum()) for call in range(int(calls.max()) - 1)]
+    assert fed == after
 
 
 @EVERY

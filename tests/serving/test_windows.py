@@ -140,7 +140,7 @@ class LayoutEngine:
 
 
 def raw_logits(number: int, codes: list[int], slot: int, member: int, guided: bool) -> Tensor:
-    """Of a slot of grid `number` behind its tokens so far; each grid has a condition of its own."""
+    """Of a slot of grid `number` after its tokens so far; each grid has a condition of its own."""
     model = MODELS[number]
     state = model.prefill(torch.tensor([number]), batch_size=1, guided=guided, window=8)
     if slot == 0:

@@ -71,7 +71,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys):
         return model, checkpoint
 
     whole, record = run(tmp_path / "whole", TOTAL)
-    run(tmp_path / "parts", 5)  # saved behind step 2, so that two steps are lost
+    run(tmp_path / "parts", 5)  # saved after step 2, so that two steps are lost
     again, resumed = run(tmp_path / "parts", TOTAL)
     assert equal(whole, again) and not equal(whole, network())
     assert resumed.curve == record.curve and [step for step, _ in record.curve] == [0, 2, 4, 6, 8]

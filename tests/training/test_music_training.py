@@ -136,7 +136,7 @@ def test_an_interrupted_codec_run_resumes_to_the_same_weights(tmp_path):
     def train(out, every):
         return run_codec(out, every=every)
 
-    # Before and behind the start of the codes.
+    # Before and after the start of the codes.
     check_training(tmp_path, train, 4, 10, every=2, saved={"": EncodecModel})
 
 

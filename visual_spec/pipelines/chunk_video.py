@@ -197,14 +197,14 @@ class ChunkVideoPipeline(ReadsText):
             policy: which frames the model remembers: one of `visual_spec.models.video.frame_cache`, or its text, such
                 as "sliding:window=8". None: what the model was saved with.
             steps, shift: in place of the sampler's, see `ChunkWiseSampler`.
-            num_videos_per_prompt: clips of each prompt; those of one prompt follow each other.
+            num_videos_per_prompt: clips of each prompt, one prompt after the other.
             generator: one `torch.Generator` for the batch, or a list of one per clip.
             output_type: "pil", "np", "pt", or "latent" for the small frames, float [B, 3, T, h, w].
             return_dict: False returns the tuple (frames, latents, trace, frame rate).
             callback_on_step_end: called as (pipe, step, timestep, kwargs) after every chunk: `step` is its index,
                 `timestep` the number of frames so far. It returns None, or `kwargs` as they are. After
                 `pipe._interrupt = True` the call ends with the frames so far.
-            callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "latents", those of the chunk.
+            callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "latents", of the chunk.
 
         Returns:
             The clips, with a `ChunkTrace` as their trace.

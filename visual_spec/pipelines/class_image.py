@@ -36,7 +36,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
     Raises:
         TypeError: a component that could not be saved.
         ValueError: tokenizer and transformer that do not fit, a transformer that draws from captions, or a number of
-            names other than that of classes.
+            names that is not the number of classes.
 
     Example:
         >>> pipe = ClassImagePipeline.from_official("c2i_XL_384.pt", "vq_ds16_c2i.pt")

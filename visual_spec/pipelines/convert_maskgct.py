@@ -37,7 +37,7 @@ def assemble(
 
     Raises:
         ValueError: files of another family or two of one kind, a codec without its other half, or neither all files nor
-            those of one model.
+            the files of one model.
     """
     checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
     if text_encoder is not None or image_size is not None:

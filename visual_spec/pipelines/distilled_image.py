@@ -113,7 +113,7 @@ class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
     Raises:
         TypeError: a component that could not be saved.
         ValueError: a tokenizer or a teacher of other tokens, a student or a teacher of captions, or a number of names
-            other than that of classes.
+            that is not the number of classes.
 
     Example:
         >>> pipe = DistilledImagePipeline.from_official("llamagen-L.pt", "vq_ds16_c2i.pt")

@@ -38,7 +38,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
     Raises:
         TypeError: a component that could not be saved.
         ValueError: tokenizer and transformer that do not fit, a transformer that draws from captions, or a number of
-            names other than that of classes.
+            names that is not the number of classes.
 
     Example:
         >>> pipe = MaskedClassImagePipeline.from_official("ImageNet_256_base.pth", "vq_ds16_c2i.pt")

@@ -46,7 +46,7 @@ def test_phases_and_gap_add_up_to_a_call_on_a_processor():
 
 
 def test_the_prefill_is_in_no_call_and_in_no_gap():
-    """Of every round, with raw seconds by hand: 10 calls behind a prefill of 100 s, and a gap of 1 s a call."""
+    """Of every round, with raw seconds by hand: 10 calls after a prefill of 100 s, and a gap of 1 s a call."""
     laps = {"prefill": 100.0, "model": 20.0, "verify": 5.0}
     trace = SimpleNamespace(seconds=135.0, phase_seconds=laps, target_calls=torch.tensor([7, 11]))
     setting: Any = SimpleNamespace(text="row", law=None, on=lambda pipe: nullcontext())
@@ -78,7 +78,7 @@ def test_on_a_gpu_the_gap_is_the_time_without_work():
     assert measure.busy_ms_per_call(lambda callback: pytest.fail("decoded"), CPU) is None
 
 
-def test_busy_time_is_that_of_the_device_behind_the_prefill(monkeypatch):
+def test_busy_time_is_that_of_the_device_after_the_prefill(monkeypatch):
     """A profiler that saw two kernels of the device, one of the host, and a mark that somebody set."""
 
     class Event:

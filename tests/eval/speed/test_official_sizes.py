@@ -88,7 +88,7 @@ def test_llamagen_is_that_of_the_catalogue(name, entry):
     held = model.memory(2, batch_size=3)
     assert (
         needed["weights"] + needed["cache"] == held + 2 * 6 * model.cached
-    )  # and the place behind the picture
+    )  # and the place after the picture
 
 
 # -- what a small one allocates, and does ------------------------------------------------------------------------------

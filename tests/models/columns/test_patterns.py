@@ -42,7 +42,7 @@ def printed(pattern: CodebookPattern, frames: int) -> list[str]:
     return [" ".join("." if frame < 0 else str(frame + 1) for frame in row) for row in table]
 
 
-# Drawn by hand from the definitions; audiocraft's documentation shows the same, behind its initial empty step.
+# Drawn by hand from the definitions; audiocraft's documentation shows the same, after its initial empty step.
 TABLES: list[tuple[str, int, list[str]]] = [
     ("parallel", 4, ["1 2 3 4", "1 2 3 4", "1 2 3 4"]),
     ("musicgen", 4, ["1 2 3 4 . . .", ". 1 2 3 4 . .", ". . 1 2 3 4 .", ". . . 1 2 3 4"]),
@@ -144,7 +144,7 @@ def test_every_code_has_one_step_and_a_codebook_keeps_its_order(name):
             if pattern.frame_order == (0,):
                 assert held == sorted(held)
             assert [by_step[k, step].item() for step in by_frame[k].tolist()] == list(range(frames))
-        assert (by_step[:, -1] >= 0).any()  # no call is spent behind the last code
+        assert (by_step[:, -1] >= 0).any()  # no call is spent after the last code
 
 
 def test_reverts_logits():

@@ -76,7 +76,7 @@ def mar(w: Weights, heads: int, label: int | None, tokens: Tensor, known: Tensor
 
 
 def causal(w: Weights, heads: int, label: int | None, tokens: Tensor, places: list[int]) -> Tensor:
-    """Conditions [n + 1, dim] of the slots up to the one behind `tokens [n, d]`, which stand at places in order."""
+    """Conditions [n + 1, dim] of the slots up to the one after `tokens [n, d]`, which stand at places in order."""
     following = [*places, len(places)]
     label_row = w["fake_latent"][0] if label is None else w["class_emb.weight"][label]
     x = label_row + w["prefix_embed"]

@@ -55,7 +55,7 @@ def test_rejected_slots_are_written_again_and_rows_go_their_own_way():
     model(state, torch.randn(2, 4, 3), torch.arange(4).expand(2, -1))  # drafts, none of which is kept
     slots = torch.tensor([[0, 1, 2], [0, 1, 2]])
     model(state, tokens[:, :3], slots)
-    # Row 0 goes on behind slot 2, row 1 begins again at slot 1.
+    # Row 0 goes on after slot 2, row 1 begins again at slot 1.
     slots = torch.tensor([[3, 4, 5], [1, 2, 3]])
     z = model(state, tokens[torch.arange(2)[:, None], slots], slots)
     for row in (0, 1):
@@ -65,7 +65,7 @@ def test_rejected_slots_are_written_again_and_rows_go_their_own_way():
     torch.testing.assert_close(z[0], expected[1, 5:7], rtol=1e-4, atol=1e-4)
 
 
-def test_windows_may_reach_behind_the_last_slot():
+def test_windows_may_reach_beyond_the_last_slot():
     torch.manual_seed(0)
     model = tiny_causal()
     labels, tokens = torch.tensor([0]), torch.randn(1, 16, 3)

@@ -82,7 +82,7 @@ def test_llamagen_gives_the_same_logits(guided):
 
 @pytest.mark.parametrize("name", ["janus", "chameleon", "lumina", "emu3", "glm small"])
 def test_adapters_give_the_same_logits(name):
-    """Keys and values are half as wide as the queries in all of them; Chameleon has norms behind both."""
+    """Keys and values are half as wide as the queries in all of them; Chameleon has norms after both."""
     cached, condition = case(name)
     model = copy.deepcopy(cached)
     tokens, guided = text(model), name != "glm small"

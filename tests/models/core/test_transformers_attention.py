@@ -1,4 +1,4 @@
-"""Attention of windows behind transformers' decoders: by the kernels, and with the configuration left as it was."""
+"""Attention of windows inside transformers' decoders: by the kernels, and with the configuration left as it was."""
 
 from __future__ import annotations
 

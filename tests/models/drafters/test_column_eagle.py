@@ -25,7 +25,7 @@ def texts(length: int = STEPS, seed: int = 1) -> Tensor:
 def start(
     target: MusicgenColumnModel, drafter: ColumnEagleDrafter, *, guided: bool = True, prompt_frames: int = 0
 ) -> tuple[MusicgenState, ColumnEagleState]:
-    """Both states behind the prefill."""
+    """Both states after the prefill."""
     state = target.prefill(condition(prompt_frames), batch_size=BATCH, guided=guided, window=STEPS)
     return state, drafter.follow(target, state, window=STEPS, guidance_scale=SCALE if guided else 1.0)
 
@@ -166,7 +166,7 @@ def test_a_prompt_is_read_like_text_that_was_decoded():
     drafter(drafting, sequence, text)
     drafter.observe(
         drafting, drafting.beside.features, text
-    )  # in place of what the drafter left behind its newest column
+    )  # in place of what the drafter left after its newest column
     _, prompted = start(given, drafter, prompt_frames=4)
     tokens = sequence.new_zeros(BATCH, 1, BOOKS).masked_fill(~given.valid[:1], 0)
     column = torch.where(given.valid[0], tokens, prompted.beside.forced[:, given.first_step, None])
@@ -203,7 +203,7 @@ def test_unrolled_steps_pass_gradients_back_to_the_first():
     drafter = drafter_for(target)
     features = torch.randn(BATCH, STEPS - 1, 32, dtype=torch.float64, requires_grad=True)
     last = drafter.unrolled(target, texts(STEPS - 1), features, 3)[2]
-    last[:, 8].sum().backward()  # drafted from steps 0 to 6: step 7 reads a feature made up behind step 6
+    last[:, 8].sum().backward()  # drafted from steps 0 to 6: step 7 reads a feature made up after step 6
     assert features.grad is not None
     touched = features.grad.abs().amax((0, 2)) > 0
     assert touched.tolist() == [step <= 6 for step in range(STEPS - 1)]

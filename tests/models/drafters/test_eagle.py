@@ -52,7 +52,7 @@ def slots_from(first: int, count: int, batch_size: int = 2) -> Tensor:
 def straight_line(
     drafter: EagleDrafter, target: LlamaGenTransformer, tokens: list[int], features: Tensor
 ) -> Tensor:
-    """The feature [dim] behind the last of n tokens, fed with features [n, dim], in one pass."""
+    """The feature [dim] after the last of n tokens, fed with features [n, dim], in one pass."""
     own, theirs = drafter.state_dict(), target.state_dict()
     heads, side = drafter.config["num_heads"], drafter.config["grid_size"]
     embedded = straight.norm(own, theirs["tok_embeddings.weight"][tokens], "embedding_norm")
@@ -179,7 +179,7 @@ def test_unrolled_steps_pass_gradients_back_to_the_first():
     drafter, state, _ = start()
     features = target_features().requires_grad_()
     last = drafter.unrolled(state.target, texts(), features, 3)[2]
-    last[:, 9].sum().backward()  # drafted from slots 0 to 7: slot 8 reads a feature made up behind slot 7
+    last[:, 9].sum().backward()  # drafted from slots 0 to 7: slot 8 reads a feature made up after slot 7
     assert features.grad is not None
     touched = features.grad.abs().amax((0, 2)) > 0
     assert touched.tolist() == [slot <= 7 for slot in range(LENGTH)]

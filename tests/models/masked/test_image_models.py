@@ -131,7 +131,7 @@ def test_captions_condition_each_row_alone_and_padding_says_nothing():
 
 
 def test_words_see_only_words_and_tokens_see_them():
-    """The layers by hand, with the words behind the tokens in one sequence and a mask."""
+    """The layers by hand, with the words after the tokens in one sequence and a mask."""
     model, condition = captioned(), told()
     tokens = torch.randint(CODES + 1, (3, 16, 1), generator=torch.Generator().manual_seed(1))
     found = model(model.prepare(condition, batch_size=3, guided=False), tokens)

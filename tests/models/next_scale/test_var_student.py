@@ -31,13 +31,13 @@ LABELS = torch.tensor([2, 0, 4])
 def test_a_call_computes_what_the_layout_says(known, split):
     model = tiny_var_student(first_continuous=split)
     answer = model(model.prefill(LABELS, batch_size=3), VECTORS, known)
-    behind = max(known, split)
-    assert answer.logits.shape == (3, behind - known, 12)
-    assert answer.vectors.shape == (3, VAR_SLOTS - behind, 2)
+    after = max(known, split)
+    assert answer.logits.shape == (3, after - known, 12)
+    assert answer.vectors.shape == (3, VAR_SLOTS - after, 2)
     for row in (0, 2):
         logits, vectors = student_logits(model, int(LABELS[row]), VECTORS[row], known)
-        assert torch.allclose(answer.logits[row], logits[known:behind], atol=1e-9)
-        assert torch.allclose(answer.vectors[row], vectors[behind:], atol=1e-9)
+        assert torch.allclose(answer.logits[row], logits[known:after], atol=1e-9)
+        assert torch.allclose(answer.vectors[row], vectors[after:], atol=1e-9)
 
 
 def test_a_slot_depends_on_itself_and_on_earlier_scales_alone():

@@ -48,12 +48,12 @@ def straight(model: CachedDecoder, condition: ImagePrompt, tokens: torch.Tensor)
             own = positions[..., row, :][..., prompt.mask[row]]
             picture = model.embed(tokens[row : row + 1])
             slots = torch.arange(model.grid.num_tokens)
-            behind = slots
+            after = slots
             if model.row_end is not None:
                 end = model.table(torch.tensor([[model.row_end]]))
                 lines = picture.split(model.grid.width, 1)
                 picture = torch.cat([part for line in lines for part in (line, end)], 1)
-                behind = slots + slots // model.grid.width
+                after = slots + slots // model.grid.width
             place = torch.arange(picture.shape[1])
             if positions.ndim == 3:
                 width = model.grid.width
@@ -63,7 +63,7 @@ def straight(model: CachedDecoder, condition: ImagePrompt, tokens: torch.Tensor)
                 position = torch.cat([own, len(ids[0]) + place])[None]
             embedded = torch.cat([model.table(ids), picture], 1)
             hidden = model.decoder(inputs_embeds=embedded, position_ids=position).last_hidden_state[0]
-            whole = model.head(hidden[ids.shape[1] - 1 + behind])
+            whole = model.head(hidden[ids.shape[1] - 1 + after])
             logits.append(whole[:, model.image_rows])
     return torch.stack(logits)
 

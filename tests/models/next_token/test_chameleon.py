@@ -211,7 +211,7 @@ def test_files_that_hold_no_decoder_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("lumina", [False, True])
-def test_pixels_are_those_of_the_codes_behind_the_ids(lumina):
+def test_pixels_are_those_of_the_codes_after_the_ids(lumina):
     more = LUMINA if lumina else {}
     image_model, condition = plan(SCATTERED, INPUTS, **more)
     tokens = torch.randint(

@@ -59,7 +59,7 @@ def test_greedy_tokens_of_one_sample_are_those_of_generate(per_sample):
     assert torch.equal(draw(alone, **more), native(alone, 21, **more))
 
 
-def test_greedy_tokens_behind_pictures_are_those_of_generate():
+def test_greedy_tokens_after_pictures_are_those_of_generate():
     """Image to image: a picture of 2 x 4 tokens in the prompt, one grid to draw."""
     rows = [[50, 50, 31, 26, *[51] * 8, 27, 33, 26], [30, 34, 31, 26, *[51] * 8, 27, 35, 26]]
     ids = torch.tensor(rows)

@@ -140,7 +140,7 @@ def captions(rows: int = 3) -> TextCondition:
 
 
 def straight_captions(model: Any, told: TextCondition, row: int, vectors: Tensor, known: int) -> Tensor:
-    """Logits [L, V] of one picture behind its words, padding left out; `known` tokens are given."""
+    """Logits [L, V] of one picture after its words, padding left out; `known` tokens are given."""
     weights = model.state_dict()
     words = told.features[row][told.mask[row]] @ weights["cls_embedding.cap_proj.fc1.weight"].T
     prefix = F.gelu(words, approximate="tanh") @ weights["cls_embedding.cap_proj.fc2.weight"].T

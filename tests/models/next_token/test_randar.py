@@ -129,7 +129,7 @@ def test_one_pass_along_orders_computes_the_same_with_gradients(loaded):
 
 
 def test_places_asked_in_parallel_are_asked_as_if_each_came_next(loaded):
-    """Every place behind the known ones, put right behind them in the sequence; and the first ones of the prefill."""
+    """Every place after the known ones, put right after them in the sequence; and the first ones of the prefill."""
     weights, model = loaded
     tokens, known = drawn(), 3
     along, state = begun(model, window=LENGTH + 1, first=LENGTH)

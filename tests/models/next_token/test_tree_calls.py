@@ -45,7 +45,7 @@ def test_every_node_is_scored_as_its_chain_and_kept_paths_are_cached(model, cond
         return state
 
     def chain(row: int, node: int) -> torch.Tensor:
-        """Logits [R / B, V] behind the path to a node, by a plain call over the whole text."""
+        """Logits [R / B, V] after the path to a node, by a plain call over the whole text."""
         state = model.prefill(condition, batch_size=2, guided=guided, window=9)
         tokens = [*text[row, : lengths[row] - 1].tolist(), *tree[row, ancestry(node)].tolist()]
         logits = model(state, torch.tensor([tokens, tokens]), torch.arange(len(tokens)).expand(2, -1))

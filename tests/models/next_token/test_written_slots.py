@@ -170,7 +170,7 @@ def raster_models() -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "condition"), raster_models())
-def test_a_raster_model_predicts_the_slot_behind_and_refuses_others(model, condition, monkeypatch):
+def test_a_raster_model_predicts_the_slot_after_and_refuses_others(model, condition, monkeypatch):
     batch_size, count = 2 if condition is CONDITION else 4, model.grid.num_tokens
     slots = torch.tensor([4, 2, count + 1]).expand(batch_size, -1)
     tokens = torch.tensor([1, 5, 0]).expand(batch_size, -1)

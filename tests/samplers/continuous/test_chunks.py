@@ -137,7 +137,7 @@ def test_the_full_cache_grows():
 
 
 def test_context_is_read_and_not_returned():
-    """A clip that goes on behind its own first chunk is read by the same calls, one chunk later."""
+    """A clip that goes on after its own first chunk is read by the same calls, one chunk later."""
     causal, embeds, before = CausalWan(tiny_wan(), Full()), prompts(2), clips(2, 3)
     sampler = ChunkWiseSampler(steps=(1000,))
     options: dict[str, Any] = dict(num_frames=3, sampler=sampler, generator=seeded(), **SIZE)
@@ -209,7 +209,7 @@ def test_a_reward_that_always_passes_leaves_the_small_model_all_but_the_first_ch
     assert trace.target_calls.tolist() == [5 + 3] and trace.draft_calls.tolist() == [3 * 4 + 4]
     first, _ = roll_out(large, embeds, num_frames=3, generator=seeded(), **SIZE)
     assert torch.equal(found[:, :, :3], first)
-    # The rest is what the small model draws behind that chunk, with the noise of those frames.
+    # The rest is what the small model draws after that chunk, with the noise of those frames.
     state = small.begin(embeds, 4, 4, 12)
     noise = CounterNoise(draw_keys(seeded(), 1), "cpu")
     with torch.no_grad():

@@ -122,7 +122,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(make, rule):
     sampler = SpeculativeContinuousSampler(rule, 3, **chain)
     found: Any = sampler(model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2, drafter=model)
     assert found.trace.acceptance == 1.0
-    assert found.trace.target_calls.tolist() == [1 + 4] * 2  # 15 slots behind the first, four a call
+    assert found.trace.target_calls.tolist() == [1 + 4] * 2  # 15 slots after the first, four a call
     assert found.trace.draft_calls.tolist() == [12] * 2
 
 

@@ -133,7 +133,7 @@ def test_later_decodes_replay_the_prefill_into_the_one_cache(replayed, monkeypat
 
 @torch.no_grad()
 def test_all_of_the_state_is_that_of_an_eager_prefill(replayed):
-    """Down to the last bit, behind whatever the decodes before have left."""
+    """Down to the last bit, after whatever the decodes before have left."""
     model, given = tiny_transformer(), dict[str, Any](guided=True, window=6)
     for seed in (1, 2, 3):
         draw(model, captions(seed), seed)

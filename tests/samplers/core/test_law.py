@@ -184,7 +184,7 @@ def test_logits_are_left_alone():
     [{}, {"top_k": 4}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 0}, {"allowed": (2, 20)}],
 )
 def test_slots_at_or_beyond_guidance_until_are_conditional(settings):
-    """Ragged rows whose windows end before, straddle, and lie behind the boundary."""
+    """Ragged rows whose windows end before, straddle, and lie after the boundary."""
     logits = logits_with_ties(6, 4, 23)
     slots = torch.tensor([[1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 10]])
     law = TokenLaw(guidance_scale=3.0, guidance_until=6, **settings)
@@ -196,7 +196,7 @@ def test_slots_at_or_beyond_guidance_until_are_conditional(settings):
             assert (got[row, column].exp() - torch.tensor(by_hand, dtype=torch.float64)).abs().max() < 1e-12
 
 
-def test_behind_the_boundary_the_law_has_the_bits_of_the_conditional_one():
+def test_after_the_boundary_the_law_has_the_bits_of_the_conditional_one():
     logits = logits_with_ties(4, 3, 17).float()
     logits[2:, :, 5] = FORBIDDEN  # what the unconditional rows forbid is their own affair there
     slots = torch.tensor([[4, 5, 6], [9, 10, 11]])

@@ -176,7 +176,7 @@ def test_one_exact_sibling_is_one_draft(independent):
         target, draft, label, noise, slots, rule=EXACT, round=ROUND, independent=independent
     )
     stored = Label(label, torch.zeros_like(draft), (0, VOCAB))
-    # The position behind the draft has none, at another slot.
+    # The position after the draft has none, at another slot.
     verdict = verify_laws(
         target[:, None].repeat(1, 2, 1), noise, slots + torch.tensor([0, 5]),
         with_bonus(Draft(draft, stored, "test")), rule=EXACT, round=ROUND,

@@ -44,7 +44,7 @@ def tokens_of(width: int, kept: float, batch: int, rng: np.random.Generator) -> 
 def speed_of_policy(
     cost: dict[int, float], gain: dict[int, float], *, busy: bool, batch: int, seed: int
 ) -> float:
-    """Tokens a second over 45 pictures behind the first 15. Prompts differ; other work doubles the time of calls."""
+    """Tokens a second over 45 pictures after the first 15. Prompts differ; other work doubles the time of calls."""
     rng, policy, tokens, seconds = np.random.default_rng(seed), WindowPolicy(), 0.0, 0.0
     for picture in range(60):
         ease, done = np.exp(rng.normal(0, 0.3)), 0.0
@@ -128,7 +128,7 @@ def test_a_machine_that_changes_is_noticed():
     assert dear.count(1) > 0.9 * len(dear)
 
 
-def test_calls_behind_a_change_of_the_window_do_not_count_for_the_new_one():
+def test_calls_after_a_change_of_the_window_do_not_count_for_the_new_one():
     """They still test drafts that a window of the old width has refined."""
     policy = WindowPolicy()
     shown(policy, COSTS["a slot for nothing"], 3.7, 9)

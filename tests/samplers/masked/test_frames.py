@@ -119,7 +119,7 @@ def test_given_frames_cost_the_call_that_writes_them():
     assert torch.equal(model.writes[0][:2], given[:, :8].masked_fill(hidden, MASK))
 
 
-def test_frames_behind_the_last_unknown_token_cost_nothing():
+def test_frames_after_the_last_unknown_token_cost_nothing():
     model = model_of(3)
     given = torch.zeros(2, 24, dtype=torch.long)
     given[0, 3] = MASK

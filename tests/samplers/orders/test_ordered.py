@@ -165,7 +165,7 @@ def test_a_callback_may_end_the_decode():
 
 
 def test_the_learned_tokens_that_are_fed_are_those_of_the_order():
-    """Each by its own id, behind the vocabulary: in the first parallel step, after the last of the first tokens."""
+    """Each by its own id, after the vocabulary: in the first parallel step, after the last of the first tokens."""
     fed = []
 
     class Watched(TabularOrderModel):

@@ -133,7 +133,7 @@ def test_near_to_far_is_told_by_distances(grid):
     ("grid", "count"), [(TokenGrid(4, 6), 4), (TokenGrid(8, 4), 16), (TokenGrid(6, 9), 9)]
 )
 def test_regions_are_told_by_the_reordered_sequence(grid, count):
-    """The published sequence: a permuted grid, with the learned tokens behind the first token of every region."""
+    """The published sequence: a permuted grid, with the learned tokens after the first token of every region."""
     side, length = math.isqrt(count), grid.num_tokens
     slots = torch.arange(length).view(side, grid.height // side, side, grid.width // side)
     slots = slots.permute(1, 3, 0, 2).flatten().tolist()

@@ -191,7 +191,7 @@ def adaptive(loop: Loop, row: int, slots: list[int], laws: dict[int, Tensor]) ->
 
 
 class JacobiLoop(Loop):
-    """Drafts behind every row's newest token, drawn again after every call."""
+    """Drafts after every row's newest token, drawn again after every call."""
 
     def __init__(self, settings: Any, *arguments):
         super().__init__(*arguments)

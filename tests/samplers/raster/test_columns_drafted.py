@@ -71,7 +71,7 @@ def test_a_musicgen_drafts_for_itself_without_a_refusal():
 
 
 def test_exact_drafting_from_text_beats_jacobi_where_columns_hang_on_each_other():
-    """What a column is depends on the one before throughout, so what is drafted behind a wrong one is of no use."""
+    """What a column is depends on the one before throughout, so what is drafted after a wrong one is of no use."""
     model = tabular(dependence=1.0)
     drafter = tabular(dependence=1.0, seed=8)
     drafter.logits = 0.7 * model.logits + 0.3 * drafter.logits

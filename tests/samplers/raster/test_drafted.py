@@ -19,7 +19,7 @@ from tests.helpers.drafting import (
     decode,
     draft_model,
     eagle_pair,
-    law_behind,
+    law_after,
     seeded,
     watch_features,
 )
@@ -94,7 +94,7 @@ def test_every_draft_carries_the_law_it_was_drawn_from(monkeypatch, drafter):
                 text = state.tokens[row, :length].tolist()
                 for place in range(chain.tokens.shape[1]):
                     if chain.tokens[row, place] >= 0:
-                        want = law_behind(run.model, run.drafter, condition, law, text, length, row, 2)
+                        want = law_after(run.model, run.drafter, condition, law, text, length, row, 2)
                         assert (laws[row, place].exp() - want.exp()).abs().max() < 1e-9
                         checked += 1
                     text.append(int(chain.tokens[row, place]))

@@ -201,7 +201,7 @@ def test_a_perfect_guess_takes_one_verification():
     assert result.trace.target_calls.tolist() == [2] * 5
 
 
-def test_neighbourhoods_lie_behind_a_slot():
+def test_neighbourhoods_lie_after_a_slot():
     near = later_neighbours(TokenGrid(3, 3), 1)
     assert near[4].nonzero()[:, 0].tolist() == [5, 6, 7, 8]
     assert near[2].nonzero()[:, 0].tolist() == [4, 5]

@@ -71,7 +71,7 @@ def test_the_picture_is_drawn_with_the_noise_of_the_slots(law):
 
 
 @EVERY_LAW
-def test_the_picture_is_what_the_drafter_draws_behind_the_first_token(monkeypatch, law):
+def test_the_picture_is_what_the_drafter_draws_after_the_first_token(monkeypatch, law):
     """Its own samples from the same generators, with slot 0 as the target drew it."""
     pictures: list[Tensor] = []
 

@@ -55,7 +55,7 @@ def captions(count: int) -> TextCondition:
 @pytest.mark.parametrize(
     "window, siblings, depth", [(2, 1, 1), (4, 2, 1), (5, 2, 3), (4, 3, 2), (6, 4, 2), (9, 1, 4)]
 )
-def test_tree_holds_every_path_once_behind_its_ancestors(window, siblings, depth):
+def test_tree_holds_every_path_once_after_its_ancestors(window, siblings, depth):
     tree = HeadTree(window, siblings, depth)
     levels, numbers, visible = tree.layout(torch.device("cpu"))
     size = tree.nodes

@@ -20,7 +20,7 @@ from tests.helpers.drafting import (
     decode,
     draft_model,
     eagle_pair,
-    law_behind,
+    law_after,
     seeded,
     watch_features,
 )
@@ -214,7 +214,7 @@ def test_every_node_carries_the_law_it_was_drawn_from(monkeypatch, drafter):
                 text = state.tokens[row, :length].tolist()
                 for column in range(found.laws.shape[1]):
                     path = found.tokens[row, visible[row, column]].tolist()[1:]
-                    want = law_behind(run.model, run.drafter, condition, law, text + path, length, row, 2)
+                    want = law_after(run.model, run.drafter, condition, law, text + path, length, row, 2)
                     assert (found.laws[row, column].exp() - want.exp()).abs().max() < 1e-9
                     checked += 1
         return found

@@ -61,7 +61,7 @@ class FlowARAttention(nn.Module):
         held: _Held | None = None,
         places: Places | None = None,
     ) -> Tensor:
-        """`x [R, W, dim]`, each place attending to those of a bool mask [W, S], or to all.
+        """`x [R, W, dim]`, each place attending to what a bool mask [W, S] allows, or to all.
 
         Args:
             held: keys and values [R, H, S, D] of a cache; None: only x is seen.

@@ -241,7 +241,7 @@ def check_sizes(scales: Sequence[int], grid_size: int, dim: int, num_heads: int)
     """
     if scales[:1] != (1,) or scales[-1] != grid_size or list(scales) != sorted(set(scales)):
         raise ValueError(
-            f"scales={tuple(scales)} on a grid of {grid_size}; pass sides that grow from 1 to that of the grid."
+            f"scales={tuple(scales)} on a grid of {grid_size}; pass sides that grow from 1 to {grid_size}."
         )
     if dim % (4 * num_heads):
         raise ValueError(

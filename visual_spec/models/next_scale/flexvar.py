@@ -9,7 +9,7 @@ official files. SAR (arXiv 2512.06421) is further training of the same models; i
 
 The released sampler does three things that ours does not. Guidance grows by min(K - 1, 9), so that with more than ten
 scales it passes the one that was asked for. Scales of a side that is not in its list (7, 9, 11, 12, 14, and all above
-`max_pn`) take the likeliest code, also those of its own recipe of nine scales. And scales above `max_pn` have full
+`max_pn`) take the likeliest code, even in its own recipe of nine scales. And scales above `max_pn` have full
 guidance. Here guidance ends at the law's scale, and every scale is sampled.
 """
 

@@ -178,9 +178,9 @@ def by_name(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any)
 
 
 def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) -> Any:
-    """The noise of a decode by a `CachedDecoder`: the generators that were passed, or, where there are none, that of
-    `torch.multinomial` from PyTorch's default one, if the model's own `generate` draws so, on a CPU, and the sampler
-    keeps tokens.
+    """The noise of a decode by a `CachedDecoder`: the generators that were passed. Where there are none, what
+    `torch.multinomial` takes from PyTorch's default generator, if the model's own `generate` draws so, on a CPU, and
+    the sampler keeps tokens.
 
     Args:
         ids: long [B, T], the prompts.

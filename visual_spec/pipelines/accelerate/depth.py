@@ -8,8 +8,8 @@ These models write the K codes of every frame by a `generate` of their depth dec
 `generate` and a cache and masks that it makes anew. Only that inner `generate` is replaced, by
 `visual_spec.models.columns.depth`; the model's own calls it with every setting it takes. Logits go through the
 processors that transformers itself makes of the settings. A sampled code is the largest of probability / noise: so
-`torch.multinomial` draws one, and the noise comes in its order from PyTorch's own generator. So codes equal those of
-the model's own `generate` for the same seed, greedy or sampled, up to rounding of logits. On a GPU the frame is
+`torch.multinomial` draws one, and the noise comes in its order from PyTorch's own generator. So codes equal what
+the model's own `generate` draws for the same seed, greedy or sampled, up to rounding of logits. On a GPU the frame is
 recorded as one CUDA graph.
 
 `accelerate(model, "depth-window")` draws a frame in fewer, wider calls

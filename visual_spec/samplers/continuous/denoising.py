@@ -170,7 +170,7 @@ class Chains:
         return mean.view(*x.shape[:-1], -1)
 
     def _modulations(self, level: int) -> Tensor:
-        """Those of a level, computed for as many levels below it as fit."""
+        """The modulations of a level; they are computed for it and for as many levels below it as fit."""
         if self._held is not None and 0 <= level - self._held[0] < len(self._held[1]):
             return self._held[1][level - self._held[0]]
         flat, times = self.z.flatten(0, 1), self.schedule.times

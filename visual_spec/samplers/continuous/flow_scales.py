@@ -1,7 +1,7 @@
 """FlowAR: a picture's latents map after map, each drawn as a whole by Euler steps of a flow (2412.15205, section 3).
 
 Guidance grows with the maps, from none at the first one to the law's scale at the last, and only points with little
-noise are guided. The levels, their spacing and these two are those of the code of DiSA (Qinyu-Allen-Zhao/DiSA), which
+noise are guided. The levels, their spacing and both these rules are as in DiSA's code (Qinyu-Allen-Zhao/DiSA), which
 draws with the released weights; so is the falling number of levels (2505.20297, section 3).
 """
 

@@ -44,7 +44,7 @@ from visual_spec.samplers.core.state import Run
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01
-# That of a codebook which is drawn in one step, where temperatures fall before the steps (MaskGCT's code).
+# The temperature of a codebook that is drawn in one step, where temperatures fall before the steps (MaskGCT's code).
 _SINGLE_TEMPERATURE = 0.2
 # A token earns its probability to this power, and keeps this share of what it earned from call to call (dInfer's code).
 _CREDIT_POWER, _CREDIT_KEPT = 0.2, 0.8

@@ -53,7 +53,7 @@ def draw_segments(
     law: TokenLaw,
     generator: Sequence[torch.Generator],
 ) -> tuple[Tensor, SegmentTrace]:
-    """Draw clips of `segments` (T - 1) + 1 frames, T those of the model.
+    """Draw clips of `segments` (T - 1) + 1 frames; the model draws T.
 
     Args:
         model: draws at least two groups of frames, the last frame before the last group.

@@ -112,7 +112,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             replays them wherever possible. Completed samples then stay in the batch until it ends.
         exact_width: keep the promise of acceptance "identical" below float32 too. Every call of the model then has 32
             positions, whatever the window, and completed samples stay in the batch, so that all calls run the same
-            kernels. The tokens equal those of `AutoregressiveSampler(exact_width=True)` for the same batch. A window
+            kernels. `AutoregressiveSampler(exact_width=True)` draws the same tokens for the same batch. A window
             below 32 saves nothing; "auto" is 32.
         drafts: who drafts a slot after a token that has changed since the slot's draft was drawn: "carried" (nobody:
             the old draft stays, as published), "repaired" (a copy of the last token with the same two neighbours), or
