@@ -269,7 +269,7 @@ def recordings(monkeypatch) -> list[Any]:
         made.append(make_fx(run)())
         return made[-1], "the pool"
 
-    monkeypatch.setattr(graph, "_capture", capture)
+    monkeypatch.setattr(graph, "capture", capture)
     monkeypatch.setattr(speech_model, "wants_graph", lambda *_: True)
     return made
 

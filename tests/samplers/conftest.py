@@ -73,5 +73,5 @@ def recordings(monkeypatch) -> list[Any]:
         made.append(make_fx(run)())
         return made[-1], "the pool"
 
-    monkeypatch.setattr(graph, "_capture", capture)
+    monkeypatch.setattr(graph, "capture", capture)
     return made

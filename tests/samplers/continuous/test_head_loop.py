@@ -254,7 +254,7 @@ def recordings(monkeypatch) -> Iterator[list[Callable[[], None]]]:
     monkeypatch.setattr(base, "wants_graph", wants)
     monkeypatch.setattr("visual_spec.samplers.continuous.continuous.wants_graph", wants)
     monkeypatch.setattr("visual_spec.samplers.continuous.continuous._ROOM", 6)
-    monkeypatch.setattr(graph, "_capture", capture)
+    monkeypatch.setattr(graph, "capture", capture)
     graph.forget()
     yield made
     graph.forget()

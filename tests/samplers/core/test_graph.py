@@ -114,7 +114,7 @@ def recordings(monkeypatch) -> Iterator[list[Callable[[], None]]]:
         return run, "the pool"
 
     monkeypatch.setattr(base, "wants_graph", lambda choice, model: choice is not False)
-    monkeypatch.setattr(graph, "_capture", capture)
+    monkeypatch.setattr(graph, "capture", capture)
     graph.forget()
     yield made
     graph.forget()
@@ -368,7 +368,7 @@ def test_what_cannot_be_recorded_goes_on_without_unless_it_was_asked_for(recordi
         state.tokens = state.tokens + 1  # as a step that was recorded half
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graph, "_capture", fails)
+    monkeypatch.setattr(graph, "capture", fails)
     model = tiny_transformer()
     with pytest.warns(UserWarning, match="not permitted when stream is capturing.*; going on without"):
         found = draw(SpeculativeJacobiSampler(6), model, 3)

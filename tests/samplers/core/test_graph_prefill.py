@@ -55,7 +55,7 @@ def replayed(monkeypatch) -> Iterator[dict[str, int]]:
         return replay, "the pool"
 
     monkeypatch.setattr(base, "wants_graph", lambda choice, model: choice is not False)
-    monkeypatch.setattr(graph, "_capture", capture)
+    monkeypatch.setattr(graph, "capture", capture)
     graph.forget()
     yield counts
     graph.forget()
@@ -202,14 +202,14 @@ def test_a_condition_that_the_caller_keeps_is_not_changed(replayed):
 
 
 def test_a_prefill_that_cannot_be_recorded_runs_in_place(replayed, monkeypatch):
-    capture = graph._capture
+    capture = graph.capture
 
     def fails(run: Callable[[], Any], memory: Any) -> Any:
         if "prefilled" in run.__qualname__:
             raise RuntimeError("operation not permitted when stream is capturing")
         return capture(run, memory)
 
-    monkeypatch.setattr(graph, "_capture", fails)
+    monkeypatch.setattr(graph, "capture", fails)
     model, before = tiny_transformer(), len(held_caches())
     draw(model, captions(1), 1)
     with pytest.warns(

@@ -56,7 +56,7 @@ def test_what_cannot_be_recorded_is_computed(monkeypatch):
         tried.append(run)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graph, "_capture", fails)
+    monkeypatch.setattr(graph, "capture", fails)
     layer = nn.Linear(3, 3).requires_grad_(False)
     recorded = RecordedFunction(layer, lambda x: layer(x))
     recorded(points(2, 0))

@@ -160,7 +160,7 @@ def _prefill_in_place(fields: dict[str, Any], run: Callable[[], DecodeState]) ->
 def _record_prefill(run: Callable[[], Any], recording: Recording, strict: bool) -> Callable[[], Any] | None:
     """Return a function that replays a prefill; None if it cannot be recorded. Computes nothing."""
     try:
-        replay, recording.memory = _capture(run, recording.memory)
+        replay, recording.memory = capture(run, recording.memory)
     except RuntimeError as error:
         if strict:
             raise
@@ -252,7 +252,7 @@ def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any]
     """Return a function that replays a step of the recording; None if it cannot be recorded. Computes nothing."""
     before = list(_places(recording.parts))
     try:
-        replay, recording.memory = _capture(lambda: step_in_place(step, recording.parts), recording.memory)
+        replay, recording.memory = capture(lambda: step_in_place(step, recording.parts), recording.memory)
     except RuntimeError as error:
         for path, fixed in before:
             setattr(_follow(recording.parts, path[:-1]), path[-1], fixed)
@@ -320,7 +320,7 @@ class RecordedFunction:
 
     def _record(self, known: _Fixed) -> Callable[[], Any] | None:
         try:
-            return _capture(lambda: known.output.copy_(self.function(*known.inputs)), None)[0]
+            return capture(lambda: known.output.copy_(self.function(*known.inputs)), None)[0]
         except RuntimeError as error:
             warnings.warn(
                 f"a function could not be recorded as a CUDA graph ({error}); going on without.", stacklevel=3
@@ -328,7 +328,7 @@ class RecordedFunction:
             return None
 
 
-def _capture(run: Callable[[], Any], memory: Any) -> tuple[Callable[[], Any], Any]:
+def capture(run: Callable[[], Any], memory: Any) -> tuple[Callable[[], Any], Any]:
     """Return a function that replays `run`, and the graph's memory pool."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory):

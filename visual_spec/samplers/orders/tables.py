@@ -220,7 +220,7 @@ def diagonal(grid: TokenGrid, window: int = 1) -> TokenOrder:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OrderRecipe:
     """How an order is made over a grid, and its number of steps there, prefill included."""
 
     build: Callable[[TokenGrid], TokenOrder]
@@ -231,19 +231,19 @@ def _diagonals(grid: TokenGrid) -> int:
     return grid.frames + grid.height + grid.width - 2
 
 
-def _regions(count: int) -> Recipe:
-    return Recipe(partial(regions, count=count), lambda grid: count + grid.num_tokens // count - 1)
+def _regions(count: int) -> OrderRecipe:
+    return OrderRecipe(partial(regions, count=count), lambda grid: count + grid.num_tokens // count - 1)
 
 
-def _blocks(side: int) -> Recipe:
-    return Recipe(partial(blocks, side=side), lambda grid: grid.num_tokens // side**2)
+def _blocks(side: int) -> OrderRecipe:
+    return OrderRecipe(partial(blocks, side=side), lambda grid: grid.num_tokens // side**2)
 
 
-ORDERS: dict[str, Recipe] = {
-    RASTER_ORDER: Recipe(raster, lambda grid: grid.num_tokens),
-    "diagonal": Recipe(diagonal, lambda grid: RowOrder.over(grid, 1).calls),
-    "nar": Recipe(near_to_far, _diagonals),
-    "flashar": Recipe(near_to_far, _diagonals),
+ORDERS: dict[str, OrderRecipe] = {
+    RASTER_ORDER: OrderRecipe(raster, lambda grid: grid.num_tokens),
+    "diagonal": OrderRecipe(diagonal, lambda grid: RowOrder.over(grid, 1).calls),
+    "nar": OrderRecipe(near_to_far, _diagonals),
+    "flashar": OrderRecipe(near_to_far, _diagonals),
     "par4": _regions(4),
     "par16": _regions(16),
     "blocks2": _blocks(2),
