@@ -18,6 +18,7 @@ from tests.helpers.pipelines import ALL, KINDS
 from tests.helpers.tiny import quiet, seeded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
+from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.registry import SAMPLERS, sampler_class
 
@@ -53,11 +54,24 @@ def test_a_call_tells_its_guidance_and_its_length(kind):
     assert pipe.guidance_scale == ([default] * pipe.num_timesteps if seen[0][0] != 1.5 else default)
 
 
-@pytest.mark.parametrize("name", ["masked captions", "masked classes", "masked music"])
-def test_a_callback_of_a_masked_model_sees_every_timestep(name):
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [
+        ("masked captions", ""),
+        ("masked classes", ""),
+        ("masked music", ""),
+        ("frames", ""),
+        ("captions", "ordered:order=diagonal,allow_approximate=true"),
+        ("latents", "continuous:steps=3"),
+    ],
+)
+def test_a_callback_sees_every_timestep_where_a_call_makes_several_tokens(name, sampler):
     """As diffusers' own tests: guidance that grows by 1 at each step has grown by `num_timesteps` at the end."""
-    kind = KINDS[name]
+    kind = ALL[name]
     pipe, last = kind.make(), []
+    if sampler:
+        method, settings = parse_sampler(sampler)
+        pipe.sampler = make_sampler(method, **settings)
 
     def grow(pipe, step, timestep, tensors):
         pipe._guidance_scale += 1.0

@@ -135,6 +135,7 @@ def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
     )
     parallel = pipe([3, 5], generator=seeded(1, 2))
     assert (parallel.trace.target_calls == 5).all() and not parallel.trace.lossless
+    assert pipe.num_timesteps == 5
     pipe.sampler = SpeculativeMaskedSampler()  # of the same settings
     with pytest.raises(TypeError, match=r"does not fit a next-token model; .* OrderedSampler\.$"):
         pipe([3])

@@ -172,9 +172,6 @@ class DistilledSampler(Sampler):
         by_teacher = [] if start is None else [("teacher", s) for s in model.starts if start <= s < restart]
         return first + by_teacher + [("student", restart)] * (self.config.steps - 1)
 
-    def num_calls(self, run: Run) -> int:
-        return self.planned_calls(run.model, run.parts)
-
     def planned_calls(self, model: DistilledModel, parts: dict[str, Any]) -> int:
         return len(self.plan(model))
 

@@ -97,9 +97,6 @@ class BlockDiffusionSampler(VectorSampler):
     ) -> Any:
         return begin(model, condition, batch_size=batch_size, guided=law.guided, window=1)
 
-    def num_calls(self, run: Run) -> int:
-        return self.planned_calls(run.model, run.parts)
-
     def planned_calls(self, model: BlockModel, parts: dict[str, Any]) -> int:
         return model.grid.num_tokens // model.block_size * self.config["levels"]
 

@@ -237,8 +237,8 @@ class ChunkWiseSampler(Sampler):
     def num_slots(self, model: Any, parts: dict[str, Any]) -> int:
         return parts["num_frames"]
 
-    def num_calls(self, run: Run) -> int:
-        return self.check_length(run.parts["num_frames"]) - 1  # `prepare` draws the first
+    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+        return self.check_length(parts["num_frames"])
 
     # -- the loop
 
@@ -265,7 +265,7 @@ class ChunkWiseSampler(Sampler):
 
     def prepare(self, run: Run) -> ChunkState:
         """Draw the first chunk, which is the large model's."""
-        context, size = run.parts.get("context"), (run.batch_size, self.num_calls(run) + 1)
+        context, size = run.parts.get("context"), (run.batch_size, self.planned_calls(run.model, run.parts))
         read = 0 if context is None else -(-context.shape[2] // self.config["chunk"])
         state = ChunkState(
             target_calls=torch.full((run.batch_size,), read),

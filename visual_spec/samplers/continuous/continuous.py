@@ -122,8 +122,8 @@ class ContinuousSampler(ContinuousTokenSampler):
         if steps is not None:
             hidden_after(model.grid.num_tokens, steps)  # refuses another number
 
-    def num_calls(self, run: Run) -> int:
-        return self.num_steps(run.model) - 1  # `prepare` makes the first
+    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+        return self.num_steps(model)
 
     def chain_lengths(self, model: Any) -> list[int]:
         """Levels of the chains of each call."""

@@ -112,9 +112,6 @@ class FlowScaleSampler(VectorSampler):
     def planned_calls(self, model: FlowScaleModel, parts: dict[str, Any]) -> int:
         return len(model.scales)
 
-    def num_calls(self, run: Run) -> int:
-        return len(run.model.scales) - 1  # `prepare` draws the first map
-
     # -- the loop
 
     def prefill(

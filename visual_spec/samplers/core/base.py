@@ -166,13 +166,14 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Return the number of slots of one sample. The law does not check logits of later slots."""
         return model.grid.num_tokens
 
-    def num_calls(self, run: Run) -> int | None:
-        """Return the number of steps if it is known beforehand; None: step until every sample is complete."""
+    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int | None:
+        """Return how often the callback of a decode is called, where settings say it; None: they do not."""
         return None
 
-    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int | None:
-        """Return how often the callback of a decode is called, where that is a setting; None: it is not."""
-        return None
+    def num_calls(self, run: Run) -> int | None:
+        """Return the number of steps after the prefill, likewise; None: step until every sample is complete."""
+        planned = self.planned_calls(run.model, run.parts)
+        return None if planned is None else planned - self.counts_prefill
 
     def progress(self, run: Run, state: Any) -> Tensor:
         """Return how many slots each sample has, long [B]. A sample is complete at `run.num_tokens`."""

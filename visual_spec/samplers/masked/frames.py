@@ -202,10 +202,10 @@ class FrameMaskedSampler(Sampler):
     ) -> Any:
         return check_guided(model.prepare(condition, batch_size=batch_size, guided=law.guided), law.guided)
 
-    def num_calls(self, run: Run) -> int | None:
+    def planned_calls(self, model: FrameModel, parts: dict[str, Any]) -> int | None:
         if self._first.schedule.rule is not None:
             return None
-        drawn = _drawn_frames(run)
+        drawn = _drawn_frames(model, parts.get("known_tokens"))
         return self.config.steps * len(drawn) + drawn[-1]
 
     def prepare(self, run: Run) -> FramesState:
@@ -227,7 +227,7 @@ class FrameMaskedSampler(Sampler):
             target_calls=torch.zeros_like(tokens[:, 0]),
             history=self._history(run),
             frame_calls=[0] * len(groups),
-            drawn=_drawn_frames(run),
+            drawn=_drawn_frames(run.model, known),
             meter=Dependence(run.batch_size, run.device) if self.config.measure else None,
         )
         self._begin_frame(run, state)
@@ -319,11 +319,11 @@ def even_places(number: int, count: int) -> list[int]:
     return [round(index * count / number) for index in range(number)]
 
 
-def _drawn_frames(run: Run) -> list[int]:
+def _drawn_frames(model: FrameModel, known: Tensor | None) -> list[int]:
     """Return the groups of frames of which some sample has a token to decode."""
-    groups, known = run.model.frame_groups, run.parts.get("known_tokens")
+    groups = model.frame_groups
     if known is None:
         return list(range(len(groups)))
-    hidden = known.reshape(run.batch_size, run.model.grid.frames, -1) == run.model.mask_id
+    hidden = known.reshape(len(known), model.grid.frames, -1) == model.mask_id
     unknown = hidden.any(2).any(0).tolist()  # by frame
     return [index for index, group in enumerate(groups) if any(unknown[frame] for frame in group)]

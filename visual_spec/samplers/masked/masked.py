@@ -137,9 +137,6 @@ class MaskedSampler(Sampler):
     def num_slots(self, model: MaskedModel, parts: dict[str, Any]) -> int:
         return model.grid.num_tokens * model.grid.codebooks
 
-    def num_calls(self, run: Run) -> int | None:
-        return self.planned_calls(run.model, run.parts)
-
     def planned_calls(self, model: MaskedModel, parts: dict[str, Any]) -> int | None:
         if self._loop.schedule.rule is not None:
             return None

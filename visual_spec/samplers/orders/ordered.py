@@ -100,8 +100,8 @@ class OrderedSampler(Sampler):
     def window_of(self, model: Any) -> int:
         return self.order_for(model).width
 
-    def num_calls(self, run: Run) -> int:
-        return ORDERS[self.name_for(run.model)].num_steps(run.model.grid) - 1  # the prefill is step 0
+    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+        return ORDERS[self.name_for(model)].num_steps(model.grid)
 
     def prepare(self, run: Run) -> OrderedState:
         learned = self.order_for(run.model).learned

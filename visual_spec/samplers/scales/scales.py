@@ -306,8 +306,8 @@ class ScaleWiseSampler(Sampler):
     def num_slots(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
         return first_slots(parts["tokenizer"])[model[-1].scales.stop]
 
-    def num_calls(self, run: Run) -> int:
-        return run.model[-1].scales.stop - 1  # `prepare` draws the first
+    def planned_calls(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
+        return model[-1].scales.stop
 
     def prefill(
         self, model: Sequence[Stage], condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
