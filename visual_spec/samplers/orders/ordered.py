@@ -172,7 +172,7 @@ def whole_picture(run: Run, first: Tensor) -> Tensor:
     try:
         state = sampler.prepare(own)
         state.tokens[:, 0] = first
-        for _ in range(sampler.num_calls(own)):
+        for _ in range(sampler.planned_calls(run.drafter, {}) - 1):  # the prefill is step 0
             sampler.step(own, state)
     except FloatingPointError as error:
         raise FloatingPointError(f"in the drafter: {error}") from error
