@@ -47,9 +47,9 @@ def ratio(above: list[float], below: list[float]) -> dict[str, float]:
 
 def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Of every sampler, by camera: tokens per call, calls and seconds of the first row over its own; equal clips."""
-    found, first = {}, next(iter(rows.values()))
+    record, first = {}, next(iter(rows.values()))
     for name, clips in rows.items():
-        found[name] = {}
+        record[name] = {}
         for camera in ("", *CAMERAS):
             some = [place for place, clip in enumerate(clips) if camera in clip["camera"]]
             tokens, calls = ([clips[place][key] for place in some] for key in ("tokens", "calls"))
@@ -57,13 +57,13 @@ def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             for key in ("calls", "seconds")[: 1 + ("seconds" in clips[0])]:
                 above, below = ([row[place][key] for place in some] for row in (first, clips))
                 facts[f"{key} of the first row over its own"] = ratio(above, below)
-            found[name][f"{len(some)} clips, camera {camera}" if camera else "all clips"] = facts
+            record[name][f"{len(some)} clips, camera {camera}" if camera else "all clips"] = facts
         single = [round(clip["tokens"] / clip["calls"], 2) for clip in clips]
-        found[name] |= {"worst clip": min(single), "best clip": max(single)}
-        found[name]["equal clips"] = sum(clip["equal"] for clip in clips)
+        record[name] |= {"worst clip": min(single), "best clip": max(single)}
+        record[name]["equal clips"] = sum(clip["equal"] for clip in clips)
         if "seconds" in clips[0]:
-            found[name]["seconds a clip"] = round(sum(clip["seconds"] for clip in clips) / len(clips), 3)
-    return found
+            record[name]["seconds a clip"] = round(sum(clip["seconds"] for clip in clips) / len(clips), 3)
+    return record
 
 
 def main() -> None:
@@ -100,9 +100,9 @@ def main() -> None:
                     }
                     | ({} if given.calls else {"seconds": seconds})
                 )
-        found = {"threads": torch.get_num_threads(), "prompts": start + len(some), "rows": summary(rows)}
-        write_atomically(given.out, json.dumps(found, indent=1) + "\n", overwrite=True)
-    print(json.dumps(found, indent=1))
+        record = {"threads": torch.get_num_threads(), "prompts": start + len(some), "rows": summary(rows)}
+        write_atomically(given.out, json.dumps(record, indent=1) + "\n", overwrite=True)
+    print(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

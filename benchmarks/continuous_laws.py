@@ -77,12 +77,12 @@ def row(name: str, dim: int, count: int) -> dict[str, Any]:
         sampler = SpeculativeContinuousSampler(name.partition(",")[0], 1, order=order, **settings)
         parts = {"drafter": models[1]}
     generator = torch.Generator().manual_seed(2)
-    found = sampler(models[0], None, law=TokenLaw(), generator=generator, batch_size=count, **parts)
-    trace: Any = found.trace
+    drawn = sampler(models[0], None, law=TokenLaw(), generator=generator, batch_size=count, **parts)
+    trace: Any = drawn.trace
     shift, ends = torch.zeros(4 * count, dim, dtype=torch.float64), []
     for model in models:
         ends.append(mixtures.straight_chain(model, 1, shift, torch.Generator().manual_seed(3), **settings))
-    axes = [directions(x) for x in (found.tokens[:, 1], *ends)]  # of sampler, target, draft
+    axes = [directions(x) for x in (drawn.tokens[:, 1], *ends)]  # of sampler, target, draft
     far = [max(map(mixtures.kolmogorov, one, axes[1])) for one in (axes[0], axes[2])]
     limit = mixtures.critical(count, 4 * count, 0.01 / len(axes[0]))
     facts = dict(rule=name, dim=dim, draws=count, distance=far[0], critical=limit, draft_distance=far[1])

@@ -45,12 +45,12 @@ OBJECT = ("kept", "colour", "background", "continuous", "moving")
 
 def bouncing_clips(count: int) -> list[Clip]:
     """Held-out clips of shapes that never come to rest."""
-    rng, found = np.random.default_rng(20), []
-    while len(found) < count:
+    rng, chosen = np.random.default_rng(20), []
+    while len(chosen) < count:
         clip = sample_plain_clips(1, rng, held_out=True)[0]
         if clip.objects[0].ending == "bounces":
-            found.append(clip)
-    return found
+            chosen.append(clip)
+    return chosen
 
 
 def read(pipe: ChunkVideoPipeline, prompts: list[str], frames: list[Any]) -> dict[str, Any]:

@@ -39,11 +39,11 @@ def consistency(prompt: str, frames: np.ndarray | Sequence[Image.Image]) -> dict
     Raises:
         TypeError, ValueError: as `parse_caption` and `parse_frames`.
     """
-    wanted, found = parse_caption(prompt), parse_frames(frames)
-    chosen = [_assigned(wanted.objects, fact.objects) for fact in found]
+    wanted, facts = parse_caption(prompt), parse_frames(frames)
+    chosen = [_assigned(wanted.objects, fact.objects) for fact in facts]
     held = {
-        "kept": [len(fact.objects) == len(wanted.objects) for fact in found],
-        "background": [fact.background == wanted.background for fact in found],
+        "kept": [len(fact.objects) == len(wanted.objects) for fact in facts],
+        "background": [fact.background == wanted.background for fact in facts],
     }
     for name in ("colour", "shape", "size"):
         held[name] = [

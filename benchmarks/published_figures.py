@@ -84,12 +84,12 @@ def main() -> None:
     print(markdown([f"{num} against {num}", *SAMPLERS], rows))
     print(summary(scored["default"]["comparison"]))
     if args.json:
-        found = {
+        record = {
             "environment": environment(torch.device("cpu"), torch.float32),
             "drawn": drawn,
             "scores": scored,
         }
-        text = json.dumps(found, indent=1) + "\n"
+        text = json.dumps(record, indent=1) + "\n"
         args.json.write_text(text.replace(f"{folder.absolute()}/", "").replace(f"{folder}/", ""))
 
 

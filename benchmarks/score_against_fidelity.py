@@ -35,8 +35,8 @@ def compare(
     with tempfile.TemporaryDirectory() as folder:
         file = weights or random_inception(Path(folder) / "inception.pth")
         asked = f"score {drawn} --reference {true} --metrics fid kid is prc --feature-weights {file} --json"
-        found = run("visual_spec", f"{asked} --out {folder}/scores --features {features or folder}")
-        ours = json.loads(found.splitlines()[-1])["figures"]
+        said = run("visual_spec", f"{asked} --out {folder}/scores --features {features or folder}")
+        ours = json.loads(said.splitlines()[-1])["figures"]
         size = min(1000, *(sum(path.suffix == ".png" for path in one.iterdir()) for one in (drawn, true)))
         asked = f"--input1 {drawn} --input2 {true} --fid --kid --isc --prc --kid-subset-size {size} --cpu --silent"
         asked += f" --feature-extractor inception-v3-compat --feature-extractor-weights-path {file}"

@@ -116,7 +116,7 @@ def main() -> None:
             drawn = drawn_by(sampler, batch)
             calls[name] += drawn.trace.target_calls.tolist()
             equal[name] += 0 if plain is None else int((drawn.tokens == plain).all(1).sum())
-        found = {
+        record = {
             "guidance": pipe.config["default_guidance_scale"] if given.guidance is None else given.guidance,
             "prompts": batch.stop,
             "first": given.first,
@@ -129,11 +129,11 @@ def main() -> None:
         if painter is not None:
             own = draw(painter, batch)
             agreeing += int((own.tokens == plain).sum())
-            found["calls of a picture"] = int(own.trace.target_calls[0])
-            found["tokens of it that plain decoding draws"] = round(
+            record["calls of a picture"] = int(own.trace.target_calls[0])
+            record["tokens of it that plain decoding draws"] = round(
                 agreeing / batch.stop / own.tokens.shape[1], 3
             )
-        write_atomically(given.out, json.dumps(found, indent=1) + "\n", overwrite=True)
+        write_atomically(given.out, json.dumps(record, indent=1) + "\n", overwrite=True)
 
 
 if __name__ == "__main__":

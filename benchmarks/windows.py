@@ -93,17 +93,17 @@ def main() -> None:
     other = multiprocessing.Process(target=keep_a_core_busy, daemon=True)
     if given.busy:
         other.start()
-    found = {
+    record = {
         "dtype": given.dtype,
         "threads": torch.get_num_threads(),
         "busy": given.busy,
         "prompts": given.prompts,
     }
     for batch in given.batch:
-        found[f"batch {batch}"] = measure(pipe, samplers, held_out_prompts(given.prompts), batch)
-        print(json.dumps({f"batch {batch}": found[f"batch {batch}"]}, indent=1), flush=True)
+        record[f"batch {batch}"] = measure(pipe, samplers, held_out_prompts(given.prompts), batch)
+        print(json.dumps({f"batch {batch}": record[f"batch {batch}"]}, indent=1), flush=True)
     if given.out:
-        write_atomically(given.out, json.dumps(found, indent=1) + "\n", overwrite=True)
+        write_atomically(given.out, json.dumps(record, indent=1) + "\n", overwrite=True)
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ class Counting(TabularModel):
         self.calls: list[Tensor] = []
         return super().prefill(*args, **kwargs)
 
-    def forward(self, state, tokens, slots, visible=None, seen=None):
+    def forward(self, state, tokens, slots, *more, **named):
         self.calls.append(slots.clone())
-        return super().forward(state, tokens, slots, visible, seen)
+        return super().forward(state, tokens, slots, *more, **named)
 
 
 def counting(source: TabularModel) -> Counting:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     EncodecConfig,
     MusicgenConfig,
@@ -13,6 +14,7 @@ from transformers import (
     MusicgenForConditionalGeneration,
     T5Config,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from tests.helpers.audiocraft_files import (
     BOOKS,
@@ -123,3 +125,18 @@ def write_musicgen(folder: Path, channels: int = 1, **changes: Any) -> Path:
     write_language_model(folder, settings, changes or None, BOOKS * channels)
     write(folder, "compression_state_dict.bin", codec_weights(), CODEC_SETTINGS)
     return folder
+
+
+class Heard(BaseStreamer):
+    """A streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.ends = 0
+
+    def put(self, value: Tensor) -> None:
+        assert value.device.type == "cpu" and not self.ends
+        self.parts.append(value.clone())
+
+    def end(self) -> None:
+        self.ends += 1

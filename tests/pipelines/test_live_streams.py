@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
-from tests.helpers.musicgen import FRAMES
+from tests.helpers.musicgen import FRAMES, Heard
 from tests.helpers.tiny_audio import tiny_musicgen
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_languages import CODES, END, language_model, texts
@@ -42,19 +41,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "emu3": (tiny.emu3, EMU3 | dict(image_sizes=[[2, 3]] * 2), lambda slots: rows_of(slots, 3)),
     "musicgen": (tiny_musicgen, MUSIC | dict(max_new_tokens=FRAMES + 3), lambda slots: slots),
 }
-
-
-class Heard(BaseStreamer):
-    def __init__(self) -> None:
-        self.parts: list[Tensor] = []
-        self.ends = 0
-
-    def put(self, value: Tensor) -> None:
-        assert value.device.type == "cpu" and not self.ends
-        self.parts.append(value.clone())
-
-    def end(self) -> None:
-        self.ends += 1
 
 
 class Diary:

@@ -12,11 +12,10 @@ import torch
 from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
 from tests.helpers.diffusers_video import SMALL, tiny_pipeline
-from tests.helpers.musicgen import FRAMES
+from tests.helpers.musicgen import FRAMES, Heard
 from tests.helpers.tiny_audio import tiny_musicgen
 from tests.helpers.tiny_wan import prompts as embeddings
 from tests.models.next_token import tiny_transformers as tiny
@@ -209,19 +208,6 @@ def test_the_models_own_settings_stand_under_a_config_that_is_passed():
         assert got.shape == want.shape and (got - want).abs().max() < 1e-9
 
 
-class Heard(BaseStreamer):
-    def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        assert value.device.type == "cpu" and not self.ended
-        self.parts.append(value)
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_streamer_gets_what_generate_gives_it(kind):
     plain, ours = Heard(), Heard()
@@ -232,7 +218,7 @@ def test_a_streamer_gets_what_generate_gives_it(kind):
         codes = model.last_codes if kind == "musicgen" else None
     finally:
         visual_spec.restore(model)
-    assert ours.ended == 1
+    assert ours.ends == 1
     steps = torch.stack(ours.parts[1:], 1)
     if kind == "janus":  # of which transformers streams no pictures
         assert torch.equal(ours.parts[0], CALLS[kind]["input_ids"]) and torch.equal(steps, got)

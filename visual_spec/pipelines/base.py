@@ -234,7 +234,10 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 
     @property
     def num_timesteps(self) -> int:
-        """Tokens, columns or scales of a sample, or steps of a masked model; of the call that runs, or ran last."""
+        """How often a callback is called, where the sampler's settings say it; else the tokens or columns of a sample.
+
+        Of the call that runs, or ran last.
+        """
         return self._num_timesteps
 
     @property

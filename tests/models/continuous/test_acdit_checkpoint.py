@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny import quiet, seeded
+from tests.models.continuous.tiny import Trap, tiny_mar
 from visual_spec import cli
 from visual_spec.models.continuous.acdit import ACDiTTransformer
 from visual_spec.models.continuous.acdit_checkpoint import is_acdit, load_acdit_checkpoint
@@ -76,15 +77,6 @@ def test_a_state_dict_is_read_with_arguments_beside_it():
     assert loaded.dtype == torch.bfloat16 and loaded.block_size == 4 and not loaded.training
 
 
-class Trap:
-    """What pickle would run on loading."""
-
-    ran = False
-
-    def __reduce__(self) -> Any:
-        return setattr, (Trap, "ran", True)
-
-
 def test_nothing_in_a_file_runs(tmp_path):
     path = official(tmp_path / "trap.pt", network(), results_dir=Trap())
     with pytest.raises(ValueError, match=r"refused.*c\[\"args\"\]"):
@@ -112,8 +104,6 @@ def test_files_that_make_no_model_are_refused(tmp_path):
 
 
 def test_an_acdit_is_told_from_a_mar_in_one_reading(tmp_path, monkeypatch):
-    from tests.models.continuous.tiny import tiny_mar
-
     assert not is_acdit(tiny_mar().state_dict()) and is_acdit(network().state_dict())
     torch.save({"model_ema": tiny_mar().state_dict()}, tmp_path / "mar.pth")
     read: list[Path] = []

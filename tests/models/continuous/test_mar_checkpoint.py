@@ -12,7 +12,7 @@ import torch
 from tests.helpers import vqgan
 from tests.helpers.mar import ldm_shapes, random_weights
 from tests.helpers.vqgan import conv
-from tests.models.continuous.tiny import tiny_mar
+from tests.models.continuous.tiny import Trap, tiny_mar
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import (
     KL16,
@@ -53,15 +53,6 @@ def test_the_arguments_that_every_released_file_holds_are_read_past(tmp_path):
     torch.save({"model_ema": model.state_dict(), "args": argparse.Namespace(model="mar_base")}, path)
     loaded = load_mar_checkpoint(path, num_heads=2).state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
-
-
-class Trap:
-    """What pickle would run on loading."""
-
-    ran = False
-
-    def __reduce__(self) -> Any:
-        return setattr, (Trap, "ran", True)
 
 
 def test_nothing_in_a_file_runs(tmp_path):

@@ -65,3 +65,12 @@ def calm(model: Any, size: float = 0.1) -> Any:
         for parameter in model.head.final_layer.linear.parameters():
             parameter.mul_(size)
     return model.double()
+
+
+class Trap:
+    """What pickle would run on loading."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Trap, "ran", True)

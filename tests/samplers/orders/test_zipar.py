@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.drafting import Counting
 from tests.helpers.llamagen import event_logits, make, text_condition
 from tests.helpers.official import random_weights, transformer_shapes
 from tests.helpers.row_simulation import Simulation
@@ -383,26 +384,16 @@ def test_slots_that_are_not_seen_may_hold_anything(sampler):
     assert torch.equal(found.trace.commit_call, want.trace.commit_call)
 
 
-class Counting(TabularModel):
-    def prefill(self, *args, **kwargs):
-        self.asked, self.calls = kwargs, 0
-        return super().prefill(*args, **kwargs)
-
-    def forward(self, *args, **kwargs):
-        self.calls += 1
-        return super().forward(*args, **kwargs)
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_trace_counts_the_calls(sampler):
     model = Counting(TokenGrid(4, 5), 4, order=7, conditions=2, dependence=0.3)
     committed = []
     result = decode(sampler, model, callback=lambda call, lengths: committed.append((call, lengths.tolist())))
     trace = result.trace
-    assert int(trace.target_calls.max()) == model.calls + 1
+    assert int(trace.target_calls.max()) == len(model.calls) + 1
     assert model.asked["window"] == sampler.order(model.grid).columns
     assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
-    assert [call for call, _ in committed] == list(range(model.calls + 1))
+    assert [call for call, _ in committed] == list(range(len(model.calls) + 1))
     for call, lengths in committed:
         assert lengths == (trace.commit_call <= call).sum(1).tolist()
     assert trace.divergence is None and set(trace.phase_seconds) == {"prefill", "model", "verify"}

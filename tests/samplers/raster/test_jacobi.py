@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.drafting import Counting
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Label
@@ -32,19 +33,6 @@ def decode(
     batch_size = options.pop("batch_size", 4)
     generator = torch.Generator().manual_seed(seed)
     return sampler(model, condition, law=law, generator=generator, batch_size=batch_size, **options)
-
-
-class Counting(TabularModel):
-    """Counts its calls and keeps what it was asked."""
-
-    def prefill(self, *args, **kwargs):
-        self.asked = kwargs
-        self.calls = []
-        return super().prefill(*args, **kwargs)
-
-    def forward(self, state, tokens, slots):
-        self.calls.append(slots.clone())
-        return super().forward(state, tokens, slots)
 
 
 @pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)

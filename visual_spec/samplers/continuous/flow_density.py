@@ -55,12 +55,12 @@ def _step(chains: Chains, x: Tensor, level: int) -> tuple[Tensor, Tensor]:
     """The point after `x [B, N, d]`, and the matrix [B, N, d, d] of derivatives, its last axis belongs to `x`."""
     dim = x.shape[-1]
     basis = torch.eye(dim, dtype=x.dtype, device=x.device)[:, None, None].expand(-1, *x.shape)  # [d, B, N, d]
-    found: Any = torch.func.jvp(
+    moved: Any = torch.func.jvp(
         lambda point: chains.kernel(point, level)[0],
         (x.expand_as(basis).contiguous(),),
         (basis.contiguous(),),
     )
-    values, slopes = found
+    values, slopes = moved
     return values[0], slopes.movedim(0, -1)
 
 
@@ -101,14 +101,14 @@ def _log_determinant(slope: Tensor, level: int, wanted: Tensor | None = None) ->
     Raises:
         FloatingPointError: one is not positive: the map folds space, and is not one to one.
     """
-    sign, found = torch.linalg.slogdet(slope.double())
+    sign, logarithm = torch.linalg.slogdet(slope.double())
     folded = ~(sign > 0) if wanted is None else wanted & ~(sign > 0)
     if folded.any():
         raise FloatingPointError(
             f"level {level} of the chain folds space, so tokens have several origins, and rule='ode' counts one only; "
             "take more head_steps, weaker guidance, or another rule."
         )
-    return found
+    return logarithm
 
 
 def _log_start(chains: Chains, x: Tensor) -> Tensor:

@@ -159,6 +159,6 @@ class TextFunction:
         for row, stops in enumerate(text.stops.tolist()):
             for column, stop in enumerate(stops):
                 # A copy: processors may write into what they get.
-                given = whole[row, column, None].clone()
-                whole[row, column] = self.function(text.ids[row : row + 1, :stop], given)[0]
+                scored = whole[row, column, None].clone()
+                whole[row, column] = self.function(text.ids[row : row + 1, :stop], scored)[0]
         return whole[..., text.ids_of]
