@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.relaxed_rules import codes, gsd_acceptance, lent, many_laws, nearest, one_slot, pairs, tv
+from tests.helpers.relaxed_rules import (
+    codes,
+    every_draft,
+    gsd_acceptance,
+    lent,
+    many_laws,
+    nearest,
+    one_slot,
+    pairs,
+    tv,
+)
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, Relaxation, residual
 from visual_spec.samplers.core.relaxed import (
     bounded_acceptance,
@@ -163,6 +173,33 @@ def test_lantern_with_its_residual_gives_the_law_of_the_paper(vocab_size, count,
         for p, q in zip(target.exp().tolist(), draft.exp().tolist(), strict=True)
     ]
     torch.testing.assert_close(law, torch.tensor(expected, dtype=torch.float64), atol=ROUNDING, rtol=0)
+
+
+# At which uniform number `evaluate_posterior_v1` of github.com/jadohu/LANTERN (ea_model_llamagen.py) begins to refuse
+# each draft of the laws below, with four neighbours by raw codes; by its `lantern_delta`, which above 1 is a factor.
+RELEASED = {
+    0.1: [0.241345, 1, 1, 0.047157, 1, 1, 1, 0.44026, 1, 1, 1, 0.447065],
+    0.3: [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0.662921],
+    1.5: [0.241345, 1, 1, 0.047157, 1, 1, 0.663088, 0.059732, 1, 1, 0.140837, 0.145368],
+    8.0: [1, 1, 1, 0.047157, 1, 1, 0.663088, 0.059732, 1, 1, 0.140837, 0.662921],
+}
+
+
+@pytest.mark.parametrize("number", RELEASED)
+def test_lantern_keeps_drafts_as_often_as_the_public_code(number):
+    place = torch.arange(12, dtype=torch.float64)
+    target, draft = ((3 * torch.sin(1.7 * place + start)).log_softmax(0)[None] for start in (0.4, 1.6))
+    raw = torch.stack([torch.sin(2.3 * place), (1 + place / 4) * torch.cos(1.1 * place)], 1)
+    settings = {"factor": number} if number > 1 else {"delta": number}
+    want = torch.tensor([RELEASED[number]], dtype=torch.float64)
+    keep = [
+        rule_of(Relaxation("lantern", neighbours=4, **settings), book.float(), "cpu").probability(
+            every_draft(target)[0], every_draft(draft)[0], every_draft(target)[1]
+        )
+        for book in (raw, torch.nn.functional.normalize(raw, dim=1))
+    ]
+    torch.testing.assert_close(keep[0], want, atol=1e-6, rtol=0)
+    assert (keep[1] - want).abs().max() > 0.01  # other neighbours
 
 
 @pytest.mark.parametrize("delta", [0.05, 0.2])
