@@ -207,6 +207,8 @@ def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):
             [PROMPT, "--sampler", "medusa"],
             "unknown sampler 'medusa'; pass one of autoregressive, speculative-jacobi",
         ),
+        ([PROMPT, "--sampler", "zippar"], "distilled. Did you mean zipar?"),
+        ([PROMPT, "--sampler", "zipar:windw=3"], "Did you mean window?"),
         ([PROMPT, "--window", "0"], "window=0"),
         ([PROMPT, "--coupling", "tight"], "coupling='tight'; pass one of gumbel, independent, maximal"),
         ([PROMPT, "--coupling", "maximal"], "acceptance='identical'"),
@@ -228,6 +230,10 @@ def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):
         ),
         ([PROMPT, "--sampler", "tree", "--sampler", "zipar"], "--sampler tree and --sampler zipar given"),
         ([PROMPT, "--format", "flac"], "--format flac is of music"),
+        (
+            [PROMPT, "--drafter", "shapes_nar"],
+            "SpeculativeJacobiSampler drafts without one; pass --sampler drafted or tree or multiscale too",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, arguments, message):
@@ -256,7 +262,11 @@ def test_unusable_device_is_refused(model, tmp_path, capsys):
 def test_bad_arguments_end_with_status_2(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and message in said
+    assert (
+        said.startswith("visual-spec") and said.count("\n") == 1 and "--help" in said
+    )  # no page of options first
 
 
 def test_unknown_model_names_the_known_ones(tmp_path, capsys, model, monkeypatch):

@@ -136,18 +136,18 @@ def _add_generate(commands: Any) -> None:
 def _add_media(generate: argparse.ArgumentParser) -> None:
     """Return what only some models take: texts to avoid, pictures, and what music and clips have."""
     add_negative_prompt(generate)
-    paint = generate.add_argument_group("painting into a picture (masked models)")
+    paint = generate.add_argument_group("painting into a picture (masked and any-order models)")
     paint.add_argument("--image", type=Path, metavar="FILE", help="of the size that the model draws")
     paint.add_argument("--mask", type=Path, metavar="FILE", help="white where --image is drawn anew")
     paint.add_argument(
         "--strength", type=float, metavar="S", help="share of these tokens that is drawn anew (default: all)"
     )
-    music = generate.add_argument_group("music")
-    music.add_argument(
+    generate.add_argument(
         "--masked",
         metavar="MODEL",
         help="with --compare: a masked model of the same tokens, which is compared with plain decoding of --model",
     )
+    music = generate.add_argument_group("music")
     music.add_argument("--seconds", type=float, metavar="S", help="length (default: as in training)")
     music.add_argument(
         "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"

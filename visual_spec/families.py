@@ -131,7 +131,8 @@ FAMILIES = (
     Family(
         "RandAR", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"), ("next_token.llamagen_any_order:LlamaGenAnyOrder",),
         samplers=tuple(entry.class_name for entry in fitting((ANY_ORDER,))),
-        plain="any-order:order=...", fast="speculative-any-order:...order",
+        plain="any-order:order=...,guidance_start=...",
+        fast="speculative-any-order:...order,guidance_start,num_drafts=15",
     ),
     Family(
         "ControlAR", RASTER_TREE_ORDER, ("ImagePipeline",), ("next_token.controlar:ControlARTransformer",),

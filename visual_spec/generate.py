@@ -422,6 +422,12 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, inputs: dict[str, 
         raise ValueError(
             f"{args.model} has one way to decode; there is no plain decoding to compare it with. Leave --compare out."
         )
+    if args.drafter is not None and not sampler.needs_drafter:
+        readers = [entry.name for entry in fitting(pipe.calls) if entry.needs] or ["of another model"]
+        raise ValueError(
+            f"--drafter {args.drafter} given, but {type(sampler).__name__} drafts without one; pass --sampler "
+            f"{' or '.join(readers)} too, or leave it out."
+        )
     before, pipe.sampler = pipe.sampler, sampler
     try:
         pipe.check_sampler()

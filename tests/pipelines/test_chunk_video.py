@@ -1,5 +1,6 @@
 """Clips of any length from prompts, by a tiny causal Wan: against the loop itself, by policy, saved, and refused."""
 
+import io
 import json
 from typing import Any
 
@@ -65,6 +66,15 @@ def test_a_policy_bounds_the_cache_and_leaves_the_transformer_as_it_was(pipe):
     with pytest.raises(ValueError, match="window"):
         pipe(PROMPT, policy="sliding:window=1")
     assert [block.attn1.processor for block in pipe.transformer.blocks] == processors
+
+
+def test_the_bar_counts_frames_and_chunks(pipe):
+    shown = io.StringIO()
+    pipe.set_progress_bar_config(disable=False, file=shown, mininterval=0)
+    pipe(PROMPT, num_frames=4, steps=1)
+    pipe.set_progress_bar_config(disable=True)
+    assert "4/4" in shown.getvalue() and " frames/s, 1 chunk]" in shown.getvalue()
+    assert "2 chunks]" in shown.getvalue()
 
 
 def test_what_it_returns(pipe, tmp_path):

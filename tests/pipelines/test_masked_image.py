@@ -149,13 +149,16 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
         (dict(image=np.zeros((8, 8)), mask=mask), ValueError, r"image has the shape \(8, 8\)"),
         (dict(image=2.0 * np.array(image), mask=mask), ValueError, "image has values from .* to"),
         (dict(image=image, mask=np.array(mask).astype(float)), ValueError, "mask has values from 0 to 255"),
+        (
+            dict(image=image, mask=mask_of()),
+            ValueError,
+            "all tokens are known, for the mask is white nowhere",
+        ),
     )
     for settings, kind, message in refused:
         with pytest.raises(kind, match=message):
             pipe(PROMPT, **settings)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="all tokens are known"):
-        pipe(PROMPT, image=image, mask=mask_of())
     pipe.sampler = SpeculativeMaskedSampler(2)
     with pytest.raises(ValueError, match="SpeculativeMaskedSampler keeps no tokens of a picture"):
         pipe(PROMPT, image=image, mask=mask)

@@ -131,11 +131,29 @@ def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
     pipe.sampler = AnyOrderSampler("raster", steps=5)
     assert (pipe.plain_sampler, pipe.fast_sampler) == (
         "any-order:order=raster",
-        "speculative-any-order:order=raster",
+        "speculative-any-order:num_drafts=15,order=raster",
     )
     parallel = pipe([3, 5], generator=seeded(1, 2))
     assert (parallel.trace.target_calls == 5).all() and not parallel.trace.lossless
     assert pipe.num_timesteps == 5
+    pipe.sampler = AnyOrderSampler("halton", steps=5, guidance_start=1.0)
+    law = "order=halton,guidance_start=1.0"
+    assert pipe.plain_sampler == f"any-order:{law}"
+    assert pipe.fast_sampler == f"speculative-any-order:num_drafts=15,{law}"
+    # Several tokens in a call are no plain decoding: what promises the plain tokens is compared with one a call.
+    pipe.save_pretrained(tmp_path / "parallel")
+    command = [
+        "generate",
+        "3",
+        "--model",
+        str(tmp_path / "parallel"),
+        "--out",
+        str(tmp_path / "two"),
+        "--json",
+    ]
+    assert main([*command, "--guidance-scale", "2", "--compare"]) == 0
+    [row] = last_line(capsys)["comparison"]
+    assert row["identical"] and row["plain_calls"] == 16
     pipe.sampler = SpeculativeMaskedSampler()  # of the same settings
     with pytest.raises(TypeError, match=r"does not fit a next-token model; .* OrderedSampler\.$"):
         pipe([3])

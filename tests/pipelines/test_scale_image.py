@@ -147,6 +147,7 @@ def test_progress_counts_tokens(pipe):
     pipe.set_progress_bar_config(disable=False, file=shown, mininterval=0)
     pipe([0, 1])
     assert "60/60" in shown.getvalue() and "tokens" in shown.getvalue()
+    assert "1 of 4 scales" in shown.getvalue() and "4 of 4 scales" in shown.getvalue()
 
 
 # -- two models, compressed caches --

@@ -68,7 +68,9 @@ class Parser(argparse.ArgumentParser):
                 known += action.choices
         wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (-[^\s=]+)", message)
         near = difflib.get_close_matches(wrong[1] or wrong[2], known, 1) if wrong else []
-        super().error(f"{message}; did you mean {near[0]}?" if near else message)
+        # Without the usage, whose many lines push the reason off the screen.
+        advice = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+        self.exit(2, f"{self.prog}: error: {message}; {advice}\n")
 
 
 class _Stderr(logging.Handler):

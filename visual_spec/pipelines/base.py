@@ -23,6 +23,7 @@ from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
 from visual_spec.families import PIPELINES, family_of
+from visual_spec.files.reading import meant
 from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import SavedModel, check_loaded
 from visual_spec.models.core.settings import whole
@@ -275,6 +276,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             raise ValueError(
                 f"unknown model {name!r}; {missing_models() or 'embedded models are ' + ', '.join(embedded_models())}. "
                 "Pass one of them, a folder written by save_pretrained, or a Hub id 'owner/name'."
+                + meant(name, embedded_models())
             )
         passed_on = ("cache_dir", "force_download", "local_files_only", "token", "revision")
         options = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}

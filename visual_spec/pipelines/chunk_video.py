@@ -15,6 +15,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.utils.outputs import BaseOutput
 from torch import Tensor
 
+from visual_spec.files.reading import meant
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
@@ -221,8 +222,10 @@ class ChunkVideoPipeline(ReadsText):
         causal = CausalWan(self.transformer, policy)
         try:
             with at_hand(self.transformer), self.progress_bar(total=num_frames) as bar:  # type: ignore[call-arg]
+                bar.unit = " frames"
 
                 def after_chunk(index: int, piece: Tensor) -> Any:
+                    bar.set_postfix_str(f"{index + 1} chunk{'s' * (index > 0)}", refresh=False)
                     bar.update(piece.shape[2])
                     return heard(index, lambda: (index + 1) * sampler.config["chunk"], latents=piece)
 
@@ -275,7 +278,9 @@ def read_text(text: str) -> Any:
     """
     name, settings = parse_sampler(text)
     if name not in POLICIES:
-        raise ValueError(f"unknown cache policy {name!r}; pass one of {', '.join(POLICIES)}.")
+        raise ValueError(
+            f"unknown cache policy {name!r}; pass one of {', '.join(POLICIES)}.{meant(name, POLICIES)}"
+        )
     known = list(inspect.signature(POLICIES[name]).parameters)
     unknown = sorted(set(settings) - set(known))
     if unknown:

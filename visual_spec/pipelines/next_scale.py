@@ -103,6 +103,7 @@ class NextScalePipeline(VisualPipeline):
             bar.unit = f" {self._token}"
 
             def after_scale(scale: int, canvas: torch.Tensor) -> Any:
+                bar.set_postfix_str(f"{scale + 1} of {len(sizes)} scales", refresh=False)
                 bar.update(count * sizes[scale])
                 tokens = {"tokens": SO_FAR.get()().tokens} if "tokens" in asked.tensors else {}
                 return heard(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas, **tokens)

@@ -34,7 +34,8 @@ def check_repainting(
 
     Raises:
         ValueError: a mask or strength without an image, an image with neither, another size than the model's, another
-            number of images than 1 or `count`, a strength outside of (0, 1], or a sampler that cannot keep tokens.
+            number of images than 1 or `count`, a mask that is white nowhere, a strength outside of (0, 1], or a sampler
+            that cannot keep tokens.
         TypeError: something that is no picture.
     """
     if image is None:
@@ -53,25 +54,31 @@ def check_repainting(
         )
     if "known_tokens" not in getattr(pipe.sampler, "takes", ()):
         raise ValueError(
-            f"{type(pipe.sampler).__name__} keeps no tokens of a picture; set pipe.sampler to a MaskedSampler for a "
-            "masked model, or to an AnyOrderSampler for an any-order model, or leave image out."
+            f"{type(pipe.sampler).__name__} keeps no tokens of a picture; draw with a MaskedSampler and a masked "
+            "model, such as shapes_masked, or with an AnyOrderSampler and an any-order model, such as shapes_any, or "
+            "leave image out."
         )
     size = pipe.image_size
     for name, value in (("image", image), ("mask", mask)):
         if value is None:
             continue
-        pictures = listed(value)
+        pictures, white = listed(value), 0.0
         if len(pictures) not in (1, count):
             raise ValueError(
                 f"{len(pictures)} pictures as {name} for {count} prompts or classes; pass 1 or {count}."
             )
         for picture in pictures:
-            own = unit_pixels(picture, name, mask=name == "mask").shape[-2:]
+            pixels = unit_pixels(picture, name, mask=name == "mask")
+            own, white = pixels.shape[-2:], max(white, float(pixels.max()))
             if tuple(own) != size:
                 raise ValueError(
                     f"{name} of {own[0]} x {own[1]} pixels, but this model draws {size[0]} x {size[1]}; resize it, or "
                     "place it on a canvas of that size and mask the rest."
                 )
+        if name == "mask" and white <= 0.5:
+            raise ValueError(
+                "all tokens are known, for the mask is white nowhere; make it white where the picture is drawn anew."
+            )
 
 
 def known_tokens(

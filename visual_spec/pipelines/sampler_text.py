@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from visual_spec.files.reading import meant
 from visual_spec.models.core.settings import settings_of
 from visual_spec.samplers.registry import by_name, sampler_class
 
@@ -61,17 +62,18 @@ def as_saved(text: str, config: Mapping[str, Any]) -> str:
 
     Args:
         text: of `name:...` the settings of a sampler of that name, if it is the saved one; of `name:...setting` so, and
-            of another one this setting; of `name:setting=...` this setting alone, of any saved sampler.
+            of another one this setting; of `name:setting=...` this setting alone, of any saved sampler. Several are
+            divided by commas, and `setting=value` among them stands as it is.
         config: the configuration of a sampler, as it is saved.
     """
     name, _, rest = text.partition(":")
     if "..." not in rest:
         return text
     own = by_name(name).class_name
-    setting = rest.replace("...", "").removesuffix("=")
     if rest.startswith("...") and config.get("_class_name", own) == own:
         return saved_sampler(name, config)
-    return saved_sampler(name, {setting: config[setting]} if setting else {})
+    pairs = [piece.partition("=") for piece in rest.replace("...", "").split(",") if piece]
+    return saved_sampler(name, {key: _value(value) if value else config[key] for key, _, value in pairs})
 
 
 def read_sampler(text: str) -> Any:
@@ -127,6 +129,7 @@ def check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] =
         allowed = f"it takes {'; '.join(f'{key}: {limits[key]}' if key in limits else key for key in sorted(known))}"
         raise ValueError(
             f"the {name} sampler has no setting {', '.join(unknown)}; {allowed if known else 'it has none'}."
+            + meant(unknown[0], known)
         )
 
 

@@ -10,6 +10,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from visual_spec.files.reading import meant
+
 # The kinds of calls that models answer and samplers make, as `visual_spec.models.core.protocol` defines them.
 RASTER = "raster"  # NextTokenModel: a window of tokens in raster order
 TREE = "tree"  # TreeModel: several continuations of one sequence
@@ -287,7 +289,7 @@ def by_name(name: str) -> SamplerEntry:
     for entry in SAMPLERS:
         if entry.name == name:
             return entry
-    raise ValueError(f"unknown sampler {name!r}; pass one of {', '.join(names())}.")
+    raise ValueError(f"unknown sampler {name!r}; pass one of {', '.join(names())}.{meant(name, names())}")
 
 
 def by_class(class_name: str) -> SamplerEntry:

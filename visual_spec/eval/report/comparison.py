@@ -84,10 +84,11 @@ def plain_decoding(pipe: Any) -> Any:
     """The sampler of a pipeline's plain decoding.
 
     Where the pipeline has a sampler of that class, its other settings stay: models differ in how their guidance grows.
+    Not so of one that is lossy, such as several tokens in a call: it is no plain decoding.
     """
     name, settings = parse_sampler(pipe.plain_sampler)
     sampler, own = make_sampler(name, **settings), pipe.sampler
-    if type(own) is not type(sampler):
+    if type(own) is not type(sampler) or (sampler.lossless and not own.lossless):
         return sampler
     changed = {key: value for key, value in settings.items() if own.config.get(key, value) != value}
     return type(own).from_config(own.config, **changed) if changed else own
