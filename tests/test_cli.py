@@ -399,7 +399,10 @@ def test_models_names_the_samplers_of_one_model_and_the_settings_of_one_sampler(
     assert "depth: an integer of at least 1 (default: " in capsys.readouterr().out
     assert cli.main(["generate", "x", "--sampler", "tree:dept=3"]) == 2
     assert "depth: an integer of at least 1" in capsys.readouterr().err
-    assert cli.main(["models", "shapez"]) == 2
+    capsys.readouterr()
+    for name, near in (("shapez", "shapes"), ("speculative-jacobbi", "speculative-jacobi")):
+        assert cli.main(["models", name]) == 2
+        assert capsys.readouterr().err.endswith(f"Did you mean {near}?\n")
 
 
 @pytest.mark.parametrize("width", [80, 120, 400])

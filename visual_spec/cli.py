@@ -371,13 +371,19 @@ def _fit_lists(facts: list[dict[str, Any]]) -> str:
 
 def _model_samplers(name: str) -> str:
     """The samplers of a model, and why the others do not fit it: as `accelerate` says."""
+    from visual_spec.eval.machine import load
+    from visual_spec.files.reading import meant
     from visual_spec.pipelines.accelerate import refusals
-    from visual_spec.pipelines.loading import load_pipeline
+    from visual_spec.pipelines.embedded import embedded_models
 
     try:
-        said = refusals(load_pipeline(name))
+        said = refusals(load(name, "cpu", "float32"))
     except TypeError as error:
         return str(error)
+    except ValueError as error:  # which names the nearest model
+        raise ValueError(
+            f"{error}{'' if meant(name, embedded_models()) else meant(name, names())}"
+        ) from error
     fitting = ", ".join(sampler for sampler, reason in said.items() if not reason)
     alike: dict[str, list[str]] = {}
     for sampler, reason in said.items():

@@ -24,6 +24,7 @@ def load(
         ValueError: a model or a device that is not there.
     """
     from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from visual_spec.eval.pair import MaskedPair
     from visual_spec.pipelines.loading import load_pipeline
@@ -31,6 +32,7 @@ def load(
     if threads is not None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     pipe = load_pipeline(model).to(choose_device(device), getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)
     return pipe if masked is None else MaskedPair(pipe, load(masked, device, dtype, threads))

@@ -122,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(args, known, settings_beside(args.masked, known))  # before anything is loaded
     if args.samples < 4 or args.batch_size < 1:
         raise ValueError(
-            f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 4 samples and a batch of 1"
+            f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 4 samples, and "
+            "a batch of at least 1"
         )
     from visual_spec.eval.machine import load, own_device
     from visual_spec.eval.quality.evaluate import FEATURES, evaluate
