@@ -28,6 +28,7 @@ from visual_spec.data.shapes import (
     SHAPES,
     SIZES,
     TEXTURES,
+    TOUCHING,
 )
 from visual_spec.models.next_token.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -38,11 +39,15 @@ from visual_spec.training.tokens import tokenize_dataset
 
 @dataclass(frozen=True)
 class AutoregressiveTraining:
-    """Settings of a run. `bfloat16` computes the matrix products in it: faster on a GPU, and on CPUs with support."""
+    """Settings of a run. `bfloat16` computes the matrix products in it: faster on a GPU, and on CPUs with support.
+
+    `touching` is the share of scenes with one object inside or overlapping another, the last kinds that a model learns.
+    """
 
     steps: int = 3000
     batch_size: int = 16
     scenes: int = 24000
+    touching: float = TOUCHING
     learning_rate: float = 1.2e-3
     weight_decay: float = 0.02
     caption_dropout: float = 0.1
@@ -113,7 +118,13 @@ def train_autoregressive(
     torch.manual_seed(settings.seed)
     side = model.grid.width
     words, tokens = tokenize_dataset(
-        vq_model, encoder, settings.scenes, settings.seed + 1, side=side, cache=out
+        vq_model,
+        encoder,
+        settings.scenes,
+        settings.seed + 1,
+        side=side,
+        cache=out,
+        touching=settings.touching,
     )
     modules = torch.nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
     encoder.requires_grad_(settings.train_text_encoder)

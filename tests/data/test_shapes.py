@@ -12,6 +12,7 @@ from visual_spec.data.shapes import (
     SHAPES,
     SIZES,
     TEXTURES,
+    TOUCHING,
     Scene,
     ShapeObject,
     caption,
@@ -25,9 +26,9 @@ from visual_spec.data.shapes import (
 )
 
 
-def _scenes(count: int, seed: int = 0) -> list[Scene]:
+def _scenes(count: int, seed: int = 0, touching: float = TOUCHING) -> list[Scene]:
     rng = np.random.default_rng(seed)
-    return [sample_scene(rng) for _ in range(count)]
+    return [sample_scene(rng, touching) for _ in range(count)]
 
 
 def _corners(shape: str, radius: float) -> np.ndarray:
@@ -222,8 +223,10 @@ def test_captions() -> None:
     )
 
 
-def test_scenes_are_what_their_captions_say() -> None:
-    scenes = _scenes(3000)
+@pytest.mark.parametrize("touching", [TOUCHING, 0.5])
+def test_scenes_are_what_their_captions_say(touching: float) -> None:
+    scenes = _scenes(3000, touching=touching)
+    apart = 1 - touching
     kinds = {"single": 0, "group": 0, **dict.fromkeys(RELATIONS, 0)}
     for scene in scenes:
         for item in scene.objects:
@@ -247,8 +250,14 @@ def test_scenes_are_what_their_captions_say() -> None:
             "overlapping": dx != 0 != dy and np.hypot(dx, dy) < SIZES[first.size] + SIZES[second.size],
         }
         assert expected[scene.relation], scene
-    for kind, share in {"single": 0.35, "group": 0.15, "inside": 0.075, "overlapping": 0.075}.items():
+    shares = {
+        "single": apart * 7 / 17,
+        "group": apart * 3 / 17,
+        "inside": touching / 2,
+        "overlapping": touching / 2,
+    }
+    for kind, share in shares.items():
         assert abs(kinds[kind] / len(scenes) - share) < 0.03
-    assert all(abs(kinds[name] / len(scenes) - 0.0875) < 0.025 for name in RELATIONS[:4])
+    assert all(abs(kinds[name] / len(scenes) - apart * 7 / 68) < 0.025 for name in RELATIONS[:4])
     assert {scene.background for scene in scenes} == set(BACKGROUND_COLOURS)
     assert {scene.texture for scene in scenes} == set(TEXTURES)

@@ -40,6 +40,7 @@ SIZES: dict[str, int] = {"small": 14, "large": 26}  # radius in pixels
 TEXTURES = ("plain", "gradient", "striped", "dotted", "checked")
 RELATIONS = ("left of", "right of", "above", "below", "inside", "overlapping")
 COUNTS = {"two": 2, "three": 3}
+TOUCHING = 0.15  # share of scenes with one object inside or overlapping another
 
 _PLURAL = {name: name + ("es" if name == "cross" else "s") for name in SHAPES}
 _OUTLINE_PIXELS = 2.0
@@ -95,12 +96,19 @@ def is_held_out(text: str) -> bool:
     return hashlib.sha256(text.encode()).digest()[0] < 26
 
 
-def sample_scene(rng: np.random.Generator) -> Scene:
-    """Draw a scene: 35 % one object, 35 % two side by side, 15 % a count, 15 % one inside or overlapping another."""
+def sample_scene(rng: np.random.Generator, touching: float = TOUCHING) -> Scene:
+    """Draw a scene.
+
+    Args:
+        touching: share of scenes with one object inside or overlapping another, 0 to 1. Of the others, 7 in 17 show
+            one object, 7 two side by side, 3 a count.
+    """
     background = str(rng.choice(list(BACKGROUND_COLOURS)))
     texture = str(rng.choice(TEXTURES))
+    apart = 1 - touching
     kind = rng.choice(
-        ["single", "direction", "group", "inside", "overlapping"], p=[0.35, 0.35, 0.15, 0.075, 0.075]
+        ["single", "direction", "group", "inside", "overlapping"],
+        p=[apart * 7 / 17, apart * 7 / 17, apart * 3 / 17, touching / 2, touching / 2],
     )
     shapes = [str(s) for s in rng.choice(SHAPES, 2)]
     colours = [str(c) for c in rng.choice(list(OBJECT_COLOURS), 2, replace=False)]
@@ -156,22 +164,24 @@ def sample_scene(rng: np.random.Generator) -> Scene:
     return Scene(items, background, texture, relation)
 
 
-def sample_scenes(count: int, seed: int | tuple[int, int], *, held_out: bool = False) -> list[Scene]:
-    """Draw scenes whose captions are all inside or all outside the held-out tenth."""
+def sample_scenes(
+    count: int, seed: int | tuple[int, int], *, held_out: bool = False, touching: float = TOUCHING
+) -> list[Scene]:
+    """Draw scenes of `sample_scene` whose captions are all inside or all outside the held-out tenth."""
     rng = np.random.default_rng(seed)
     scenes: list[Scene] = []
     while len(scenes) < count:
-        scene = sample_scene(rng)
+        scene = sample_scene(rng, touching)
         if is_held_out(caption(scene)) == held_out:
             scenes.append(scene)
     return scenes
 
 
 def sample_dataset(
-    count: int, seed: int, *, held_out: bool = False, size: int = IMAGE_SIZE
+    count: int, seed: int, *, held_out: bool = False, size: int = IMAGE_SIZE, touching: float = TOUCHING
 ) -> tuple[list[Scene], np.ndarray]:
     """Scenes of `sample_scenes`, and their pictures `[count, size, size, 3]` uint8."""
-    scenes = sample_scenes(count, seed, held_out=held_out)
+    scenes = sample_scenes(count, seed, held_out=held_out, touching=touching)
     return scenes, np.stack([render(scene, size) for scene in scenes]) if scenes else np.empty(
         (0, size, size, 3), np.uint8
     )

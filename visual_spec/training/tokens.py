@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import EncodecModel
 
-from visual_spec.data.shapes import Scene, sample_scenes
+from visual_spec.data.shapes import TOUCHING, Scene, sample_scenes
 from visual_spec.data.shapes import caption as caption_of_picture
 from visual_spec.data.shapes import sample_dataset as sample_pictures
 from visual_spec.data.tunes import NUM_FORMS
@@ -43,16 +44,18 @@ def tokenize_dataset(
     side: int = 16,
     cache: Path | None = None,
     workers: int = 1,
+    touching: float = TOUCHING,
 ) -> tuple[Tensor, Tensor]:
     """Return word ids `[N, T]` and tokens int16 `[N, side * side]` of fresh scenes.
 
     `cache`, a folder, stores them if given. For a `side` below the tokenizer's own, pixels are averaged to shrink the
-    pictures first. So many `workers` paint the pictures, each in a process of its own if there are several.
+    pictures first. So many `workers` paint the pictures, each in a process of its own if there are several. `touching`
+    is the share of scenes with one object inside or overlapping another.
 
     Raises:
         ValueError: `cache` holds the tokens of another tokenizer, or the words of another vocabulary.
     """
-    path = cache / f"tokens_{side}_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    path = cache / f"tokens_{side}_{count}_{seed}_{int(held_out)}_{touching:g}.pt" if cache else None
     owner = f"{fingerprint([vq_model])} {list(encoder.config['vocabulary'])} {encoder.max_words}"
     if path and path.exists():
         saved = read_content(path)
@@ -63,7 +66,7 @@ def tokenize_dataset(
             )
         return saved["words"], saved["tokens"]
     words, tokens = [], []
-    for captions, pictures in _painted(count, seed, held_out, workers):
+    for captions, pictures in _painted(count, seed, held_out, workers, touching):
         words.append(encoder.word_ids(captions).cpu())
         for part in to_signed(pictures).split(20):
             part = F.adaptive_avg_pool2d(part, side * vq_model.patch_size)
@@ -87,19 +90,22 @@ def _parts(count: int, seed: int, held_out: bool) -> tuple[list[int], list[int],
     return sizes, seeds, [held_out] * len(starts)
 
 
-def _painted(count: int, seed: int, held_out: bool, workers: int) -> Iterator[tuple[list[str], np.ndarray]]:
+def _painted(
+    count: int, seed: int, held_out: bool, workers: int, touching: float
+) -> Iterator[tuple[list[str], np.ndarray]]:
     """Captions and pictures of scenes, a part at a time."""
     settings = _parts(count, seed, held_out)
+    paint = partial(_paint, touching=touching)
     if workers == 1:
-        yield from map(_paint, *settings)
+        yield from map(paint, *settings)
         return
     # Spawned, because a process that uses a GPU cannot be forked.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_paint, *settings)
+        yield from pool.map(paint, *settings)
 
 
-def _paint(count: int, seed: int, held_out: bool) -> tuple[list[str], np.ndarray]:
-    scenes, pictures = sample_pictures(count, seed, held_out=held_out)
+def _paint(count: int, seed: int, held_out: bool, touching: float) -> tuple[list[str], np.ndarray]:
+    scenes, pictures = sample_pictures(count, seed, held_out=held_out, touching=touching)
     return [caption_of_picture(scene) for scene in scenes], pictures
 
 
