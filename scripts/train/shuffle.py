@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -121,14 +121,28 @@ def save_changes(model: Any, out: Path, adapts: str = "shapes/transformer") -> N
         if value.requires_grad:
             rounded = value.to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16).contiguous()
             value.copy_(rounded)
-            name = name.replace("parametrizations.weight.0.up", f"weight{UP}")
-            parts[name.replace("parametrizations.weight.0.down", f"weight{DOWN}")] = rounded
+            parts[_stored_name(name)] = rounded
     model.save_config(out)
     config = json.loads((out / "config.json").read_text())
     config.pop("_name_or_path", None)
     write_json(out / "config.json", config)
     write_json(out / ADAPTER, {"adapts": adapts})
     save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def load_changes(model: Any, folder: Path) -> None:
+    """Start from what `save_changes` stored in `folder`, be it of a run from other weights of `shapes`."""
+    stored = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(stored[_stored_name(name)])
+
+
+def _stored_name(name: str) -> str:
+    return name.replace("parametrizations.weight.0.up", f"weight{UP}").replace(
+        "parametrizations.weight.0.down", f"weight{DOWN}"
+    )
 
 
 def train_shuffle(
@@ -200,6 +214,7 @@ loaded its parent has to lie beside the folder `shapes`. An interrupted run resu
 @dataclass(kw_only=True)
 class Options(RunOptions):
     shapes: Path = option("folder with transformer/, vq_model/ and text_encoder/")
+    start_from: Path | None = option("folder that an earlier run wrote, to start from its changes", None)
 
 
 def main() -> None:
@@ -211,6 +226,8 @@ def main() -> None:
         options.shapes / "transformer", torch_dtype=torch.float32
     )
     model = start_from_raster(raster, settings.rank)
+    if options.start_from is not None:
+        load_changes(model, options.start_from)
     for part in (model, encoder, vq_model):
         part.to(options.device)
     record = train_shuffle(model, encoder, vq_model, settings, options.out)

@@ -65,6 +65,10 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(r
     assert held_out < start - 0.2
     drawn = OrderedSampler()(trained, encoder(["red circle"]), law=TokenLaw(), batch_size=1)
     assert drawn.tokens.shape == (1, 16) and (drawn.trace.target_calls == 4).all()
+    again = start_from_raster(tiny_raster(), SHORT.rank)
+    shuffle.load_changes(again, runs / "whole")
+    shuffle.merge_changes(again)
+    assert all(torch.equal(value, trained.state_dict()[name]) for name, value in again.state_dict().items())
     check_folder_of_changes(runs / "whole", trained, tmp_path)
 
 
