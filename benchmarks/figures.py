@@ -141,7 +141,7 @@ DEMO = (
 
 FIGURES = {
     "shapes-law": Figure(
-        "benchmarks/laws.py --prompts 500 --first 200 --temperature 0.7 --top-p 1 --guidance-scale 1.5 --out {out}",
+        "benchmarks/laws.py --prompts 500 --first 200 --temperature 0.6 --top-p 1 --guidance-scale 1.5 --out {out}",
         law_table,
     ),
     "shapes-times": Figure(

@@ -1,7 +1,7 @@
 """Compare laws (temperature, top-p, guidance) of a model of `shapes` by what the parser of the data reads.
 
 python benchmarks/laws.py --prompts 200 --temperature 1 0.8 --top-p 1 0.9 --guidance-scale 1.5 --out FILE
-python benchmarks/laws.py --model FOLDER --prompts 2000 --first 200 --temperature 0.7 --top-p 1 --guidance-scale 1.5
+python benchmarks/laws.py --model FOLDER --prompts 2000 --first 200 --temperature 0.6 --top-p 1 --guidance-scale 1.5
 
 The first prompts of the held-out list choose a law; others (`--first`) measure it. Prints the mean share of right
 attributes and the share of wholly right prompts with 95 % intervals.

@@ -98,7 +98,7 @@ RECIPES = {
     "shapes": Recipe(
         "ImagePipeline",
         "speculative-jacobi",
-        {"default_guidance_scale": 1.5, "default_temperature": 0.7},
+        {"default_guidance_scale": 1.5, "default_temperature": 0.6},
         halved={**dict.fromkeys(("vq_model", "text_encoder")), "drafter": ("", 2), "transformer": ("", 2)},
     ),
     "shapes_nar": Recipe("ImagePipeline", "ordered", {"default_guidance_scale": 1.5}, OF_SHAPES),
