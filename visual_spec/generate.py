@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -360,7 +360,7 @@ def _another_sampler(pipe: Any) -> str:
     return "no other sampler fits it, so leave --compare out" if alone else f"name --sampler {name}"
 
 
-def _chosen(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def _chosen(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The options of these names that the command sets."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
