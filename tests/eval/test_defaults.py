@@ -92,6 +92,8 @@ def test_the_rows_of_a_model_follow_from_what_it_is(tmp_path):
     rows, masked = settings_of_model(str(tmp_path / "a")), settings_of_model(str(tmp_path / "m"))
     assert rows.facts.unit == "columns" and not rows.masked and rows.plain == "columns"
     assert rows.controls == ("columns:temperature=0.72", "columns:seed=1000000")
+    hotter = settings_of_model(str(tmp_path / "a"), 1.1)
+    assert (hotter.controls[0], hotter.law["temperature"]) == ("columns:temperature=0.99", 1.1)
     assert rows.law == {"guidance_scale": 2.0, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
     found = [parse_setting(text, LAW, 0) for text in rows.others]
     assert [(one.sampler.identical, one.sampler.lossless) for one in found] == [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product, zip_longest
 from typing import TYPE_CHECKING, Any
@@ -76,8 +76,11 @@ class ModelSettings:
         return TokenLaw(**{**self.law, **{name: value for name, value in asked.items() if value is not None}})
 
 
-def settings_of_model(name: str) -> ModelSettings:
+def settings_of_model(name: str, temperature: float | None = None) -> ModelSettings:
     """The settings of an embedded model, a folder or a Hub id.
+
+    Args:
+        temperature: in place of the model's own.
 
     Raises:
         ValueError: there is no pipeline, or one that is not measured.
@@ -85,6 +88,8 @@ def settings_of_model(name: str) -> ModelSettings:
     from visual_spec.pipelines.loading import read_config, read_facts, read_family, read_index
 
     index, facts, measured = read_index(name), read_facts(name), read_family(name).measured
+    if temperature is not None:
+        facts = replace(facts, default_settings={**facts.default_settings, "temperature": temperature})
     if isinstance(measured, tuple):
         return listed_settings(facts, index, measured)
     module, _, function = measured.partition(":")

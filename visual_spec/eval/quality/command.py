@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     from visual_spec.files.whole import ready_folder
 
     ready_folder(args.out)
-    known = settings_of_model(args.model)
+    known = settings_of_model(args.model, args.temperature)
     settings = read_settings(args, known, settings_beside(args.masked, known))  # before anything is loaded
     if args.samples < 4 or args.batch_size < 1:
         raise ValueError(
