@@ -141,7 +141,7 @@ DEMO = (
 
 FIGURES = {
     "shapes-law": Figure(
-        "benchmarks/laws.py --prompts 500 --first 200 --temperature 0.6 --top-p 1 --guidance-scale 1.5 --out {out}",
+        "benchmarks/laws.py --prompts 2000 --first 200 --temperature 0.6 --top-p 1 --guidance-scale 1.5 --out {out}",
         law_table,
     ),
     "shapes-times": Figure(
@@ -181,8 +181,8 @@ def headline(documents: Mapping[str, Any]) -> str:
         f"* **Images, Jacobi (the default of `shapes`)**: {row['speed-up']:.2f}x in total time over {times['prompts']} "
         f"prompts at batch 1,\n  {row['tokens per call']:.2f} tokens per call, "
         f"{row['equal pictures']} of {times['prompts']} pictures identical. {share(law['mean_attribute'])} % of the\n"
-        f"  attributes and {share(law['all_correct'])} % of whole prompts are right over 500 prompts, as by plain "
-        "decoding."
+        f"  attributes and {share(law['all_correct'])} % of whole prompts are right over {law['all_correct']['total']} "
+        "prompts, as by plain decoding."
     )
 
 
