@@ -208,7 +208,7 @@ def unmoved(order: orders.TokenOrder) -> orders.TokenOrder:
 )
 def test_catches(bug, name, grid, monkeypatch):
     recipe = orders.ORDERS[name]
-    broken = orders.Recipe(lambda grid: bug(recipe.build(grid)), recipe.num_steps)
+    broken = orders.OrderRecipe(lambda grid: bug(recipe.build(grid)), recipe.num_steps)
     monkeypatch.setitem(orders.ORDERS, name, broken)
     monkeypatch.setattr(ordered, "order_of", orders.order_of.__wrapped__)
     monkeypatch.setattr(

@@ -91,7 +91,7 @@ def _parts(count: int, seed: int, held_out: bool) -> tuple[list[int], list[int],
 
 
 def _painted(
-    count: int, seed: int, held_out: bool, workers: int, touching: float
+    count: int, seed: int, held_out: bool, workers: int, touching: float = TOUCHING
 ) -> Iterator[tuple[list[str], np.ndarray]]:
     """Captions and pictures of scenes, a part at a time."""
     settings = _parts(count, seed, held_out)
