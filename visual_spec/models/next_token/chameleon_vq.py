@@ -23,12 +23,6 @@ from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")
 
 
-class Codebook(nn.Module):
-    def __init__(self, size: int, dim: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(size, dim)
-
-
 class ChameleonVQDecoder(SavedModel):
     """Maps codes to pictures.
 
@@ -63,7 +57,7 @@ class ChameleonVQDecoder(SavedModel):
             )
         )
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)
-        self.quantize = Codebook(codebook_size, codebook_dim)
+        self.quantize = nn.ModuleDict({"embedding": nn.Embedding(codebook_size, codebook_dim)})
 
     @classmethod
     def from_file(cls, path: str | os.PathLike, config: Any = None, dtype: torch.dtype | None = None) -> Self:
@@ -96,7 +90,7 @@ class ChameleonVQDecoder(SavedModel):
     @decodes
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Return pictures [B, 3, h * f, w * f] in [-1, 1] of codes, long [B, h, w]; f is 16 in the official network."""
-        latents = rearrange(self.quantize.embedding(codes.to(self.device)), "b h w d -> b d h w")
+        latents = rearrange(self.quantize["embedding"](codes.to(self.device)), "b h w d -> b d h w")
         return self.decoder(self.post_quant_conv(latents)).clamp(-1, 1)
 
 

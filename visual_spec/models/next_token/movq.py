@@ -19,7 +19,7 @@ from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
-from visual_spec.models.next_token.chameleon_vq import Codebook, decoder_weights
+from visual_spec.models.next_token.chameleon_vq import decoder_weights
 
 
 class SpatialNorm(nn.Module):
@@ -71,7 +71,7 @@ class MoVQDecoder(SavedModel):
                 if isinstance(child, nn.GroupNorm):
                     setattr(part, name, SpatialNorm(child, codebook_dim))
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)
-        self.quantize = Codebook(codebook_size, codebook_dim)
+        self.quantize = nn.ModuleDict({"embedding": nn.Embedding(codebook_size, codebook_dim)})
 
     @classmethod
     def from_file(cls, path: str | os.PathLike, dtype: torch.dtype | None = None) -> Self:
@@ -100,7 +100,7 @@ class MoVQDecoder(SavedModel):
     @decodes
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Return pictures `[B, 3, 8 h, 8 w]` in [-1, 1] of codes, long `[B, h, w]`."""
-        quantised = rearrange(self.quantize.embedding(codes.to(self.device)), "b h w d -> b d h w")
+        quantised = rearrange(self.quantize["embedding"](codes.to(self.device)), "b h w d -> b d h w")
         norms = [part for part in self.modules() if isinstance(part, SpatialNorm)]
         for norm in norms:
             norm.codes = quantised
