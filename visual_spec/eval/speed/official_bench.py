@@ -257,18 +257,13 @@ def measure_calls(
         weights, cache = costs[law.guided]
         flops = official.call_flops(weights, batch_size=batch_size, guided=law.guided, window=window)
         rows.append(
-            {
-                **dict(name=name, window=window, batch_size=batch_size, guidance_scale=law.guidance_scale),
-                **dict(tokens=tokens, weight_bytes=weights, cache_bytes=cache, flops_per_call=flops),
-                **row,
-                **more,
-            }
+            dict(name=name, window=window, batch_size=batch_size, guidance_scale=law.guidance_scale)
+            | dict(tokens=tokens, weight_bytes=weights, cache_bytes=cache, flops_per_call=flops)
+            | {**row, **more}
         )
-        p50 = row["ms_per_call"]["p50"]
-        report(f"batch {batch_size}, {name}, window {window}: {p50:.2f} ms per call")
+        report(f"batch {batch_size}, {name}, window {window}: {row['ms_per_call']['p50']:.2f} ms per call")
 
     for baseline in baselines:
-        calls = official.length
         try:
             add(
                 baseline.name,
@@ -277,8 +272,8 @@ def measure_calls(
                 lambda one=baseline: _time_baseline(one, official, law, batch_size, runs, warmup, slots),
                 sampler=None,
                 autoregressive=True,
-                tokens_per_call=tokens / calls,
-                calls_per_image=calls,
+                tokens_per_call=tokens / official.length,
+                calls_per_image=official.length,
             )
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             # Another version of its library may call it otherwise.
