@@ -15,12 +15,12 @@ from tests.helpers.drafting_sequences import LAWS, branches, chain, distance, pa
 from tests.helpers.tabular import TabularModel
 from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import block, verification
+from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.acceptance import AcceptanceRule, residual
-from visual_spec.samplers.core.block import verify_block
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT
-from visual_spec.samplers.raster import drafted, tree
+from visual_spec.samplers.raster import block, drafted, tree
+from visual_spec.samplers.raster.block import verify_block
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.tree import TreeSampler
 

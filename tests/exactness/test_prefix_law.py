@@ -18,9 +18,14 @@ from tests.exactness.enumeration import Enumeration, Enumerator
 from tests.exactness.regions import total_variation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core.history import NoRepeatNgram, NotBefore, RepetitionPenalty, TextFunction
+from visual_spec.samplers.core.history import (
+    NoRepeatNgram,
+    NotBefore,
+    PrefixModel,
+    RepetitionPenalty,
+    TextFunction,
+)
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.prefix import PrefixModel
 from visual_spec.samplers.core.state import State
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler

@@ -24,12 +24,12 @@ from tests.exactness.plain_drafting import without as plain_without
 from tests.exactness.regions import total_variation
 from tests.helpers.drafting_sequences import LAWS, branches, chain, distance, pair
 from tests.helpers.relaxed_rules import CODEBOOK, ONE_SIDED, RELAXATIONS, codes, many_laws, settings_of
-from visual_spec.samplers.core import siblings
 from visual_spec.samplers.core.acceptance import AcceptanceRule, Relaxation
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import bounded_rule, rule_of
-from visual_spec.samplers.core.siblings import committed_law, moved_mass, sibling_tests, without
+from visual_spec.samplers.raster import siblings
 from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.siblings import committed_law, moved_mass, sibling_tests, without
 from visual_spec.samplers.raster.tree import TreeSampler
 
 ROUNDING = 1e-12

@@ -8,10 +8,10 @@ from tests.exactness.planted import labels, relabel
 from tests.exactness.regions import total_variation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import siblings as siblings_module
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster import proactive
+from visual_spec.samplers.raster import siblings as siblings_module
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.core.siblings import (
+from visual_spec.samplers.raster.siblings import (
     k_seq_tests,
     sibling_tests,
     with_replacement,

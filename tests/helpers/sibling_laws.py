@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.noise import ACCEPT, CounterNoise
-from visual_spec.samplers.core.siblings import k_seq, recursive_rejection, sibling_stream
+from visual_spec.samplers.raster.siblings import k_seq, recursive_rejection, sibling_stream
 
 
 class Given(CounterNoise):

@@ -19,12 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.acceptance import BLOCK, EXACT, IDENTICAL, residual
+from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, residual
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import NO_DRAFT, Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.verification import verify
+from visual_spec.samplers.raster.block import BLOCK
 
 pytestmark = pytest.mark.peers
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core.block_matching import moved_places
-from visual_spec.samplers.core.drafts import copied_slots, copied_tokens
+from visual_spec.samplers.core.drafts import copied_slots, copied_tokens, moved_slots
 
 GRID = TokenGrid(6, 6, 5)
 SIZE = 36
@@ -77,11 +76,11 @@ def test_the_place_depends_on_known_tokens_only():
     tokens = torch.randint(3, (4, 180), generator=generator)
     newest = torch.tensor([[75], [100], [143], [150]])
     slots = newest + torch.arange(1, 25)
-    found = moved_places(tokens, slots, newest, GRID)
+    found = moved_slots(tokens, slots, newest, GRID)
     assert (found <= newest).all() and (found >= 0).all()
     later = torch.arange(180)[None] > newest
     other = torch.where(later, torch.randint(3, (4, 180), generator=generator), tokens)
-    assert torch.equal(found, moved_places(other, slots, newest, GRID))
+    assert torch.equal(found, moved_slots(other, slots, newest, GRID))
 
 
 def test_previous_frame_looks_at_the_same_place():
@@ -130,7 +129,7 @@ def test_places_are_those_of_the_definition(shape):
     newest = torch.randint(first, count - 1, (12, 1), generator=generator)
     slots = newest + 1 + torch.arange(5)
     slots = torch.where(slots < count, slots, newest + 1)
-    places = moved_places(tokens, slots, newest, grid)
+    places = moved_slots(tokens, slots, newest, grid)
     for row in range(12):
         for slot, place in zip(slots[row].tolist(), places[row].tolist(), strict=True):
             assert place == plain_place(tokens[row].tolist(), slot, int(newest[row]), grid)

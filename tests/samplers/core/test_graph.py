@@ -40,7 +40,6 @@ from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
 from visual_spec.samplers.core.trace import Stopwatch
-from visual_spec.samplers.core.window import WindowPolicy
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
@@ -49,6 +48,7 @@ from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
+from visual_spec.samplers.raster.window import WindowPolicy
 
 SAMPLERS = {
     "plain": AutoregressiveSampler(),

@@ -12,9 +12,9 @@ from visual_spec.kernels.law import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
 from visual_spec.samplers.core.drafts import Draft, Label, with_bonus
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.core.siblings import sibling_stream
 from visual_spec.samplers.core.trace import DivergenceMeter
-from visual_spec.samplers.core.verification import final_noise, verify_laws, verify_siblings
+from visual_spec.samplers.core.verification import verify_laws
+from visual_spec.samplers.raster.siblings import final_noise, sibling_stream, verify_siblings
 
 BATCH, VOCAB, ROUND = 40, 5, 3
 KEYS = draw_keys(torch.Generator().manual_seed(0), BATCH)

@@ -223,7 +223,7 @@ def test_follows_the_law_with_the_real_noise(coupling, acceptance, monkeypatch):
 
 def test_statistics_catch_siblings_that_share_their_numbers(monkeypatch):
     """The mistake that enumeration cannot weigh: one uniform number for all siblings of a slot."""
-    monkeypatch.setattr("visual_spec.samplers.core.siblings.sibling_stream", lambda stream, sibling: stream)
+    monkeypatch.setattr("visual_spec.samplers.raster.siblings.sibling_stream", lambda stream, sibling: stream)
     assert p_of(ProactiveJacobiSampler(3, 3, 2, initial_draft="last_law"), monkeypatch) < LEAST_P
 
 

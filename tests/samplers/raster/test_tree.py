@@ -28,10 +28,10 @@ from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.siblings import without
 from visual_spec.samplers.raster import tree
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.siblings import without
 from visual_spec.samplers.raster.tree import TreeSampler, ancestry
 
 LENGTH = 36

@@ -64,7 +64,7 @@ class AcceptanceRule:
             [B, N] of keeping this one, its target, its draft law, and the drafts (-1 where a slot has none).
         identical: keep a draft exactly when it is the token that the slot's own noise draws. The labels of drafts are
             not used.
-        block: test the drafts of a chain together (`visual_spec.samplers.core.block`).
+        whole: for a rule that tests the drafts of a chain together, the test, as `raster.block.verify_block`.
     """
 
     probability: Callable[[Tensor, Tensor, Tensor], Tensor] = exact_acceptance
@@ -72,7 +72,7 @@ class AcceptanceRule:
     lossless: bool = True
     after_refusal: Callable[[Tensor, Tensor, Tensor, Tensor], AcceptanceRule] | None = None
     identical: bool = False
-    block: bool = False
+    whole: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def refused_target(self, target: Tensor, drafts: Tensor) -> Tensor:
         """Return the law whose `residual` replaces a refused draft. Arguments and result as in `merge`."""
@@ -89,7 +89,6 @@ class AcceptanceRule:
 
 EXACT = AcceptanceRule()
 IDENTICAL = AcceptanceRule(identical=True)
-BLOCK = AcceptanceRule(block=True)
 
 
 def accepted_prefix(accept: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.core.settings import AUTO
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.checks import (
     CheckedLaw,
@@ -218,7 +217,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """
         watch, given = watch or Stopwatch(), law
         if getattr(law, "reads_text", False):
-            from visual_spec.samplers.core.prefix import reading_text
+            from visual_spec.samplers.core.history import reading_text
 
             model, law = reading_text(model, law)
         model = self.serve(model, law, keys)
@@ -278,12 +277,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
     def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
         """Return `advance`, with the state's `width` set before each call where calls differ in it."""
-        if self.config.get("window") != AUTO or self.fixed_width is not None:
-            return advance
-        from visual_spec.samplers.core.window import WindowPolicy, adaptive  # where it is asked for
-
-        policy = WindowPolicy.of(run.model, (run.batch_size, run.law_given.guided, str(run.device)))
-        return adaptive(advance, state, policy, run.num_tokens)
+        return advance
 
     @torch.no_grad()
     def __call__(

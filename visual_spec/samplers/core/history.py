@@ -1,18 +1,30 @@
-"""Rules of a law that read the tokens before the slot: repetition penalty, no-repeat n-grams, any function of the text.
+"""Laws that read the tokens before the slot: repetition penalty, no-repeat n-grams, any function of the text, and ends.
 
-`TokenLaw.history` holds them. `prefix` applies them, each position of a window on the text before its own slot.
+A law with a history (`TokenLaw.history`) is the law of another autoregressive model: its logits at a slot are guided,
+and changed by rules that read the text before the slot. `PrefixModel` is that model. It writes down by slot what it is
+fed, as a cache does, so each position of a window reads the drafts before it. A sampler that is exact on the model is
+exact on this one: the scores of a slot count only where the drafts stand that they were computed on.
+
+After an end all mass is on the end. So a sample has one length in law, and a sampler may stop a row at its end
+(`State.commit`) without changing what the row holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.law import mixed_logits
+from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.settings import COUNT, Within, read_fields
+from visual_spec.samplers.core.checks import check_guided, check_returned
+from visual_spec.samplers.core.law import TokenLaw
+
+_NOTHING = -1  # at slots that were never fed
 
 
 @dataclass(frozen=True)
@@ -162,3 +174,127 @@ class TextFunction:
                 scored = whole[row, column, None].clone()
                 whole[row, column] = self.function(text.ids[row : row + 1, :stop], scored)[0]
         return whole[..., text.ids_of]
+
+
+@dataclass
+class PrefixState(DecodeState):
+    """A batch during decoding; `logits` [B, V] are finished scores.
+
+    Attributes:
+        inner: the state of the model inside.
+        tokens: long [B, L + window], what was fed, by slot.
+        prompt: long [B, P], ids of the prompt.
+        real: bool [B, P], false at its padding.
+    """
+
+    inner: Any
+    tokens: Tensor
+    prompt: Tensor
+    real: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    def select(self, samples: Tensor) -> None:
+        self.inner.select(samples)
+        self.logits, self.tokens = self.logits[samples], self.tokens[samples]
+        self.prompt, self.real = self.prompt[samples], self.real[samples]
+
+    def narrow(self, width: int) -> None:
+        self.inner.narrow(width)
+
+
+class PrefixModel:
+    """A `NextTokenModel` that returns another one's logits under guidance, a history, and an end.
+
+    Args:
+        model: scores the tokens. If it has a text, `text_of(condition)` returns its ids long [B, P] and bool [B, P],
+            false at padding, `ids_of` long [V] are the ids of its tokens, and `num_ids` counts all ids.
+        law: the law that reads the text.
+    """
+
+    def __init__(self, model: Any, law: TokenLaw) -> None:
+        self.wrapped, self.law = model, law
+        self.grid: TokenGrid = model.grid
+        self.vocab_size: int = model.vocab_size
+
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> PrefixState:
+        """Run the prompt, with unconditional rows where the law is guided; `guided` is false."""
+        inner = self.wrapped.prefill(condition, batch_size=batch_size, guided=self.law.guided, window=window)
+        check_guided(inner, self.law.guided)
+        device = inner.logits.device
+        slots = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
+        if hasattr(self.wrapped, "text_of"):
+            prompt, real = (part.to(device) for part in self.wrapped.text_of(condition))
+        else:
+            prompt = slots[:, :0]
+            real = prompt.bool()
+        tokens = torch.full((batch_size, self.grid.num_tokens + window), _NOTHING, device=device)
+        state = PrefixState(
+            logits=inner.logits,
+            guided=False,
+            window=window,
+            inner=inner,
+            tokens=tokens,
+            prompt=prompt,
+            real=real,
+        )
+        state.logits = self.scores(state, inner.logits[:, None], slots)[:, 0]
+        return state
+
+    def __call__(self, state: PrefixState, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Feed tokens [B, W] at slots [B, W]; scores [B, W, V], position w for slot `slots[b, w] + 1`."""
+        state.tokens.scatter_(1, slots, tokens)
+        state.inner.fixed = state.fixed
+        return self.scores(state, self.wrapped(state.inner, tokens, slots), slots + 1)
+
+    def stops(self, predicted: Tensor) -> Tensor:
+        """Return how many slots stand before each that is predicted: long [B, W]."""
+        return predicted
+
+    def scores(self, state: PrefixState, logits: Tensor, predicted: Tensor) -> Tensor:
+        """Return scores [B, W, V] of the slots `predicted` [B, W], from logits [R, W, V]."""
+        law, stops = self.law, self.stops(predicted)
+        check_returned(logits, predicted.shape[0], law.guided, predicted.shape[1], self.vocab_size)
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if law.guided:
+            guidance = replace(law, history=(), end=None).numbers(True, self.vocab_size)
+            scores = mixed_logits(scores, predicted, guidance)
+        if law.history:
+            # Of a row whose samples are in the scratch after the grid any finite scores will do.
+            text = self._text(state, stops)
+            for rule in law.history:
+                scores = rule(scores, text)
+            beyond = (predicted >= self.grid.num_tokens)[..., None]
+            scores = torch.where(beyond, torch.zeros_like(scores), scores)
+        if law.end is not None:
+            places = torch.arange(state.tokens.shape[1], device=state.device)
+            ended = ((state.tokens == law.end)[:, None] & (places < stops[..., None])).any(-1)
+            only = torch.full_like(scores[:1, :1], -torch.inf)
+            only[..., law.end] = 0
+            scores = torch.where(ended[..., None], only, scores)
+        return scores
+
+    def _text(self, state: PrefixState, stops: Tensor) -> Text:
+        model, device = self.wrapped, state.device
+        ids_of = getattr(model, "ids_of", None)
+        ids_of = torch.arange(self.vocab_size, device=device) if ids_of is None else ids_of.to(device)
+        fed = torch.where(state.tokens < 0, 0, ids_of[state.tokens.clamp(min=0)])
+        return Text(
+            ids=torch.cat([state.prompt, fed], 1),
+            real=torch.cat([state.real, torch.ones_like(fed, dtype=torch.bool)], 1),
+            stops=state.prompt.shape[1] + stops,
+            ids_of=ids_of,
+            num_ids=getattr(model, "num_ids", self.vocab_size),
+            start=state.prompt.shape[1],
+        )
+
+
+def reading_text(model: Any, law: TokenLaw) -> tuple[Any, TokenLaw]:
+    """Return the model and law in whose place a law that reads the text stands.
+
+    The model returned does what the law says of guidance, history and end; the law returned does the rest.
+    """
+    rest = replace(law, guidance_scale=1.0, guidance_until=None, history=(), end=None)
+    return PrefixModel(model, law), rest

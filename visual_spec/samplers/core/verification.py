@@ -3,11 +3,11 @@
     identical   keep a draft if it is the token that the slot's own noise draws from the target law.
     exact       keep a draft x with probability min(1, target(x) / draft(x)), and replace the first refused one from
                 (target - draft)+, normalised (Leviathan et al. 2023, algorithm 1).
-    block       as exact, with one test of the whole chain of a drafter (`block`).
+    block       as exact, with one test of the whole chain of a drafter (`raster.block`).
     relaxed     as exact, with the probability of a relaxed rule (`relaxed`).
 
 Every sampler that tests chains of drafts calls `verify`: one chain a sample, several (rows of a picture), or chains of
-columns, whose K tokens stand or fall together. `verify_siblings` tests several drafts of one slot in turn. On a GPU one
+columns, whose K tokens stand or fall together. `raster.siblings` tests several drafts of one slot in turn. On a GPU one
 kernel does everything after the model, if the rule allows; samplers need not know. `served.verify_window` is the same
 test for a serving engine: plain tensors, and no state between calls.
 """
@@ -150,10 +150,8 @@ def verify_laws(
     assert draft.label is not None
     there, at = drafts >= 0, drafts.clamp(min=0)
     label = draft.label.dense(drafts)  # [B, N, V], -inf where there is no draft
-    if rule.block:
-        from visual_spec.samplers.core.block import verify_block
-
-        kept, replacement = verify_block(target, label, drafts, noise, slots, round)
+    if rule.whole is not None:
+        kept, replacement = rule.whole(target, label, drafts, noise, slots, round)
         return Verdict(at.scatter(1, kept[:, None], replacement), kept, target)
     # The rule's value for a missing draft is undefined, perhaps nan.
     probability = rule.probability(target, label, at).masked_fill(~there, 0)
@@ -179,59 +177,6 @@ def verify_laws(
     replacement = noise.categorical(left, slots.gather(1, where), RESIDUAL, round)
     replacement = torch.where(accept.gather(1, where), drafts.gather(1, where), replacement)
     return Verdict(at.scatter(1, where, replacement), kept, target)
-
-
-def verify_siblings(
-    target: Tensor,
-    siblings: Tensor,
-    labels: Tensor | None,
-    noise: CounterNoise,
-    slots: Tensor,
-    *,
-    rule: AcceptanceRule,
-    round: int | Tensor,
-    there: Tensor | None = None,
-    independent: bool = False,
-    meter: DivergenceMeter | None = None,
-    drawn: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Test the siblings of one slot in turn. Returns the kept one, and the law of the replacement if none is kept.
-
-    Args:
-        target: [B, V] log-probabilities.
-        siblings: long [B, K].
-        labels: [B, K, V], the law of each sibling given those before it; not needed under acceptance "identical".
-        slots: long [B, 1].
-        there: bool [B, K], false for a missing sibling.
-        independent: test by K-SEQ; the siblings are independent draws from one law. Else by recursive rejection.
-        meter: counts the mass that a lossy rule moves.
-        drawn: whether the siblings were drawn; false if they are a function of earlier tokens.
-
-    Returns:
-        kept: long [B], the index of the kept sibling, K for none.
-        left: [B, V], the law to draw from if none is kept, with noise `final_noise(rule, round)`.
-    """
-    count = siblings.shape[1]
-    if rule.identical:
-        same = siblings == noise.categorical(target[:, None], slots, TOKEN)  # [B, K]
-        same = same if there is None else same & there
-        return torch.where(same.any(1), same.long().argmax(1), count), target
-    from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
-
-    assert labels is not None
-    if independent:
-        return k_seq(target, siblings, labels[:, 0], noise, slots, round)
-    probability, left = sibling_tests(target, siblings, labels, there, rule)
-    if meter is not None:
-        moved = moved_mass(target, siblings, labels if drawn else None, probability, left, there)
-        tested = torch.ones_like(slots, dtype=torch.bool) if there is None else there.any(1, keepdim=True)
-        meter.count(moved[:, None], tested)
-    return first_kept(probability, noise, slots, round), left
-
-
-def final_noise(rule: AcceptanceRule, round: int | Tensor) -> tuple[int, int | Tensor]:
-    """Return stream and round of the noise that draws the token after the kept drafts."""
-    return (TOKEN, 0) if rule.identical else (RESIDUAL, round)
 
 
 # -- what a slot holds -----------------------------------------------------------------------------------------------

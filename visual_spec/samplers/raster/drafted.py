@@ -19,7 +19,7 @@ from torch import Tensor
 from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.settings import AUTO, COUNT, SHARE, Graph, OneOf, register_to_config
-from visual_spec.samplers.core.acceptance import BLOCK, RELAXED, AcceptanceRule, Relaxation
+from visual_spec.samplers.core.acceptance import RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_drafter, draft_law, start_drafter
@@ -28,6 +28,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.verification import Verdict
+from visual_spec.samplers.raster.block import BLOCK
 
 BLOCK_RULE = "block"
 
@@ -80,7 +81,7 @@ class DraftedSampler(ChainSampler):
         stop_below: a probability; 0 never stops early. Shapes stay fixed, so on a GPU a stop saves no time. On the CPU
             drafting ends as soon as all rows have stopped, and fewer positions are scored.
         acceptance: "exact" (keep a draft with probability min(1, target / draft)), "block" (as lossless, and keeps more
-            drafts: one test of the whole chain, see `visual_spec.samplers.core.block`), "identical" (draft and verify
+            drafts: one test of the whole chain, see `visual_spec.samplers.raster.block`), "identical" (draft and verify
             with each slot's own noise: the tokens of `AutoregressiveSampler` for the same generator), or a relaxed
             rule: "grouped", "clustered" or "lantern".
         relaxation: the numbers of a relaxed rule, by name, such as {"delta": 0.2}; see `Relaxation`. Each rule

@@ -98,7 +98,7 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     Args:
         window: slots scored by one call, at least 1; or "auto" with acceptance "identical": the window with the most
-            tokens per second on this machine, by measured calls (`visual_spec.samplers.core.window`). None: 32; with
+            tokens per second on this machine, by measured calls (`visual_spec.samplers.raster.window`). None: 32; with
             acceptance "identical" fewer in batches, so that a call has at most 128 positions in all rows, or 4 slots.
         coupling: how the drafts of a slot in successive rounds depend on each other: "gumbel", "independent" or
             "maximal".
@@ -200,9 +200,14 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
         # Under the other acceptances the tokens of a seed depend on the window, so it may not depend on the batch.
-        if self.config.window is None and self.identical and self.fixed_width is None:
+        if self.fixed_width is not None or not self.identical or isinstance(self.config.window, int):
+            return advance
+        if self.config.window is None:
             return by_rows(advance, state, run.cache.guided)
-        return super().paced(advance, run, state)
+        from visual_spec.samplers.raster.window import WindowPolicy, adaptive  # where it is asked for
+
+        policy = WindowPolicy.of(run.model, (run.batch_size, run.law_given.guided, str(run.device)))
+        return adaptive(advance, state, policy, run.num_tokens)
 
     def prepare(self, run: Run) -> Any:
         window = self.width(run.model)

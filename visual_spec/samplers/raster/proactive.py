@@ -51,10 +51,17 @@ from visual_spec.samplers.core.checks import ACCEPTANCES, COUPLINGS, check_coupl
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft, rows_of, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.siblings import sibling_stream, with_replacement, without, without_replacement
 from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.verification import draw_near, final_noise, verify_laws, verify_siblings
+from visual_spec.samplers.core.verification import draw_near, verify_laws
 from visual_spec.samplers.raster.jacobi import JacobiState, SpeculativeJacobiSampler
+from visual_spec.samplers.raster.siblings import (
+    final_noise,
+    sibling_stream,
+    verify_siblings,
+    with_replacement,
+    without,
+    without_replacement,
+)
 
 MOST_NODES = 1024
 RECURSIVE = "recursive"

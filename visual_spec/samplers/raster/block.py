@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.acceptance import residual
+from visual_spec.samplers.core.acceptance import AcceptanceRule, residual
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, CounterNoise
 
@@ -47,3 +47,6 @@ def verify_block(
     weighted = rows_of(target, kept) + weight.gather(1, kept).log()[..., None]
     law = residual(weighted, rows_of(label, kept))  # [B, 1, V]
     return kept[:, 0], noise.categorical(law, slots.gather(1, kept), RESIDUAL, round)
+
+
+BLOCK = AcceptanceRule(whole=verify_block)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
-from visual_spec.samplers.core.noise import ACCEPT, DRAFT, CounterNoise
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise
+from visual_spec.samplers.core.trace import DivergenceMeter
 
 # The low half of a stream number is the purpose of a draw (the constants of `noise`, all far below 2**16). The high
 # half is the sibling. No two pairs share a number, so no two siblings of a slot share bits. Sibling 0 has the plain
@@ -84,6 +85,57 @@ def without_replacement(
 
 
 # --------------------------------------------------------------------------------------------------- accepting
+
+
+def verify_siblings(
+    target: Tensor,
+    siblings: Tensor,
+    labels: Tensor | None,
+    noise: CounterNoise,
+    slots: Tensor,
+    *,
+    rule: AcceptanceRule,
+    round: int | Tensor,
+    there: Tensor | None = None,
+    independent: bool = False,
+    meter: DivergenceMeter | None = None,
+    drawn: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Test the siblings of one slot in turn. Returns the kept one, and the law of the replacement if none is kept.
+
+    Args:
+        target: [B, V] log-probabilities.
+        siblings: long [B, K].
+        labels: [B, K, V], the law of each sibling given those before it; not needed under acceptance "identical".
+        slots: long [B, 1].
+        there: bool [B, K], false for a missing sibling.
+        independent: test by K-SEQ; the siblings are independent draws from one law. Else by recursive rejection.
+        meter: counts the mass that a lossy rule moves.
+        drawn: whether the siblings were drawn; false if they are a function of earlier tokens.
+
+    Returns:
+        kept: long [B], the index of the kept sibling, K for none.
+        left: [B, V], the law to draw from if none is kept, with noise `final_noise(rule, round)`.
+    """
+    count = siblings.shape[1]
+    if rule.identical:
+        same = siblings == noise.categorical(target[:, None], slots, TOKEN)  # [B, K]
+        same = same if there is None else same & there
+        return torch.where(same.any(1), same.long().argmax(1), count), target
+    assert labels is not None
+    if independent:
+        return k_seq(target, siblings, labels[:, 0], noise, slots, round)
+    probability, left = sibling_tests(target, siblings, labels, there, rule)
+    if meter is not None:
+        moved = moved_mass(target, siblings, labels if drawn else None, probability, left, there)
+        tested = torch.ones_like(slots, dtype=torch.bool) if there is None else there.any(1, keepdim=True)
+        meter.count(moved[:, None], tested)
+    return first_kept(probability, noise, slots, round), left
+
+
+def final_noise(rule: AcceptanceRule, round: int | Tensor) -> tuple[int, int | Tensor]:
+    """Return stream and round of the noise that draws the token after the kept drafts."""
+    return (TOKEN, 0) if rule.identical else (RESIDUAL, round)
 
 
 def sibling_tests(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.samplers.conftest import Operations
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise
-from visual_spec.samplers.core.siblings import (
+from visual_spec.samplers.raster.siblings import (
     k_seq,
     recursive_rejection,
     sibling_stream,

@@ -1,8 +1,7 @@
 """The choice of the next call's window: the gain of a wider window against its cost on this machine.
 
 A call with window W costs a + b W seconds and commits 1 + c g(W) tokens. The shape g was measured with Jacobi decoding
-of
-pictures: a wide window refines its drafts in more calls, and so keeps more of them. The policy measures b / a and c
+of pictures: a wide window refines its drafts in more calls, and so keeps more of them. The policy measures b / a and c
 while it decodes, and picks the window with the most tokens per second. It serves only samplers whose tokens do not
 depend on the window: otherwise the tokens would depend on measured times and could not be reproduced.
 """

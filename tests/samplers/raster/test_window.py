@@ -10,12 +10,12 @@ from tests.helpers.columns import MODEL as COLUMNS
 from tests.helpers.tiny import seeded, tiny_pipeline
 from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.window import START, WindowPolicy
 from visual_spec.samplers.raster import jacobi
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler, window_of_rows
+from visual_spec.samplers.raster.window import START, WindowPolicy
 
 PROMPTS = ["a red square", "a blue circle", "red"]
 
