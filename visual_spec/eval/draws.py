@@ -24,13 +24,37 @@ def seeded(seed: int, count: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed + place) for place in range(count)]
 
 
+def decode(
+    pipe: Any, setting: Setting, prompts: Sequence[str], first: int, **asked: Any
+) -> tuple[Any, float]:
+    """What a pipeline that has the setting gives for the samples from index `first`, its tokens not made visible.
+
+    Args:
+        asked: what else its call takes, such as `negative_prompt`.
+
+    Returns:
+        its output, and the processor's seconds of what the trace times; on a processor that others use too, these tell
+        more than the clock.
+    """
+    busy = time.process_time()
+    output = pipe(
+        list(prompts),
+        generator=seeded(setting.seed + first, len(prompts)),
+        output_type="latent",
+        **asked,
+        **{name: value for name, value in setting.pipeline_law.items() if value is not None},
+    )
+    busy, trace = time.process_time() - busy, output.trace
+    return output, busy * trace.seconds / (trace.seconds + trace.phase_seconds.get(MEASURE, 0.0))
+
+
 def draw(
     pipe: Any, setting: Setting, prompts: Sequence[str], first: int, **asked: Any
 ) -> dict[str, np.ndarray]:
     """Draw one batch, the samples from index `first`, as arrays; leaves the pipeline its sampler.
 
     Args:
-        asked: what else its call takes, such as `negative_prompt`.
+        asked: as of `decode`.
 
     Returns:
         tokens, the ids [N, ...], or canvas [N, D, h, w] where the pipeline is stored as that; length: what a call
@@ -41,20 +65,11 @@ def draw(
         and lossless.
     """
     with setting.on(pipe):
-        busy = time.process_time()
-        output = pipe(
-            list(prompts),
-            generator=seeded(setting.seed + first, len(prompts)),
-            output_type="latent",
-            **asked,
-            **{name: value for name, value in setting.pipeline_law.items() if value is not None},
-        )
-        busy = time.process_time() - busy
+        output, busy = decode(pipe, setting, prompts, first, **asked)
         # Whether ids tell the picture may depend on the sampler.
         stored = _stored(pipe, stored_samples(pipe, output))
         more = {**stored, **_scale_facts(pipe, setting, output.trace, len(prompts))}
     trace = output.trace
-    busy *= trace.seconds / (trace.seconds + trace.phase_seconds.get(MEASURE, 0.0))
     if trace.peak_memory is not None:
         more["peak_memory"] = np.array(trace.peak_memory)
     if getattr(trace, "head_calls", None) is not None:
@@ -68,7 +83,6 @@ def draw(
         "promises": np.array(trace.promises_tokens),
         "promise": np.array(trace.promise),
         "seconds": np.array(trace.seconds),
-        # On a processor that others use too, these tell more than the clock.
         "processor_seconds": np.array(busy),
         **more,
     }

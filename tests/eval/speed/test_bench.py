@@ -164,10 +164,10 @@ def test_speed_up_pairs_the_rounds():
 def test_decoding_without_a_cache_gives_the_plain_tokens():
     pipe, law = tiny_pipeline(), TokenLaw(guidance_scale=2.0, top_k=5)
     generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
-    tokens, calls = plain_loops.decode_without_cache(
+    tokens = plain_loops.decode_without_cache(
         pipe.transformer, pipe.make_condition(PROMPTS[:2]), law=law, generator=generators, batch_size=2
     )
-    assert calls.tolist() == [16, 16]
+    assert tokens.shape == (2, 16)
     for index in range(2):
         assert tokens[index].equal(decode_alone(AutoregressiveSampler(), PROMPTS[index], 5 + index, law)[0])
 

@@ -1,6 +1,5 @@
 """What a call is said to spend its time on, what a machine is said to reach, and what a device computes in."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -49,12 +48,9 @@ def test_the_prefill_is_in_no_call_and_in_no_gap():
     """Of every round, with raw seconds by hand: 10 calls after a prefill of 100 s, and a gap of 1 s a call."""
     laps = {"prefill": 100.0, "model": 20.0, "verify": 5.0}
     trace = SimpleNamespace(seconds=135.0, phase_seconds=laps, target_calls=torch.tensor([7, 11]))
-    setting: Any = SimpleNamespace(text="row", law=None, on=lambda pipe: nullcontext())
-    decoder: Any = SimpleNamespace(
-        traces={"row": 5 * [trace]}, pipe=SimpleNamespace(device=CPU), condition=lambda first: None
-    )
+    setting: Any = SimpleNamespace(text="row", law=None)
     expected = {"phase_ms_per_call": {"model": 2000.0, "verify": 500.0}, "gap_ms_per_call": 1000.0}
-    assert rounds.TokenDecoder.phases(decoder, setting, 3) == expected
+    assert rounds._phases(SimpleNamespace(device=CPU), setting, 3 * [trace], 2) == expected
 
     def sampler(model, condition, *, callback, **options):
         for call in range(11):

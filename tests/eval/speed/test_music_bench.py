@@ -80,15 +80,15 @@ def test_rows_are_counted_clip_by_clip():
 def test_samples_that_differ_are_not_called_the_same(monkeypatch):
     """A sampler that promises the plain codes and breaks the promise shows."""
     pipe = tiny_audio_pipeline()
-    decode = draws.draw
+    decode = draws.decode
 
     def broken(pipe, setting, prompts, first):
-        arrays = decode(pipe, setting, prompts, first)
+        output, busy = decode(pipe, setting, prompts, first)
         if setting.text == IDENTICAL and first == 2:
-            arrays["tokens"][1, 2, 19] ^= 1
-        return arrays
+            output.codes[1, 2, 19] ^= 1
+        return output, busy
 
-    monkeypatch.setattr(draws, "draw", broken)
+    monkeypatch.setattr(draws, "decode", broken)
     settings = [parse_setting(text, LAW, 0) for text in ("columns", IDENTICAL)]
     rows = rounds.time_settings(pipe, settings, PROMPTS, batch_size=2, runs=2, warmup=0)
     assert rows[1]["identical_samples"] == 3

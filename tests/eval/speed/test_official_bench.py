@@ -321,7 +321,7 @@ def test_plain_timing_of_a_schedule_passes_the_slots():
     """Decoding without a cache knows which slot it is at, too."""
     model, law = tiny(), TokenLaw(guidance_scale=3.0, guidance_until=5, top_k=4)
     generator = [torch.Generator().manual_seed(3)]
-    tokens, _ = plain_loops.decode_without_cache(
+    tokens = plain_loops.decode_without_cache(
         model, torch.tensor([2]), law=law, generator=generator, batch_size=1
     )
     generator = [torch.Generator().manual_seed(3)]

@@ -86,8 +86,8 @@ def test_rounds_draw_their_own_classes_and_seeds(model, monkeypatch):
     monkeypatch.setattr(rounds, "time_rounds", kept)
     law = TokenLaw(guidance_scale=2.5, top_k=5)
     settings = [parse_setting(text, law, 40) for text in ("scale-wise:num_draft_scales=all", ROWS[1])]
-    decoder = scale_bench.ScaleBenchDecoder(pipe, 2)
-    rows = rounds.time_rows(decoder, settings, runs=5, warmup=0)
+    labels = rounds.prompts_of(pipe, pipe.num_classes)
+    rows = rounds.time_settings(pipe, settings, labels, batch_size=2, runs=5, warmup=0)
     for (index, first), tokens in seen.items():
         labels = [first % 5, (first + 1) % 5]
         want = pipe(

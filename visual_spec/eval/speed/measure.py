@@ -233,6 +233,13 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
+def without_prefill(traces: Sequence[Any]) -> tuple[list[float], list[float], list[dict[str, float]]]:
+    """Of decodes: seconds of the prefill, seconds after it, and seconds of the phases after it."""
+    laps = [dict(trace.phase_seconds) for trace in traces]
+    prefills = [lap.pop("prefill", 0.0) for lap in laps]
+    return prefills, [trace.seconds - one for trace, one in zip(traces, prefills, strict=True)], laps
+
+
 def phase_figures(
     seconds: Sequence[float],
     phases: Sequence[dict[str, float]],

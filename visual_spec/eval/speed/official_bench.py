@@ -322,7 +322,7 @@ def time_sampler(
     Args:
         middle: the model, or a part of its grid.
     """
-    counted, seconds, phases, prefills = [], [], [], []
+    counted, traces = [], []
 
     def decode(number: int, callback: Callable[[int, Tensor], Any]) -> Any:
         generator = seeded(number * batch_size, batch_size)
@@ -332,13 +332,9 @@ def time_sampler(
     for number in range(warmup + runs):
         # A recorded step runs no Python; the callback is called once a call, and once after the prefill.
         called: list[int] = []
-        trace = decode(number, lambda index, lengths, called=called: called.append(index))
-        if number >= warmup:
-            laps = dict(trace.phase_seconds)
-            prefills.append(laps.pop("prefill"))
-            seconds.append(trace.seconds - prefills[-1])
-            counted.append(len(called) - 1)
-            phases.append(laps)
+        traces.append(decode(number, lambda index, lengths, called=called: called.append(index)))
+        counted.append(len(called) - 1)
+    counted, (prefills, seconds, phases) = counted[warmup:], measure.without_prefill(traces[warmup:])
     busy = measure.busy_ms_per_call(lambda callback: decode(0, callback), middle.device)
     return {
         "seconds": seconds,

@@ -83,13 +83,10 @@ def straight_loop(
 @torch.no_grad()
 def decode_without_cache(
     model: Any, condition: Any, *, law: TokenLaw, generator: Any, batch_size: int
-) -> tuple[Tensor, Tensor]:
-    """Plain decoding that runs the whole prefix anew for every token: what a cache saves.
+) -> Tensor:
+    """Tokens [B, L] of plain decoding that runs the whole prefix anew for every token: what a cache saves.
 
     Noise and tokens equal `AutoregressiveSampler`'s.
-
-    Returns:
-        tokens `[B, L]` and calls `[B]`.
     """
     length = model.grid.num_tokens
     keys = draw_keys(generator, batch_size)
@@ -106,4 +103,4 @@ def decode_without_cache(
         here = torch.full((batch_size, 1), slot, device=tokens.device)
         tokens[:, slot] = noise.categorical(law(logits, law.guided, here), here, TOKEN)[:, 0]
     assert tokens is not None  # a grid has at least one slot
-    return tokens, torch.full((batch_size,), length)
+    return tokens

@@ -1,9 +1,10 @@
 """`visual-spec bench` of models of tokens and of columns: every setting beside plain decoding, round by round.
 
-Plain decoding and all other settings decode the same prompts with the same seeds. Tokens are decoded by the samplers
-themselves, so texts are not in the processor's seconds; clips of sound by their pipelines, a masked model of the same
-codec among them (`--masked`). A clip of T frames has T + K - 1 columns in the delay pattern of K codebooks; a masked
-model decodes its T frames, codebook by codebook, so calls of both compare, and columns a call nearly do.
+Plain decoding and all other settings decode the same prompts with the same seeds, by the pipeline itself. Its trace
+tells the seconds from the prefill to the last token, so texts and pixels are not among them. A masked model of the same
+codec may stand beside a model of columns (`--masked`). A clip of T frames has T + K - 1 columns in the delay pattern of
+K codebooks; a masked model decodes its T frames, codebook by codebook, so calls of both compare, and columns a call
+nearly do.
 
 On CUDA samplers of tokens that can be recorded are measured twice, without and with a recorded graph. With `--curve`
 only calls are counted.
@@ -13,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from visual_spec.eval import draws
 from visual_spec.eval.defaults import ModelSettings, settings_beside, with_setting
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.machine import environment, load
-from visual_spec.eval.media import clips_of
+from visual_spec.eval.media import medium_of, show
 from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
 from visual_spec.eval.speed import measure, plain_loops
 from visual_spec.eval.speed.curve import curve
@@ -52,7 +52,7 @@ from visual_spec.eval.tables import table
 from visual_spec.models.core.protocol import RASTER_ORDER, trained_order
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
-from visual_spec.samplers.registry import OWN_ORDER, RASTER, VECTORS
+from visual_spec.samplers.registry import OWN_ORDER, RASTER
 
 _PROMPTS = {"image": shapes, "video": motion, "audio": tunes}
 
@@ -112,8 +112,10 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
         )
     ]
     # Last, because the buffers of these measurements would count as memory of the rows.
-    facts.update(machine_facts(pipe, groups[0][0], prompts))
+    facts["copy_bandwidth"] = measure.copy_bandwidth(pipe.device)
+    facts["clip_ms" if sound else "picture_ms"] = shown_ms(pipe, groups[0][0], prompts)
     if not sound:
+        facts["matmul_flops"] = measure.matmul_peak(pipe.device, pipe.transformer.dtype)
         add_floors(rows, facts["copy_bandwidth"])
     note = coverage_note(len(prompts), args.batch_sizes, args.runs)
     drawn = prompts[: max(args.batch_sizes) * args.runs]
@@ -129,29 +131,11 @@ def prompts_of(pipe: Any, count: int) -> list[str]:
     return [str(index % classes) for index in range(count)]
 
 
-def machine_facts(pipe: Any, plain: Setting, prompts: Sequence[str]) -> dict[str, float]:
-    """`copy_bandwidth` in bytes per second, and what follows the decoding: of sound `clip_ms`, milliseconds from codes
-    to samples of a clip; else `picture_ms`, from tokens to pixels of an image or clip, and `matmul_flops`, operations
-    per second."""
-    if pipe.unit == "columns":
-        codes = draws.draw(pipe, plain, prompts[:1], 0)["tokens"]
-        seconds = [measure.timed(lambda: clips_of(pipe, codes), pipe.device)[1] for _ in range(3)]
-        return {"copy_bandwidth": measure.copy_bandwidth(pipe.device), "clip_ms": 1000 * min(seconds)}
-    shape = (1, pipe.transformer.grid.num_tokens)
-    tokens = torch.zeros(shape, dtype=torch.long, device=pipe.device)
-    if {*VECTORS} & set(pipe.calls):
-        tokens = torch.zeros(*shape, pipe.transformer.token_dim, device=pipe.device)
-    # What turns tokens into pixels; of a tokenizer without what makes files of them. A clip is decoded frame by frame.
-    decode: Any = getattr(getattr(pipe, "vq_model", None), "decode_tokens", None)
-    if pipe.medium == "video" or decode is None:
-        decode = partial(pipe.decode_tokens, output_type="pt")
-    with torch.no_grad():
-        seconds = [measure.timed(lambda: decode(tokens), pipe.device)[1] for _ in range(4)]
-    return {
-        "copy_bandwidth": measure.copy_bandwidth(pipe.device),
-        "matmul_flops": measure.matmul_peak(pipe.device, pipe.transformer.dtype),
-        "picture_ms": min(seconds) * 1000,
-    }
+def shown_ms(pipe: Any, setting: Setting, prompts: Sequence[str]) -> float:
+    """Milliseconds from the tokens of a sample to its pixels, or from codes to waves: the best of some runs."""
+    arrays = draws.draw(pipe, setting, prompts[:1], 0)
+    stored = arrays[draws.stored_name(arrays)]
+    return 1000 * min(measure.timed(lambda: show(pipe, stored), pipe.device)[1] for _ in range(4))
 
 
 def with_graphs(settings: Sequence[Setting], device: torch.device, *, recordable: bool) -> list[Setting]:
@@ -176,23 +160,11 @@ def with_graphs(settings: Sequence[Setting], device: torch.device, *, recordable
 
 
 def time_settings(
-    pipe: Any, settings: Sequence[Setting], prompts: Sequence[str], *, batch_size: int, **options: Any
-) -> list[dict[str, Any]]:
-    """Time settings of a model of tokens or of columns, see `time_rows`.
-
-    Args:
-        pipe: its parts are used; its sampler is put back.
-        prompts: round r takes the next `batch_size` of them, from the start again at the end.
-        options: of `time_rows`.
-    """
-    kind = ClipDecoder if pipe.unit == "columns" else TokenDecoder
-    return time_rows(kind(pipe, prompts, batch_size), settings, **options)
-
-
-def time_rows(
-    decoder: BenchDecoder,
+    pipe: Any,
     settings: Sequence[Setting],
+    prompts: Sequence[str],
     *,
+    batch_size: int,
     runs: int,
     warmup: int,
     no_cache: bool = False,
@@ -201,23 +173,40 @@ def time_rows(
     """Time every setting on the same prompts and seeds, round by round; the first one is plain decoding.
 
     Args:
+        pipe: decodes; its sampler is put back.
+        prompts: round r takes the next `batch_size` of them, from the start again at the end.
         no_cache: also time one plain decoding without a cache, of a model of raster order.
 
     Returns:
-        One dict per setting, on CUDA two (see `with_graphs`): `facts_of`; what `summarise_row` gives, with speed-ups
-        over the fastest plain one; `processor_figures`; `identical_samples`: how many of `samples` have the tokens of
-        plain decoding, None where not promised; `peak_memory_bytes`, see `measure.peak_memory`; and what the decoder's
-        `facts` gives. A model that a straight loop decodes has one row more, at the end: plain decoding by that loop,
-        without phases.
+        One dict per setting, on CUDA two (see `with_graphs`): `facts_of`; `unit_figures`, with speed-ups over the
+        fastest plain one; `processor_figures`; `identical_samples`: how many of `samples` have the tokens of plain
+        decoding, None where not promised; `peak_memory_bytes`, see `measure.peak_memory`. A model that a straight loop
+        decodes has one row more, at the end: plain decoding by that loop, without phases.
     """
-    first, pipe, batch_size = settings[0], decoder.pipe, decoder.batch_size
-    ways = [(setting, decoder.decode) for setting in decoder.recorded(settings)]
-    ways += [(first, loop) for loop in decoder.loops()]
+    first = settings[0]
+    if {RASTER, OWN_ORDER} & {*pipe.calls}:
+        settings = with_graphs(settings, pipe.device, recordable=_can_record(pipe, prompts[:1]))
+    straight = [first] if RASTER in pipe.calls and plain_loops.fits(pipe.transformer) else []
+    traces: list[list[Any]] = [[] for _ in settings]
+
+    def prepare(start: int) -> tuple[list[str], Any]:
+        chosen = [prompts[(start + place) % len(prompts)] for place in range(batch_size)]
+        return chosen, _condition(pipe, chosen) if straight else None
+
+    def decode(index: int, asked: tuple[list[str], Any], start: int) -> tuple[Decoded, float]:
+        if index == len(settings):
+            return _timed_loop(plain_loops.straight_loop, pipe, first, asked[1], start, batch_size)
+        with settings[index].on(pipe):
+            output, busy = draws.decode(pipe, settings[index], asked[0], start)
+        traces[index].append(output.trace)
+        ids = getattr(output, medium_of(pipe).ids)
+        return Decoded(ids.cpu(), output.trace.target_calls, busy), output.trace.seconds
+
     where = f"batch {batch_size}, guidance {first.law.guidance_scale:g}"
     rounds = time_rounds(
-        len(ways),
-        decoder.condition,
-        lambda index, condition, start: ways[index][1](ways[index][0], condition, start),
+        len(settings) + len(straight),
+        prepare,
+        decode,
         device=pipe.device,
         batch_size=batch_size,
         runs=runs,
@@ -230,237 +219,152 @@ def time_rows(
         return setting is first or (same and promises_plain(setting, first))
 
     best = min(
-        (
-            seconds
-            for seconds, (setting, decode) in zip(rounds.seconds, ways, strict=True)
-            if decode == decoder.decode and plain(setting)
-        ),
+        (rounds.seconds[index] for index, setting in enumerate(settings) if plain(setting)),
         key=lambda seconds: quantiles(seconds)["p50"],
     )
     rows = []
-    for index, (setting, decode) in enumerate(ways):
-        promised = index and promises_plain(setting, first) and decoder.exact(setting)
+    for index, setting in enumerate(settings):
+        kept = traces[index][-1].identical and setting.sampler.config.get("num_draft_scales") != 0
         rows.append(
             {
                 **facts_of(setting),
                 "batch_size": batch_size,
                 "samples": runs * batch_size,
-                "identical_samples": rounds.identical[index] if promised else None,
-                "peak_memory_bytes": rounds.peak[index],
-                **processor_figures(rounds.processor_seconds[index], rounds.processor_seconds[0]),
-                **decoder.facts(setting, rounds, index, best),
+                "identical_samples": rounds.identical[index]
+                if index and kept and promises_plain(setting, first)
+                else None,
+                **machine_figures(rounds, index),
+                **unit_figures(pipe, setting, rounds, index, best, traces[index][-runs:]),
             }
         )
-        if decode != decoder.decode:
-            rows[-1] |= {**_LOOP, "name": plain_loops.STRAIGHT, "identical_samples": rounds.identical[index]}
+    if straight:
+        figures = summarise_row(
+            rounds.seconds[-1], rounds.calls[-1], best, traces[0][-1].commit_call.shape[1]
+        )
+        same = {"name": plain_loops.STRAIGHT, "identical_samples": rounds.identical[-1]}
+        rows.append({**rows[0], **_LOOP, **same, **machine_figures(rounds, -1), **figures})
     if no_cache and RASTER in pipe.calls:
-        rows.insert(1, decoder.without_cache(first))
+        rows.insert(1, _without_cache(pipe, first, prepare(0)[0]))
         report(f"{where}: decoded once without a cache")
     return rows
+
+
+def machine_figures(rounds: Rounds, index: int) -> dict[str, Any]:
+    """Peak memory and processor time of a setting."""
+    busy = rounds.processor_seconds
+    return {"peak_memory_bytes": rounds.peak[index], **processor_figures(busy[index], busy[0])}
 
 
 _LOOP = {"window": None, "sampler": None, "lossless": True, "phase_ms_per_call": {}, "gap_ms_per_call": None}
 
 
-class BenchDecoder:
-    """What decodes the batches of a benchmark, and what is said of its rows."""
-
-    def __init__(self, pipe: Any, prompts: Sequence[str], batch_size: int) -> None:
-        self.pipe, self.prompts, self.batch_size = pipe, prompts, batch_size
-
-    def recorded(self, settings: Sequence[Setting]) -> Sequence[Setting]:
-        """The settings that are timed."""
-        return settings
-
-    def loops(self) -> list[Any]:
-        """Return what else decodes."""
-        return []
-
-    def condition(self, first: int) -> Any:
-        """Return what the samples from index `first` on are drawn from: their prompts."""
-        return [self.prompts[(first + index) % len(self.prompts)] for index in range(self.batch_size)]
-
-    def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
-        """The samples from index `first` on, and the seconds of their decoding."""
-        raise NotImplementedError
-
-    def exact(self, setting: Setting) -> bool:
-        """Return whether what was decoded kept what the sampler promises."""
-        return True
-
-    def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
-        """Return what was measured of a setting; `best`: seconds of the fastest plain decoding."""
-        raise NotImplementedError
-
-    def without_cache(self, plain: Setting) -> dict[str, Any]:
-        """The row of one plain decoding that keeps nothing from call to call."""
-        raise NotImplementedError
+@torch.no_grad()
+def _condition(pipe: Any, prompts: Sequence[str]) -> Any:
+    return pipe.make_condition(list(prompts))
 
 
-class ClipDecoder(BenchDecoder):
-    """Decodes clips of sound by the pipeline, or by a `MaskedPair`."""
-
-    def __init__(self, pipe: Any, prompts: Sequence[str], batch_size: int) -> None:
-        super().__init__(pipe, prompts, batch_size)
-        self.columns: dict[str, int] = {}
-        self.divergence: dict[str, list[float]] = {}
-
-    def decode(self, setting: Setting, chosen: list[str], first: int) -> tuple[Decoded, float]:
-        """The clips from index `first` on, and the seconds from the prefill to the last column."""
-        arrays = draws.draw(self.pipe, setting, chosen, first)
-        self.columns[setting.text] = int(arrays["length"])
-        if not np.isnan(arrays["divergence"]):
-            self.divergence.setdefault(setting.text, []).append(float(arrays["divergence"]))
-        codes = torch.from_numpy(arrays["tokens"]).flatten(1)
-        busy = float(arrays["processor_seconds"])
-        return Decoded(codes, torch.from_numpy(arrays["calls"]), busy), float(arrays["seconds"])
-
-    def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
-        """Return what was measured of a setting.
-
-        Returns:
-            What `summarise_row` gives, with `ms_per_clip` in place of `ms_per_image`, and `columns_per_call` as the
-            mean over clips of a clip's columns over its calls, beside `deviation`, its standard deviation over clips.
-            `columns`: of a clip. `speed_up_calls`: calls of the first setting over the setting's. `divergence`: what
-            `DivergenceMeter` measures a tested code, mean over rounds; None for a sampler without.
-        """
-        columns, divergence = self.columns[setting.text], self.divergence.get(setting.text)
-        row = summarise_row(rounds.seconds[index], rounds.calls[index], best, columns)
-        del row["tokens_per_call"]
-        row["ms_per_clip"] = row.pop("ms_per_image")
-        plain, calls = ([count for batch in rounds.calls[one] for count in batch] for one in (0, index))
-        mean, deviation = mean_and_deviation([columns / count for count in calls])
-        return {
-            **row,
-            "columns": columns,
-            "columns_per_call": mean,
-            "deviation": deviation,
-            "speed_up_calls": sum(plain) / sum(calls),
-            "divergence": statistics.fmean(divergence) if divergence else None,
-        }
+@torch.no_grad()
+def _can_record(pipe: Any, prompts: Sequence[str]) -> bool:
+    condition = _condition(pipe, prompts)
+    return can_record(pipe.transformer.prefill(condition, batch_size=1, guided=False, window=1))
 
 
-class TokenDecoder(BenchDecoder):
-    """Decodes by calling samplers themselves: texts and pixels are not timed.
+def _timed_loop(
+    loop: Callable[..., Tensor], pipe: Any, plain: Setting, condition: Any, start: int, batch_size: int
+) -> tuple[Decoded, float]:
+    """Plain decoding by a loop of `plain_loops`, and its seconds."""
+    generator = draws.seeded(plain.seed + start, batch_size)
+    options = dict(law=plain.law, generator=generator, batch_size=batch_size)
+    busy = time.process_time()
+    tokens, seconds = measure.timed(lambda: loop(pipe.transformer, condition, **options).cpu(), pipe.device)
+    calls = torch.full((batch_size,), tokens.shape[1])
+    return Decoded(tokens, calls, time.process_time() - busy), seconds
 
-    Attributes:
-        traces: {text of a setting: the traces of its decodes}.
+
+def unit_figures(
+    pipe: Any, setting: Setting, rounds: Rounds, index: int, best: Sequence[float], traces: Sequence[Any]
+) -> dict[str, Any]:
+    """What was measured of a setting, by what a call of the model commits.
+
+    Args:
+        best: seconds of the fastest plain decoding.
+        traces: of the timed rounds.
+
+    Returns:
+        What `summarise_row` gives. Of a model of tokens also `tokens` of a sample; `phase_ms_per_call` and
+        `gap_ms_per_call`, see `measure.phase_figures`; and what `call_costs` gives. Of a next-scale model
+        `cache_held_measured`: bytes a picture that the trace tells. Of columns `ms_per_clip` in place of
+        `ms_per_image`, and `columns_per_call` as the mean over clips of a clip's columns over its calls, beside
+        `deviation`, its standard deviation over clips; `columns` of a clip; `speed_up_calls`: calls of the first
+        setting over the setting's; `divergence`: what `DivergenceMeter` measures a tested code, mean over rounds, None
+        for a sampler without.
     """
+    batch_size, length = len(rounds.calls[index][0]), traces[-1].commit_call.shape[1]
+    row = summarise_row(rounds.seconds[index], rounds.calls[index], best, length)
+    if pipe.unit == "scales":
+        return row | {"cache_held_measured": max(traces[-1].cache_bytes) / batch_size}
+    if pipe.unit != "columns":
+        phases = _phases(pipe, setting, traces, batch_size)
+        return {"tokens": length, **call_costs(pipe.transformer, setting, batch_size), **row, **phases}
+    del row["tokens_per_call"]
+    row["ms_per_clip"] = row.pop("ms_per_image")
+    plain, calls = ([count for batch in rounds.calls[one] for count in batch] for one in (0, index))
+    mean, deviation = mean_and_deviation([length / count for count in calls])
+    divergence = [trace.divergence for trace in traces if trace.divergence is not None]
+    return {
+        **row,
+        "columns": length,
+        "columns_per_call": mean,
+        "deviation": deviation,
+        "speed_up_calls": sum(plain) / sum(calls),
+        "divergence": statistics.fmean(divergence) if divergence else None,
+    }
 
-    def __init__(self, pipe: Any, prompts: Sequence[str], batch_size: int) -> None:
-        super().__init__(pipe, prompts, batch_size)
-        self.length = pipe.transformer.grid.num_tokens
-        self.traces: dict[str, list[Any]] = {}
 
-    def recorded(self, settings: Sequence[Setting]) -> Sequence[Setting]:
-        """The settings, see `with_graphs`."""
-        if RASTER not in self.pipe.calls and OWN_ORDER not in self.pipe.calls:
-            return settings
-        with torch.no_grad():
-            condition = self.pipe.make_condition([self.prompts[0]])
-            state = self.pipe.transformer.prefill(condition, batch_size=1, guided=False, window=1)
-        return with_graphs(settings, self.pipe.device, recordable=can_record(state))
+def _phases(pipe: Any, setting: Setting, traces: Sequence[Any], batch_size: int) -> dict[str, Any]:
+    """`measure.phase_figures` of the decodes that were timed."""
+    calls = [max(1, int(trace.target_calls.max()) - 1) for trace in traces]
 
-    def loops(self) -> list[Any]:
-        """Return what else decodes: the straight loop, where it fits the model."""
-        straight = RASTER in self.pipe.calls and plain_loops.fits(self.pipe.transformer)
-        return [self.decode_straight] if straight else []
-
-    def condition(self, first: int) -> Any:
-        """The condition of the samples from index `first` on."""
-        with torch.no_grad():
-            return self.pipe.make_condition(super().condition(first))
-
-    def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
-        def work() -> Decoded:
-            result = self.call(setting, condition, setting.seed + first)
-            self.traces.setdefault(setting.text, []).append(result.trace)
-            return Decoded(result.tokens.cpu(), result.trace.target_calls)
-
-        with setting.on(self.pipe):
-            return measure.timed(work, self.pipe.device)
-
-    def decode_straight(self, plain: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
-        """As `decode`, by the straight loop."""
-
-        def work() -> Decoded:
-            tokens = plain_loops.straight_loop(
-                self.pipe.transformer,
-                condition,
-                law=plain.law,
-                generator=draws.seeded(plain.seed + first, self.batch_size),
-                batch_size=self.batch_size,
-            )
-            return Decoded(tokens.cpu(), torch.full((self.batch_size,), self.length))
-
-        return measure.timed(work, self.pipe.device)
-
-    def call(self, setting: Setting, condition: Any, seed: int, **options: Any) -> Any:
-        """Call the sampler, which the pipeline must have."""
-        return setting.sampler(
-            self.pipe.transformer,
+    def decode(callback: Callable[[int, Tensor], Any]) -> None:
+        setting.sampler(
+            pipe.transformer,
             condition,
             law=setting.law,
-            generator=draws.seeded(seed, self.batch_size),
-            batch_size=self.batch_size,
-            **self.pipe.sampler_parts(),
-            **options,
+            generator=draws.seeded(0, batch_size),
+            batch_size=batch_size,
+            callback=callback,
+            **pipe.sampler_parts(),
         )
 
-    def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
-        """Return what was measured of a setting.
+    busy = None
+    if pipe.device.type == "cuda":
+        condition = _condition(pipe, prompts_of(pipe, batch_size))
+        with setting.on(pipe):
+            busy = measure.busy_ms_per_call(decode, pipe.device)
+    _, seconds, laps = measure.without_prefill(traces)
+    return measure.phase_figures(seconds, laps, calls, device=pipe.device, busy_ms=busy)
 
-        Returns:
-            What `summarise_row` gives; `tokens` of a sample; `phase_ms_per_call` and `gap_ms_per_call`, see
-            `measure.phase_figures`; and what `call_costs` gives.
-        """
-        seconds = rounds.seconds[index]
-        return {
-            "tokens": self.length,
-            **call_costs(self.pipe.transformer, setting, self.batch_size),
-            **summarise_row(seconds, rounds.calls[index], best, self.length),
-            **(self.phases(setting, len(seconds)) if setting.text in self.traces else {}),
-        }
 
-    def phases(self, setting: Setting, runs: int) -> dict[str, Any]:
-        """`measure.phase_figures` of the decodes that were timed."""
-        traces = self.traces[setting.text][-runs:]
-        laps = [dict(trace.phase_seconds) for trace in traces]
-        seconds = [trace.seconds - lap.pop("prefill", 0.0) for trace, lap in zip(traces, laps, strict=True)]
-        calls = [max(1, int(trace.target_calls.max()) - 1) for trace in traces]
-
-        def decode(callback: Callable[[int, Tensor], Any]) -> None:
-            self.call(setting, condition, 0, callback=callback)
-
-        condition = self.condition(0)
-        with setting.on(self.pipe):
-            busy = measure.busy_ms_per_call(decode, self.pipe.device)
-        return measure.phase_figures(seconds, laps, calls, device=self.pipe.device, busy_ms=busy)
-
-    def without_cache(self, plain: Setting) -> dict[str, Any]:
-        condition = self.condition(0)
-        drawn, plain_seconds = self.decode(plain, condition, 0)
-        (tokens, calls), seconds = measure.timed(
-            lambda: plain_loops.decode_without_cache(
-                self.pipe.transformer,
-                condition,
-                law=plain.law,
-                generator=draws.seeded(plain.seed, self.batch_size),
-                batch_size=self.batch_size,
-            ),
-            self.pipe.device,
-        )
-        return {
-            **facts_of(plain),
-            **_LOOP,
-            "name": plain_loops.NO_CACHE,
-            **dict(batch_size=self.batch_size, tokens=self.length, samples=self.batch_size),
-            **dict(weight_bytes=None, cache_bytes=None, flops_per_call=None),
-            **summarise_row([seconds], [calls.tolist()], [plain_seconds], self.length),
-            "processor_speed_up": None,
-            "identical_samples": int((tokens.cpu() == drawn.tokens).all(1).sum()),
-            "peak_memory_bytes": measure.peak_memory(self.pipe.device),
-        }
+def _without_cache(pipe: Any, plain: Setting, prompts: list[str]) -> dict[str, Any]:
+    """The row of one plain decoding that keeps nothing from call to call."""
+    count, device = len(prompts), pipe.device
+    with plain.on(pipe):
+        cached, _ = draws.decode(pipe, plain, prompts, 0)
+    drawn, seconds = _timed_loop(
+        plain_loops.decode_without_cache, pipe, plain, _condition(pipe, prompts), 0, count
+    )
+    length = drawn.tokens.shape[1]
+    return {
+        **facts_of(plain),
+        **_LOOP,
+        "name": plain_loops.NO_CACHE,
+        **dict(batch_size=count, tokens=length, samples=count),
+        **dict(weight_bytes=None, cache_bytes=None, flops_per_call=None),
+        **summarise_row([seconds], [drawn.calls.tolist()], [cached.trace.seconds], length),
+        "processor_speed_up": None,
+        "identical_samples": int((drawn.tokens == cached.tokens.cpu()).all(1).sum()),
+        "peak_memory_bytes": measure.peak_memory(device),
+    }
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ pictures do not. With `--count-only` nothing is run: arithmetic and bytes are co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from visual_spec.eval.defaults import ModelSettings, scale_settings
-from visual_spec.eval.draws import caches_of, seeded
+from visual_spec.eval.draws import caches_of
 from visual_spec.eval.machine import choose_device, environment, load
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.speed import measure, scale_cost
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import LAW_ARRAYS, fill_at_random
-from visual_spec.eval.speed.rounds import BenchDecoder, time_rows
+from visual_spec.eval.speed.rounds import prompts_of, shown_ms, time_settings
 from visual_spec.eval.speed.tables import COUNTED_SCALES, TIMED_SCALES
-from visual_spec.eval.speed.timing import Decoded, Report, Rounds, summarise_row
+from visual_spec.eval.speed.timing import Report
 from visual_spec.eval.tables import table
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
@@ -90,51 +90,6 @@ def count_settings(
     return [row for group in rows for row in group]
 
 
-class ScaleBenchDecoder(BenchDecoder):
-    """Decodes pictures of the classes in turn, from the first scale to the finished canvas."""
-
-    def __init__(self, pipe: ScaleImagePipeline, batch_size: int) -> None:
-        super().__init__(pipe, (), batch_size)
-        self.traces: dict[str, Any] = {}
-
-    def condition(self, first: int) -> torch.Tensor:
-        """The labels of the pictures from index `first` on."""
-        labels = torch.arange(first, first + self.batch_size) % self.pipe.num_classes
-        return labels.to(self.pipe.device)
-
-    def decode(self, setting: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
-        generator = seeded(setting.seed + first, self.batch_size)
-        with setting.on(self.pipe):
-            stages = self.pipe.stages(law=setting.law)
-
-            def work() -> Any:
-                result = setting.sampler(
-                    stages,
-                    self.pipe.vq_model,
-                    condition,
-                    law=setting.law,
-                    generator=generator,
-                    batch_size=self.batch_size,
-                )
-                return result.tokens.cpu(), result.trace
-
-            (tokens, trace), seconds = measure.timed(work, self.pipe.device)
-        self.traces[setting.text] = trace
-        return Decoded(tokens, trace.target_calls), seconds
-
-    def exact(self, setting: Setting) -> bool:
-        return bool(self.traces[setting.text].identical and setting.sampler.config["num_draft_scales"] != 0)
-
-    def facts(self, setting: Setting, rounds: Rounds, index: int, best: Sequence[float]) -> dict[str, Any]:
-        """Return what `summarise_row` gives, and `cache_held_measured`: bytes a picture that the trace tells."""
-        sides = self.pipe.vq_model.scales
-        stop = setting.sampler.schedule.at(len(sides)).stop_after
-        tokens = sum(side * side for side in sides[: stop + 1])
-        held = max(self.traces[setting.text].cache_bytes) / self.batch_size
-        row = summarise_row(rounds.seconds[index], rounds.calls[index], best, tokens)
-        return row | {"cache_held_measured": held}
-
-
 def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:
     """Document and table of `visual-spec bench` for a next-scale model.
 
@@ -183,11 +138,26 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
             measure.refuse_what_does_not_fit(needed_bytes(counted, max(args.batch_sizes), guided), device)
             pipe = random_pipeline(sizes, dtype=dtype, device=device, seed=args.seed)
         assert pipe is not None  # of one kind or the other
-        for row, timed in zip(rows, _timed(args, pipe, groups, report), strict=True):
-            row.update(timed)
+        labels = prompts_of(pipe, pipe.num_classes)
+        timed = [
+            row
+            for settings in groups
+            for batch_size in args.batch_sizes
+            for row in time_settings(
+                pipe,
+                settings,
+                labels,
+                batch_size=batch_size,
+                runs=args.runs,
+                warmup=args.warmup,
+                report=report,
+            )
+        ]
+        for row, more in zip(rows, timed, strict=True):
+            row.update(more)
         # Last, because the buffers of this measurement would count as memory of the rows.
         facts["copy_bandwidth"] = measure.copy_bandwidth(device)
-        facts["picture_ms"] = picture_ms(pipe)
+        facts["picture_ms"] = shown_ms(pipe, groups[0][0], labels)
         for row in rows:
             row["floor_ms_per_image"] = row["bytes_per_image"] / facts["copy_bandwidth"] * 1000
     plain: dict[Any, dict[str, Any]] = {}
@@ -204,24 +174,3 @@ def _uncalibrated(setting: Setting) -> Setting:
         return setting
     sampler = type(setting.sampler).from_config(setting.sampler.config, num_drafters=0)
     return replace(setting, sampler=sampler)
-
-
-def _timed(
-    args: argparse.Namespace,
-    pipe: ScaleImagePipeline,
-    groups: Sequence[Sequence[Setting]],
-    report: Report,
-) -> Iterator[dict[str, Any]]:
-    """Return what every setting costs at every batch size, by the clock, in the order of `count_settings`."""
-    for settings in groups:
-        for batch_size in args.batch_sizes:
-            decoder = ScaleBenchDecoder(pipe, batch_size)
-            yield from time_rows(decoder, settings, runs=args.runs, warmup=args.warmup, report=report)
-
-
-@torch.no_grad()
-def picture_ms(pipe: ScaleImagePipeline) -> float:
-    """Milliseconds from the finished canvas to the pixels of one picture."""
-    canvas = pipe.vq_model.begin(1)
-    times = [measure.timed(lambda: pipe.vq_model.decode_canvas(canvas), pipe.device)[1] for _ in range(4)]
-    return min(times) * 1000
