@@ -36,7 +36,7 @@ def test_every_class_is_where_the_table_says(name):
 
 
 def test_a_class_that_no_saved_pipeline_names_is_told_the_others():
-    with pytest.raises(AttributeError, match="'Nobody' is no class .* those are .*AcousticCodec"):
+    with pytest.raises(AttributeError, match="'Nobody'.*AcousticCodec"):
         components.Nobody  # noqa: B018
 
 

@@ -76,7 +76,7 @@ def test_a_clip_that_freezes_stops_moving_and_one_that_should_be_still_must_not_
 
 
 def test_what_is_no_clip_is_refused():
-    with pytest.raises(ValueError, match="two or more"):
+    with pytest.raises(ValueError, match=r"\(1, 64, 64, 3\)"):
         consistency(caption(clip()), render(clip(), 1))
-    with pytest.raises(ValueError, match="cannot read caption"):
+    with pytest.raises(ValueError, match="'a dog'"):
         consistency("a dog", render(clip(), 2))

@@ -93,13 +93,13 @@ def test_clips_that_are_none_are_refused():
         parse_clip(np.zeros((4, 64, 64, 3), np.float32))
     with pytest.raises(TypeError, match="PIL"):
         parse_clip([np.zeros((64, 64, 3), np.uint8)])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="two or more"):
+    with pytest.raises(ValueError, match=r"\(1, 64, 64, 3\)"):
         parse_clip(np.zeros((1, 64, 64, 3), np.uint8))
     with pytest.raises(ValueError, match="square"):
         parse_clip(np.zeros((4, 64, 32, 3), np.uint8))
     with pytest.raises(ValueError, match="one size"):
         parse_clip([Image.new("RGB", (64, 64)), Image.new("RGB", (32, 32))])
-    with pytest.raises(ValueError, match="DIRECTION: right, left, down, up"):
+    with pytest.raises(ValueError, match="DIRECTION"):
         parse_caption("a small red circle flies away")
 
 

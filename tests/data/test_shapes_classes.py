@@ -26,7 +26,7 @@ def test_a_class_is_a_colour_and_a_shape():
     for number, (colour, shape) in enumerate(CLASSES):
         assert class_of(scene_of(colour, shape)) == number
         assert CLASS_NAMES[number] == f"{colour} {shape}"
-    with pytest.raises(ValueError, match="of 2 objects has no class"):
+    with pytest.raises(ValueError, match="2 objects"):
         class_of(scene_of("red", "star", ShapeObject("star", "red", "small", 24, 24)))
 
 
@@ -97,5 +97,5 @@ def test_a_picture_is_scored_by_the_name_of_its_class():
     assert score_class("blue star", picture) == {"one_object": True, "colour": False, "shape": False}
     two = render(scene_of("red", "circle", ShapeObject("star", "white", "small", 24, 24)))
     assert score_class("red circle", two) == {"one_object": False, "colour": False, "shape": False}
-    with pytest.raises(ValueError, match="unknown class 'red'"):
+    with pytest.raises(ValueError, match="unknown.*'red'"):
         score_class("red", picture)

@@ -30,9 +30,9 @@ def test_pil_images_of_any_mode() -> None:
 
 
 def test_wrong_images_are_refused() -> None:
-    with pytest.raises(TypeError, match="float64; allowed: uint8"):
+    with pytest.raises(TypeError, match="float64.*uint8"):
         parse_picture(np.zeros((128, 128, 3)))
-    with pytest.raises(TypeError, match="list; allowed: PIL image"):
+    with pytest.raises(TypeError, match="list.*PIL"):
         parse_picture([1, 2])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"\(2, 128, 128, 3\)"):
         parse_picture(np.zeros((2, 128, 128, 3), np.uint8))

@@ -278,14 +278,12 @@ def test_captions_written_by_hand() -> None:
     ],
 )
 def test_unreadable_captions_are_refused(text: str) -> None:
-    with pytest.raises(
-        ValueError, match="(?s)cannot read caption .*allowed.*INSTRUMENT: organ.*Use these words"
-    ):
+    with pytest.raises(ValueError, match="(?s)INSTRUMENT: organ"):
         parse_caption(text)
 
 
 def test_a_mood_of_another_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="is sad in major; major tunes are happy"):
+    with pytest.raises(ValueError, match="sad in major"):
         parse_caption("a slow sad organ melody in A major, rising in even rhythm")
 
 
@@ -382,9 +380,9 @@ def test_clips_of_other_length_and_precision_are_read() -> None:
 
 def test_bad_clips_are_refused() -> None:
     good = np.zeros(NUM_SAMPLES, np.float32)
-    with pytest.raises(TypeError, match="floating-point samples is needed, got list"):
+    with pytest.raises(TypeError, match="NumPy"):
         parse_clip([0.0] * 10_000)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="got ndarray of int16"):
+    with pytest.raises(TypeError, match="int16"):
         parse_clip(good.astype(np.int16))
     with pytest.raises(ValueError, match=r"shape \[2, 64000\] given"):
         parse_clip(np.stack([good, good]))

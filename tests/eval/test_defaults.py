@@ -51,20 +51,18 @@ def test_the_rows_of_a_model_follow_from_what_it_has(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("scale-wise:guidance_until=3", "guidance of a next-scale model grows from scale to scale"),
+        ("scale-wise:guidance_until=3", "'scale-wise:guidance_until=3'"),
         (
             "autoregressive",
-            "autoregressive: sampler is AutoregressiveSampler, which does not fit a next-scale",
+            "AutoregressiveSampler",
         ),
-        ("scale-wise:num_draft_scales=7", "num_draft_scales=7; pass an integer from 0 to 4"),
+        ("scale-wise:num_draft_scales=7", "num_draft_scales=7.*0.*4"),
     ],
 )
 def test_rows_that_do_not_fit(text, message):
     with pytest.raises(ValueError, match=message):
         check_samplers(tiny_scale_pipeline(), [parse_setting(text, LAW, 0)])
-    with pytest.raises(
-        ValueError, match="scale-wise: sampler is ScaleWiseSampler, which does not fit a next-token"
-    ):
+    with pytest.raises(ValueError, match="ScaleWiseSampler"):
         check_samplers(tiny_pipeline(), [parse_setting("scale-wise", LAW, 0)])
 
 

@@ -64,15 +64,15 @@ def test_values_of_all_kinds(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("autoregressive:window", "'window' in sampler .* write name:setting=value"),
+        ("autoregressive:window", "'window'.*setting=value"),
         ("autoregressive:", "write name:setting=value"),
-        ("autoregressive:temperature=0.5,temperature=1", "sets temperature twice"),
-        ("autoregressiv", "unknown sampler 'autoregressiv'; pass one of autoregressive"),
-        ("autoregressive:window=3", "has no setting window"),
-        ("speculative-jacobi:window=0", "window=0; pass an integer of at least 1"),
+        ("autoregressive:temperature=0.5,temperature=1", r"'autoregressive:temperature=0\.5,temperature=1'"),
+        ("autoregressiv", "'autoregressiv'"),
+        ("autoregressive:window=3", "exact_width"),
+        ("speculative-jacobi:window=0", "window=0.*1"),
         ("autoregressive:temperature=-1", "temperature=-1"),
         ("autoregressive:temperature=warm", "temperature='warm'; pass"),
-        ("autoregressive:seed=-4", "seed=-4; pass .* in sampler"),
+        ("autoregressive:seed=-4", "seed=-4"),
     ],
 )
 def test_rows_that_cannot_be_read(text, message):
@@ -162,7 +162,7 @@ def test_a_row_with_a_drafter_of_its_own(tmp_path):
     setting = parse_setting(text, LAW, 40)
     assert setting.drafter == str(tmp_path / "head") and setting.describe()["drafter"] == setting.drafter
     assert "drafter" not in parse_setting("tree", LAW, 40).describe()
-    with pytest.raises(ValueError, match="TreeSampler needs a drafter, and this pipeline has none"):
+    with pytest.raises(ValueError, match="TreeSampler"):
         check_samplers(pipe, [parse_setting("tree", LAW, 40)])
     check_samplers(pipe, [setting])
     arrays = draw(pipe, setting, PROMPTS[:2], 0)
@@ -174,10 +174,10 @@ def test_a_row_with_a_drafter_of_its_own(tmp_path):
 
 def test_unknown_drafters(tmp_path):
     pipe = tiny_pipeline()
-    with pytest.raises(ValueError, match="no drafter 'nothing'"):
+    with pytest.raises(ValueError, match="'nothing'"):
         draw(pipe, parse_setting("tree:drafter=nothing", LAW, 0), PROMPTS[:1], 0)
     pipe.vq_model.save_pretrained(tmp_path / "vq")
-    with pytest.raises(ValueError, match="holds a VQModel; a drafter is one of .*, EagleDrafter"):
+    with pytest.raises(ValueError, match="VQModel.*EagleDrafter"):
         draw(pipe, parse_setting(f"tree:drafter={tmp_path / 'vq'}", LAW, 0), PROMPTS[:1], 0)
     assert pipe.drafter is None
 

@@ -173,14 +173,14 @@ def test_with_a_layer_that_adds_nothing_every_draft_stands():
 
 def test_what_cannot_be_decoded_is_refused():
     model, layer = tables()
-    with pytest.raises(ValueError, match="num_drafts=-1; pass an integer of at least 0, or None"):
+    with pytest.raises(ValueError, match="num_drafts=-1.*0.*None"):
         SelfSpeculativeMaskedSampler(num_drafts=-1)
-    with pytest.raises(ValueError, match="order='entropy'; pass one of random, halton"):
+    with pytest.raises(ValueError, match="order='entropy'"):
         SelfSpeculativeMaskedSampler(order="entropy")
-    with pytest.raises(ValueError, match="needs causal_layer, a CausalLayer trained for this model"):
+    with pytest.raises(ValueError, match="causal_layer.*CausalLayer"):
         SelfSpeculativeMaskedSampler()(model, None, law=PLAIN)
     two = TabularFeatureModel(TokenGrid(1, 2, codebooks=2), 2)
-    with pytest.raises(ValueError, match="2 codebooks; this sampler decodes one"):
+    with pytest.raises(ValueError, match="2 codebooks"):
         SelfSpeculativeMaskedSampler()(two, None, law=PLAIN, causal_layer=layer)
-    with pytest.raises(ValueError, match="hides no tokens"):
+    with pytest.raises(ValueError, match="MagnetModel"):
         SelfSpeculativeMaskedSampler()(torch.nn.Linear(1, 1), None, law=PLAIN, causal_layer=layer)

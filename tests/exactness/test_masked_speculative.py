@@ -118,9 +118,9 @@ def test_the_order_is_that_of_the_grid():
 def test_what_cannot_be_decoded_is_refused():
     with pytest.raises(ValueError, match="num_drafts=-1;"):
         SpeculativeMaskedSampler(-1)
-    with pytest.raises(ValueError, match="order='entropy'; pass one of random, halton"):
+    with pytest.raises(ValueError, match="order='entropy'"):
         SpeculativeMaskedSampler(order="entropy")
-    with pytest.raises(ValueError, match="2 codebooks; this sampler decodes one"):
+    with pytest.raises(ValueError, match="2 codebooks"):
         SpeculativeMaskedSampler()(TabularMaskedModel(TokenGrid(1, 2, codebooks=2), 2), None, law=PLAIN)
-    with pytest.raises(ValueError, match="hides no tokens"):
+    with pytest.raises(ValueError, match="MagnetModel"):
         SpeculativeMaskedSampler()(torch.nn.Linear(1, 1), None, law=PLAIN)

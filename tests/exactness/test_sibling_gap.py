@@ -81,5 +81,5 @@ def test_the_same_seed_draws_the_same_siblings():
 )
 def test_refuses_what_cannot_be_compared(change):
     law = torch.zeros(3, 4).log_softmax(-1)
-    with pytest.raises(ValueError, match=r"pass pairs of laws, \[N, V\] each, a count of at least 1"):
+    with pytest.raises(ValueError, match=r"pairs.*\[N, V\].*1"):
         sibling_gaps(**{"target": law, "draft": law, "count": 2, **change})

@@ -259,5 +259,5 @@ def test_optimal_acceptance_at_a_real_vocabulary_is_monotone_in_the_number_of_si
 def test_optimal_acceptance_refuses_what_is_no_pair_of_laws():
     law = torch.zeros(4).log_softmax(0)
     for wrong in [(law[None], law[None], 2), (law, law[:3], 2), (law, law, 0)]:
-        with pytest.raises(ValueError, match=r"pass two laws \[V\] and a count of at least 1"):
+        with pytest.raises(ValueError, match=r"laws \[V\].*1"):
             optimal_acceptance(*wrong)

@@ -26,7 +26,7 @@ def test_links_are_refused_at_any_depth(tmp_path):
     assert inside(tmp_path / "set", "real/x.png", "m").read_bytes() == b"x"
     assert inside(tmp_path / "set", "new/x.png", "m") == tmp_path / "set" / "new" / "x.png"  # to be written
     for name in ("away/x.png", "x.png", "gone.png", "away"):
-        with pytest.raises(ValueError, match="is a link to"):
+        with pytest.raises(ValueError, match="link to"):
             inside(tmp_path / "set", name, "m")
 
 
@@ -35,7 +35,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path):
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "large").write_bytes(b"12345")
     started = time.monotonic()
-    for name, said in (("pipe", "no regular file"), ("zero", "no regular file"), ("large", "at most 4")):
+    for name, said in (("pipe", "regular file"), ("zero", "regular file"), ("large", "at most 4")):
         with pytest.raises(ValueError, match=said):
             open_regular(tmp_path / name, most=4)
     for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "none", FileNotFoundError)):

@@ -124,12 +124,12 @@ def test_files_that_are_no_pictures_are_refused_in_time(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     started = time.monotonic()
     for path, said in (
-        (tmp_path / "cut.png", "no whole picture"),
-        (tmp_path / "text.png", "is no picture"),
-        (tmp_path / "other.tiff", "is no picture"),
+        (tmp_path / "cut.png", r"cut\.png.*whole"),
+        (tmp_path / "text.png", "picture.*PNG"),
+        (tmp_path / "other.tiff", "picture.*PNG"),
         (tmp_path / "deep.png", "kind I;16"),
-        (tmp_path / "pipe.png", "no regular file"),
-        (Path("/dev/zero"), "no regular file"),
+        (tmp_path / "pipe.png", "regular file"),
+        (Path("/dev/zero"), "regular file"),
         (bomb(tmp_path / "bomb.png"), "60000"),
         (bomb(tmp_path / "smaller.png", 12_000, 12_000), "12000 x 12000"),
     ):

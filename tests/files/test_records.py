@@ -66,13 +66,13 @@ def test_kinds_take_what_they_say(kind, right):
 def test_entries_are_named_with_their_line(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n{"a": "x"}\n')
-    with pytest.raises(ValueError, match="lines.jsonl, line 2 says a='x'; it should be a whole number"):
+    with pytest.raises(ValueError, match=r"lines\.jsonl.*2.*a='x'"):
         read_objects(path, {"a": COUNT})
-    with pytest.raises(ValueError, match="line 1 has no b"):
+    with pytest.raises(ValueError, match="line 1.*no b"):
         read_objects(path, {"b": COUNT})
     assert read_objects(path, {}, {"b": COUNT}) == [{"a": 1}, {"a": "x"}]
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1 holds a list"):
+    with pytest.raises(ValueError, match="1.*list"):
         read_objects(path)
 
 

@@ -109,19 +109,19 @@ def test_operators_pass_the_checks_of_pytorch():
         (
             {"keys": torch.zeros(3, dtype=torch.long)},
             ValueError,
-            r"keys have shape \(3,\) and slots \(2, 3\)",
+            r"keys.*\(3,\).*\(2, 3\)",
         ),
-        ({"logits": torch.zeros(2, 3, 37)}, ValueError, r"logits have shape \(2, 3, 37\) for guided slots"),
+        ({"logits": torch.zeros(2, 3, 37)}, ValueError, r"\(2, 3, 37\)"),
         (
             {"logits": torch.zeros(4, 3, 37).double()},
             TypeError,
-            "logits are torch.float64; the kernels compute",
+            r"torch\.float64",
         ),
-        ({"round": torch.zeros(2, dtype=torch.long)}, ValueError, r"round has shape \(2,\); pass an int"),
+        ({"round": torch.zeros(2, dtype=torch.long)}, ValueError, r"round.*\(2,\)"),
         (
             {"law": LawNumbers(True, 2.0, 1.0, 0, 1.0, 5, 40)},
             ValueError,
-            r"allowed ids \(5, 40\) are no range",
+            r"ids \(5, 40\)",
         ),
     ],
 )

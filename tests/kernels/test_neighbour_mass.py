@@ -98,13 +98,13 @@ def test_operator_in_a_compiled_function():
 
 def test_refusals():
     target, draft_law, drafts = laws()
-    with pytest.raises(ValueError, match=r"target has shape \(2, 4, 37\), draft_law \(2, 3, 37\)"):
+    with pytest.raises(ValueError, match=r"\(2, 4, 37\), draft_law \(2, 3, 37\)"):
         grouped_mass(target, draft_law[:, :3], drafts, size=3, gap=1)
-    with pytest.raises(ValueError, match="size=0; pass at least 1"):
+    with pytest.raises(ValueError, match="size=0.*1"):
         grouped_mass(target, draft_law, drafts, size=0, gap=1)
-    with pytest.raises(ValueError, match=r"distance=0.5 compares codes, but codebook has none"):
+    with pytest.raises(ValueError, match=r"distance=0\.5"):
         grouped_mass(target, draft_law, drafts, size=3, gap=1, distance=0.5)
-    with pytest.raises(ValueError, match=r"clusters have shape \(36,\)"):
+    with pytest.raises(ValueError, match=r"clusters.*\(36,\)"):
         clustered_mass(target, draft_law, drafts, clusters=torch.arange(36))
-    with pytest.raises(ValueError, match=r"neighbours have shape \(36, 4\)"):
+    with pytest.raises(ValueError, match=r"neighbours.*\(36, 4\)"):
         lantern_mass(target, draft_law, drafts, neighbours=torch.zeros(36, 4).int())

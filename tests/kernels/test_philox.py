@@ -201,12 +201,12 @@ print("cases", cases)
     [
         (
             {"keys": torch.zeros(3, dtype=torch.int64)},
-            r"keys have shape \(3,\) and slots \(2, 4\); pass keys",
+            r"keys.*\(3,\).*\(2, 4\)",
         ),
-        ({"slots": torch.zeros(2, dtype=torch.int64)}, r"slots \(2,\); pass keys \[B\] and slots \[B, W\]"),
-        ({"round": torch.zeros(4, dtype=torch.int64)}, r"round has shape \(4,\) beside slots \(2, 4\); pass"),
-        ({"count": 0}, "count=0; pass at least 1"),
-        ({"dtype": torch.float16}, r"dtype=torch.float16; uniform numbers come in torch.float32"),
+        ({"slots": torch.zeros(2, dtype=torch.int64)}, r"\(2,\).*\[B\].*\[B, W\]"),
+        ({"round": torch.zeros(4, dtype=torch.int64)}, r"round.*\(4,\).*\(2, 4\)"),
+        ({"count": 0}, "count=0.*1"),
+        ({"dtype": torch.float16}, r"dtype=torch\.float16.*torch\.float32"),
     ],
 )
 def test_refusals(change, message):

@@ -38,17 +38,17 @@ CONDITION = torch.tensor([2, 0, 1, 2])
         (
             {"drafts": torch.zeros(2, 3, dtype=torch.long)},
             ValueError,
-            r"drafts have shape \(2, 3\) and draft_laws",
+            r"\(2, 3\).*draft_laws",
         ),
         (
             {"stored": torch.zeros(2, 3, 36)},
             ValueError,
-            r"stored_laws have shape \(2, 3, 36\); pass \[2, columns, 37\]",
+            r"stored_laws.*\(2, 3, 36\).*\[2, columns, 37\]",
         ),
         (
             {"stored": torch.zeros(2, 3, 37).double()},
             TypeError,
-            "stored_laws are torch.float64; pass float32",
+            r"stored_laws.*torch\.float64.*float32",
         ),
     ],
 )
@@ -61,7 +61,7 @@ def test_refusals(change, error, message):
 
 
 def test_a_window_on_the_cpu_is_sent_elsewhere():
-    with pytest.raises(ValueError, match="logits are on cpu, and this kernel needs a GPU and Triton"):
+    with pytest.raises(ValueError, match="GPU.*Triton"):
         case(LAWS["both"]).ask(verify)
 
 
@@ -160,5 +160,5 @@ def test_logits_without_a_law_are_reported_in_the_end(on_a_gpu):
         SpeculativeJacobiSampler(4),
         SpeculativeJacobiSampler(4, "maximal", "exact"),
     ):
-        with pytest.raises(FloatingPointError, match="sample 0, slot 21 hold nan"):
+        with pytest.raises(FloatingPointError, match="sample 0.*21.*nan"):
             sampler(model, CONDITION, law=TokenLaw(top_k=4), batch_size=4)

@@ -162,7 +162,7 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
             pipe.load_lora_weights(wrong)
     with pytest.raises(FileNotFoundError, match="missing"):
         pipe.load_lora_weights(tmp_path / "missing.safetensors")
-    with pytest.raises(ValueError, match="no .safetensors file"):
+    with pytest.raises(ValueError, match=r"\.safetensors.*weight_name"):
         pipe.load_lora_weights(tmp_path)
     with pytest.raises(ValueError, match="MusicgenForCausalLM"):
         tiny_audio_pipeline().load_lora_weights(lora)

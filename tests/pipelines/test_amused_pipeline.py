@@ -135,9 +135,9 @@ def test_prompts_are_those_of_clip(folder):
     alone = AmusedImagePipeline(**{**pipe.components, "text_encoder": None, "tokenizer": None})
     again = alone(**dict(zip(taken, features, strict=True)), generator=seeded(1, 2))
     assert torch.equal(again.tokens, drawn)
-    with pytest.raises(ValueError, match="without its text_encoder and tokenizer"):
+    with pytest.raises(ValueError, match="text_encoder"):
         alone(PROMPTS)
-    with pytest.raises(ValueError, match="given beside prompt_embeds"):
+    with pytest.raises(ValueError, match="beside prompt_embeds"):
         pipe(PROMPTS, prompt_embeds=features[0])
     other = pipe.make_condition(PROMPTS[0])
     assert not torch.allclose(told.null_pooled, other.null_pooled)
@@ -174,10 +174,10 @@ def test_half_precision_decodes_pictures_in_single(folder):
 def test_what_it_cannot_draw_is_refused(folder):
     pipe = load(folder)
     for settings, kind, message in (
-        (dict(prompt=[]), TypeError, r"prompt=\[\]; pass a text"),
-        (dict(prompt="a", negative_prompt=["b"]), TypeError, r"negative_prompt=\['b'\]; pass one text"),
-        (dict(prompt="a", height=8), ValueError, "this model draws 16 x 16 pixels"),
-        (dict(prompt="a", mask=np.zeros((16, 16))), ValueError, "mask given without image"),
+        (dict(prompt=[]), TypeError, r"prompt=\[\].*text"),
+        (dict(prompt="a", negative_prompt=["b"]), TypeError, r"negative_prompt=\['b'\]"),
+        (dict(prompt="a", height=8), ValueError, "height=8.*16 x 16"),
+        (dict(prompt="a", mask=np.zeros((16, 16))), ValueError, "mask.*without image"),
         (dict(prompt="a", generator=seeded(0, 1)), ValueError, "2 generators"),
     ):
         with pytest.raises(kind, match=message):

@@ -234,9 +234,7 @@ def test_clips_are_brought_to_the_codecs_rate_and_channels(monkeypatch):
     with pytest.warns(UserWarning, match="the clip is resampled from 800 Hz to 400 Hz"):
         assert prepare_clip(clip_of(6), 800, rate=RATE, channels=1).shape == (1, 1, 3 * HOP)
     monkeypatch.setitem(sys.modules, "torchaudio.functional", None)
-    with pytest.raises(
-        ImportError, match=r"800 Hz needs torchaudio to become 400 Hz: install visual-spec\[audio\]"
-    ):
+    with pytest.raises(ImportError, match=r"800 Hz.*400 Hz.*\[audio\]"):
         prepare_clip(clip_of(6), 800, rate=RATE, channels=1)
 
 
@@ -269,7 +267,7 @@ def test_wav_files_need_nothing_but_python(pipe, tmp_path, monkeypatch):
             ImportError, match=rf"writing {kind} needs soundfile: install visual-spec\[audio\]"
         ):
             output.save(tmp_path / f"tune.{kind}")
-    with pytest.raises(ValueError, match="the clips are codes; play them"):
+    with pytest.raises(ValueError, match="output_type"):
         pipe(PROMPT, output_type="latent").save(tmp_path / "codes.wav")
 
 
@@ -287,10 +285,10 @@ def test_files_are_read_back(tmp_path, kind, channels):
 @pytest.mark.parametrize(
     ("audio", "kind", "message"),
     [
-        (np.zeros(4), "mp3", "cannot write 'mp3'; pass one of wav, flac, ogg"),
-        (np.zeros((3, 4)), "wav", r"shape \(3, 4\) given; pass one clip"),
+        (np.zeros(4), "mp3", "'mp3'.*flac"),
+        (np.zeros((3, 4)), "wav", r"\(3, 4\).*clip"),
         (np.zeros((1, 0)), "wav", r"shape \(1, 0\)"),
-        (np.array([0.0, np.nan]), "wav", "nan or infinity"),
+        (np.array([0.0, np.nan]), "wav", "nan.*infinity"),
     ],
 )
 def test_what_is_no_clip_is_not_written(audio, kind, message):

@@ -224,7 +224,7 @@ def test_a_text_encoder_of_transformers_beside_its_tokenizer(tmp_path):
     assert isinstance(loaded.text_encoder, T5EncoderModel)
     assert loaded(["a red circle", "blue"], generator=seeded(1, 2)).codes.equal(output.codes)
     pipe.tokenizer = None
-    with pytest.raises(ValueError, match="no tokenizer; pass prompt_embeds, or set pipe.tokenizer"):
+    with pytest.raises(ValueError, match=r"prompt_embeds.*pipe\.tokenizer"):
         pipe("a red circle")
 
 
@@ -234,31 +234,30 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], Any, str]] = {
     "no length": (
         dict(audio_length_in_s=0),
         ValueError,
-        "audio_length_in_s=0; pass at least one frame of 0.01 s, and at most 0.2 s",
+        r"audio_length_in_s=0.*0\.01.*0\.2",
     ),
     "a negative length": (dict(audio_length_in_s=-1.0), ValueError, "audio_length_in_s=-1.0"),
     "an endless length": (dict(audio_length_in_s=math.inf), ValueError, "audio_length_in_s=inf"),
     "beyond the limit": (
         dict(audio_length_in_s=60),
         ValueError,
-        r"audio_length_in_s=60, but this model was trained on clips of 0.2 s; pass at most that, or "
-        r"extend_stride_in_s \(such as 0.12\) to go on",
+        r"audio_length_in_s=60.*0\.2.*extend_stride_in_s.*0\.12",
     ),
     "no stride": (
         dict(extend_stride_in_s=0),
         ValueError,
-        "extend_stride_in_s=0; pass at least 0.01 and less than 0.2",
+        r"extend_stride_in_s=0.*0\.01.*0\.2",
     ),
     "a stride as long as the window": (dict(extend_stride_in_s=0.2), ValueError, "extend_stride_in_s=0.2"),
     "a clip that fills the length": (
         dict(audio=np.zeros((1, 84), np.float32), sampling_rate=RATE),
         ValueError,
-        "audio of 0.21 s leaves nothing to play of audio_length_in_s=0.2",
+        r"0\.21.*audio_length_in_s=0\.2",
     ),
     "a clip of nan": (
         dict(audio=np.full((1, 8), np.nan, np.float32), sampling_rate=RATE),
         ValueError,
-        "the audio holds nan or infinity; pass finite samples",
+        "audio.*nan",
     ),
     "a clip without its rate": (
         dict(audio=np.zeros(8, np.float32)),
@@ -268,7 +267,7 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a rate without its clip": (
         dict(sampling_rate=16000),
         ValueError,
-        "sampling_rate=16000 given without audio",
+        "sampling_rate=16000",
     ),
     "a rate of zero": (
         dict(audio=np.zeros(8, np.float32), sampling_rate=0),
@@ -278,7 +277,7 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], Any, str]] = {
     "integer samples": (
         dict(audio=np.zeros(8, np.int16), sampling_rate=RATE),
         ValueError,
-        "int16 given; pass float",
+        r"torch\.int16",
     ),
     "an empty clip": (
         dict(audio=np.zeros((1, 0)), sampling_rate=RATE),
@@ -288,10 +287,10 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], Any, str]] = {
     "clips of others": (
         dict(audio=np.zeros((3, 1, 8)), sampling_rate=RATE),
         ValueError,
-        "audio holds 3 clips for 1 prompts",
+        "3 clips.*1",
     ),
-    "output type": (dict(output_type="mp3"), ValueError, "output_type='mp3'; pass one of np, pt, latent"),
-    "stretch": (dict(stretch_in_s=0.0), ValueError, "stretch_in_s=0.0; pass the seconds"),
+    "output type": (dict(output_type="mp3"), ValueError, "output_type='mp3'"),
+    "stretch": (dict(stretch_in_s=0.0), ValueError, r"stretch_in_s=0\.0"),
 }
 
 
@@ -313,31 +312,29 @@ def test_bad_input_is_refused(pipe, monkeypatch, name):
 
 def test_parts_that_do_not_fit_are_refused():
     plain = ColumnAutoregressiveSampler()
-    with pytest.raises(
-        ValueError, match="predicts 3 codebooks of 16 codes, but the codec has 2 of 16; load both"
-    ):
+    with pytest.raises(ValueError, match="3 codebooks.*16.*2.*16"):
         AudioPipeline(tiny_decoder(), tiny_codec(target_bandwidths=[0.8]), tiny_words(), plain)
-    with pytest.raises(ValueError, match="but the codec has 3 of 8"):
+    with pytest.raises(ValueError, match="codec.*3.*8"):
         AudioPipeline(
             tiny_decoder(), tiny_codec(codebook_size=8, target_bandwidths=[0.9]), tiny_words(), plain
         )
-    with pytest.raises(ValueError, match="without its codec"):
+    with pytest.raises(ValueError, match=r"pipe\.codec"):
         AudioPipeline(tiny_decoder(), None, tiny_words(), plain)(PROMPT)
     with pytest.raises(ValueError, match="chunk_length_s=1.0"):
         AudioPipeline(tiny_decoder(), tiny_codec(chunk_length_s=1.0, overlap=0.01), tiny_words(), plain)
-    with pytest.raises(ValueError, match="layout='spiral'; pass one of parallel, delay, flat"):
+    with pytest.raises(ValueError, match="layout='spiral'.*parallel"):
         tiny_audio_pipeline(pattern="spiral")
-    with pytest.raises(ValueError, match="layout='grouped' with no settings; .*needed: group_size"):
+    with pytest.raises(ValueError, match="layout='grouped'.*group_size"):
         tiny_audio_pipeline(pattern="grouped")
-    with pytest.raises(ValueError, match=r"layout='parallel' with \['levels'\]; pass none"):
+    with pytest.raises(ValueError, match=r"layout='parallel'.*\['levels'\]"):
         tiny_audio_pipeline(pattern="parallel", pattern_settings={"levels": [0, 1]})
-    with pytest.raises(ValueError, match="layout='stack_delay' with no settings; .*needed: frame_order"):
+    with pytest.raises(ValueError, match="layout='stack_delay'.*frame_order"):
         tiny_audio_pipeline(pattern="stack_delay")
     with pytest.raises(ValueError, match="padding='left'"):
         tiny_audio_pipeline(padding="left")
-    with pytest.raises(ValueError, match="max_audio_length_in_s=0.001; pass the length"):
+    with pytest.raises(ValueError, match=r"max_audio_length_in_s=0\.001"):
         tiny_audio_pipeline(max_audio_length_in_s=0.001)
-    with pytest.raises(TypeError, match="EncodecModel given; pass a MusicgenFor"):
+    with pytest.raises(TypeError, match="EncodecModel.*MusicgenForConditionalGeneration"):
         AudioPipeline(tiny_codec(), tiny_codec(), tiny_words(), plain)  # pyright: ignore[reportArgumentType]
 
 
@@ -354,9 +351,7 @@ def test_the_tiny_model_is_as_it_says():
 
 @pytest.mark.parametrize("length", [0.0, 0.001, 3601.0, 1e12, float("nan")])
 def test_a_length_that_no_model_is_trained_on_is_refused(length):
-    with pytest.raises(
-        ValueError, match=r"pass the length that the model was trained on, at least one .* at most 3600 s"
-    ):
+    with pytest.raises(ValueError, match="3600"):
         AudioPipeline.from_musicgen(
             tiny_musicgen(2, dtype=torch.float32), tiny_tokenizer(), max_audio_length_in_s=length
         )

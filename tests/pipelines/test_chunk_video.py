@@ -94,8 +94,8 @@ def test_what_it_returns(pipe, tmp_path):
     [
         ({"num_frames": 7}, "pass 6 or 8"),
         ({"num_frames": 0}, "num_frames"),
-        ({"policy": "none"}, "unknown cache policy 'none'"),
-        ({"policy": "sliding:frames=3"}, "no setting frames"),
+        ({"policy": "none"}, "unknown.*'none'"),
+        ({"policy": "sliding:frames=3"}, "sliding.*frames"),
         ({"steps": 0}, "steps"),
         ({"steps": (500, 750)}, "fall"),
         ({"shift": 0.0}, "shift"),
@@ -109,7 +109,7 @@ def test_bad_input_is_refused_before_any_call(pipe, monkeypatch, given, says):
 
 
 def test_what_is_no_policy_or_no_sampler_is_refused(pipe):
-    with pytest.raises(TypeError, match="policy is a int"):
+    with pytest.raises(TypeError, match="int.*Full"):
         pipe(PROMPT, policy=3)
     before = pipe.sampler
     assert visual_spec.accelerate(pipe).sampler is before

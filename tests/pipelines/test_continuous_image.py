@@ -77,12 +77,12 @@ def test_pictures_are_encoded_as_they_are_decoded():
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    with pytest.raises(ValueError, match="draws tokens of 3 numbers, but the autoencoder decodes 2"):
+    with pytest.raises(ValueError, match="3 numbers.*2"):
         ContinuousImagePipeline(tiny_model("mar"), tiny_vae(2), make_sampler("continuous"))
-    with pytest.raises(ValueError, match="2 names for 3 classes"):
+    with pytest.raises(ValueError, match="2.*3 classes"):
         ContinuousImagePipeline(tiny_model("mar"), tiny_vae(), make_sampler("continuous"), id2label=NAMES[:2])
     pipe = tiny_pipeline()
-    with pytest.raises(ValueError, match="top_k=5 given, which is for tokens out of a vocabulary"):
+    with pytest.raises(ValueError, match="top_k=5"):
         pipe("red circle", top_k=5)
     pipe.sampler = make_sampler("speculative-continuous", rule="chain", final_noise=0.1)
     with pytest.raises(ValueError, match="drafter"):

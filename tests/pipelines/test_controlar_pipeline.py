@@ -162,24 +162,24 @@ def test_files_that_make_no_pipeline_are_refused(files, tmp_path, capsys, names,
 def test_controls_that_do_not_fit_are_refused(files):
     pipe, control = official(files), torch.rand(3, PIXELS, PIXELS)
     for message, settings in [
-        ("draws along a control picture; pass control", {}),
-        ("height=60, width=64, .* multiples of 16", {"control": control[:, 4:]}),
-        ("height=96, width=80.* 1 to 25", {"control": torch.rand(3, 96, 80)}),
-        ("control of 64 x 64 pixels .* height=32", {"control": control, "height": 32}),
+        ("pass control", {}),
+        ("height=60, width=64.*16", {"control": control[:, 4:]}),
+        ("height=96, width=80.*1.*25", {"control": torch.rand(3, 96, 80)}),
+        ("64 x 64.*height=32", {"control": control, "height": 32}),
         (r"several sizes, \[\(48, 64\), \(64, 64\)\]", {"control": [control, control[:, 16:]], "prompts": 2}),
-        ("2 control pictures for 1 prompts; pass 1 or 1", {"control": [control, control]}),
+        ("2 control.*1.*1.*1", {"control": [control, control]}),
         (
-            "control_strength=inf; pass a finite number",
+            "control_strength=inf",
             {"control": control, "control_strength": float("inf")},
         ),
     ]:
         with pytest.raises(ValueError, match=message):
             pipe(**texts(settings.pop("prompts", 1)), **settings)
-    with pytest.raises(TypeError, match="control is a str; pass a PIL picture"):
+    with pytest.raises(TypeError, match="control.*PIL"):
         pipe(**texts(1), control="edges.png")
     plain: Any = tiny_pipeline()
     for settings in ({"control": control}, {"control_strength": 0.5}):
-        with pytest.raises(ValueError, match="this model reads no control picture; leave them out"):
+        with pytest.raises(ValueError, match="control_strength given"):
             plain("a red circle", **settings)
     assert (WORDS, CHANNELS) == tuple(texts(1)["prompt_embeds"].shape[1:])
 

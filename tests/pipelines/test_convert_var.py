@@ -67,18 +67,18 @@ def test_files_that_make_no_pipeline_are_refused(files, tmp_path):
     out = tmp_path / "out"
     llamagen = write_tokenizer(tmp_path)
     for given, message in [
-        ([files["large"], files["large"], files["vae"]], "are both of one kind"),
-        ([files["vae"], files["vae"]], "are both of one kind"),
-        ([files["large"], files["small"]], "given without their tokenizer; pass vae_ch160v4096z32.pth too"),
-        ([files["large"], llamagen], "vq_tiny.pt is not of VAR"),
+        ([files["large"], files["large"], files["vae"]], "both.*VAR"),
+        ([files["vae"], files["vae"]], "both.*VAR"),
+        ([files["large"], files["small"]], r"vae_ch160v4096z32\.pth"),
+        ([files["large"], llamagen], r"vq_tiny\.pt.*VAR"),
     ]:
         with pytest.raises(ValueError, match=message):
             convert(given, out)
-    with pytest.raises(ValueError, match="text_encoder=t5 given for .*large.pth"):
+    with pytest.raises(ValueError, match=r"text_encoder=t5.*large\.pth"):
         convert([files["large"], files["vae"]], out, text_encoder="t5")
-    with pytest.raises(ValueError, match="image_size=256 given, but .*large.pth draws 8 pixels"):
+    with pytest.raises(ValueError, match=r"image_size=256.*large\.pth.*8"):
         convert([files["large"], files["vae"]], out, image_size=256)
-    with pytest.raises(ValueError, match="image_size=384; VAR draws 256 or 512 pixels"):
+    with pytest.raises(ValueError, match="image_size=384; VAR.*256.*512"):
         convert([files["vae"]], out, image_size=384)
     assert not out.exists()
 
@@ -87,11 +87,11 @@ def test_the_reader_of_llamagen_says_where_var_belongs(files):
     for name, message in [
         (
             "large",
-            "it looks like VAR; load it with ScaleImagePipeline.from_official, or alone with load_var_che",
+            r"VAR.*ScaleImagePipeline\.from_official.*load_var_checkpoint",
         ),
         (
             "vae",
-            "is VAR's multi-scale tokenizer; load it together with its transformer by ScaleImagePipeline.from_off",
+            r"VAR.*multi-scale.*ScaleImagePipeline\.from_official",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -51,11 +51,11 @@ def rewrite(folder: Path, change: Callable[[Tensor], Tensor]) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda weight: weight * torch.nan, "vae is damaged: .* are nan or infinite"),
-        (lambda weight: weight + torch.inf, "vae is damaged: .* are nan or infinite"),
-        (lambda weight: weight.to(torch.int8), "is of torch.int8"),
-        (lambda weight: weight.bool(), "is of torch.bool"),
-        (lambda weight: weight[1:], "of another shape"),
+        (lambda weight: weight * torch.nan, "vae.*nan"),
+        (lambda weight: weight + torch.inf, "vae.*nan"),
+        (lambda weight: weight.to(torch.int8), r"torch\.int8"),
+        (lambda weight: weight.bool(), r"torch\.bool"),
+        (lambda weight: weight[1:], "another shape"),
     ],
     ids=["nan", "inf", "int8", "bool", "shape"],
 )
@@ -74,7 +74,7 @@ def test_pictures_that_are_none_are_not_shown(tmp_path, value):
     pipe: Any = tiny_latent_pipeline()
     with torch.no_grad():
         pipe.vae.decoder.conv_out.bias[0] = value
-    with pytest.raises(ValueError, match="64 of 192 pixel values nan or infinite in float32"):
+    with pytest.raises(ValueError, match="64.*192.*nan.*float32"):
         pipe(1, generator=torch.Generator().manual_seed(0))
     assert pipe(1, generator=torch.Generator().manual_seed(0), output_type="latent").images.isfinite().all()
 
@@ -92,5 +92,5 @@ def test_layers_that_the_configuration_leaves_out_are_noticed(tmp_path):
     path = tmp_path / "pipe" / "transformer" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "num_layers": config["num_layers"] - 1}))
-    with pytest.raises(ValueError, match="transformer does not hold .* unexpected: layers"):
+    with pytest.raises(ValueError, match=r"transformer.*layers\.1"):
         load_pipeline(tmp_path / "pipe")

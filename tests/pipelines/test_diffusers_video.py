@@ -94,7 +94,7 @@ def test_a_transformer_alone_is_accelerated_and_the_policy_swapped():
 def test_a_drafter_is_an_accelerated_wan():
     model, small = visual_spec.accelerate(tiny_wan()), tiny_wan(1, num_layers=1)
     options = dict(num_frames=6, height=4, width=4, drafter=small, reward=lambda chunk, index: 1.0)
-    with pytest.raises(TypeError, match="WanTransformer3DModel that is not accelerated; pass a smaller Wan"):
+    with pytest.raises(TypeError, match="WanTransformer3DModel.*Wan"):
         model.generate_latents(prompts(1), **options)
     visual_spec.accelerate(small, "sliding:window=6")
     model.generate_latents(prompts(1), generator=seeded(), **options)
@@ -107,12 +107,12 @@ def test_a_drafter_is_an_accelerated_wan():
     [
         (
             dict(num_frames=13),
-            "num_frames=13 gives no whole chunks of 3 latent frames; pass 9, 21, 33 ..., 12 more",
+            "num_frames=13.*3.*9, 21, 33.*12",
         ),
         (dict(num_frames=10), "num_frames=10"),
-        (dict(height=36), "height=36 pixels; pass a multiple of 8"),
-        (dict(height=40), "height=5 latent pixels; pass a multiple of 2"),
-        (dict(prompt="a cat"), "Cannot forward both"),
+        (dict(height=36), "height=36.*8"),
+        (dict(height=40), "height=5.*2"),
+        (dict(prompt="a cat"), "prompt.*prompt_embeds"),
         (dict(prompt_embeds=None), "Provide either"),
     ],
 )
@@ -130,16 +130,16 @@ def test_clips_that_cannot_be_drawn_are_refused_before_any_call(changes, message
         (
             "deepest",
             ValueError,
-            "unknown cache policy 'deepest'; pass one of full, sliding, sink-window, deep-forcing",
+            "unknown.*'deepest'",
         ),
-        ("sliding:sink=3", ValueError, "the sliding policy has no setting sink; it takes window"),
-        ("full:window=3", ValueError, "the full policy has no setting window; it takes none"),
+        ("sliding:sink=3", ValueError, "sliding.*setting sink"),
+        ("full:window=3", ValueError, "full.*setting window"),
         (
             visual_spec.AutoregressiveSampler(),
             TypeError,
-            "policy is a AutoregressiveSampler; pass its text, or one of",
+            "AutoregressiveSampler",
         ),
-        (HeadBudgets((Full(),)), ValueError, "1 policies for 2 heads"),
+        (HeadBudgets((Full(),)), ValueError, "1 policies.*2"),
     ],
 )
 def test_policies_that_are_none_are_refused_and_change_nothing(policy, error, message):

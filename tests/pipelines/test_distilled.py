@@ -381,9 +381,7 @@ def test_it_is_saved_with_parts_of_another_pipeline_and_measured(tmp_path, monke
     assert settings.others == ("distilled:steps=2", "distilled:steps=2,teacher_from=0")
     for owner in ("shapes/../shapes", "shapes/", "/shapes", "shapes/transformer/more", ".."):
         (folder / "shared.json").write_text(json.dumps({"teacher": owner}))
-        with pytest.raises(
-            ValueError, match="shared.json says teacher=.* the name of a folder beside it, or that"
-        ):
+        with pytest.raises(ValueError, match=r"shared\.json.*teacher="):
             load_pipeline(folder)
 
 
@@ -405,45 +403,37 @@ def test_a_law_and_a_teacher_that_are_not_there_are_refused(make, asked):
         with pytest.raises(ValueError, match=f"{name}={value}.* the student draws alone"):
             pipe(asked, **{name: value})
     pipe.sampler = make_sampler("distilled", steps=2, teacher_from=1)
-    with pytest.raises(
-        ValueError, match="teacher_from=1, and this pipeline has no teacher; set pipe.teacher"
-    ):
+    with pytest.raises(ValueError, match=r"teacher_from=1.*pipe\.teacher"):
         pipe(asked)
 
 
 @pytest.mark.parametrize("family", ["LlamaGen"])
 def test_parts_of_others_are_refused(files, tmp_path):
     pipe, sampler = class_student_pipeline(), make_sampler("distilled")
-    with pytest.raises(ValueError, match="tokens of 4 numbers, but the tokenizer's codes have 3"):
+    with pytest.raises(ValueError, match="4 numbers.*3"):
         DistilledImagePipeline(pipe.transformer, tiny_vq_model(codebook_dim=3), sampler)
-    with pytest.raises(ValueError, match=r"the teacher draws TokenGrid\(height=3"):
+    with pytest.raises(ValueError, match="TokenGrid"):
         small = tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1, grid_size=3)
         DistilledImagePipeline(pipe.transformer, pipe.vq_model, sampler, teacher=small)
-    with pytest.raises(
-        ValueError, match="teacher is text-conditional, and this student, which draws classes, did not"
-    ):
+    with pytest.raises(ValueError, match="text-conditional"):
         DistilledImagePipeline.from_official(
             files["student"], files["tokenizer"], teacher=write_text_model(tmp_path)
         )
     scales: Any = scale_student_pipeline()
-    with pytest.raises(
-        ValueError, match=r"the tokenizer has scales \(1, 2, 3, 4\) of 9 codes with 2 numbers"
-    ):
+    with pytest.raises(ValueError, match=r"\(1, 2, 3, 4\).*9.*2"):
         DistilledScalePipeline(scales.transformer, tiny_var_vq(codebook_size=9), sampler)
-    with pytest.raises(ValueError, match=r"the teacher draws scales \(1, 2, 4\) of 12 codes with 2 numbers"):
+    with pytest.raises(ValueError, match=r"\(1, 2, 4\).*12.*2"):
         DistilledScalePipeline(
             scales.transformer, scales.vq_model, sampler, teacher=tiny_var(scales=(1, 2, 4))
         )
     words = text_student_pipeline(teacher=False)
     parts = words.vq_model, words.text_encoder, sampler
     classes = tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1)
-    with pytest.raises(
-        ValueError, match="the teacher is class-conditional, and this student, which draws captions"
-    ):
+    with pytest.raises(ValueError, match="class-conditional"):
         DistilledTextImagePipeline(words.transformer, *parts, teacher=classes)
-    with pytest.raises(ValueError, match="draws from class labels; use DistilledImagePipeline"):
+    with pytest.raises(ValueError, match="DistilledImagePipeline"):
         DistilledTextImagePipeline(tiny_student(torch.float32), *parts)
-    with pytest.raises(ValueError, match="draws from captions; use DistilledTextImagePipeline"):
+    with pytest.raises(ValueError, match="DistilledTextImagePipeline"):
         DistilledImagePipeline(words.transformer, words.vq_model, sampler)
-    with pytest.raises(ValueError, match="released students draw class labels; use DistilledImagePipeline"):
+    with pytest.raises(ValueError, match=r"DistilledImagePipeline\.from_official"):
         DistilledTextImagePipeline.from_official("llamagen-L.pt", "vq_ds16_c2i.pt")

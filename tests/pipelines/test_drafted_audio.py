@@ -101,10 +101,10 @@ def test_a_row_may_name_a_drafter_also_beside_a_masked_model(tmp_path):
 
 def test_a_missing_or_strange_drafter_is_refused():
     pipe = tiny_audio_pipeline(DraftedColumnSampler())
-    with pytest.raises(ValueError, match="needs a drafter, and .* set pipe.drafter, to a ColumnEagleDrafter"):
+    with pytest.raises(ValueError, match=r"pipe\.drafter.*ColumnEagleDrafter"):
         pipe(PROMPT)
     pipe.drafter = eagle(tiny_decoder(num_hidden_layers=3))
-    with pytest.raises(ValueError, match="num_layers=3, and got one of .*num_layers=2"):
+    with pytest.raises(ValueError, match="num_layers=3.*num_layers=2"):
         pipe(PROMPT)
 
 
@@ -122,7 +122,5 @@ def test_an_accelerated_musicgen_takes_a_drafter(channels):
         assert model.generate_audio(**inputs, generator=seeded(1, 2, 3)).equal(want)
     assert model.last_trace.tokens_per_call.mean() > 2  # it drafted for itself
     assert model.generate_audio(**inputs, drafter=eagle(model), generator=seeded(1, 2, 3)).equal(want)
-    with pytest.raises(
-        ValueError, match="DraftedColumnSampler needs a drafter; .*a ColumnEagleDrafter trained"
-    ):
+    with pytest.raises(ValueError, match="DraftedColumnSampler.*ColumnEagleDrafter"):
         visual_spec.accelerate(model, sampler)

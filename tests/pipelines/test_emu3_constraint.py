@@ -143,7 +143,7 @@ def test_a_function_that_changes_its_mind_about_the_drawn_picture_is_refused():
     def allowed(row: int, ids: Tensor) -> Any:
         return [EOL] if ids.tolist() == first else documented()(row, ids)
 
-    with pytest.raises(ValueError, match="at step 4 of row 0 it allows what it did not for other pictures"):
+    with pytest.raises(ValueError, match="step 4.*0"):
         MODEL.generate(**greedy(allowed))
 
 

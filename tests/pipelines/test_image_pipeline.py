@@ -111,12 +111,12 @@ def test_compiled_transformer_survives(pipe, tmp_path):
 
 
 def test_a_prompt_without_a_known_sign_is_refused(pipe):
-    with pytest.raises(ValueError, match="no words; give at least one"):
+    with pytest.raises(ValueError, match=r"' !\? '.*words"):
         pipe([PROMPT, " !? "])
 
 
 def test_another_size_is_refused_with_the_own_one(pipe):
-    with pytest.raises(ValueError, match=r"height=512, .* draws 8 x 8 pixels \(4 x 4 tokens\)"):
+    with pytest.raises(ValueError, match="height=512.*8 x 8 pixels.*4 x 4"):
         pipe(PROMPT, height=512)
 
 
@@ -126,11 +126,9 @@ def test_embeds_of_another_width_are_refused(pipe):
 
 
 def test_tokenizer_of_another_model_is_refused():
-    with pytest.raises(
-        ValueError, match="predicts 4 x 4 tokens out of 12, but the tokenizer decodes 4 x 4 out of 13"
-    ):
+    with pytest.raises(ValueError, match="4 x 4.*12.*4 x 4.*13"):
         ImagePipeline(tiny_transformer(), tiny_vq_model(codebook_size=13), None, AutoregressiveSampler())
-    with pytest.raises(ValueError, match="decodes 8 x 8 out of 12; load both from the same model"):
+    with pytest.raises(ValueError, match="8 x 8.*12"):
         ImagePipeline(tiny_transformer(), tiny_vq_model(image_size=16), None, AutoregressiveSampler())
 
 
@@ -151,11 +149,9 @@ def test_accelerate_and_restore(pipe):
 
 
 def test_accelerate_refuses_what_it_cannot_speed_up(pipe):
-    with pytest.raises(TypeError, match="cannot accelerate a Linear; pass a visual_spec pipeline"):
+    with pytest.raises(TypeError, match="Linear.*visual_spec"):
         visual_spec.accelerate(torch.nn.Linear(1, 1))
-    with pytest.raises(
-        ValueError, match="unknown sampler 'medusa'; pass one of autoregressive, speculative-jacobi"
-    ):
+    with pytest.raises(ValueError, match="'medusa'"):
         visual_spec.accelerate(pipe, "medusa")
     assert isinstance(pipe.sampler, AutoregressiveSampler)
 
@@ -171,8 +167,8 @@ class Unready(AutoregressiveSampler):
 @pytest.mark.parametrize(
     ("sampler", "error", "message"),
     [
-        ("tree", ValueError, "TreeSampler needs a drafter, and this pipeline has none"),
-        ("scale-wise", TypeError, "ScaleWiseSampler, which does not fit"),
+        ("tree", ValueError, "TreeSampler"),
+        ("scale-wise", TypeError, "ScaleWiseSampler"),
         (Unready(), RuntimeError, "not yet"),
     ],
 )

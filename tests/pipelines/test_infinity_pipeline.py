@@ -148,10 +148,7 @@ def test_the_name_of_a_file_tells_the_size_of_its_pictures(name: str, size: int 
 
 def test_the_size_is_that_of_the_name_or_asked_for(tmp_path: Path, files: tuple[Path, Path]):
     model, tokenizer = files
-    message = (
-        r"model.pth does not tell the size of the pictures .* pass size \(image_size to convert, --image-size on the "
-        r"command line\), one of \[256, 512, 768, 1024\], or give it its official name"
-    )
+    message = r"model\.pth.*image_size.*--image-size.*\[256, 512, 768, 1024\]"
     for given in ([model, tokenizer], [model]):
         with pytest.raises(ValueError, match=message):
             convert(given, tmp_path / "out")
@@ -194,25 +191,25 @@ def test_official_files_become_a_folder(tmp_path: Path, files: tuple[Path, Path]
     copy.write_bytes(model.read_bytes())
     torch.save(tiny_scale_pipeline().vq_model.state_dict(), tmp_path / "var.pth")
     for given, message in [
-        ([model, copy], "model.pth and .*copy.pth are both of one kind"),
-        ([model, tmp_path / "var.pth"], "model.pth is not of VAR, and other files are"),
+        ([model, copy], r"model\.pth.*copy\.pth"),
+        ([model, tmp_path / "var.pth"], r"model\.pth.*VAR"),
     ]:
         with pytest.raises(ValueError, match=message):
             convert(given, tmp_path / "three")
-    with pytest.raises(ValueError, match="text_encoder=t5 given for .*model.pth, Infinity"):
+    with pytest.raises(ValueError, match=r"text_encoder=t5.*model\.pth, Infinity"):
         convert([model], tmp_path / "three", text_encoder="t5")
-    with pytest.raises(ValueError, match="size=300 given; Infinity draws"):
+    with pytest.raises(ValueError, match="size=300.*Infinity"):
         convert([model], tmp_path / "three", image_size=300)
     assert not (tmp_path / "three").exists()
 
 
 def test_what_cannot_be_drawn_is_refused():
     pipe = tiny_pipeline()
-    with pytest.raises(ValueError, match="3 values of guidance_scale given for 4 scales"):
+    with pytest.raises(ValueError, match="3.*guidance_scale.*4"):
         pipe("a", guidance_scale=[1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match=r"features \(1, 2, 6\) .* allowed are \[1, words, 8\]"):
+    with pytest.raises(ValueError, match=r"\(1, 2, 6\).*\[1, words, 8\]"):
         pipe(prompt_embeds=torch.zeros(1, 2, 6))
-    with pytest.raises(ValueError, match="a budget for scales"):
+    with pytest.raises(ValueError, match=r"budget.*\(1, 2\)"):
         tiny_pipeline(budget=ScaleBudget.full((1, 2), 2))
-    with pytest.raises(ValueError, match=r"the transformer predicts scales .* of 3 bits, but .* of 4 bits"):
+    with pytest.raises(ValueError, match="3 bits.*4"):
         InfinityPipeline(tiny_infinity(), tiny_bits(bits=4), None, ScaleWiseSampler())

@@ -92,11 +92,11 @@ def test_labels_go_by_their_names_in_diffusers(name):
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     assert pipe(class_labels=[3], num_images_per_prompt=2, generator=generators).tokens.equal(want)
     for given, message in [
-        (dict(labels=3, class_labels=3), "both of labels and class_labels given"),
-        ({}, "neither of labels and class_labels given"),
+        (dict(labels=3, class_labels=3), "class_labels"),
+        ({}, "class_labels"),
         (
             dict(labels=3, num_images_per_label=1, num_images_per_prompt=1),
-            "both of num_images_per_label and num_images_per_prompt given",
+            "num_images_per_label.*num_images_per_prompt",
         ),
     ]:
         with pytest.raises(TypeError, match=message):
@@ -105,7 +105,7 @@ def test_labels_go_by_their_names_in_diffusers(name):
 
 def test_a_class_that_does_not_load_a_pipeline_names_the_one_that_does(tmp_path):
     with pytest.raises(
-        ValueError, match="shapes_var holds a ScaleImagePipeline; load it with visual_spec.Scale"
+        ValueError, match=r"shapes_var.*ScaleImagePipeline.*visual_spec\.ScaleImagePipeline\.from_pretrained"
     ):
         ImagePipeline.from_pretrained("shapes_var")
     KINDS["captions"].make().save_pretrained(tmp_path)
@@ -230,11 +230,11 @@ def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, mon
         ({any_kind.each: 0}, ValueError, f"{any_kind.each}=0"),
         ({"output_type": "jpeg"}, ValueError, "output_type='jpeg'"),
         ({"generator": seeded(1, 2)}, ValueError, "2 generators for 1 "),
-        ({"generator": 7}, TypeError, "generator is a int"),
+        ({"generator": 7}, TypeError, "generator is.*int"),
         (
             {"generator": [*seeded(1), 7], any_kind.each: 2},
             TypeError,
-            "list also holds int; every entry must be a torch.Generator",
+            r"list.*int.*torch\.Generator",
         ),
         ({"callback_on_step_end": 3}, TypeError, "callback_on_step_end=3"),
         ({"callback_on_step_end_tensor_inputs": ["noise"]}, ValueError, "'noise'"),

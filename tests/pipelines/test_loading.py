@@ -94,9 +94,7 @@ def test_embedded_models_load_by_name(folder, monkeypatch):
     assert facts["image_size"] == 8 and facts["components"]["sampler"] == "SpeculativeJacobiSampler"
     for name, count in facts["parameters"].items():
         assert count == sum(parameter.numel() for parameter in getattr(tiny_pipeline(), name).parameters())
-    with pytest.raises(
-        ValueError, match="unknown model 'shape'; embedded models are tiny. Pass one of them, a folder"
-    ):
+    with pytest.raises(ValueError, match="unknown.*'shape'"):
         ImagePipeline.from_pretrained("shape")
 
 
@@ -238,9 +236,7 @@ def test_a_sampler_of_a_user_has_to_fit_if_it_declares_its_calls(pipe, monkeypat
     if fits:
         pipe.check_sampler()
         return
-    with pytest.raises(
-        TypeError, match="OwnSampler, which does not fit a next-token model; those that fit: Au"
-    ):
+    with pytest.raises(TypeError, match="OwnSampler.*AutoregressiveSampler"):
         pipe.check_sampler()
 
 
@@ -255,7 +251,7 @@ def test_a_sampler_of_a_user_calls_as_its_parent(pipe):
         pass
 
     pipe.sampler = Scales()
-    with pytest.raises(TypeError, match="Scales, which does not fit a next-token model"):
+    with pytest.raises(TypeError, match="Scales"):
         pipe.check_sampler()
 
 
@@ -265,7 +261,7 @@ def test_the_samplers_that_fit_are_those_of_the_registry(pipe):
             continue
         pipe.sampler = sampler_class(entry)()
         if entry.calls == ANY_ORDER:  # a LlamaGen may be one; this one was trained in raster order
-            with pytest.raises(ValueError, match="trained for order 'raster'"):
+            with pytest.raises(ValueError, match="'raster'"):
                 pipe.check_sampler()
             continue
         if entry.calls in pipe.calls:
@@ -280,11 +276,9 @@ def test_trap_6_components_that_would_not_be_saved_are_refused(pipe):
     """diffusers drops a plain nn.Module at saving without a word."""
     linear: Any = torch.nn.Linear(2, 2)
     function: Any = lambda: None  # noqa: E731
-    with pytest.raises(
-        TypeError, match="transformer is a Linear, which cannot be saved with the pipeline; pass a"
-    ):
+    with pytest.raises(TypeError, match="Linear"):
         ImagePipeline(linear, tiny_vq_model(), None, AutoregressiveSampler())
-    with pytest.raises(TypeError, match="sampler is a function"):
+    with pytest.raises(TypeError, match="sampler.*function"):
         ImagePipeline(tiny_transformer(), tiny_vq_model(), None, function)
 
 
@@ -329,7 +323,7 @@ def test_a_hub_id_that_is_not_there_tells_of_the_embedded_models(monkeypatch):
         raise FileNotFoundError("no such repository")
 
     monkeypatch.setattr("visual_spec.pipelines.base.snapshot_download", fetch)
-    with pytest.raises(OSError, match="'nosuch/model' could not be fetched .*no such repository.*shapes_var"):
+    with pytest.raises(OSError, match="'nosuch/model'.*shapes_var"):
         ImagePipeline.from_pretrained("nosuch/model")
 
 

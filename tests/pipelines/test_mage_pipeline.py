@@ -126,11 +126,11 @@ def test_the_tokenizer_in_its_official_layout(tmp_path):
     inside = {f"vqgan.{key}": value for key, value in weights.items()}
     again = load_mage_tokenizer(inside, image_size=8, norm_groups=GROUPS)
     assert torch.equal(again.encode_tokens(2 * pictures - 1), tokens)
-    with pytest.raises(ValueError, match=r"tokens of shape \(1, 3\) given; this tokenizer decodes \[B, 16\]"):
+    with pytest.raises(ValueError, match=r"\(1, 3\).*\[B, 16\]"):
         model.decode_tokens(tokens[:1, :3])
     with pytest.raises(ValueError, match="unexpected: decoder.up.9.x"):
         load_mage_tokenizer(weights | {"decoder.up.9.x": torch.zeros(1)}, norm_groups=GROUPS)
-    with pytest.raises(ValueError, match="holds no tokenizer of MAGE"):
+    with pytest.raises(ValueError, match="MAGE"):
         load_mage_tokenizer({"a": torch.zeros(1)})
 
 
@@ -199,7 +199,7 @@ def test_files_of_masked_models_are_converted(tmp_path, monkeypatch):
     assert convert(files[:1], tmp_path / "alone")["class"] == "MaskedImageTransformer"
     with pytest.raises(ValueError, match="text_encoder=t5 given"):
         convert(files, tmp_path / "x", text_encoder="t5")
-    with pytest.raises(ValueError, match="mage-vitb-1600.pth is not of MaskGIT"):
+    with pytest.raises(ValueError, match=r"mage-vitb-1600\.pth.*MaskGIT"):
         convert([files[0], official_file(tmp_path)], tmp_path / "x")
     real = MageImagePipeline.from_official
     monkeypatch.setattr(
@@ -213,8 +213,8 @@ def test_files_of_masked_models_are_converted(tmp_path, monkeypatch):
     torch.save({"state_dict": tokenizer_weights()}, alone)
     monkeypatch.setattr(mage_vq, "load_mage_tokenizer", partial(load_mage_tokenizer, norm_groups=GROUPS))
     assert convert([alone], tmp_path / "vq", image_size=8)["class"] == "MageVQModel"
-    with pytest.raises(ValueError, match="image_size=256 given, but .* draws 8 pixels"):
+    with pytest.raises(ValueError, match="image_size=256.*8"):
         convert([official_file(tmp_path)], tmp_path / "y", image_size=256)
-    with pytest.raises(ValueError, match="vq_ds16_c2i.pt is not of MAGE"):
+    with pytest.raises(ValueError, match=r"vq_ds16_c2i\.pt.*MAGE"):
         convert([official_file(tmp_path), files[1]], tmp_path / "y")
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()

@@ -112,9 +112,7 @@ def test_windows_are_of_whole_spans(length, stride, given, windows):
 
 
 def test_clips_shorter_than_a_span_are_refused(pipe):
-    with pytest.raises(
-        ValueError, match="audio_length_in_s=0.02; pass at least one span of 3 frames, of 0.03 s"
-    ):
+    with pytest.raises(ValueError, match=r"audio_length_in_s=0\.02.*3.*0\.03"):
         pipe(PROMPT, audio_length_in_s=0.02)
 
 
@@ -151,5 +149,5 @@ def test_official_files(tmp_path):
     assert output.codes.equal(codes)
     waves = decode_codes(load_audiocraft_codec(tmp_path), codes)
     assert np.abs(output.audios - waves.numpy()).max() < 1e-5
-    with pytest.raises(ValueError, match="keep the official files"):
+    with pytest.raises(ValueError, match=r"AudioPipeline\.from_magnet"):
         pipe.save_pretrained(tmp_path / "saved")

@@ -136,23 +136,23 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
     monkeypatch.setattr(pipe.vq_model, "encode_tokens", None)
     small = image.resize((4, 4))
     refused: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-        (dict(mask=mask), ValueError, "mask given without image"),
-        (dict(strength=0.5), ValueError, "strength given without image"),
-        (dict(image=image), ValueError, "image given without mask and strength"),
-        (dict(image=image, strength=0.0), ValueError, "strength=0.0; pass the share"),
-        (dict(image=image, strength="1"), ValueError, "strength='1'; pass the share"),
+        (dict(mask=mask), ValueError, "mask.*without image"),
+        (dict(strength=0.5), ValueError, "strength.*without image"),
+        (dict(image=image), ValueError, "image.*without mask"),
+        (dict(image=image, strength=0.0), ValueError, r"strength=0\.0"),
+        (dict(image=image, strength="1"), ValueError, "strength='1'"),
         (dict(image=image, mask=mask, callback_on_step_end=3), TypeError, "callback_on_step_end=3"),
-        (dict(image=small, mask=mask), ValueError, "image of 4 x 4 pixels, but this model draws 8 x 8"),
-        (dict(image=image, mask=mask.resize((4, 4))), ValueError, "mask of 4 x 4 pixels"),
-        (dict(image=[image] * 3, mask=mask), ValueError, "3 pictures as image for 1 prompts or classes"),
-        (dict(image="circle.png", mask=mask), TypeError, "image is a str; pass a PIL picture"),
-        (dict(image=np.zeros((8, 8)), mask=mask), ValueError, r"image has the shape \(8, 8\)"),
-        (dict(image=2.0 * np.array(image), mask=mask), ValueError, "image has values from .* to"),
-        (dict(image=image, mask=np.array(mask).astype(float)), ValueError, "mask has values from 0 to 255"),
+        (dict(image=small, mask=mask), ValueError, "4 x 4.*8 x 8"),
+        (dict(image=image, mask=mask.resize((4, 4))), ValueError, "mask.*4 x 4"),
+        (dict(image=[image] * 3, mask=mask), ValueError, "3 pictures.*1"),
+        (dict(image="circle.png", mask=mask), TypeError, "image.*PIL"),
+        (dict(image=np.zeros((8, 8)), mask=mask), ValueError, r"image.*\(8, 8\)"),
+        (dict(image=2.0 * np.array(image), mask=mask), ValueError, "image.*uint8"),
+        (dict(image=image, mask=np.array(mask).astype(float)), ValueError, "mask has values.*0.*255"),
         (
             dict(image=image, mask=mask_of()),
             ValueError,
-            "all tokens are known, for the mask is white nowhere",
+            "white nowhere",
         ),
     )
     for settings, kind, message in refused:
@@ -160,7 +160,7 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
             pipe(PROMPT, **settings)
     monkeypatch.undo()
     pipe.sampler = SpeculativeMaskedSampler(2)
-    with pytest.raises(ValueError, match="SpeculativeMaskedSampler keeps no tokens of a picture"):
+    with pytest.raises(ValueError, match="SpeculativeMaskedSampler"):
         pipe(PROMPT, image=image, mask=mask)
 
 
@@ -197,11 +197,11 @@ def test_official_files_of_classes(tmp_path, monkeypatch):
     assert torch.equal(found.images, made([1, 4], **{**settings, "generator": seeded(0, 1)}).images)
     inside = pipe(2, image=picture(), mask=mask_of((0, 0, 8, 4)), generator=seeded(0))
     assert torch.equal(inside.tokens.view(4, 4)[:, 2:], tokens_of(pipe, picture()).view(4, 4)[:, 2:])
-    with pytest.raises(ValueError, match="image_size=384, but these weights draw 8 pixels"):
+    with pytest.raises(ValueError, match="image_size=384.*8"):
         MaskedClassImagePipeline.from_official(*files, num_heads=2, image_size=384)
-    with pytest.raises(ValueError, match="draws from captions; use MaskedImagePipeline"):
+    with pytest.raises(ValueError, match="MaskedImagePipeline"):
         MaskedClassImagePipeline(tiny_masked_transformer(), tiny_vq_model(), MaskedSampler())
-    with pytest.raises(ValueError, match="official ones of classes"):
+    with pytest.raises(ValueError, match=r"MaskedClassImagePipeline\.from_official"):
         MaskedImagePipeline.from_official(*files)
 
 

@@ -202,11 +202,9 @@ def test_official_files_are_converted(official, tmp_path, monkeypatch):
     assert report["parameters"]["semantic"] > 0 and "semantic_codec" in report["parameters"]
     pair = [official / "acoustic_codec" / f"{name}.safetensors" for name in ("model_1", "model")]
     assert convert(pair, tmp_path / "codec")["class"] == "AcousticCodec"
-    with pytest.raises(ValueError, match="MaskGCT's acoustic encoder and acoustic decoder given; pass both"):
+    with pytest.raises(ValueError, match="encoder.*decoder.*both"):
         convert(pair[:1], tmp_path / "half")
-    with pytest.raises(
-        ValueError, match="lack its first acoustic network, acoustic network, acoustic encoder"
-    ):
+    with pytest.raises(ValueError, match="lack.*acoustic encoder"):
         convert(
             [files[-1], official / "semantic_codec" / "model.safetensors", official / "stats.pt"],
             tmp_path / "no",
@@ -218,19 +216,19 @@ def test_official_files_are_converted(official, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"phones": "hello"}, "reads phone ids"),
-        ({"phones": ["hello", "you"]}, "reads phone ids"),
+        ({"phones": "hello"}, "phone ids"),
+        ({"phones": ["hello", "you"]}, "phone ids"),
         ({"phones": [[PHONES]]}, f"from 0 to {PHONES - 1}"),
         ({"phones": [[]]}, "phones"),
-        ({"prompt_phones": [[1], [2], [3]]}, "3 prompt_phones for 2 samples"),
-        ({"prompt_semantic": None}, "pass the prompt as"),
+        ({"prompt_phones": [[1], [2], [3]]}, "3 prompt_phones.*2"),
+        ({"prompt_semantic": None}, "prompt_audio.*prompt_semantic"),
         ({"prompt_acoustic": random_codes(2, 8, 2)}, "acoustic ones \\[P, 3\\]"),
         ({"prompt_acoustic": torch.full((8, BOOKS), CODES)}, f"0 to {CODES - 1}"),
         ({"audio_length_in_s": 0.0}, "pass 2 to 4089"),
-        ({"audio_length_in_s": [0.01]}, "1 lengths for 2 samples"),
+        ({"audio_length_in_s": [0.01]}, "1 lengths.*2"),
         ({"output_type": "pil"}, "output_type='pil'"),
         ({"top_k": -1}, "top_k=-1"),
-        ({"generator": seeded(1)}, "1 generators for 2 clips"),
+        ({"generator": seeded(1)}, "1 generators.*2"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_decoded(pipe, monkeypatch, changes, message):
@@ -242,15 +240,13 @@ def test_bad_input_is_refused_before_anything_is_decoded(pipe, monkeypatch, chan
 
 def test_samplers_and_components_that_do_not_fit_are_refused(pipe, official):
     pipe.acoustic_sampler = MaskedSampler(steps=(3, 2))
-    with pytest.raises(ValueError, match="for 2 codebooks, and the model has 3"):
+    with pytest.raises(ValueError, match="2 codebooks.*3"):
         pipe(PHONE_IDS, BEFORE, **given_prompt(), audio_length_in_s=0.005)
     pipe.semantic_codec = None
-    with pytest.raises(ValueError, match="no speech_encoder and semantic_codec"):
+    with pytest.raises(ValueError, match="speech_encoder.*semantic_codec"):
         pipe(PHONE_IDS, BEFORE, prompt_audio=torch.zeros(1600), sampling_rate=16_000)
     parts = {name: part for name, part in pipe.components.items() if part is not None}
-    with pytest.raises(
-        ValueError, match="1 codebooks, and that|a component has 3 codebooks, and acoustic_rest"
-    ):
+    with pytest.raises(ValueError, match="1 codebooks|3 codebooks.*acoustic_rest"):
         MaskgctPipeline(**parts | {"acoustic_rest": pipe.acoustic_first})
-    with pytest.raises(ValueError, match="one of speech_encoder and statistics given"):
+    with pytest.raises(ValueError, match="speech_encoder"):
         MaskgctPipeline.from_official(official, speech_encoder(), num_heads=HEADS)

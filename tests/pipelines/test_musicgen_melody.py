@@ -205,14 +205,14 @@ def test_the_pipeline_follows_a_tune(scale, tmp_path):
 
 def test_what_does_not_fit_is_refused():
     model = melody()
-    with pytest.raises(TypeError, match="goes on from a prefix; pass the MusicgenForCausalLM of a MAGNeT"):
+    with pytest.raises(TypeError, match="MusicgenForCausalLM.*MAGNeT"):
         MagnetModel(model)
-    with pytest.raises(TypeError, match="cannot accelerate a MusicgenMelodyForCausalLM; pass a Musicgen"):
+    with pytest.raises(TypeError, match="MusicgenMelodyForCausalLM.*MusicgenForConditionalGeneration"):
         visual_spec.accelerate(model.decoder)
     visual_spec.accelerate(model)
     inputs: Any = dict(input_ids=IDS, attention_mask=MASK, max_new_tokens=STEPS)
     for more, error, message in [
-        (dict(input_values=torch.zeros(3, 1, 8)), TypeError, "MusicGen Melody takes no input_values"),
+        (dict(input_values=torch.zeros(3, 1, 8)), TypeError, "MusicGen Melody.*input_values"),
         (dict(input_features=tune(4)[:2]), ValueError, r"melody \(2, 4, 6\) given; .* \[3, L, 6\]"),
         (dict(input_features=tune(4)[..., :5]), ValueError, r"melody \(3, 4, 5\) given"),
         (dict(input_features=tune(4)[:, :0]), ValueError, r"melody \(3, 0, 6\) given"),
@@ -221,21 +221,21 @@ def test_what_does_not_fit_is_refused():
             model.generate(**inputs, **more)
     other = visual_spec.accelerate(musicgen())
     try:
-        with pytest.raises(TypeError, match="MusicGen takes no input_features"):
+        with pytest.raises(TypeError, match="MusicGen.*input_features"):
             other.generate(**inputs, input_features=tune(4))
     finally:
         visual_spec.restore(other)
     columns = MusicgenColumnModel(musicgen(), FRAMES)
     text = text_condition(musicgen(), IDS, MASK)
-    with pytest.raises(ValueError, match="a MusicgenForConditionalGeneration follows no tune"):
+    with pytest.raises(ValueError, match="MusicgenForConditionalGeneration"):
         columns.check_condition(MusicCondition(text.features, text.mask, melody=tune(4)), 3)
     pipe = AudioPipeline.from_musicgen(model, tiny_tokenizer(), max_audio_length_in_s=0.2)
     for features, message in [
-        (tune(4)[:2], r"shape \(2, 4, 6\) for 3 prompts; pass \[1 or 3, L, 6\]"),
-        (tune(4)[0], r"shape \(4, 6\) for 3 prompts"),
+        (tune(4)[:2], r"\(2, 4, 6\).*3.*\[1 or 3, L, 6\]"),
+        (tune(4)[0], r"\(4, 6\).*3 prompts"),
     ]:
         with pytest.raises(ValueError, match=message):
             pipe(["a", "red", "circle"], melody_features=features)
     plain = AudioPipeline.from_musicgen(musicgen(), tiny_tokenizer(), max_audio_length_in_s=0.2)
-    with pytest.raises(ValueError, match="melody_features given, but this model follows no tune"):
+    with pytest.raises(ValueError, match="melody_features.*tune"):
         plain("a", melody_features=tune(4)[:1])

@@ -160,9 +160,9 @@ def test_arguments_may_stand_without_their_names():
     try:
         got = model.generate(call.pop("input_ids"), call.pop("attention_mask"), LogitsProcessorList(), **call)
         assert torch.equal(got, WANTED["janus"])
-        with pytest.raises(TypeError, match="both of inputs and input_ids"):
+        with pytest.raises(TypeError, match="input_ids"):
             model.generate(CALLS["janus"]["input_ids"], **CALLS["janus"])
-        with pytest.raises(TypeError, match="Janus takes no spam; beside input_ids"):
+        with pytest.raises(TypeError, match="Janus.*input_ids"):
             model.generate(**CALLS["janus"], spam=1)
     finally:
         visual_spec.restore(model)
@@ -191,7 +191,7 @@ def test_prompts_of_another_shape_are_refused_by_it(shape):
 def test_a_class_of_samplers_is_no_sampler():
     model = tiny.janus()
     names = set(vars(model))
-    with pytest.raises(TypeError, match=r"the class TreeSampler; .* TreeSampler\(\)"):
+    with pytest.raises(TypeError, match="TreeSampler.*TreeSampler"):
         visual_spec.accelerate(model, visual_spec.TreeSampler)
     assert set(vars(model)) == names
 
@@ -290,7 +290,7 @@ def test_samplers_without_their_parts_are_refused_at_once(sampler):
         visual_spec.accelerate(model, sampler, drafter=small)
         ids = model.generate(**CALLS["janus"])
         assert torch.equal(ids, WANTED["janus"]) and model.last_trace.sampler.lower().startswith(sampler)
-    with pytest.raises(TypeError, match="drafter is a Linear; pass a smaller Janus"):
+    with pytest.raises(TypeError, match="Linear.*JanusForConditionalGeneration"):
         visual_spec.accelerate(model, "tree", drafter=torch.nn.Linear(2, 2))
 
 

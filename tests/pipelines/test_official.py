@@ -111,7 +111,7 @@ def test_near_to_far_files_are_drawn_in_their_order(files, tmp_path):
     again = quiet(load_pipeline(tmp_path / "saved"))
     assert again([3, 5], generator=seeded(1, 2)).tokens.equal(drawn.tokens)
     pipe.sampler = SpeculativeJacobiSampler()
-    with pytest.raises(ValueError, match="trained for order 'nar', .* Use OrderedSampler"):
+    with pytest.raises(ValueError, match="'nar'.*OrderedSampler"):
         pipe([3])
 
 
@@ -155,10 +155,10 @@ def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
     [row] = last_line(capsys)["comparison"]
     assert row["identical"] and row["plain_calls"] == 16
     pipe.sampler = SpeculativeMaskedSampler()  # of the same settings
-    with pytest.raises(TypeError, match=r"does not fit a next-token model; .* OrderedSampler\.$"):
+    with pytest.raises(TypeError, match="OrderedSampler"):
         pipe([3])
     pipe.sampler = SpeculativeJacobiSampler()
-    with pytest.raises(ValueError, match="trained for order 'any', .* Use AnyOrderSampler"):
+    with pytest.raises(ValueError, match="'any'.*AnyOrderSampler"):
         pipe([3])
 
     capsys.readouterr()
@@ -196,15 +196,15 @@ def test_a_class_pipeline_is_saved_with_its_names_and_defaults(files, tmp_path):
 
 
 BAD_LABELS = {
-    "beyond": (7, ValueError, "class 7 given; allowed are 0 to 6"),
+    "beyond": (7, ValueError, "class 7.*0.*6"),
     "negative": (-1, ValueError, "class -1 given"),
-    "empty": ([], ValueError, "empty list; pass at least one class"),
-    "digits": ("12", ValueError, "class 12 given; allowed are 0 to 6"),
-    "near miss": ("goldfisch", ValueError, "unknown class 'goldfisch'; close names are 'goldfish'"),
-    "far miss": ("xyzzy", ValueError, r"unknown class 'xyzzy'; see pipe.config\['id2label'\]"),
-    "fraction": ([1.5], TypeError, "label 1.5 is a float; pass a class number or name"),
-    "bool": (True, TypeError, "label True is a bool"),
-    "none": (None, TypeError, "neither of labels and class_labels given; pass one of them"),
+    "empty": ([], ValueError, "labels.*empty"),
+    "digits": ("12", ValueError, "class 12.*0.*6"),
+    "near miss": ("goldfisch", ValueError, "'goldfisch'.*'goldfish'"),
+    "far miss": ("xyzzy", ValueError, r"'xyzzy'.*pipe\.config\['id2label'\]"),
+    "fraction": ([1.5], TypeError, r"label 1\.5"),
+    "bool": (True, TypeError, "label True"),
+    "none": (None, TypeError, "class_labels"),
 }
 
 
@@ -223,23 +223,19 @@ def test_other_bad_input_of_classes_is_refused(files):
         pipe("goldfish")
     with pytest.raises(ValueError, match="guidance_until=-1"):
         pipe(1, guidance_until=-1)
-    with pytest.raises(ValueError, match="3 names for 7 classes; pass one name per class"):
+    with pytest.raises(ValueError, match="3.*7 classes"):
         class_pipeline(files, id2label=["a", "b", "c"])
 
 
 def test_each_pipeline_refuses_the_other_kind(files):
-    with pytest.raises(
-        ValueError, match="c2i_tiny.pt draws from class labels; load it with ClassImagePipeline.from_off"
-    ):
+    with pytest.raises(ValueError, match=r"c2i_tiny\.pt.*ClassImagePipeline\.from_official"):
         ImagePipeline.from_official(files["class"], files["tokenizer"], image_size=8)
-    with pytest.raises(
-        ValueError, match="t2i_tiny.pt draws from captions; load it with ImagePipeline.from_official"
-    ):
+    with pytest.raises(ValueError, match=r"t2i_tiny\.pt.*ImagePipeline\.from_official"):
         ClassImagePipeline.from_official(files["text"], files["tokenizer"], image_size=8)
     classes = tiny_transformer(num_classes=3, caption_dim=None, prefix_length=1)
-    with pytest.raises(ValueError, match="draws from class labels; use ClassImagePipeline"):
+    with pytest.raises(ValueError, match="ClassImagePipeline"):
         ImagePipeline(classes, tiny_vq_model(), None, AutoregressiveSampler())
-    with pytest.raises(ValueError, match="draws from captions; use ImagePipeline"):
+    with pytest.raises(ValueError, match="ImagePipeline"):
         ClassImagePipeline(tiny_transformer(), tiny_vq_model(), AutoregressiveSampler())
 
 
@@ -275,7 +271,7 @@ def test_captions_are_drawn_from_official_files(files, t5_folder, tmp_path):
 
 def test_captions_without_a_text_encoder_take_features(files):
     pipe = quiet(ImagePipeline.from_official(files["text"], files["tokenizer"], image_size=8))
-    with pytest.raises(ValueError, match="without a text encoder; pass prompt_embeds"):
+    with pytest.raises(ValueError, match="prompt_embeds"):
         pipe("a red circle")
     assert len(pipe(prompt_embeds=torch.randn(1, 6, 8)).images) == 1
 
@@ -322,9 +318,9 @@ def test_what_is_in_the_way_stays(files, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="exists and is not empty; .* --overwrite"):
+    with pytest.raises(FileExistsError, match="--overwrite"):
         convert([files["class"]], out, image_size=8)
-    with pytest.raises(FileExistsError, match="no conversion wrote it; it is not replaced"):
+    with pytest.raises(FileExistsError, match=r"conversion\.json"):
         convert([files["class"]], out, image_size=8, overwrite=True)
     with pytest.raises(FileExistsError, match="is a file"):
         convert([files["class"]], files["text"], image_size=8, overwrite=True)
@@ -354,7 +350,7 @@ def test_only_what_a_conversion_wrote_is_replaced(files, tmp_path):
     for name in ("config.json", "model_index.json", "conversion.json"):
         for text in ("{}", '{"written_by": "me", "files": {}}', "[]", "not JSON"):
             (own / name).write_text(text)
-            with pytest.raises(FileExistsError, match="so no conversion wrote it; it is not replaced"):
+            with pytest.raises(FileExistsError, match=r"conversion\.json"):
                 convert([files["class"]], own, image_size=8, overwrite=True)
     assert len(list(own.iterdir())) == 3
 
@@ -370,7 +366,7 @@ def test_only_what_a_conversion_wrote_is_replaced(files, tmp_path):
         assert path.read_text() == "a week of work"
         path.unlink() if before is None else path.write_text(before)
     (done / "link").symlink_to(own)
-    with pytest.raises(FileExistsError, match="holds link, which was changed or added"):
+    with pytest.raises(FileExistsError, match="link.*changed"):
         convert([files["class"]], done, image_size=8, overwrite=True)
     (done / "link").unlink()
     convert([files["class"]], done, image_size=128, overwrite=True)
@@ -406,13 +402,11 @@ def test_what_was_there_comes_back_if_the_new_folder_cannot_be_put_there(files, 
 
 def test_files_that_make_no_pipeline_are_refused(files, t5_folder, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="are both of one kind .LlamaGen-tiny"):
+    with pytest.raises(ValueError, match="LlamaGen"):
         convert([files["class"], files["text"]], out, image_size=8)
-    with pytest.raises(
-        ValueError, match="text_encoder=.*t5 given for .*c2i_tiny.pt, LlamaGen-tiny, class-conditional"
-    ):
+    with pytest.raises(ValueError, match=r"text_encoder.*t5.*c2i_tiny\.pt, LlamaGen"):
         convert([files["class"], files["tokenizer"]], out, image_size=8, text_encoder=t5_folder)
-    with pytest.raises(ValueError, match="does not tell the size of its pictures"):
+    with pytest.raises(ValueError, match=r"c2i_tiny\.pt.*tell"):
         convert([files["class"], files["tokenizer"]], out)
     assert not out.exists()
 
@@ -422,19 +416,13 @@ def test_files_that_make_no_pipeline_are_refused(files, t5_folder, tmp_path):
 
 def test_a_file_or_a_folder_without_configuration_is_told_what_to_do(files, tmp_path):
     for load in (ImagePipeline.from_pretrained, ClassImagePipeline.from_pretrained, load_pipeline):
-        with pytest.raises(
-            ValueError, match="c2i_tiny.pt is a file. .* from_official, .* `visual-spec convert"
-        ):
+        with pytest.raises(ValueError, match=r"c2i_tiny\.pt.*from_official"):
             load(files["class"])
-        with pytest.raises(
-            ValueError, match=r"no model_index.json.* \(it holds c2i_tiny.pt, t2i_tiny.pt, vq_tiny.pt\)"
-        ):
+        with pytest.raises(ValueError, match=r"model_index\.json.*c2i_tiny\.pt, t2i_tiny\.pt, vq_tiny\.pt"):
             load(tmp_path)
 
 
 def test_a_pipeline_of_another_library_is_named(tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(
-        ValueError, match="holds a FluxPipeline; pass one of .*ClassImagePipeline, .*ImagePipeline"
-    ):
+    with pytest.raises(ValueError, match="FluxPipeline.*ClassImagePipeline, DistilledImagePipeline"):
         load_pipeline(tmp_path)

@@ -65,7 +65,7 @@ def test_prompts_are_encoded_without_the_rest_and_drawn_without_the_encoder(kind
         tmp_path, **{name: None for name in parts_of(pipe) if name not in text}
     )
     drawer = type(pipe).from_pretrained(tmp_path, **dict.fromkeys(text))
-    with pytest.raises(ValueError, match="without its transformer and .*; set pipe.transformer"):
+    with pytest.raises(ValueError, match=r"pipe\.transformer"):
         made(kind, reader)
     if isinstance(kind.asked, int):
         assert torch.equal(made(kind, drawer, labels=reader.make_condition(kind.asked)), want)

@@ -48,9 +48,7 @@ def scaled(scales: Tensor) -> Scaled:
 
 def test_the_parts_of_a_quantised_weight_are_checked():
     check_finite({"w": scaled(torch.ones(4))}, "a folder")
-    with pytest.raises(
-        ValueError, match="a folder is damaged: 1 of 4 values of w are nan or infinite in float32"
-    ):
+    with pytest.raises(ValueError, match="1.*4.*nan.*float32"):
         check_finite({"w": scaled(torch.tensor([1.0, 2.0, float("nan"), 1.0]))}, "a folder")
 
 

@@ -55,10 +55,10 @@ def refused(folder: Path, file: str, message: str) -> None:
 
 
 TEXTS = {
-    "nothing": (b"", "is no JSON"),
-    "half": (b'{"_class_name": "Ima', "is no JSON"),
-    "bytes": (b"\xff\xfe\x00", "is not UTF-8"),
-    "deep": (b"[" * 100_000, "is no JSON"),
+    "nothing": (b"", "JSON"),
+    "half": (b'{"_class_name": "Ima', "JSON"),
+    "bytes": (b"\xff\xfe\x00", "UTF-8"),
+    "deep": (b"[" * 100_000, "JSON"),
     "list": (b"[]", "holds a list"),
     "null": (b"null", "holds a NoneType"),
     "string": (b'"ImagePipeline"', "holds a str"),
@@ -83,48 +83,48 @@ def test_what_is_no_file(folder):
         text = (where / file).read_bytes()
         (where / file).unlink()
         os.mkfifo(where / file)  # reading it would wait for ever
-        refused(where, file, "is no regular file")
+        refused(where, file, "regular file")
         (where / file).unlink()
         (where / file).write_bytes(text)
     shutil.copy(where / "sampler" / "sampler_config.json", where / "model_index.json")
-    with pytest.raises(ValueError, match="holds a AutoregressiveSampler; pass one of"):
+    with pytest.raises(ValueError, match="AutoregressiveSampler"):
         load_pipeline(where)
 
 
 INDEX: dict[str, tuple[str, dict[str, Any], str]] = {
     "no class": ("pictures", dict(_class_name=ABSENT), "says _class_name=None"),
     "a class that is a list": ("pictures", dict(_class_name=["ImagePipeline"]), "says _class_name="),
-    "another class": ("pictures", dict(_class_name="FluxPipeline"), "holds a FluxPipeline; pass one of"),
-    "a component less": ("pictures", dict(vq_model=ABSENT), "names no vq_model"),
-    "a word": ("pictures", dict(vq_model="VQModel"), "says vq_model='VQModel'; it should be a pair"),
-    "a number": ("pictures", dict(transformer=3), "says transformer=3; it should be a pair"),
-    "three": ("pictures", dict(transformer=["a", "b", "c"]), "it should be a pair"),
-    "numbers": ("pictures", dict(transformer=[1, 2]), "it should be a pair"),
-    "null": ("pictures", dict(text_encoder=None), "text_encoder=None; it should be a pair"),
-    "half null": ("pictures", dict(transformer=[None, "VQModel"]), "it should be a pair"),
-    "a module": ("pictures", dict(transformer=["antigravity", "x"]), "which is no class of visual_spec, diffusers"),
-    "a function": ("pictures", dict(transformer=["transformers", "logging"]), "which is no class"),
-    "unknown": ("pictures", dict(vq_model=["visual_spec.models.x", "Nothing"]), "which is no class"),
-    "a path": ("pictures", dict(vq_model=["visual_spec.models.x", "../../x"]), "which is no class"),
+    "another class": ("pictures", dict(_class_name="FluxPipeline"), "FluxPipeline"),
+    "a component less": ("pictures", dict(vq_model=ABSENT), "vq_model"),
+    "a word": ("pictures", dict(vq_model="VQModel"), "vq_model='VQModel'.*pair"),
+    "a number": ("pictures", dict(transformer=3), "transformer=3.*pair"),
+    "three": ("pictures", dict(transformer=["a", "b", "c"]), r"model_index\.json.*pair"),
+    "numbers": ("pictures", dict(transformer=[1, 2]), r"model_index\.json.*pair"),
+    "null": ("pictures", dict(text_encoder=None), "text_encoder=None.*pair"),
+    "half null": ("pictures", dict(transformer=[None, "VQModel"]), r"model_index\.json.*pair"),
+    "a module": ("pictures", dict(transformer=["antigravity", "x"]), "visual_spec"),
+    "a function": ("pictures", dict(transformer=["transformers", "logging"]), "no class"),
+    "unknown": ("pictures", dict(vq_model=["visual_spec.models.x", "Nothing"]), "no class"),
+    "a path": ("pictures", dict(vq_model=["visual_spec.models.x", "../../x"]), "no class"),
     "swapped": (
         "pictures",
         dict(vq_model=["visual_spec.models.next_token.llamagen", "LlamaGenTransformer"]),
-        "says that vq_model is a LlamaGenTransformer; it should be one of VQModel",
+        "vq_model.*LlamaGenTransformer.*VQModel",
     ),
-    "foreign": ("music", dict(codec=["transformers", "BertModel"]), "says that codec is a BertModel"),
-    "guidance": ("pictures", dict(default_guidance_scale="high"), "default_guidance_scale='high'; it should be float"),
-    "huge guidance": ("pictures", dict(default_guidance_scale=10**400), "should be float"),
-    "negative": ("pictures", dict(default_guidance_scale=-1.0), "guidance_scale=-1.0; pass a finite number"),
-    "top k": ("pictures", dict(default_top_k=1.5), "default_top_k=1.5; it should be int"),
-    "a flag": ("pictures", dict(default_top_k=True), "default_top_k=True; it should be int"),
+    "foreign": ("music", dict(codec=["transformers", "BertModel"]), "BertModel"),
+    "guidance": ("pictures", dict(default_guidance_scale="high"), "default_guidance_scale='high'"),
+    "huge guidance": ("pictures", dict(default_guidance_scale=10**400), "default_guidance_scale"),
+    "negative": ("pictures", dict(default_guidance_scale=-1.0), r"guidance_scale=-1\.0"),
+    "top k": ("pictures", dict(default_top_k=1.5), r"default_top_k=1\.5"),
+    "a flag": ("pictures", dict(default_top_k=True), "default_top_k=True"),
     "top p": ("scales", dict(default_top_p=2.0), "top_p=2.0;"),
-    "names": ("scales", dict(id2label="red"), "id2label='red'; it should be list or null"),
-    "names of numbers": ("scales", dict(id2label=[1, 2]), r"id2label=\[1, 2\]; it should be list or null"),
+    "names": ("scales", dict(id2label="red"), "id2label='red'"),
+    "names of numbers": ("scales", dict(id2label=[1, 2]), r"id2label=\[1, 2\]"),
     "budget": ("scales", dict(budget=0.5), "says budget=0.5"),
-    "split": ("scales", dict(num_draft_scales="all"), "num_draft_scales='all'; it should be int or null"),
-    "length": ("music", dict(max_audio_length_in_s=None), "max_audio_length_in_s=None; it should be float"),
-    "masked": ("music", dict(masked="no"), "masked='no'; it should be bool"),
-    "pattern": ("music", dict(pattern=["delay"]), "should be str"),
+    "split": ("scales", dict(num_draft_scales="all"), "num_draft_scales='all'"),
+    "length": ("music", dict(max_audio_length_in_s=None), "max_audio_length_in_s=None"),
+    "masked": ("music", dict(masked="no"), "masked='no'"),
+    "pattern": ("music", dict(pattern=["delay"]), r"pattern=\['delay'\]"),
 }  # fmt: skip
 
 
@@ -138,22 +138,22 @@ def test_indexes_that_say_what_is_not_so(folder, case):
 
 CONFIGS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "5000 letters": ("pictures", "vq_model/config", dict(codebook_dim="a" * 5000), r"='a{50,60}\.\.\.;"),
-    "window": ("pictures", "sampler/sampler_config", dict(graph=3), "makes no AutoregressiveSampler: graph=3"),
-    "class": ("pictures", "vq_model/config", dict(_class_name="VARTransformer"), "is of a 'VARTransformer'"),
+    "window": ("pictures", "sampler/sampler_config", dict(graph=3), "AutoregressiveSampler: graph=3"),
+    "class": ("pictures", "vq_model/config", dict(_class_name="VARTransformer"), "'VARTransformer'"),
     "quantised": ("pictures", "vq_model/config", dict(quantization_config=5), "quantization_config='5'"),
     "layers": ("pictures", "transformer/config", dict(num_layers=10**9), "says num_layers=1000000000"),
     "music layers": ("music", "transformer/config", dict(num_hidden_layers=10**9), "says num_hidden_layers=10"),
-    "fewer": ("music", "transformer/config", dict(num_hidden_layers=1), "does not hold the MusicgenForCausalLM"),
+    "fewer": ("music", "transformer/config", dict(num_hidden_layers=1), "MusicgenForCausalLM"),
     "wide": ("music", "transformer/config", dict(hidden_size=10**15), "transformer/config.json"),
-    "word": ("music", "transformer/config", dict(hidden_size="wide"), "transformer/config.json makes no Musicgen"),
-    "null": ("music", "transformer/config", dict(vocab_size=None), "transformer/config.json makes no Musicgen"),
+    "word": ("music", "transformer/config", dict(hidden_size="wide"), r"config\.json.*MusicgenForCausalLM"),
+    "null": ("music", "transformer/config", dict(vocab_size=None), r"config\.json.*MusicgenForCausalLM"),
     "list": ("music", "transformer/config", dict(num_attention_heads=[4]), "transformer/config.json"),
     "table": ("music", "transformer/config", dict(max_position_embeddings=10**10), "tables of|makes no Musicgen"),
     "codebooks": ("music", "transformer/config", dict(num_codebooks=10**7), "says num_codebooks=10000000"),
-    "filters": ("music", "codec/config", dict(num_filters=-1), "codec/config.json makes no EncodecModel"),
+    "filters": ("music", "codec/config", dict(num_filters=-1), r"config\.json.*EncodecModel"),
     "bandwidth": ("music", "codec/config", dict(target_bandwidths=[1e12]), "codec/config.json"),
-    "long": ("music", "codec/config", dict(upsampling_ratios=[1] * 10**5), "codec/config.json says len"),
-    "ratios": ("music", "codec/config", dict(upsampling_ratios=["a"]), "codec/config.json makes no EncodecModel"),
+    "long": ("music", "codec/config", dict(upsampling_ratios=[1] * 10**5), r"config\.json"),
+    "ratios": ("music", "codec/config", dict(upsampling_ratios=["a"]), r"config\.json.*EncodecModel"),
 }  # fmt: skip
 
 
@@ -186,11 +186,11 @@ def test_facts_and_drafters(folder, tmp_path):
     where = folder("music")
     change(where / "model_index.json", default_temperature={})
     (where / "sampler" / "sampler_config.json").write_text("[]")
-    with pytest.raises(ValueError, match="sampler_config.json holds a list"):
+    with pytest.raises(ValueError, match=r"sampler_config\.json.*list"):
         read_facts(where)
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="config.json holds a list"):
+    with pytest.raises(ValueError, match=r"config\.json.*list"):
         load_drafter(tmp_path / "drafter")
 
 

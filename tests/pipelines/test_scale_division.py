@@ -83,10 +83,10 @@ def test_the_sampler_says_it_in_a_call_and_saved(pipe, tmp_path):
         ("scale-wise:cache_share=little", "cache_share='little'; pass"),
         (
             "scale-wise:window=3",
-            "has no setting window; it takes cache_share: a finite number above 0 and at most 1, or 'off'",
+            "cache_share.*0.*1.*'off'",
         ),
-        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width: "),
-        ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width: "),
+        ("columns:num_draft_scales=3", "num_draft_scales.*exact_width"),
+        ("autoregressive:num_draft_scales=3", "num_draft_scales.*exact_width"),
     ],
 )
 def test_rows_that_cannot_be_read(text, message):
@@ -193,7 +193,7 @@ def test_the_number_of_drafters_is_that_of_the_setting(pipe):
             kept = [stage.model.budget for stage in pipe.stages()]
             assert kept == list(budgets) and sum(map(len, kept[0].drafters)) == count
             assert pipe.budget is None and pipe.refiner_budget is None
-    with pytest.raises(ValueError, match="num_drafters=1 without a cache_share"):
+    with pytest.raises(ValueError, match="num_drafters=1.*cache_share"):
         row("all", num_drafters=1)
 
 
@@ -241,8 +241,8 @@ def test_layers_share_alike_without_drafters(pipe, monkeypatch):
     ("setting", "message"),
     [
         (row(5), "num_draft_scales=5; pass"),
-        (row("all", 0.1), "share=0.1 leaves .* pass a share of at least 0.6429"),
-        (row(refiner="nowhere"), "no refiner 'nowhere'; pass a folder written by save_pretrained"),
+        (row("all", 0.1), r"share=0\.1.*0\.6429"),
+        (row(refiner="nowhere"), "'nowhere'.*save_pretrained"),
     ],
 )
 def test_settings_that_do_not_fit(pipe, setting, message):
@@ -255,35 +255,29 @@ def test_settings_that_do_not_fit(pipe, setting, message):
 def test_settings_for_pipelines_that_lack_what_they_ask_for(pipe, tmp_path):
     alone = tiny_scale_pipeline(pair=False)
     with (
-        pytest.raises(ValueError, match="num_draft_scales=0, but this .* has no refiner"),
+        pytest.raises(ValueError, match="num_draft_scales=0.*no refiner"),
         row(0).on(alone),
     ):
         pytest.fail("accepted")
-    with pytest.raises(ValueError, match="no refiner to draw the other scales"), row(2).on(alone):
+    with pytest.raises(ValueError, match=r"pipe\.refiner"), row(2).on(alone):
         pytest.fail("accepted")
     next_token = tiny_pipeline()
-    with pytest.raises(TypeError, match="ScaleWiseSampler, which does not fit a next-token model"):
+    with pytest.raises(TypeError, match="ScaleWiseSampler"):
         row(2).on(next_token).__enter__()
-    with pytest.raises(ValueError, match="refiner=folder given, which a ImagePipeline does not take"):
+    with pytest.raises(ValueError, match="refiner=folder.*ImagePipeline"):
         read("autoregressive:refiner=folder").on(next_token).__enter__()
     pipe.vq_model.save_pretrained(tmp_path / "vq")
-    with pytest.raises(
-        ValueError, match="holds a MultiscaleVQModel; a refiner is one of FlexVARTransformer, VARTransformer"
-    ):
+    with pytest.raises(ValueError, match="MultiscaleVQModel.*FlexVARTransformer, VARTransformer"):
         loading.load_refiner(tmp_path / "vq")
 
 
 def test_samplers_of_the_other_kind_of_model_are_refused(pipe):
-    with pytest.raises(
-        TypeError, match="AutoregressiveSampler, which does not fit a next-scale model; pass a Scale"
-    ):
+    with pytest.raises(TypeError, match="AutoregressiveSampler.*ScaleWiseSampler"):
         accelerate(pipe, "autoregressive")
     assert isinstance(pipe.sampler, ScaleWiseSampler)
     assert isinstance(accelerate(pipe, pipe.fast_sampler).sampler, ScaleWiseSampler)
     next_token = tiny_pipeline()
-    with pytest.raises(
-        TypeError, match="ScaleWiseSampler, which does not fit a next-token model; those that fit: Au"
-    ):
+    with pytest.raises(TypeError, match="ScaleWiseSampler.*AutoregressiveSampler"):
         accelerate(next_token, make_sampler("scale-wise"))
 
 

@@ -211,9 +211,9 @@ def test_the_first_scales_may_be_warmer(warm, split, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (dict(warm_temperature=0.0), "warm_temperature=0.0; pass a finite number above 0"),
+        (dict(warm_temperature=0.0), r"warm_temperature=0\.0.*0"),
         (dict(warm_temperature=float("nan")), "warm_temperature=nan"),
-        (dict(num_warm_scales=-1), "num_warm_scales=-1; pass an integer of at least 0"),
+        (dict(num_warm_scales=-1), "num_warm_scales=-1.*0"),
     ],
 )
 def test_warm_scales_that_make_no_sense_are_refused(setting, message):
@@ -230,7 +230,7 @@ def test_scales_that_a_refiner_never_learned_are_refused(tmp_path):
         message = f"num_draft_scales={split}, but this refiner learned the scales from 3 on"
         with pytest.raises(ValueError, match=f"{message}; pass an integer from 3 to 4"):
             pair([3, 1], num_draft_scales=split)
-    with pytest.raises(ValueError, match="learned the scales from 3 on"):
+    with pytest.raises(ValueError, match="num_draft_scales=2.*3"):
         make_pair(num_draft_scales=2, refiner_first_scale=3)
     for wrong in (0, 4, 2.0, True):
         with pytest.raises(ValueError, match=f"refiner_first_scale={wrong}; pass an integer from 1 to 3"):
@@ -395,15 +395,15 @@ def test_official_files(tmp_path, monkeypatch):
 # -- bad input --
 
 BAD_INPUT = {
-    "unknown name": (dict(labels="dgo"), ValueError, "unknown class 'dgo'; close names are 'dog'"),
-    "class out of range": (dict(labels=[0, 5]), ValueError, "class 5 given; allowed are 0 to 4"),
-    "no labels": (dict(labels=[]), ValueError, "labels is an empty list"),
-    "label of another type": (dict(labels=[True]), TypeError, "label True is a bool"),
-    "height": (dict(height=512), ValueError, "height=512, width=None, but this model draws 8 x 8 pixels"),
-    "no refiner": (dict(num_draft_scales=2), ValueError, "has no refiner to draw the other scales"),
-    "split": (dict(num_draft_scales=5), ValueError, "num_draft_scales=5; pass an integer from 0 to 4"),
-    "no split": (dict(num_draft_scales=0), ValueError, "num_draft_scales=0, but this pipeline has no refiner"),
-    "a whole number": (dict(num_draft_scales=True), ValueError, "num_draft_scales=True; pass an integer"),
+    "unknown name": (dict(labels="dgo"), ValueError, "'dgo'.*'dog'"),
+    "class out of range": (dict(labels=[0, 5]), ValueError, "class 5.*0.*4"),
+    "no labels": (dict(labels=[]), ValueError, "labels.*empty"),
+    "label of another type": (dict(labels=[True]), TypeError, "label True"),
+    "height": (dict(height=512), ValueError, "height=512, width=None.*8 x 8"),
+    "no refiner": (dict(num_draft_scales=2), ValueError, r"pipe\.refiner"),
+    "split": (dict(num_draft_scales=5), ValueError, "num_draft_scales=5.*0.*4"),
+    "no split": (dict(num_draft_scales=0), ValueError, "num_draft_scales=0.*no refiner"),
+    "a whole number": (dict(num_draft_scales=True), ValueError, "num_draft_scales=True"),
 }  # fmt: skip
 
 
@@ -419,23 +419,21 @@ def test_bad_input_is_refused_before_compute(pipe, monkeypatch, name):
 
 
 def test_parts_that_do_not_fit_are_refused(pipe):
-    with pytest.raises(
-        ValueError, match=r"transformer predicts scales .* of 13 codes .* decodes .* of 12 codes"
-    ):
+    with pytest.raises(ValueError, match="13 codes.*12"):
         make(transformer=var(vocab_size=13))
-    with pytest.raises(ValueError, match=r"refiner predicts scales \(1, 2, 3, 5\)"):
+    with pytest.raises(ValueError, match=r"\(1, 2, 3, 5\)"):
         make(refiner=var(scales=(1, 2, 3, 5)))
-    with pytest.raises(ValueError, match="the refiner knows 4 classes and the transformer 5"):
+    with pytest.raises(ValueError, match="4 classes.*5"):
         make(refiner=var(num_classes=4))
-    with pytest.raises(ValueError, match="2 names for 5 classes"):
+    with pytest.raises(ValueError, match="2.*5 classes"):
         make(id2label=["a", "b"])
-    with pytest.raises(ValueError, match="num_draft_scales=2, but this pipeline has no refiner"):
+    with pytest.raises(ValueError, match="num_draft_scales=2.*no refiner"):
         make(num_draft_scales=2)
-    with pytest.raises(ValueError, match="but the model has scales"):
+    with pytest.raises(ValueError, match=r"\(1, 2, 3, 4\)"):
         make_pair(refiner_budget=TIGHT)
-    with pytest.raises(ValueError, match="refiner_budget given, but this pipeline has no refiner"):
+    with pytest.raises(ValueError, match="refiner_budget"):
         pipe.compress(None, TIGHT)
-    with pytest.raises(ValueError, match="a budget without scales, tokens given"):
+    with pytest.raises(ValueError, match="scales, tokens"):
         pipe.compress({})
-    with pytest.raises(TypeError, match="transformer is a Linear, which cannot be saved"):
+    with pytest.raises(TypeError, match="Linear"):
         make(transformer=torch.nn.Linear(2, 2))

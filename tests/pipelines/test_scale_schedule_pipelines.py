@@ -91,8 +91,8 @@ def test_infinity_prunes_its_large_maps(tmp_path: Path):
 
 def test_schedules_that_do_not_fit_are_refused_before_the_captions_are_read(monkeypatch):
     for schedule, compressed, message in [
-        ({"stop_after": 4}, False, "stop_after=4; pass the last scale to draw, from 0 to 3"),
-        ({"keep_share": 0.5}, True, "a CompressedVAR runs all places; leave keep_share out"),
+        ({"stop_after": 4}, False, "stop_after=4.*0.*3"),
+        ({"keep_share": 0.5}, True, "CompressedVAR.*keep_share"),
     ]:
         pipe = infinity(schedule)
         pipe.compress(TIGHT if compressed else None)
@@ -108,9 +108,7 @@ def test_classes_with_a_refiner_that_never_draws(tmp_path: Path):
     found = pipe([0, 1], generator=seeded(1, 2), output_type="pt")
     assert torch.equal(found.tokens, plain.tokens[:, :5]) and trace_of(found).model_calls == (2,)
     assert torch.equal(found.images, pipe.decode_tokens(found.tokens, "pt"))
-    with pytest.raises(
-        ValueError, match="keep_share=0.5 for scale 2, which the first forward of its model runs"
-    ):
+    with pytest.raises(ValueError, match=r"keep_share=0\.5.*2"):
         pipe.sampler = ScaleWiseSampler(schedule={"stop_after": 2, "keep_share": [0.5]})
         pipe([0, 1])
     found = pipe([0, 1], num_draft_scales=4, generator=seeded(1, 2), output_type="pt")

@@ -88,7 +88,7 @@ def test_a_callback_sees_the_tokens_so_far(name):
         assert set(tensors) == {"tokens"} and torch.equal(tensors["tokens"], want)
     shown = pipe.decode_tokens(seen[-1][2]["tokens"], "pt")
     assert torch.equal(shown, whole.frames if pipe.medium == "video" else whole.images)
-    with pytest.raises(ValueError, match="changed tokens, which tells what is committed"):
+    with pytest.raises(ValueError, match="changed tokens"):
         kind.ask(pipe, callback_on_step_end=lambda *told: {"tokens": told[3]["tokens"] + 1}, **asked)
 
 
@@ -112,12 +112,12 @@ def test_what_a_callback_asks_for_and_returns_is_checked(name):
         kind.ask(pipe, callback_on_step_end=official(None, 1))
     official.tensor_inputs = [own]
     kind.ask(pipe, callback_on_step_end=official(None, 1))
-    with pytest.raises(TypeError, match="returned a int; return a dictionary"):
+    with pytest.raises(TypeError, match="int.*dictionary"):
         kind.ask(pipe, callback_on_step_end=lambda *given: 1)
     with pytest.raises(ValueError, match=f"returned {own} as torch.float64 of shape"):
         kind.ask(pipe, callback_on_step_end=lambda *given: {own: torch.zeros(7, dtype=torch.float64)})
     if own == "lengths":
-        with pytest.raises(ValueError, match="changed lengths, which tells what is committed"):
+        with pytest.raises(ValueError, match="changed lengths"):
             kind.ask(pipe, callback_on_step_end=lambda *given: {own: given[3][own] + 1})
         kind.ask(pipe, callback_on_step_end=lambda *given: {own: given[3][own].clone()})
 

@@ -158,16 +158,16 @@ def test_negative_prompts_that_do_not_fit_are_refused(name):
     kind = KINDS[name]
     pipe = kind.make()
     for given, error, message in [
-        (dict(negative_prompt=["a", "a"]), ValueError, "2 negative prompts for 1 prompts; pass one for all"),
-        (dict(negative_prompt=3), TypeError, "negative_prompt=3; pass a string or a list"),
-        (dict(negative_prompt=[]), ValueError, "negative_prompt is an empty list"),
-        (dict(negative_prompt=" "), ValueError, "prompt ' ' has no words"),
-        (dict(negative_prompt="a", guidance_scale=1.0), ValueError, "guidance_scale=1.0 runs no row"),
-        (dict(negative_prompt_embeds=torch.zeros(2, 3)), ValueError, "negative_prompt_embeds of shape"),
+        (dict(negative_prompt=["a", "a"]), ValueError, "2 negative.*1"),
+        (dict(negative_prompt=3), TypeError, "negative_prompt=3"),
+        (dict(negative_prompt=[]), ValueError, "negative_prompt.*empty"),
+        (dict(negative_prompt=" "), ValueError, "prompt ' '"),
+        (dict(negative_prompt="a", guidance_scale=1.0), ValueError, r"guidance_scale=1\.0"),
+        (dict(negative_prompt_embeds=torch.zeros(2, 3)), ValueError, r"negative_prompt_embeds.*\(2, 3\)"),
         (
             dict(negative_prompt="a", negative_prompt_embeds=torch.zeros(1, 2, 3)),
             ValueError,
-            "both of negative_prompt and negative_prompt_embeds",
+            "negative_prompt.*negative_prompt_embeds",
         ),
     ]:
         with pytest.raises(error, match=message):
@@ -184,31 +184,31 @@ def test_prompts_and_features_that_are_none_are_refused_before_any_computation(n
         monkeypatch.setattr(part, "forward", lambda *_, **__: pytest.fail("it computed"))
     features = torch.zeros(1, 6, width)
     for given, error, message in [
-        (dict(prompt=None), ValueError, "neither of prompt and prompt_embeds"),
-        (dict(prompt_embeds=features), ValueError, "both of prompt and prompt_embeds"),
+        (dict(prompt=None), ValueError, "neither.*prompt_embeds"),
+        (dict(prompt_embeds=features), ValueError, "both of prompt.*prompt_embeds"),
         (dict(prompt=""), ValueError, "no words"),
         (dict(prompt=[kind.asked, " "]), ValueError, "no words"),
-        (dict(prompt=[]), ValueError, "empty list; pass at least one"),
-        (dict(prompt=3), TypeError, "prompt=3; pass a string or a list"),
-        (dict(prompt=[kind.asked, None]), TypeError, "pass a string or a list of strings"),
+        (dict(prompt=[]), ValueError, "prompt.*empty"),
+        (dict(prompt=3), TypeError, "prompt=3"),
+        (dict(prompt=[kind.asked, None]), TypeError, "None.*string"),
         (dict(prompt=None, prompt_embeds=features[0]), ValueError, rf"shape \(6, {width}\); pass \[prompts"),
         (
             dict(prompt=None, prompt_embeds=features, prompt_attention_mask=torch.ones(1, 5)),
             ValueError,
-            r"prompt_attention_mask of shape .* pass a mask of shape \(1, 6\)",
+            r"prompt_attention_mask.*\(1, 6\)",
         ),
     ]:
         if given.keys() <= inspect.signature(type(pipe).__call__).parameters.keys():
             with pytest.raises(error, match=message):
                 pipe(**{"prompt": kind.asked, **kind.settings, **given})
     pipe.text_encoder = None
-    with pytest.raises(ValueError, match="without a text encoder; pass prompt_embeds"):
+    with pytest.raises(ValueError, match="prompt_embeds"):
         kind.ask(pipe)
 
 
 @pytest.mark.parametrize("name", ["classes", "scales"])
 def test_models_without_text_refuse_a_negative_prompt_by_name(name):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'negative_prompt'"):
+    with pytest.raises(TypeError, match="'negative_prompt'"):
         KINDS[name].ask(KINDS[name].make(), negative_prompt="a")
 
 
@@ -223,8 +223,8 @@ def test_a_text_encoder_of_transformers_works_alone():
 @pytest.mark.parametrize(
     "tokenizer, texts, message",
     [
-        (None, ["a red circle"], "no tokenizer; pass prompt_embeds"),
-        (object(), ["a", " "], "' ' has no words"),
+        (None, ["a red circle"], "prompt_embeds"),
+        (object(), ["a", " "], "' '.*words"),
     ],
 )
 def test_an_encoder_of_transformers_needs_a_tokenizer_and_words(tokenizer, texts, message):

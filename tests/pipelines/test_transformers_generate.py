@@ -135,7 +135,7 @@ def test_the_folder_names_what_it_needs(tmp_path):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        (dict(window=4, sampler="autoregressive"), "window=4 and sampler='autoregressive'"),
+        (dict(window=4, sampler="autoregressive"), "window=4.*sampler='autoregressive'"),
         (dict(window=0), "window=0"),
         (dict(sampler="masked"), "MaskedSampler"),
         (dict(num_beams=2), "num_beams=2"),

@@ -288,7 +288,7 @@ def test_models_are_found_inside_what_wraps_them():
         assert model.sampler is sampler and "nothing decoded yet" in visual_spec.summary(wrapper)
         assert visual_spec.restore(wrapper) is wrapper
         assert set(vars(model)) == names
-    with pytest.raises(TypeError, match="that learned a prompt"):
+    with pytest.raises(TypeError, match="PeftModel"):
         visual_spec.accelerate(PeftModel(model, learns_a_prompt=True), sampler)
 
 
@@ -304,7 +304,7 @@ def test_other_objects_and_samplers_are_refused():
     ):
         accelerate(torch.nn.Linear(2, 2), AutoregressiveSampler())
     for sampler in (object(), ColumnJacobiSampler()):
-        with pytest.raises(TypeError, match="which does not fit a next-token model; those that fit: Autoreg"):
+        with pytest.raises(TypeError, match="AutoregressiveSampler"):
             accelerate(MODELS["janus"], sampler)
     assert "generate_images" not in vars(MODELS["janus"])
 
@@ -312,47 +312,47 @@ def test_other_objects_and_samplers_are_refused():
 @pytest.mark.parametrize(
     ("kind", "inputs", "error", "message"),
     [
-        ("janus", dict(image_sizes=(4, 4)), TypeError, "Janus takes no image_sizes; .* no inputs"),
+        ("janus", dict(image_sizes=(4, 4)), TypeError, "Janus.*image_sizes"),
         (
             "emu3",
             dict(image_size=(4, 4)),
             TypeError,
-            "takes no image_size; .* takes image_sizes, pixel_values",
+            "image_size.*image_sizes, pixel_values",
         ),
-        ("janus", dict(negative_prompt_ids=torch.ones(3, 2).long()), TypeError, "takes no negative prompt"),
-        ("glm", dict(guidance_scale=3.0), ValueError, "has no guidance"),
+        ("janus", dict(negative_prompt_ids=torch.ones(3, 2).long()), TypeError, "negative_prompt_ids"),
+        ("glm", dict(guidance_scale=3.0), ValueError, "guidance_scale"),
         ("emu3", dict(guidance_scale=0.5), ValueError, "guidance_scale=0.5; pass 1"),
-        ("janus", dict(num_beams=4), ValueError, "num_beams=4 is not supported"),
-        ("janus", dict(repetition_penalty=1.1), ValueError, "repetition_penalty=1.1 is not supported"),
-        ("janus", dict(output_scores=True), ValueError, "output_scores=True is not supported"),
-        ("janus", dict(logits_processor=[min]), ValueError, "logits_processor=.* is not supported"),
-        ("glm", dict(max_new_tokens=20), ValueError, "max_new_tokens=20, but the picture has 21 tokens;"),
-        ("janus", dict(max_length=22), ValueError, "max_length=22, .* 16 tokens .* prompt of 7"),
-        ("janus", dict(min_new_tokens=17), ValueError, "min_new_tokens=17, but the picture has 16"),
-        ("janus", dict(min_length=24), ValueError, "min_length=24, but the picture has 16"),
+        ("janus", dict(num_beams=4), ValueError, "num_beams=4"),
+        ("janus", dict(repetition_penalty=1.1), ValueError, r"repetition_penalty=1\.1"),
+        ("janus", dict(output_scores=True), ValueError, "output_scores=True"),
+        ("janus", dict(logits_processor=[min]), ValueError, r"logits_processor=\[<built-in function min>\]"),
+        ("glm", dict(max_new_tokens=20), ValueError, "max_new_tokens=20.*21"),
+        ("janus", dict(max_length=22), ValueError, "max_length=22.*16.*7"),
+        ("janus", dict(min_new_tokens=17), ValueError, "min_new_tokens=17.*16"),
+        ("janus", dict(min_length=24), ValueError, "min_length=24.*16"),
         (
             "emu3",
             dict(cache_implementation="quantized"),
             ValueError,
-            "cache_implementation='quantized' is not",
+            "cache_implementation='quantized'",
         ),
-        ("emu3", dict(max_time=1.0), ValueError, "max_time=1.0 is not supported"),
-        ("emu3", dict(stop_strings="."), ValueError, "stop_strings='.' is not supported"),
-        ("chameleon", dict(attention_mask=None), ValueError, "start with padding"),
-        ("chameleon", dict(input_ids=None), TypeError, "input_ids is missing"),
-        ("emu3", dict(image_sizes=[[3, 5], [3, 5], [3, 4]]), ValueError, "draw others in another batch"),
+        ("emu3", dict(max_time=1.0), ValueError, r"max_time=1\.0"),
+        ("emu3", dict(stop_strings="."), ValueError, r"stop_strings='\.'"),
+        ("chameleon", dict(attention_mask=None), ValueError, "input_ids.*attention_mask"),
+        ("chameleon", dict(input_ids=None), TypeError, "input_ids"),
+        ("emu3", dict(image_sizes=[[3, 5], [3, 5], [3, 4]]), ValueError, r"\[3, 5\], \[3, 4\]"),
         (
             "emu3",
             dict(negative_prompt_ids=torch.ones(2, 2).long(), guidance_scale=2.0),
             ValueError,
             "3 and 2 prompts",
         ),
-        ("emu3", dict(generator=seeded(1, 2)), ValueError, "2 generators for a batch of 3"),
+        ("emu3", dict(generator=seeded(1, 2)), ValueError, "2 generators.*3"),
         (
             "emu3",
             dict(drafter=torch.nn.Linear(2, 2)),
             TypeError,
-            "pass a smaller Emu3ForConditionalGeneration",
+            "Linear.*Emu3ForConditionalGeneration",
         ),
     ],
 )

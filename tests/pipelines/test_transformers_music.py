@@ -142,28 +142,26 @@ def test_restore_leaves_the_model_as_it_was(model):
 
 
 def test_what_does_not_fit_is_refused(model):
-    with pytest.raises(TypeError, match="SpeculativeJacobiSampler, which does not decode several codebooks"):
+    with pytest.raises(TypeError, match="SpeculativeJacobiSampler"):
         visual_spec.accelerate(model, SpeculativeJacobiSampler())
-    with pytest.raises(
-        TypeError, match="cannot accelerate a MusicgenForCausalLM; pass a MusicgenForConditional"
-    ):
+    with pytest.raises(TypeError, match="MusicgenForCausalLM.*MusicgenForConditionalGeneration"):
         visual_spec.accelerate(model.decoder)
     assert "generate_audio" not in vars(model)
     visual_spec.accelerate(model)
     inputs: Any = dict(input_ids=IDS, attention_mask=MASK)
     least = 4 // model.decoder.config.audio_channels
     for arguments, error, message in [
-        (dict(inputs, max_new_tokens=least - 1), ValueError, r"pass at least \d+ \(max_new_tokens="),
-        (dict(inputs, num_beams=2), ValueError, "num_beams=2 is not supported"),
+        (dict(inputs, max_new_tokens=least - 1), ValueError, r"\d+ \(max_new_tokens="),
+        (dict(inputs, num_beams=2), ValueError, "num_beams=2"),
         (
             dict(inputs, cache_implementation="quantized"),
             ValueError,
-            "cache_implementation='quantized' is not",
+            "cache_implementation='quantized'",
         ),
-        (dict(inputs, min_new_tokens=13), ValueError, "min_new_tokens=13, but a clip of 12 steps"),
-        (dict(inputs, min_length=14), ValueError, "min_length=14, but a clip of 13 steps"),
-        (dict(inputs, logits_processor=[min]), ValueError, "logits_processor=.* is not supported"),
-        (dict(inputs, spam=1), TypeError, "MusicGen takes no spam"),
+        (dict(inputs, min_new_tokens=13), ValueError, "min_new_tokens=13.*12"),
+        (dict(inputs, min_length=14), ValueError, "min_length=14.*13"),
+        (dict(inputs, logits_processor=[min]), ValueError, r"logits_processor=\[<built-in function min>\]"),
+        (dict(inputs, spam=1), TypeError, "MusicGen"),
         (
             dict(inputs, decoder_input_ids=torch.zeros(5, 2).long()),
             ValueError,
@@ -172,9 +170,9 @@ def test_what_does_not_fit_is_refused(model):
         (
             dict(inputs, decoder_input_ids=torch.zeros(12, 2).long(), input_values=torch.zeros(3, 1, 8)),
             TypeError,
-            "both of input_values and decoder_input_ids",
+            "input_values.*decoder_input_ids",
         ),
-        ({}, TypeError, "neither of input_ids and encoder_outputs"),
+        ({}, TypeError, "input_ids.*encoder_outputs"),
     ]:
         with pytest.raises(error, match=message):
             model.generate_audio(**{"max_new_tokens": 12, **arguments})

@@ -421,15 +421,13 @@ def test_a_copy_of_an_accelerated_model_is_accelerated():
 
 def test_what_does_not_fit_is_refused(monkeypatch):
     model = tiny_vibevoice()
-    with pytest.raises(TypeError, match="SpeculativeJacobiSampler given; a VibeVoice.* takes no sampler"):
+    with pytest.raises(TypeError, match="SpeculativeJacobiSampler.*VibeVoiceForConditionalGeneration"):
         visual_spec.accelerate(model, "speculative-jacobi")
-    with pytest.raises(
-        TypeError, match="cannot accelerate a VibeVoiceModel; pass a VibeVoiceForConditionalGen"
-    ):
+    with pytest.raises(TypeError, match="VibeVoiceModel.*VibeVoiceForConditionalGeneration"):
         visual_spec.accelerate(model.model)
     monkeypatch.delattr(
         "transformers.models.vibevoice.generation_vibevoice.VibeVoiceGenerationMixin._sample_audio_latent"
     )
-    with pytest.raises(TypeError, match="has no _sample_audio_latent; use a release from 5.20"):
+    with pytest.raises(TypeError, match=r"_sample_audio_latent.*5\.20"):
         visual_spec.accelerate(model)
     assert "last_trace" not in vars(model) and PAD == 0

@@ -165,7 +165,7 @@ def test_unknown_parts_are_refused_by_name_before_any_compute(entry, monkeypatch
     monkeypatch.setattr(type(kind.model), "prepare", None, raising=False)
     takes = ", ".join(sampler.takes) or "nothing else"
     if entry.calls == SCALES:
-        with pytest.raises(TypeError, match="unexpected keyword argument 'drafters'"):
+        with pytest.raises(TypeError, match="'drafters'"):
             decode(entry, sampler, drafters=1)
         return
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_requests_that_no_model_serves_are_refused_before_any_compute(entry, mon
     for batch_size in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=f"batch_size={batch_size}; pass an integer"):
             decode(entry, sampler, batch_size=batch_size)
-    with pytest.raises(ValueError, match="1 generators for a batch of 5"):
+    with pytest.raises(ValueError, match="1 generators.*5"):
         decode(entry, sampler, generator=[torch.Generator()])
     if entry.calls not in (
         CHUNKS,

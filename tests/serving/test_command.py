@@ -54,7 +54,7 @@ def test_a_folder_says_what_vllm_and_the_windows_read(tmp_path):
 
 def test_other_models_are_refused(tmp_path):
     for name in ("shapes_nar", "shapes_var"):
-        with pytest.raises(ValueError, match="LlamaGen of one frame"):
+        with pytest.raises(ValueError, match="LlamaGen"):
             save_for_vllm(load(name, "cpu", "float32"), tmp_path)
 
 

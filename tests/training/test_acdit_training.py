@@ -104,7 +104,7 @@ def test_a_clip_without_a_class_has_the_last_row():
 def test_pictures_and_clips_are_told_apart(monkeypatch, tmp_path):
     for more in ([], ["--frames", "8", "--tokenizer", "vae"]):
         monkeypatch.setattr("sys.argv", ["acdit", "--out", str(tmp_path), *more])
-        with pytest.raises(SystemExit, match="pass --tokenizer FOLDER for pictures, or --frames"):
+        with pytest.raises(SystemExit, match="--tokenizer FOLDER.*--frames"):
             acdit.main()
 
 
@@ -117,6 +117,6 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, tokenizer):
 
 
 def test_models_for_other_tokens_are_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="makes 16 tokens of 3 numbers, the model has 16 of 4"):
+    with pytest.raises(ValueError, match="16 tokens.*3.*16.*4"):
         model = ACDiTTransformer(4, 4, 4, dim=32, num_layers=1, num_heads=2, num_classes=len(CLASSES))
         train_blocks(model, tokenizer, TRAINING, tmp_path)

@@ -160,15 +160,15 @@ def test_the_loss_is_that_of_the_hidden_tokens():
 
 def test_what_does_not_fit_is_refused():
     pipe: Any = tiny_masked_pipeline(SelfSpeculativeMaskedSampler(2))
-    with pytest.raises(ValueError, match="needs causal_layer, a CausalLayer trained for this model"):
+    with pytest.raises(ValueError, match="causal_layer.*CausalLayer"):
         pipe("a red circle")
     pipe.causal_layer = CausalLayer(16, 12, 5, 8, 2)
-    with pytest.raises(ValueError, match="12 codes and 5 x 5 slots of one codebook, and a MaskedImageTransf"):
+    with pytest.raises(ValueError, match="12.*5 x 5.*MaskedImageTransformer"):
         pipe("a red circle")
-    with pytest.raises(ValueError, match="dim=8 and num_heads=3"):
+    with pytest.raises(ValueError, match="dim=8.*num_heads=3"):
         CausalLayer(16, 12, 4, 8, 3)
     table = TabularMaskedModel(TokenGrid(2, 2), 3)
-    with pytest.raises(ValueError, match="TabularMaskedModel keeps nothing of a call"):
+    with pytest.raises(ValueError, match="TabularMaskedModel"):
         SelfSpeculativeMaskedSampler()(table, None, law=TokenLaw())
     model = tiny_masked_transformer()
     new_layer(model, num_heads=2).check_fits(model)

@@ -198,7 +198,7 @@ def test_refuses_settings_that_train_nothing():
     for name in ("clips", "steps", "unroll"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             ColumnDrafterTraining(**{name: 0})  # pyright: ignore
-    with pytest.raises(ValueError, match="guidance_scales is empty"):
+    with pytest.raises(ValueError, match="guidance_scales"):
         ColumnDrafterTraining(guidance_scales=[])
     with pytest.raises(ValueError, match="objective='best'"):
         ColumnDrafterTraining(objective="best")
@@ -209,7 +209,7 @@ def test_refuses_settings_that_train_nothing():
 def test_refuses_a_drafter_made_for_another_target(tmp_path):
     model, encoder = networks()
     other = ColumnEagleDrafter(SIZE, BOOKS, DIM, num_layers=5, taps=(1,), num_heads=2, ffn_dim=16)
-    with pytest.raises(ValueError, match="num_layers=5, and got one of .*num_layers=2"):
+    with pytest.raises(ValueError, match="num_layers=5.*num_layers=2"):
         settings, draw = ColumnDrafterTraining(**TINY), Draw(model, encoder)
         train_column_drafter(other, model, encoder, coding_codec(), draw, settings, tmp_path)
     assert draw.calls == 0
@@ -238,5 +238,5 @@ def test_refuses_clips_that_another_model_played(tmp_path, changes):
         with torch.no_grad():
             model.lm_heads[1].weight[2].add_(0.1)  # pyright: ignore
     settings = ColumnDrafterTraining(**{**TINY, "drawn": True, "steps": 1, **changes})
-    with pytest.raises(ValueError, match="another model played, or under another law; pass another --out"):
+    with pytest.raises(ValueError, match="model played.*--out"):
         train_column_drafter(fresh(model), model, encoder, coding_codec(), draw, settings, tmp_path)

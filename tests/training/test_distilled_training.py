@@ -70,9 +70,9 @@ def test_it_starts_with_what_the_teacher_knows():
     left = CODES @ weights["tok_embeddings.weight"].T + weights["tok_embeddings.bias"]
     left = left - known["tok_embeddings.weight"]
     assert (CODES.T @ left).abs().max() < 1e-5 and left.sum(0).abs().max() < 1e-5
-    with pytest.raises(ValueError, match="order 'raster' with caption_dim=None"):
+    with pytest.raises(ValueError, match="'raster'.*caption_dim=None"):
         start_from_teacher(teacher(num_classes=3, caption_dim=None, prefix_length=1), CODES, 7)
-    with pytest.raises(ValueError, match="a teacher of order 'nar'"):
+    with pytest.raises(ValueError, match="teacher.*'nar'"):
         start_from_teacher(teacher(order="nar"), CODES, 7)
 
 
@@ -157,5 +157,5 @@ def test_what_is_checked_was_not_learned_from(readers, tmp_path: Path, monkeypat
     train_distilled(student(), encoder, vq_model, pairs, replace(SHORT, steps=2), tmp_path)
     learned, checked = seen[0], seen[-1]
     assert torch.equal(torch.cat([learned, checked]), pairs.tokens) and len(checked) == 4
-    with pytest.raises(ValueError, match="20 pictures, of which 20 are checked"):
+    with pytest.raises(ValueError, match="20 pictures.*20"):
         train_distilled(student(), encoder, vq_model, pairs, replace(SHORT, checked=20), tmp_path)

@@ -61,7 +61,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
 
 def test_refuses_pictures_of_another_run(tmp_path):
     train_tiny_drafter(tmp_path, steps=1)
-    with pytest.raises(ValueError, match="other prompts or guidance; pass another --out folder"):
+    with pytest.raises(ValueError, match="guidance.*--out"):
         train_tiny_drafter(tmp_path, steps=1, seed=1)
 
 
@@ -69,7 +69,7 @@ def test_refuses_settings_that_train_nothing():
     for name in ("pictures", "steps", "unroll", "batch_size"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             DrafterTraining(**cast(Any, {name: 0}))
-    with pytest.raises(ValueError, match="guidance_scales is empty"):
+    with pytest.raises(ValueError, match="guidance_scales"):
         DrafterTraining(guidance_scales=[])
 
 

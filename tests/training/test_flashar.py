@@ -101,9 +101,9 @@ def test_it_starts_as_the_raster_model_with_its_last_block_and_head_copied():
             assert torch.equal(weights[copied], value)
     weights["layers.2.attention.wo.weight"].add_(1)  # a copy, not the same
     assert torch.equal(weights["layers.1.attention.wo.weight"], known["layers.1.attention.wo.weight"])
-    with pytest.raises(ValueError, match="order 'flashar' with 2 blocks, of which 1 .* pass a raster model"):
+    with pytest.raises(ValueError, match="'flashar'.*2.*1"):
         start_from_raster(model)
-    with pytest.raises(ValueError, match="2 blocks, of which 3 are to be copied"):
+    with pytest.raises(ValueError, match="2 blocks.*3"):
         start_from_raster(one, 3)
 
 
@@ -132,5 +132,5 @@ def test_at_first_only_the_branch_learns(readers, tmp_path: Path):
 
 def test_another_order_is_refused(readers, tmp_path: Path):
     encoder, vq_model = readers
-    with pytest.raises(ValueError, match="the model has order 'raster'"):
+    with pytest.raises(ValueError, match="'raster'"):
         train_flashar(raster(), encoder, vq_model, SHORT, tmp_path)

@@ -121,9 +121,9 @@ def test_a_start_of_another_size_is_refused(tmp_path, vq_model):
     known.save_pretrained(tmp_path / "transformer")
     known_words.save_pretrained(tmp_path / "text_encoder")
     model, encoder = tiny(vq_model)
-    with pytest.raises(ValueError, match="dim=32, this model 16"):
+    with pytest.raises(ValueError, match="dim=32.*16"):
         start_from_motion(model, encoder, tmp_path)
     shallow, encoder = frames.new_model(vq_model, 32, 2, 2, 24)
-    with pytest.raises(ValueError, match="has 1 layers, this model 2"):
+    with pytest.raises(ValueError, match="1 layers.*2"):
         start_from_motion(shallow, encoder, tmp_path)
     assert isinstance(known, LlamaGenTransformer) and isinstance(encoder, CaptionEncoder)

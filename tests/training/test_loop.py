@@ -103,15 +103,15 @@ def test_a_run_with_other_settings_is_refused_by_name(tmp_path: Path):
             rf"resume.pt is of a run with steps={TOTAL} \(now 100\); pass the same to go on, or remove",
         ),
         ("scales", (1, 3), r"scales=\(1, 2\) \(now \(1, 3\)\)"),
-        ("bfloat16", True, r"bfloat16='nothing' \(now True\)"),
+        ("bfloat16", True, "bfloat16='nothing'.*True"),
     ]:
         with pytest.raises(ValueError, match=message):
             resume({**settings, name: value}, teacher)
-    with pytest.raises(ValueError, match=r"seed=0 \(now 3\), .*scales"):
+    with pytest.raises(ValueError, match=r"seed=0.*3\), scales=\(1, 2\)"):
         resume({**settings, "seed": 3, "scales": ()}, teacher)
     with torch.no_grad():
         teacher[0].weight[0, 0] += 1e-3
-    with pytest.raises(ValueError, match=r"with weights of the models that are read='[0-9a-f]{12}' \(now "):
+    with pytest.raises(ValueError, match="read='dfd650c0de5f'"):
         resume(settings, teacher)
 
 
@@ -123,16 +123,12 @@ def test_what_is_no_run_of_this_trainer_is_refused(tmp_path: Path):
 
     ResumePoint(path, 1, settings, model=nn.Linear(3, 2)).after(0, 3, torch.ones(()))
     whole = path.read_bytes()
-    with pytest.raises(
-        ValueError, match="resume.pt is of a run with a model of another size .*size mismatch"
-    ):
+    with pytest.raises(ValueError, match=r"resume\.pt.*size mismatch"):
         resume(nn.Linear(3, 5))
     path.write_bytes(whole[:-200])
-    with pytest.raises(ValueError, match="resume.pt is truncated or damaged"):
+    with pytest.raises(ValueError, match=r"resume\.pt.*truncated"):
         resume(nn.Linear(3, 2))
     for content in ({"model": {}}, [1]):
         torch.save(content, path)
-        with pytest.raises(
-            ValueError, match="resume.pt is no interrupted run of this trainer; remove the file"
-        ):
+        with pytest.raises(ValueError, match=r"resume\.pt.*interrupted"):
             resume(nn.Linear(3, 2))

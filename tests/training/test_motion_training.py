@@ -167,7 +167,7 @@ def test_a_near_to_far_model_starts_as_motion_learns_resumes_and_draws(
     assert held_out_loss(trained, encoder, draws) == pytest.approx(want, abs=1e-6)
     result = judge(trained, encoder, vq_model, 1, guidance_scale=1.0)
     assert result["clips"] == 1
-    with pytest.raises(ValueError, match="num_layers=3 of a model that starts from 4 blocks"):
+    with pytest.raises(ValueError, match="num_layers=3.*4"):
         start_from_motion(tmp_path / "motion", 3)
 
 
@@ -215,5 +215,5 @@ def test_the_start_knows_the_words_and_layers_of_shapes(tmp_path, vq_model):
     # The second layer starts without effect.
     assert not model.layers[1].attention.wo.weight.any() and not model.layers[1].feed_forward.w2.weight.any()
     other, other_words = motion.new_model(vq_model, 32, 1, 2)
-    with pytest.raises(ValueError, match="dim=16, this model 32"):
+    with pytest.raises(ValueError, match="dim=16.*32"):
         start_from_shapes(other, other_words, tmp_path)

@@ -202,7 +202,7 @@ def test_codebooks_start_from_what_is_left_and_follow_it():
 
 def test_too_few_vectors_cannot_start_a_codebook():
     vectors = torch.randn(300, 4)
-    with pytest.raises(ValueError, match="300 latent vectors cannot start 301 codes"):
+    with pytest.raises(ValueError, match="300.*301"):
         _first_codes(vectors, 301, np.random.default_rng(0))
 
 
@@ -314,7 +314,7 @@ def test_a_run_in_another_pattern_resumes(tmp_path):
 
     saved = {"transformer": MusicgenForCausalLM, "text_encoder": CaptionEncoder}
     check_training(tmp_path, train, 3, every=2, saved=saved)
-    with pytest.raises(ValueError, match="layout='grouped' with no settings; .*needed: group_size"):
+    with pytest.raises(ValueError, match="layout='grouped'.*group_size"):
         run_music(tmp_path / "none", pattern="grouped")
     assert not (tmp_path / "none").exists()
 
@@ -347,7 +347,7 @@ def test_codes_of_a_folder_belong_to_one_codec(tmp_path):
     assert torch.equal(again[0], words) and torch.equal(again[1], codes)
     tunes = sample_tunes(2, 100_003)
     assert torch.equal(words[:, 1], encoder.word_ids([caption(tune, 1) for tune in tunes]))
-    with pytest.raises(ValueError, match="holds codes of another codec"):
+    with pytest.raises(ValueError, match="codec.*--out"):
         tokenize_tunes(tiny_codec(), encoder, 2, 1, cache=tmp_path)
 
 
@@ -369,7 +369,7 @@ def test_span_counts_hide_the_share_that_is_asked_for():
     for mask in masks[1]:  # runs of at least three, but for one cut off at the end
         runs = "".join("x" if hidden else " " for hidden in mask)
         assert all(len(run) >= 3 for run in runs[:48].split()[:-1]) if " " in runs else True
-    with pytest.raises(ValueError, match="3 frames hold no spans of 3"):
+    with pytest.raises(ValueError, match="3 frames.*3"):
         span_counts(3)
 
 
@@ -404,14 +404,14 @@ def test_masked_losses_are_those_of_a_plain_loop():
 def test_what_does_not_fit_is_refused(tmp_path):
     model, encoder = networks()
     other = MusicgenForCausalLM(music_config(SIZE, BOOKS + 1, dim=DIM, num_layers=1, num_heads=2))
-    with pytest.raises(ValueError, match="a model of 3 codebooks of 16 codes, and a codec of 2 of 16"):
+    with pytest.raises(ValueError, match="3 codebooks.*16.*2.*16"):
         train_music(other, encoder, coding_codec(), MusicTraining(), tmp_path)
     narrow = CaptionEncoder(["a"], dim=8, num_layers=0, num_heads=1)
-    with pytest.raises(ValueError, match="width 8 and a model of width 16"):
+    with pytest.raises(ValueError, match="width 8.*16"):
         train_music(model, narrow, coding_codec(), MusicTraining(), tmp_path)
     config = codec_config(num_filters=2, hidden_size=8, codebook_size=SIZE)
     config.sampling_rate = 32_000
-    with pytest.raises(ValueError, match="a codec of 32000 Hz"):
+    with pytest.raises(ValueError, match="32000 Hz"):
         train_codec(EncodecModel(config), CodecTraining(), tmp_path)
     for wrong in (dict(steps=0), dict(clips=0), dict(caption_dropout=1.5), dict(kind="diffusion")):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):

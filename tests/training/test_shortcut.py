@@ -130,12 +130,10 @@ def test_it_learns_and_a_saved_pipeline_holds_it(tmp_path: Path):
 
 def test_a_shortcut_of_another_model_is_refused():
     pipe: Any = tiny_masked_pipeline(MaskedSampler(steps=2, reuse=1, reuse_by="shortcut"))
-    with pytest.raises(ValueError, match="needs shortcut, a FeatureShortcut trained for this model"):
+    with pytest.raises(ValueError, match="FeatureShortcut"):
         pipe(PROMPTS[0])
     pipe.shortcut = FeatureShortcut(16, 12, 9, 8, 2)
-    with pytest.raises(
-        ValueError, match="12 codes and 9 slots of one codebook, and a MaskedImageTransformer"
-    ):
+    with pytest.raises(ValueError, match="12.*9.*MaskedImageTransformer"):
         pipe(PROMPTS[0])
-    with pytest.raises(ValueError, match="dim=8 and num_heads=3"):
+    with pytest.raises(ValueError, match="dim=8.*num_heads=3"):
         FeatureShortcut(16, 12, 9, 8, 3)

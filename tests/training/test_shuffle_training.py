@@ -90,7 +90,7 @@ def check_folder_of_changes(folder: Path, trained: Any, tmp_path: Path) -> None:
             LlamaGenTransformer.from_pretrained(folder)
     adapter.write_text(json.dumps({"adapts": "shapes/transformer"}))
     save_file(held | {"layers.7.wo.weight.up": torch.ones(16, 2)}, file)
-    with pytest.raises(ValueError, match=r"layers.7.wo.weight.up changes no matrix of .*shapes.transformer"):
+    with pytest.raises(ValueError, match=r"layers\.7"):
         LlamaGenTransformer.from_pretrained(folder)
     save_file({key: value for key, value in held.items() if "compress" not in key}, file)
     with pytest.raises(ValueError, match="1 missing: compress.weight"):

@@ -179,7 +179,7 @@ def test_first_codes_lie_closer_than_drawn_vectors():
     drawn = (model.quantise(latents)[2][-1] - latents).square().mean()
     model.codebook.copy_(var_tokenizer._first_codes(model, pictures, 16, np.random.default_rng(0)))
     assert (model.quantise(latents)[2][-1] - latents).square().mean() < 0.7 * drawn
-    with pytest.raises(ValueError, match="252 latent vectors cannot start 253 codes"):
+    with pytest.raises(ValueError, match="252.*253"):
         var_tokenizer._first_codes(model, pictures, 253, np.random.default_rng(0))
 
 
@@ -204,7 +204,7 @@ def test_reconstructions_are_judged_by_the_parser():
 
 def test_the_tokenizer_must_be_for_pictures_of_the_data_set(tmp_path):
     model = MultiscaleVQModel(4, (1, 1), 1, 16, 4, SCALES, norm_groups=None)
-    with pytest.raises(ValueError, match="for pictures of 8 pixels .* the data set has 128"):
+    with pytest.raises(ValueError, match="8.*128"):
         train_var_tokenizer(model, TOKENIZER, tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_tokens_of_classes_are_those_of_their_pictures(vq_model, tmp_path):
     assert torch.equal(tokens.long(), vq_model.encode_tokens(pictures)) and tokens.unique().numel() > 4
     again = tokenize_classes(vq_model, 45, 5, cache=tmp_path)
     assert torch.equal(again[0], labels) and torch.equal(again[1], tokens)
-    with pytest.raises(ValueError, match="tokens of another tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer.*--out"):
         tokenize_classes(tiny_tokenizer(), 45, 5, cache=tmp_path)
 
 
@@ -354,7 +354,7 @@ def test_a_deeper_model_begins_as_the_one_it_grew_from(vq_model):
     logits.square().mean().backward()
     for block in deeper.blocks[2:]:
         assert block.ada_lin[1].weight.grad[:32].abs().max() > 0  # it will not stay so
-    with pytest.raises(ValueError, match="num_layers=2 for a model of 2 layers"):
+    with pytest.raises(ValueError, match="num_layers=2.*2"):
         deepened(model, 2)
 
 
@@ -374,7 +374,7 @@ def test_guidance_of_a_teacher_grows_from_scale_to_scale(vq_model):
             strength = 1 + 1.5 * (1 if slot < 5 else 2) / 2
             want = (strength * plain[slot] + (1 - strength) * null[slot]).log_softmax(-1)
             torch.testing.assert_close(got[number, slot - 1].double(), want, atol=4e-3, rtol=2e-3)
-    with pytest.raises(ValueError, match="teacher_guidance=2.5 with label_dropout=0.25.*pass 0, 0 and None"):
+    with pytest.raises(ValueError, match=r"teacher_guidance=2\.5.*label_dropout=0\.25.*0, 0.*None"):
         replace(settings, label_dropout=0.25)
 
 
@@ -415,17 +415,15 @@ def test_held_out_losses_are_means_over_slots_of_all_and_of_each_scale(vq_model)
 def test_models_that_do_not_fit_are_refused(vq_model, tmp_path):
     settings = TRANSFORMER
     other = VARTransformer(16, 4, dim=8, num_layers=1, num_heads=2, num_classes=48, scales=(1, 2, 3, 4))
-    with pytest.raises(
-        ValueError, match=r"the tokenizer \(\(1, 2, 4\), 16, 4\); the model \(\(1, 2, 3, 4\), 16, 4\)"
-    ):
+    with pytest.raises(ValueError, match=r"\(1, 2, 4\), 16, 4.*\(1, 2, 3, 4\), 16, 4"):
         train_var(other, vq_model, settings, tmp_path)
     with pytest.raises(ValueError, match="the teacher"):
         train_var(tiny_model(), vq_model, settings, tmp_path, teacher=other)
     few = VARTransformer(16, 4, dim=8, num_layers=1, num_heads=2, num_classes=7, scales=SCALES)
-    with pytest.raises(ValueError, match="the model has 7 classes; the data has 48"):
+    with pytest.raises(ValueError, match="7 classes.*48"):
         train_var(few, vq_model, settings, tmp_path)
     for changes in ({"scales_from": 3}, {"scales_until": 4}):
-        with pytest.raises(ValueError, match="the model has 3 scales"):
+        with pytest.raises(ValueError, match="3 scales"):
             train_var(tiny_model(), vq_model, replace(settings, **changes), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -434,7 +432,7 @@ def test_settings_that_train_nothing_are_refused():
     for name in ("steps", "batch_size", "scenes"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             VarTraining(**cast(Any, {name: 0}))
-    with pytest.raises(ValueError, match="leave no scale to train"):
+    with pytest.raises(ValueError, match="scales_from=2.*scales_until=2"):
         VarTraining(scales_from=2, scales_until=2)
     with pytest.raises(ValueError, match="label_dropout=1.5"):
         VarTraining(label_dropout=1.5)

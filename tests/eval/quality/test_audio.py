@@ -172,26 +172,26 @@ def test_clap_resamples(clap):
 
 
 def test_clap_says_what_it_lacks(clap, tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no CLAP model at .*nowhere"):
+    with pytest.raises(FileNotFoundError, match="CLAP.*nowhere"):
         ClapScorer(tmp_path / "nowhere")
     save_clap(tmp_path / "fused", fusion=True)
-    with pytest.raises(ValueError, match="fuses features of several cuts"):
+    with pytest.raises(ValueError, match="fuses features"):
         ClapScorer(tmp_path / "fused")
     scorer = ClapScorer(clap)
-    with pytest.raises(ValueError, match="0 clips at 48000 Hz"):
+    with pytest.raises(ValueError, match="0.*48000 Hz"):
         scorer.embed_audio([], 48_000)
-    with pytest.raises(ValueError, match="1 clips at 0 Hz"):
+    with pytest.raises(ValueError, match="1 clips.*0 Hz"):
         scorer.embed_audio([clip(1, 9)], 0)
     for wrong in (clip(1, 9)[None], clip(1, 9)[:0], clip(1, 9) / 0):
-        with pytest.raises(ValueError, match="pass mono clips"):
+        with pytest.raises(ValueError, match=r"\[samples\]"):
             scorer.embed_audio([wrong], 48_000)
     with pytest.raises(ValueError, match="no prompts"):
         scorer.embed_text([])
-    with pytest.raises(ValueError, match="1 clips and 2 prompts"):
+    with pytest.raises(ValueError, match="1 clips.*2"):
         scorer.score([clip(1, 9)], 48_000, PROMPTS[:2])
     monkeypatch.setitem(sys.modules, "torchaudio", None)
     monkeypatch.setitem(sys.modules, "torchaudio.functional", None)
-    with pytest.raises(ImportError, match=r"install visual-spec\[audio\]"):
+    with pytest.raises(ImportError, match=r"\[audio\]"):
         scorer.embed_audio([clip(1, 9)], 16_000)
 
 
@@ -237,7 +237,7 @@ def test_the_interval_of_the_kernel_distance_leaves_one_prompt_out_at_a_time():
     variance = sum((len(one) - 1) * np.var(one) for one in wide)
     assert apart["value"] == pytest.approx(kernel_audio_distance(reference, drawn[:8]), abs=1e-9)
     assert apart["high"] - apart["value"] == pytest.approx(Z_95 * math.sqrt(variance))
-    with pytest.raises(ValueError, match="9 and 8 clips given"):
+    with pytest.raises(ValueError, match="9.*8 clips"):
         kernel_figure(reference, drawn[:8], paired=True)
     with pytest.raises(ValueError, match="2 and 2 clips"):
         kernel_figure(reference[:2], drawn[:2])

@@ -73,25 +73,25 @@ def test_classes_are_asked_for_by_number(tmp_path):
     names = ["crane", "crane", "tench"]
     found = read_prompts("classes", names)
     assert [found.asked(i) for i in range(4)] == ["0", "1", "2", "0"] and found.texts == tuple(names)
-    with pytest.raises(ValueError, match="--prompts classes is for models that draw classes"):
+    with pytest.raises(ValueError, match="--prompts.*models"):
         read_prompts("classes")
-    with pytest.raises(ValueError, match="the model has 3 classes"):
+    with pytest.raises(ValueError, match="3 classes"):
         read_prompts("imagenet", names)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.txt", "\n \n", "holds no prompts"),
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt"\n', "line 2 is no JSON"),
-        ("a.jsonl", '{"prompt": 3}\n', "line 1 has no text under prompt, caption, text"),
-        ("a.jsonl", "[1]\n", "line 1 has no text"),
-        ("a.csv", "id,words\n1,a\n", "has no column prompt, caption, text"),
-        ("a.csv", "prompt\n", "no lines after it"),
+        ("a.txt", "\n \n", r"a\.txt.*prompts"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt"\n', "2.*JSON"),
+        ("a.jsonl", '{"prompt": 3}\n', "line 1"),
+        ("a.jsonl", "[1]\n", "line 1"),
+        ("a.csv", "id,words\n1,a\n", r"a\.csv.*column"),
+        ("a.csv", "prompt\n", r"a\.csv.*lines"),
         ("a.csv", "prompt,id\n  ,1\n", "prompt 1 is ''"),
-        ("a.json", "[]", "no file of COCO captions"),
-        ("a.json", '{"annotations": [{"id": 1}]}', "no file of COCO captions"),
-        ("a.yaml", "a", "prompts are read from .txt, .jsonl"),
+        ("a.json", "[]", "COCO"),
+        ("a.json", '{"annotations": [{"id": 1}]}', "COCO"),
+        ("a.yaml", "a", r"a\.yaml: prompts"),
     ],
 )
 def test_other_files_are_refused_by_name(tmp_path, name, text, message):
@@ -102,10 +102,10 @@ def test_other_files_are_refused_by_name(tmp_path, name, text, message):
 
 
 def test_no_file_an_empty_folder_and_other_encodings(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no file of prompts at"):
+    with pytest.raises(FileNotFoundError, match="no file"):
         read_prompts(str(tmp_path / "none.txt"))
-    with pytest.raises(ValueError, match="holds no prompts"):
+    with pytest.raises(ValueError, match="prompts"):
         read_prompts(str(tmp_path))
     (tmp_path / "latin.txt").write_bytes("ein Bär".encode("latin-1"))
-    with pytest.raises(ValueError, match="is not UTF-8"):
+    with pytest.raises(ValueError, match="UTF-8"):
         read_prompts(str(tmp_path / "latin.txt"))

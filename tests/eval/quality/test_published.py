@@ -263,7 +263,7 @@ def test_a_paired_difference_resolves_what_single_distances_do_not():
     assert (same["value"], same["low"], same["high"]) == (0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="400 and 399 samples"):
         frechet_difference(first, first[1:], reference)
-    with pytest.raises(ValueError, match="5 features of a sample, and 6"):
+    with pytest.raises(ValueError, match="5 features.*6"):
         frechet(first[:, :5], reference)
 
 
@@ -364,9 +364,9 @@ def test_bad_input_is_refused():
     good = normal(10, 50)[:, :3]
     with pytest.raises(ValueError, match=r"shapes \[10, 3\] and \[10, 4\]"):
         frechet_distance(good, normal(10, 51)[:, :4])
-    with pytest.raises(ValueError, match="10 and 1 pictures given"):
+    with pytest.raises(ValueError, match="10.*1 pictures"):
         frechet_distance(good, good[:1])
     with pytest.raises(ValueError, match="not finite"):
         frechet_distance(good, good / 0)
-    with pytest.raises(ValueError, match="10 and 9 samples given"):
+    with pytest.raises(ValueError, match="10.*9 samples"):
         frechet_of_pairs(good, good[:9])

@@ -74,7 +74,7 @@ def test_a_longer_run_goes_on(whole, tmp_path):
 def test_a_shorter_run_is_refused_before_anything_is_drawn(whole, tmp_path):
     """Pictures of the longer one would stay in the folder, where scorers find them."""
     sample(work_in(tmp_path))
-    with pytest.raises(ValueError, match=r"holds 7 samples, and num=4 .* pass --num 7 or more"):
+    with pytest.raises(ValueError, match="7.*num=4.*--num 7"):
         sample(work_in(tmp_path, num=4))
     assert content(tmp_path) == content(whole)
 
@@ -134,7 +134,7 @@ def test_other_samples_in_the_folder_are_refused(whole):
     for changes, name in cases:
         with pytest.raises(ValueError, match=f"other settings .*{name}"):
             sample(work_in(whole, **changes))
-    with pytest.raises(ValueError, match="pass at least 1"):
+    with pytest.raises(ValueError, match="least 1"):
         sample(work_in(whole, num=0))
     with pytest.raises(ValueError, match="rank=2 of 2"):
         sample(work_in(whole), rank=2, shards=2)
@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_whole_files_only(whole, tmp_path, monkeypatch):
         return original(path, *args, **kwargs)
 
     monkeypatch.setattr(sample_set, "write_atomically", limited)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"\[Errno 28\]"):
         sample(work_in(tmp_path))
     monkeypatch.undo()
     assert sample(work_in(tmp_path)) is not None

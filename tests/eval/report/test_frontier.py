@@ -214,12 +214,12 @@ def test_results_of_one_setting_are_joined(document, tmp_path):
 
 def test_bad_input_is_refused(document, tmp_path):
     (tmp_path / "no.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="JSON"):
         frontier.main([str(tmp_path / "no.json")])
     document["kind"] = "bench"
-    with pytest.raises(ValueError, match="holds no evaluation; pass results.json of visual-spec eval"):
+    with pytest.raises(ValueError, match=r"evaluation.*results\.json"):
         frontier.main([str(written(tmp_path, document))])
-    with pytest.raises(ValueError, match="must end in .png or .svg"):
+    with pytest.raises(ValueError, match=r"chart\.pdf"):
         frontier.main([str(written(tmp_path, document)), "--chart", "chart.pdf"])
     with pytest.raises(FileNotFoundError):
         frontier.main([str(tmp_path / "absent.json")])
@@ -250,5 +250,5 @@ def test_results_with_missing_parts_are_refused_in_one_line(document, tmp_path):
     assert {("rows",), ("settings",), ("environment",), ("references",), ("rows", 2, "features")} <= {
         *refused
     }
-    with pytest.raises(ValueError, match="is incomplete: it lacks 'rows'"):
+    with pytest.raises(ValueError, match="lacks 'rows'"):
         frontier.main([str(written(tmp_path, {"kind": "quality"})), "--out", str(tmp_path / "page.html")])

@@ -50,7 +50,7 @@ def test_high_tones_stand_above_low_ones_and_late_ones_to_the_right():
     assert picture.size == (200, 100)
     silence = np.asarray(mel_picture(np.zeros(RATE), RATE, 20, 10))
     assert (silence == silence[0, 0]).all()
-    with pytest.raises(ValueError, match="nan or infinity"):
+    with pytest.raises(ValueError, match="nan.*infinity"):
         mel_picture(np.array([0.0, np.nan]), RATE, 20, 10)
 
 

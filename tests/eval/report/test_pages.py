@@ -118,12 +118,12 @@ def test_the_legend_adds_to_the_height_only():
         (
             torch.zeros(15, dtype=torch.long),
             80,
-            r"shape \[15\], but the grid has 16 slots; .*commit_call\[b\]",
+            r"\[15\].*16.*trace\.commit_call\[b\]",
         ),
-        (torch.zeros(2, 16, dtype=torch.long), 80, "pass the trace of one sample"),
-        (torch.full((16,), -1), 80, "did not fill every slot"),
+        (torch.zeros(2, 16, dtype=torch.long), 80, r"trace\.commit_call"),
+        (torch.full((16,), -1), 80, "every slot"),
         (torch.zeros(16), 80, "integers"),
-        (torch.zeros(16, dtype=torch.long), 11, "pass at least 12"),
+        (torch.zeros(16, dtype=torch.long), 11, "least 12"),
     ],
 )
 def test_a_map_that_cannot_be_drawn_is_refused(calls, size, message):
@@ -289,7 +289,7 @@ def test_the_map_of_scales_has_every_cell_in_the_colour_of_its_model(drafted):
         for y in range(8):
             if (x, y) not in inside:
                 assert drawn.getpixel((x * cell + cell // 2, y * cell + cell // 2)) == PAPER
-    with pytest.raises(ValueError, match="no maps to draw"):
+    with pytest.raises(ValueError, match="no maps"):
         scale_map((), 0)
 
 

@@ -332,7 +332,7 @@ def test_quantiles_are_those_of_torch(values):
 
 
 def test_no_values_have_no_quantile():
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="least"):
         quantiles([])
 
 
@@ -370,20 +370,20 @@ def test_a_copy_outside_of_its_checkout_names_no_commit(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--runs", "4"], "--runs 4 given; pass at least 5"),
+        (["--runs", "4"], "--runs 4.*5"),
         (["--prompts", "0"], "--prompts 0 given"),
         (["--warmup", "-1"], "--warmup -1 given"),
-        (["--batch-sizes", "0"], "at least 1 sample"),
+        (["--batch-sizes", "0"], "1 sample"),
         (["--samplers", "speculative-jacobi:coupling=maximal"], "acceptance='identical' compares"),
         (
             ["--samplers", "jacobi"],
-            "unknown sampler 'jacobi'; pass one of autoregressive, speculative-jacobi",
+            "'jacobi'",
         ),
         (
             ["--samplers", "autoregressive", "--windows", "4"],
-            "none of the samplers that are measured has a window",
+            "--windows.*measured",
         ),
-        (["--fuse-projections", "--model", "tunes"], "--fuse-projections is for next-token models"),
+        (["--fuse-projections", "--model", "tunes"], "--fuse-projections"),
         (["--windows", "0"], "window=0"),
         (["--samplers", "speculative-jacobi:initial_draft=down"], "initial_draft='down'"),
         (["--temperature", "-1"], "temperature"),

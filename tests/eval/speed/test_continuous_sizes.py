@@ -113,9 +113,9 @@ def test_the_bench_times_them_with_the_floor(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--model", "mar-xl"], "--model mar-xl; of MAR pass one of mar-b, mar-l, mar-h"),
-        (["--model", "mar-b", "--windows", "4"], "--windows given; MAR of official size is measured by the schedules"),
-        (["--model", "mar-b", "--fuse-projections"], "--fuse-projections is for next-token models"),
+        (["--model", "mar-xl"], "--model.*MAR"),
+        (["--model", "mar-b", "--windows", "4"], "--windows.*MAR"),
+        (["--model", "mar-b", "--fuse-projections"], "--fuse-projections"),
     ],
 )  # fmt: skip
 def test_what_the_rows_do_not_have_is_refused(arguments, told):

@@ -137,7 +137,7 @@ def test_a_processor_computes_in_the_dtypes_whose_products_are_right(monkeypatch
         torch, "ones", lambda *size, dtype, device: ones(size, dtype=dtype, device=device) * (dtype == right)
     )
     measure.refuse_dtype(CPU, right)
-    with pytest.raises(ValueError, match="does not compute in float32"):
+    with pytest.raises(ValueError, match="float32"):
         measure.refuse_dtype(CPU, torch.float32)
 
 
@@ -148,16 +148,16 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(
         measure, "_computes_in", lambda device, dtype: dtype != torch.bfloat16 or computes(device, dtype)
     )
-    with pytest.raises(ValueError, match="An old chip does not compute in bfloat16"):
+    with pytest.raises(ValueError, match="bfloat16"):
         measure.refuse_dtype(GPU, torch.bfloat16)
-    with pytest.raises(ValueError, match="does not compute in bfloat16"):
+    with pytest.raises(ValueError, match="bfloat16"):
         monkeypatch.setattr(machine, "choose_device", lambda name: GPU)
         bench.main(["--random-weights", "--model", "llamagen-b", "--dtype", "bfloat16"])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("gpu", "--device gpu is no device"), ("cuda:99", "--device cuda:99, but PyTorch sees .* GPUs")],
+    [("gpu", "--device gpu"), ("cuda:99", "--device.*99.*PyTorch.*GPUs")],
 )
 def test_devices_that_are_not_there_are_refused(name, message):
     with pytest.raises(ValueError, match=message):

@@ -192,18 +192,18 @@ def test_what_is_measured_where_nothing_is_named(models, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samplers", "column+gumbel"], "unknown sampler 'column.gumbel'; pass one of autoregressive"),
+        (["--samplers", "column+gumbel"], r"'column\+gumbel'"),
         (["--samplers", "column-jacobi:coupling=maximal"], "acceptance='identical' compares"),
         (["--samplers", "column-jacobi:acceptance=lantern"], "pass unit='codebook'"),
         (
             ["--samplers", "autoregressive"],
-            "autoregressive: sampler is AutoregressiveSampler, which does not",
+            "AutoregressiveSampler",
         ),
-        (["--samplers", "masked"], "masked: sampler is MaskedSampler, which does not decode several"),
-        (["--count-only"], "--count-only is for next-scale"),
-        (["--windows", "0"], "window=0; pass an integer of at least 1"),
-        (["--masked", "MODEL"], "it takes a masked model beside one of the same tokens"),
-        (["--curve", "--masked", "MASKED"], "a masked model takes as many as its steps"),
+        (["--samplers", "masked"], "MaskedSampler"),
+        (["--count-only"], "--count-only"),
+        (["--windows", "0"], "window=0.*1"),
+        (["--masked", "MODEL"], "--masked"),
+        (["--curve", "--masked", "MASKED"], "--curve"),
     ],
 )
 def test_options_that_do_not_fit(models, arguments, message):
@@ -213,10 +213,8 @@ def test_options_that_do_not_fit(models, arguments, message):
 
 
 def test_a_masked_model_has_no_windows_and_pictures_no_masked_model(models, tmp_path):
-    with pytest.raises(
-        ValueError, match="--windows given, and none of the samplers that are measured has a window"
-    ):
+    with pytest.raises(ValueError, match="--windows.*measured"):
         bench.main(["--model", str(models[1]), "--device", "cpu", "--windows", "8"])
     tiny_pipeline().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="it takes a masked model of music, beside one of columns"):
+    with pytest.raises(ValueError, match="--model tunes --masked"):
         bench.main(["--model", str(tmp_path), "--device", "cpu", "--masked", str(models[1])])

@@ -173,10 +173,10 @@ def test_weights_are_random_and_rotary_tables_are_not():
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("janus-pro-1b", None, "pass one of llamagen-b, .* or janus-pro-7b, lumina-mgpt-7b, emu3-8b"),
-        ("janus-pro-7b", 512, "Janus-Pro draws 384 pixels only"),
-        ("lumina-mgpt-7b", 500, "--image-size 500; pass a multiple of 32"),
-        ("emu3-8b", 4, "pass a multiple of 8"),
+        ("janus-pro-1b", None, "janus-pro-7b, lumina-mgpt-7b, emu3"),
+        ("janus-pro-7b", 512, "Janus-Pro.*384"),
+        ("lumina-mgpt-7b", 500, "--image-size 500.*32"),
+        ("emu3-8b", 4, "multiple.*8"),
     ],
 )
 def test_sizes_that_are_not_are_refused(name, size, message):

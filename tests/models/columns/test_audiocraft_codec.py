@@ -115,17 +115,17 @@ def test_a_file_that_names_its_codec(tmp_path):
     found = load_audiocraft_codec(tmp_path, pretrained=tmp_path / "encodec")
     for key, value in codec.state_dict().items():
         assert torch.equal(found.state_dict()[key], value)
-    with pytest.raises(OSError, match="only names its codec, facebook/encodec_32khz.*pass pretrained="):
+    with pytest.raises(OSError, match="encodec_32khz.*pretrained"):
         load_audiocraft_codec(tmp_path)  # there is no network
     torch.save({"pretrained": "dac_44khz", "exported": True}, tmp_path / "compression_state_dict.bin")
-    with pytest.raises(ValueError, match="names the codec 'dac_44khz', which is no EnCodec"):
+    with pytest.raises(ValueError, match="'dac_44khz'.*EnCodec"):
         load_audiocraft_codec(tmp_path)
 
 
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("seanet.norm", "time_group_norm", "seanet.norm='time_group_norm' instead of 'weight_norm'"),
+        ("seanet.norm", "time_group_norm", r"seanet\.norm='time_group_norm'.*'weight_norm'"),
         ("seanet.lstm", 0, "seanet.lstm=0"),
         ("seanet.decoder.final_activation", "Tanh", "final_activation='Tanh'"),
         ("encodec.renormalize", True, "encodec.renormalize=True"),

@@ -103,21 +103,21 @@ def test_what_does_not_fit_is_refused():
     chunked = EncodecModel(EncodecConfig(num_filters=2, chunk_length_s=1.0, overlap=0.01, normalize=True))
     with pytest.raises(ValueError, match="normalize=True, chunk_length_s=1.0"):
         StreamingDecoder(chunked)
-    with pytest.raises(ValueError, match="channels=3; pass 1 or 2"):
+    with pytest.raises(ValueError, match="channels=3.*1.*2"):
         StreamingDecoder(codec(), 3)
-    with pytest.raises(ValueError, match=r"waves of shape \(2, 3, 40\)"):
+    with pytest.raises(ValueError, match=r"\(2, 3, 40\)"):
         encode_waves(codec(), torch.zeros(2, 3, 40))
-    with pytest.raises(ValueError, match="nan or infinity"):
+    with pytest.raises(ValueError, match="nan.*infinity"):
         encode_waves(codec(), torch.full((1, 1, 40), torch.nan))
     stream = StreamingDecoder(codec())
     stream(codes_of(2, 3))
     for codes, message in [
         (codes_of(2, 3)[:, :2], r"takes \[B, 3, n\]"),
-        (codes_of(1, 3), "a batch of 1 given after one of 2"),
+        (codes_of(1, 3), "batch.*1.*2"),
         (codes_of(2, 3) + SIZE, "pass 0 to 15"),
     ]:
         with pytest.raises(ValueError, match=message):
             stream(codes)
     stream(codes_of(2, 3), last=True)
-    with pytest.raises(ValueError, match="the clip has ended"):
+    with pytest.raises(ValueError, match="clip.*StreamingDecoder"):
         stream(codes_of(2, 3))

@@ -351,34 +351,34 @@ def test_magnet_logits_are_those_of_transformers_under_a_mask_of_its_own():
 
 def test_what_does_not_fit_is_refused():
     whole = musicgen()
-    with pytest.raises(TypeError, match="Linear given; pass a MusicgenFor"):
+    with pytest.raises(TypeError, match="Linear.*MusicgenForConditionalGeneration"):
         MagnetModel(torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="padding='left'; pass 'masked'"):
+    with pytest.raises(ValueError, match="padding='left'.*'masked'"):
         MusicgenColumnModel(whole, FRAMES, padding="left")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="num_frames=0"):
         MusicgenColumnModel(whole, 0)
-    with pytest.raises(ValueError, match="prompt_frames=7 of num_frames=7; pass 0 to 6"):
+    with pytest.raises(ValueError, match="prompt_frames=7.*num_frames=7.*0.*6"):
         MusicgenColumnModel(whole, 7, prompt_frames=7)
-    with pytest.raises(ValueError, match="for 3 codebooks; pass one for 4"):
+    with pytest.raises(ValueError, match="3 codebooks.*4"):
         MusicgenColumnModel(whole, 7, pattern=CodebookPattern.parallel(3))
     with pytest.raises(ValueError, match="reach=-1"):
         MagnetModel(whole, reach=-1)
     columns = MusicgenColumnModel(whole, 7, prompt_frames=2)
     text = text_condition(whole, IDS, MASK)
-    with pytest.raises(TypeError, match="list given; this model takes a TextCondition"):
+    with pytest.raises(TypeError, match="TextCondition"):
         columns.prefill([], batch_size=3, guided=False, window=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"this model takes \[2, T, 24\]"):
+    with pytest.raises(ValueError, match=r"\[2, T, 24\]"):
         columns.prefill(text, batch_size=2, guided=False, window=1)
-    with pytest.raises(ValueError, match=r"no codes given for prompt_frames=2.*\(3, 4, 2\)"):
+    with pytest.raises(ValueError, match=r"prompt_frames=2.*\(3, 4, 2\)"):
         columns.prefill(text, batch_size=3, guided=False, window=1)
     for codes, message in [
-        (torch.zeros(3, 4, 3, dtype=torch.long), r"\(3, 4, 3\) given; pass integers \(3, 4, 2\)"),
-        (torch.full((3, 4, 2), CODES), "codes from 16 to 16 given; this model's are 0 to 15"),
+        (torch.zeros(3, 4, 3, dtype=torch.long), r"\(3, 4, 3\).*\(3, 4, 2\)"),
+        (torch.full((3, 4, 2), CODES), "16.*16.*0.*15"),
     ]:
         with pytest.raises(ValueError, match=message):
             condition = MusicCondition(text.features, text.mask, codes)
             columns.prefill(condition, batch_size=3, guided=False, window=1)
-    with pytest.raises(ValueError, match=r"codes \(1, 4, 5\) given; pass \[B, 4, 7\]"):
+    with pytest.raises(ValueError, match=r"\(1, 4, 5\).*\[B, 4, 7\]"):
         columns.teacher_forced(torch.zeros(1, 4, 5, dtype=torch.long), text)
 
 

@@ -129,24 +129,28 @@ def test_a_text_encoder_by_its_folder(tmp_path):
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("lm_model", "transformer_lm_magnet", "it is a MAGNeT, loaded by AudioPipeline.from_magnet"),
-        ("lm_model", "jasco", "holds a 'jasco', not MusicGen's 'transformer_lm'; pass the file of another"),
-        ("transformer_lm.causal", False, "transformer_lm.causal=False instead of True"),
-        ("transformer_lm.num_layers", 3, "holds 2 layers, and its settings say 3"),
-        ("transformer_lm.layer_scale", 0.1, "transformer_lm.layer_scale=0.1 instead of None"),
+        ("lm_model", "transformer_lm_magnet", r"MAGNeT.*AudioPipeline\.from_magnet"),
+        ("lm_model", "jasco", "'jasco'.*MusicGen.*'transformer_lm'"),
+        ("transformer_lm.causal", False, r"transformer_lm\.causal=False.*True"),
+        ("transformer_lm.num_layers", 3, "2 layers.*3"),
+        ("transformer_lm.layer_scale", 0.1, r"transformer_lm\.layer_scale=0\.1.*None"),
         ("transformer_lm.qk_layer_norm", True, "transformer_lm.qk_layer_norm=True"),
         (
             "codebooks_pattern.modeling",
             "parallel",
-            "codebooks_pattern.modeling='parallel' instead of 'delay'",
+            r"codebooks_pattern\.modeling='parallel'.*'delay'",
         ),
         ("codebooks_pattern.delay.delays", [0, 2, 4], r"delays=\[0, 2, 4\]; .* by \[0, 1, 2\]"),
-        ("codebooks_pattern.delay.delays", "x", "delays='x'; transformers' MusicGen delays its 3"),
-        ("codebooks_pattern.delay.flatten_first", 2, "flatten_first=2 instead of 0"),
-        ("interleave_stereo_codebooks.per_timestep", True, "per_timestep=True instead of False"),
-        ("interleave_stereo_codebooks.use", "yes", "interleave_stereo_codebooks.use='yes', which is no such"),
-        ("interleave_stereo_codebooks.use", True, "holds 3 codebooks, which are no two interleaved channels"),
-        ("fuser.cross", [], r"fuser.cross=\[\] instead of \['description'\]"),
+        ("codebooks_pattern.delay.delays", "x", r"codebooks_pattern\.delay\.delays='x'.*MusicGen.*3"),
+        ("codebooks_pattern.delay.flatten_first", 2, r"codebooks_pattern\.delay\.flatten_first=2.*0"),
+        (
+            "interleave_stereo_codebooks.per_timestep",
+            True,
+            r"interleave_stereo_codebooks\.per_timestep=True.*False",
+        ),
+        ("interleave_stereo_codebooks.use", "yes", r"interleave_stereo_codebooks\.use='yes'"),
+        ("interleave_stereo_codebooks.use", True, "3.*interleaved"),
+        ("fuser.cross", [], r"fuser\.cross=\[\].*\['description'\]"),
         ("dataset.segment_duration", "long", "dataset.segment_duration='long'"),
     ],
 )
@@ -160,24 +164,22 @@ def test_settings_of_another_network_are_refused(tmp_path, name, value, message)
 
 def test_parts_that_do_not_fit_are_refused(tmp_path):
     write_musicgen(tmp_path)
-    with pytest.raises(ValueError, match="text features of 10 channels, .* has 8; pass t5-base, which the"):
+    with pytest.raises(ValueError, match="10 channels.*8.*t5"):
         load_musicgen(tmp_path, tiny_t5())
     codec = load_audiocraft_codec(tmp_path)
     write_language_model(tmp_path, STEREO_SETTINGS, None, 4)
     with pytest.raises(
-        ValueError, match=r"delays=\[0, 0, 1, 1, 2, 2\]; .* its 4 codebooks by \[0, 0, 1, 1\]"
+        ValueError, match=r"codebooks_pattern\.delay\.delays=\[0, 0, 1, 1, 2, 2\].*4.*\[0, 0, 1, 1\]"
     ):
         load(tmp_path)
     write_language_model(tmp_path, None, None, 2)
-    with pytest.raises(ValueError, match="does not tell the number of attention heads; pass num_heads"):
+    with pytest.raises(ValueError, match="attention heads"):
         load(tmp_path)
-    with pytest.raises(
-        ValueError, match="predicts 2 codebooks of 8 codes, but the codec has 3 of 8; pass codec="
-    ):
+    with pytest.raises(ValueError, match="2 codebooks.*8.*3.*8"):
         load(tmp_path, num_heads=4, codec=codec)
     wide = "condition_provider.conditioners.description.output_proj.weight"
     write_language_model(tmp_path, MUSICGEN_SETTINGS, random({wide: (DIM, DIM)}))
-    with pytest.raises(ValueError, match="projects text features of 24 channels to as many"):
+    with pytest.raises(ValueError, match="projects.*24"):
         load_musicgen(tmp_path, tiny_t5(d_model=DIM))
 
 
@@ -192,5 +194,5 @@ def test_keys_are_all_accounted_for(tmp_path):
     ):
         assert part in str(caught.value)
     write_language_model(tmp_path, SETTINGS)
-    with pytest.raises(ValueError, match="it is a MAGNeT"):
+    with pytest.raises(ValueError, match="MAGNeT"):
         load(tmp_path)

@@ -198,13 +198,13 @@ def test_blocks_of_pictures_are_squares_and_blocks_of_clips_are_runs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 8}, "block_size=8 for a picture of 4 x 4 tokens; .*: 1, 4, 16"),
-        ({"block_size": 9}, "block_size=9 for a picture"),
-        ({"block_size": 12, "frames": 2}, "block_size=12 for 32 tokens; pass a number that divides them"),
+        ({"block_size": 8}, "block_size=8.*4 x 4.*1, 4, 16"),
+        ({"block_size": 9}, "block_size=9.*picture"),
+        ({"block_size": 12, "frames": 2}, "block_size=12.*32"),
         ({"num_heads": 3}, "dim=16, num_heads=3"),
-        ({"axis_shares": [1, 2]}, r"axis_shares=\(1, 2\) given; .* twice their sum must divide the 8 numbers"),
+        ({"axis_shares": [1, 2]}, r"axis_shares=\(1, 2\).*8"),
         ({"axis_shares": [0, 1]}, r"axis_shares=\[0, 1\]; pass"),
-        ({"axis_shares": [2, 1, 1]}, "a share for each of 2 axes"),
+        ({"axis_shares": [2, 1, 1]}, "2 axes"),
         ({"prediction": "sample"}, "prediction='sample'; pass"),
         ({"block_size": 0}, "block_size=0; pass"),
     ],
@@ -215,5 +215,5 @@ def test_sizes_that_make_no_model_are_refused(changes, message):
 
 
 def test_labels_of_no_class_are_refused():
-    with pytest.raises(ValueError, match=r"labels \[5\] given; allowed are 1 labels of 0 to 4"):
+    with pytest.raises(ValueError, match=r"\[5\].*1.*0.*4"):
         tiny_acdit().prefill(torch.tensor([5]), batch_size=1, guided=False, window=1)

@@ -86,13 +86,13 @@ def test_nothing_in_a_file_runs(tmp_path):
 
 def test_files_that_make_no_model_are_refused(tmp_path):
     weights = network().state_dict()
-    with pytest.raises(ValueError, match="does not hold block_size, image_size, .* of its training run"):
+    with pytest.raises(ValueError, match="block_size, image_size"):
         load_acdit_checkpoint(weights)
-    with pytest.raises(ValueError, match="no ACDiT: it lacks y_embedder"):
+    with pytest.raises(ValueError, match=r"ACDiT.*y_embedder\.embedding_table\.weight"):
         load_acdit_checkpoint({"x_embedder.weight": torch.zeros(4, 4)}, arguments=ARGUMENTS)
     for changes, message in (
-        ({"block_size": 8}, "block_size=8 for a picture of 4 x 4"),
-        ({"nd_split": "1,1"}, "nd_split='1,1'; it is numbers with _"),
+        ({"block_size": 8}, "block_size=8.*4 x 4"),
+        ({"nd_split": "1,1"}, "nd_split='1,1'"),
         ({"patch_size": 0}, "patch_size=0"),
         ({"nd_split": "1_2"}, "axis_shares"),
     ):
@@ -111,7 +111,7 @@ def test_an_acdit_is_told_from_a_mar_in_one_reading(tmp_path, monkeypatch):
     monkeypatch.setattr(
         checkpoints, "read_content", lambda path, *args: read.append(path) or content(path, *args)
     )
-    with pytest.raises(ValueError, match="mar.pth has width 16 .* none of the sizes B, L, H; pass num_heads"):
+    with pytest.raises(ValueError, match=r"mar\.pth.*16.*num_heads"):
         _loaded(tmp_path / "mar.pth", None)
     assert read == [tmp_path / "mar.pth"]
     path = official(tmp_path / "acdit.pt", network())
@@ -146,8 +146,8 @@ def test_clips_and_other_samplers_are_refused(tmp_path):
     from visual_spec.pipelines.accelerate import accelerate
 
     vae = autoencoder(tmp_path / "vae")
-    with pytest.raises(ValueError, match="draws clips of 3 frames, and this pipeline pictures"):
+    with pytest.raises(ValueError, match="3 frames"):
         ContinuousImagePipeline.from_official(network(frames=3, block_size=24), vae)
     pipe: Any = ContinuousImagePipeline.from_official(network(), vae)
-    with pytest.raises(TypeError, match="does not fit this model; those that fit: BlockDiffusionSampler"):
+    with pytest.raises(TypeError, match="BlockDiffusionSampler"):
         accelerate(pipe, "continuous")

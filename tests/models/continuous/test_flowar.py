@@ -112,15 +112,15 @@ def test_no_map_reaches_the_conditions_of_its_own_scale_or_of_coarser_ones():
 
 def test_sizes_that_make_no_model_are_refused():
     for changes, said in (
-        (dict(dim=20), "dim=20 and num_heads=2 given; pass a width that is a multiple of 4 times the heads"),
-        (dict(scales=(1, 3)), r"scales=\(1, 3\) on a grid of 4; pass sides that grow from 1"),
-        (dict(scales=(2, 4)), "pass sides that grow from 1"),
-        (dict(scales=(1, 4, 4)), "pass sides that grow from 1"),
-        (dict(flow_width=96), "a flow network of width 96; pass a multiple of 64"),
+        (dict(dim=20), "dim=20.*num_heads=2.*4"),
+        (dict(scales=(1, 3)), r"scales=\(1, 3\).*4.*1"),
+        (dict(scales=(2, 4)), "sides.*1"),
+        (dict(scales=(1, 4, 4)), "sides.*1"),
+        (dict(flow_width=96), "width 96.*64"),
     ):
         with pytest.raises(ValueError, match=said):
             tiny_flowar(**changes)
-    with pytest.raises(ValueError, match="allowed are 1 labels of 0 to 4"):
+    with pytest.raises(ValueError, match="1 labels.*0.*4"):
         tiny_flowar().prefill(torch.tensor([5]), batch_size=1, guided=False)
 
 
@@ -148,7 +148,7 @@ def test_a_file_with_other_keys_is_refused():
     missing = {key: value for key, value in weights.items() if key != "flownet.cond_embed.bias"}
     with pytest.raises(ValueError, match="1 missing: flownet.cond_embed.bias"):
         load_flowar_checkpoint(missing, num_heads=2)
-    with pytest.raises(ValueError, match=r"is no FlowAR: it lacks .*; pass FlowAR-S.pth"):
+    with pytest.raises(ValueError, match=r"FlowAR.*FlowAR-S\.pth"):
         load_flowar_checkpoint({"z_proj.weight": torch.zeros(16, 3)})
 
 

@@ -58,29 +58,27 @@ def test_pickles_are_refused_and_nothing_in_them_runs(tmp_path):
         write(tmp_path / "new.pt", {"model": random_weights(CLASS_SHAPES), "other": Bomb(touched)}),
         damaged(tmp_path / "old.pkl", pickle.dumps({"model": Bomb(touched)}, protocol=2)),
     ):
-        with pytest.raises(
-            ValueError, match="would need pickle, which can run any code; it is refused.*save its tensors"
-        ):
+        with pytest.raises(ValueError, match=r"pickle.*torch\.save"):
             read_checkpoint(path)
     assert not touched.exists()
 
 
 def test_other_kinds_of_files_are_named(tmp_path):
     page = damaged(tmp_path / "page.pt", b"<!DOCTYPE html><html>Sign in</html>")
-    with pytest.raises(ValueError, match="it begins with b'<!DOCTYPE ht'.*may be a web page"):
+    with pytest.raises(ValueError, match="DOCTYPE"):
         read_checkpoint(page)
     pointer = damaged(
         tmp_path / "lfs.pt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     )
-    with pytest.raises(ValueError, match="Git LFS pointer, not the weights; run `git lfs pull`"):
+    with pytest.raises(ValueError, match="Git LFS.*`git lfs pull`"):
         read_checkpoint(pointer)
-    with pytest.raises(ValueError, match="is no checkpoint"):
+    with pytest.raises(ValueError, match="no checkpoint"):
         read_checkpoint(damaged(tmp_path / "empty.pt", b""))
     with zipfile.ZipFile(tmp_path / "archive.pt", "w") as archive:
         archive.writestr("readme.txt", "hello")
-    with pytest.raises(ValueError, match="no PyTorch checkpoint"):
+    with pytest.raises(ValueError, match="PyTorch"):
         read_checkpoint(tmp_path / "archive.pt")
-    with pytest.raises(IsADirectoryError, match="is a folder; name the checkpoint file in it"):
+    with pytest.raises(IsADirectoryError, match="save_pretrained"):
         read_checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError):
         read_checkpoint(tmp_path / "nowhere.pt")
@@ -89,9 +87,9 @@ def test_other_kinds_of_files_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"epoch": 3, "loss": torch.zeros(1)}, "holds no weights: .* but 'epoch', 'loss'"),
-        ({"model": {}}, "holds no weights"),
-        ([torch.zeros(1)], "holds a list; pass a file with a dict of weights"),
+        ({"epoch": 3, "loss": torch.zeros(1)}, "'epoch', 'loss'"),
+        ({"model": {}}, "no weights"),
+        ([torch.zeros(1)], r"weights\.pt.*list"),
     ],
 )
 def test_files_without_weights_are_told(tmp_path, content, message):
@@ -103,7 +101,7 @@ def test_the_line_for_the_shell_keeps_the_name_of_the_file_to_itself(tmp_path):
     """A name may hold quotes and commands: the shell must hand it to Python as it is."""
     name = "we'ights \"$(touch ran)`touch ran`.pt"
     path = write(tmp_path / name, {"model": random_weights(CLASS_SHAPES), "other": Bomb(tmp_path / "ran")})
-    with pytest.raises(ValueError, match="it is refused") as error:
+    with pytest.raises(ValueError, match="refused") as error:
         read_checkpoint(path)
     line = str(error.value).split("pass the new file: ")[1]
     shown = subprocess.run(
@@ -174,7 +172,7 @@ def test_prefixes_of_wrappers_are_left_out(tmp_path):
     compiled = {"blocks.0._orig_mod.weight": torch.ones(2), "module.bias": torch.zeros(1)}
     assert read_checkpoint(write(tmp_path / "w.pt", compiled)).weights.keys() == plain.keys()
     twice = {**plain, "blocks.0._orig_mod.weight": torch.ones(2)}
-    with pytest.raises(ValueError, match="w.pt has blocks.0.weight twice"):
+    with pytest.raises(ValueError, match=r"w\.pt.*blocks\.0"):
         read_checkpoint(write(tmp_path / "w.pt", twice))
 
 
@@ -221,7 +219,7 @@ def test_tensors_without_dense_values_are_named(tmp_path, name):
 
 
 def test_keys_that_are_no_strings_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"w.pt has keys that are no strings \(3, None\)"):
+    with pytest.raises(ValueError, match=r"w\.pt.*\(3, None\)"):
         read_checkpoint(
             write(tmp_path / "w.pt", {"model": {"a": torch.ones(1), 3: torch.ones(1), None: torch.ones(1)}})
         )
@@ -243,7 +241,7 @@ def test_weights_that_are_not_finite_are_counted(bad, dtype):
     values = torch.full((5, 7), torch.finfo(dtype).max, dtype=dtype)  # whose sum overflows
     check_values({"head": values}, "file")
     values[2, 3] = values[0, 1] = bad
-    with pytest.raises(ValueError, match="file is damaged: 2 of 35 values of head are nan or infinite"):
+    with pytest.raises(ValueError, match="2.*35.*nan"):
         check_values({"head": values}, "file")
 
 
@@ -252,12 +250,12 @@ def test_a_model_is_filled_whole_or_not_at_all():
         model = torch.nn.Linear(3, 2)
     weights = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
     for wrong, message in [
-        ({"bias": None}, "file does not fit Linear: 1 missing: bias"),
+        ({"bias": None}, "Linear: 1"),
         ({"more": torch.ones(1)}, "1 unexpected: more"),
-        ({"bias": torch.ones(3)}, r"1 of another shape: bias \[3\] instead of \[2\]"),
-        ({"bias": torch.full((2,), torch.nan)}, "file is damaged: 2 of 2 values of bias"),
-        ({"zero": torch.ones(4)}, "file: zero is a constant, and has other values"),
-        ({"zero": torch.zeros(3)}, r"1 of another shape: zero \[3\] instead of \[4\]"),
+        ({"bias": torch.ones(3)}, r"1.*bias \[3\].*\[2\]"),
+        ({"bias": torch.full((2,), torch.nan)}, "file.*2.*2"),
+        ({"zero": torch.ones(4)}, "zero.*constant"),
+        ({"zero": torch.zeros(3)}, r"1.*zero \[3\].*\[4\]"),
     ]:
         given = {key: value for key, value in {**weights, **wrong}.items() if value is not None}
         with pytest.raises(ValueError, match=message):

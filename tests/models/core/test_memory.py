@@ -28,10 +28,10 @@ def test_what_is_refused_is_what_would_be_allocated(monkeypatch, name, guided):
     monkeypatch.setattr(offload, "free_bytes", lambda device: needed)
     model.prefill(condition, **settings)
     monkeypatch.setattr(offload, "free_bytes", lambda device: needed - 1)
-    with pytest.raises(ValueError, match="the cache of 4 samples takes .*; pass at most 3 samples at a time"):
+    with pytest.raises(ValueError, match="4 samples.*3"):
         model.prefill(condition, **settings)
     monkeypatch.setattr(offload, "free_bytes", lambda device: needed // 4 - 1)
-    with pytest.raises(ValueError, match="it has no room for a single one"):
+    with pytest.raises(ValueError, match="no room"):
         model.prefill(condition, **settings)
 
 

@@ -58,7 +58,7 @@ def test_plain_int8_layers_decode_identically():
     )
     assert torch.equal(found.tokens, expected.tokens)
     assert (found.trace.target_calls < expected.trace.target_calls).all()
-    with pytest.raises(ValueError, match="is a Int8Linear; only plain linear layers can be joined"):
+    with pytest.raises(ValueError, match="Int8Linear"):
         fuse_projections(model)
 
 

@@ -85,14 +85,14 @@ def test_a_number_of_layers_that_is_not_that_of_the_weights_is_refused(tmp_path,
 
 
 CONFIGURATIONS = {
-    "broken": ("{", "config.json is no JSON"),
-    "deep": ("[" * 100_000, "config.json is no JSON"),
-    "a list": ("[]", "config.json holds a list"),
-    "null": ("null", "config.json holds a NoneType"),
+    "broken": ("{", r"config\.json.*JSON"),
+    "deep": ("[" * 100_000, r"config\.json.*JSON"),
+    "a list": ("[]", r"config\.json.*list"),
+    "null": ("null", r"config\.json.*NoneType"),
     "absurd": ('{"base_channels": 1000000000000}', "makes no VQModel|does not hold"),
-    "a word": ('{"base_channels": "wide"}', "base_channels='wide'; pass an integer"),
-    "nothing": ('{"channel_multipliers": []}', "config.json makes no VQModel"),
-    "negative": ('{"base_channels": -8}', "config.json makes no VQModel"),
+    "a word": ('{"base_channels": "wide"}', "base_channels='wide'"),
+    "nothing": ('{"channel_multipliers": []}', r"config\.json.*VQModel"),
+    "negative": ('{"base_channels": -8}', r"config\.json.*VQModel"),
 }
 
 

@@ -236,9 +236,9 @@ def test_half_precision_runs_in_half_and_gives_logits_in_single():
 def test_refuses_another_target_and_says_what_it_was_made_for():
     drafter = drafter_for(columns())
     other = MusicgenColumnModel(tiny_decoder(torch.float64, num_hidden_layers=2), FRAMES)
-    with pytest.raises(ValueError, match="num_layers=3, and got one of .*num_layers=2; pass the drafter"):
+    with pytest.raises(ValueError, match="num_layers=3.*num_layers=2"):
         drafter.check_target(other)
-    with pytest.raises(ValueError, match="got a Linear; use a smaller model"):
+    with pytest.raises(ValueError, match="Linear"):
         drafter.check_target(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"taps=\(3,\); pass layers from 1 to 2"):
+    with pytest.raises(ValueError, match=r"taps=\(3,\).*1.*2"):
         ColumnEagleDrafter.for_target(columns().model, taps=(3,))

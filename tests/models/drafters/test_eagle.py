@@ -218,5 +218,5 @@ def test_refuses_another_target_and_says_what_it_was_made_for(change):
         ValueError, match=f"{name}={make().config[name]}, and got one of {name}={value}; pass"
     ):
         drafter.check_target(make(**change))
-    with pytest.raises(ValueError, match="got a Linear; use a draft model"):
+    with pytest.raises(ValueError, match="Linear"):
         drafter.check_target(torch.nn.Linear(2, 2))

@@ -76,9 +76,9 @@ def test_one_token_a_call_in_fewer_calls():
 
 def test_conditions_that_do_not_fit_are_refused():
     model = transformer()
-    with pytest.raises(TypeError, match="NoneType given; aMUSEd takes a ClipCondition"):
+    with pytest.raises(TypeError, match="NoneType.*aMUSEd.*ClipCondition"):
         model.prepare(None, batch_size=1, guided=False)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="2 prompts for 3 samples"):
+    with pytest.raises(ValueError, match="2 prompts.*3"):
         model.prepare(condition(2), batch_size=3, guided=False)
 
 

@@ -104,7 +104,7 @@ def test_first_frames_are_those_of_longer_clips():
     short = model.first_frames(2)
     assert short.grid.frames == 2 and model.grid.frames == 3 and model.first_frames(3) is model
     assert torch.equal(decoded(short, tokens[:, :8], False), decoded(model, tokens, False)[:, :8])
-    with pytest.raises(ValueError, match="num_frames=4; pass an integer from 1 to 3"):
+    with pytest.raises(ValueError, match="1 to 3"):
         model.first_frames(4)
 
 
@@ -173,9 +173,9 @@ def test_a_cached_decode_by_key_frames_equals_one_pass(guided):
 
 def test_key_frames_that_fit_no_clip_are_refused(tmp_path):
     for keys in ([0, 6], [2, 4], [4, 2, 6], [2, 7]):
-        with pytest.raises(ValueError, match="of 7 frames; pass rising frames from 1 on, the last one 6"):
+        with pytest.raises(ValueError, match="7 frames.*1.*6"):
             tiny_frames(num_frames=7, key_frames=keys)
-    with pytest.raises(ValueError, match="num_frames=3 of a model that draws key frames first; pass 7"):
+    with pytest.raises(ValueError, match="num_frames=3.*7"):
         planned_frames().first_frames(3)
     planned_frames().save_pretrained(tmp_path)
     assert FrameMaskedTransformer.from_pretrained(tmp_path).frame_groups == [[0], [2, 4, 6], [1, 3, 5]]

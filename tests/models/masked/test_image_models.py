@@ -77,12 +77,12 @@ def test_the_official_layout_of_halton_maskgit(tmp_path, proj, registers):
 
 def test_official_files_that_are_something_else_are_refused():
     weights = official_weights()
-    with pytest.raises(ValueError, match="width 12 and 2 layers, and is none of the sizes tiny, small, base"):
+    with pytest.raises(ValueError, match="width 12.*2"):
         load_maskgit_checkpoint(weights)
-    with pytest.raises(ValueError, match="head.weight differs from tok_emb.weight"):
+    with pytest.raises(ValueError, match=r"head\.weight.*tok_emb\.weight"):
         load_maskgit_checkpoint(weights | {"head.weight": weights["head.weight"] + 1}, num_heads=HEADS)
     short = {key: value for key, value in weights.items() if key != "transformer.layers.1.attn.wq.weight"}
-    with pytest.raises(ValueError, match="1 missing: transformer.layers.1.attn.wq.weight"):
+    with pytest.raises(ValueError, match=r"1.*transformer\.layers\.1"):
         load_maskgit_checkpoint(short, num_heads=HEADS)
     with pytest.raises(ValueError, match="lacks tok_emb.weight"):
         load_maskgit_checkpoint({"x": torch.zeros(2)})
@@ -152,18 +152,18 @@ def test_words_see_only_words_and_tokens_see_them():
 
 def test_conditions_that_do_not_fit_are_refused():
     model, classes = captioned(), load_maskgit_checkpoint(official_weights(), num_heads=HEADS)
-    with pytest.raises(TypeError, match="Tensor given; this model takes a TextCondition"):
+    with pytest.raises(TypeError, match="Tensor.*TextCondition"):
         model.prepare(torch.tensor([1]), batch_size=1, guided=False)
-    with pytest.raises(TypeError, match="TextCondition given; this model takes class labels"):
+    with pytest.raises(TypeError, match="TextCondition"):
         classes.prepare(told(), batch_size=3, guided=False)
-    with pytest.raises(ValueError, match=r"labels \[5\] given; allowed are 1 labels of 0 to 4"):
+    with pytest.raises(ValueError, match=r"\[5\].*1.*0.*4"):
         classes.prepare(torch.tensor([5]), batch_size=1, guided=False)
     empty = TextCondition(told().features, torch.zeros(3, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="a caption without a word"):
+    with pytest.raises(ValueError, match="caption"):
         model.prepare(empty, batch_size=3, guided=False)
-    with pytest.raises(ValueError, match="proj=2 and grid_size=5"):
+    with pytest.raises(ValueError, match="proj=2.*grid_size=5"):
         MaskedImageTransformer(grid_size=5, proj=2)
-    with pytest.raises(ValueError, match="set exactly one"):
+    with pytest.raises(ValueError, match="num_classes=None.*caption_dim=None"):
         MaskedImageTransformer(num_classes=None)
 
 
@@ -203,7 +203,7 @@ def test_the_official_layout_of_mage(tmp_path):
     }
     path = tmp_path / "mage-vitb-1600.pth"
     torch.save({"model": weights | extra, "epoch": 1599}, path)
-    with pytest.raises(ValueError, match="none of the sizes B, L"):
+    with pytest.raises(ValueError, match="B, L"):
         load_mage_checkpoint(path)
     loaded = load_mage_checkpoint(path, num_heads=3, decoder_heads=2, class_id=13, num_classes=6)
     assert {k: v for k, v in loaded.config.items() if k[0] != "_"} == {
@@ -214,7 +214,7 @@ def test_the_official_layout_of_mage(tmp_path):
     logits = loaded(loaded.prepare(None, batch_size=3, guided=False), tokens[..., None])
     for row in range(3):
         assert torch.allclose(logits[row], mage_logits(weights, tokens[row]), atol=1e-9)
-    with pytest.raises(ValueError, match="guidance given, but MAGE draws pictures of no class"):
+    with pytest.raises(ValueError, match="MAGE"):
         loaded.prepare(None, batch_size=1, guided=True)
     wrong = weights | {"blocks.7.extra": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"unexpected: blocks\.7\.extra"):

@@ -101,10 +101,10 @@ def test_settings_that_the_file_lacks(tmp_path):
     assert settings.steps == (60, 10, 10) and settings.num_frames == 1500 and settings.reach is None
     assert (settings.temperature, settings.top_p, settings.guidance_scale) == (3.0, 0.9, 10.0)
     path = write_language_model(tmp_path, None)
-    with pytest.raises(ValueError, match="does not tell the number of attention heads; pass num_heads"):
+    with pytest.raises(ValueError, match="attention heads"):
         load_magnet(path)
     assert load_magnet(path, num_heads=4).settings.steps == (20, 10, 10)
-    with pytest.raises(ValueError, match="num_heads=5; pass an integer that divides the width 24"):
+    with pytest.raises(ValueError, match="num_heads=5.*24"):
         load_magnet(path, num_heads=5)
 
 
@@ -139,14 +139,18 @@ def test_a_clip_from_files(tmp_path):
         (
             "lm_model",
             "transformer_lm",
-            "holds a 'transformer_lm', not MAGNeT's.*; it is a MusicGen, loaded by AudioPipeline.from_audiocraft",
+            r"'transformer_lm'.*MAGNeT.*MusicGen.*AudioPipeline\.from_audiocraft",
         ),
-        ("transformer_lm.norm_first", False, "transformer_lm.norm_first=False instead of True"),
-        ("transformer_lm.activation", "relu", "transformer_lm.activation='relu' instead of 'gelu'"),
-        ("transformer_lm.positional_embedding", "rope", "positional_embedding='rope' instead of 'sin'"),
+        ("transformer_lm.norm_first", False, r"transformer_lm\.norm_first=False.*True"),
+        ("transformer_lm.activation", "relu", r"transformer_lm\.activation='relu'.*'gelu'"),
+        (
+            "transformer_lm.positional_embedding",
+            "rope",
+            r"transformer_lm\.positional_embedding='rope'.*'sin'",
+        ),
         ("transformer_lm.causal", True, "transformer_lm.causal=True"),
-        ("codebooks_pattern.modeling", "delay", "codebooks_pattern.modeling='delay' instead of 'parallel'"),
-        ("fuser.prepend", ["self_wav"], r"fuser.prepend=\['self_wav'\] instead of \[\]"),
+        ("codebooks_pattern.modeling", "delay", r"codebooks_pattern\.modeling='delay'.*'parallel'"),
+        ("fuser.prepend", ["self_wav"], r"fuser\.prepend=\['self_wav'\].*\[\]"),
         ("fuser.cross_attention_pos_emb", True, "fuser.cross_attention_pos_emb=True"),
     ],
 )
@@ -156,31 +160,23 @@ def test_settings_of_another_network_are_refused(tmp_path, name, value, message)
 
 
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match="holds no state_dict.bin, as folders of audiocraft do; it holds nothing"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"state_dict\.bin"):
         load_magnet(tmp_path)
     path = tmp_path / "state_dict.bin"
     torch.save({"best_state": SimpleNamespace(a=1), "xp.cfg": "a: 1"}, path)
-    with pytest.raises(
-        ValueError, match=r"needs? pickle, which can run any code; it is refused.*\"best_state\", \"xp.cfg\""
-    ):
+    with pytest.raises(ValueError, match=r"pickle.*\"best_state\", \"xp.cfg\""):
         load_magnet(path)
     torch.save({"model": {"a": torch.zeros(1)}}, path)
-    with pytest.raises(
-        ValueError, match=r"no weights under 'best_state' \('model'\); pass a file that audiocraft"
-    ):
+    with pytest.raises(ValueError, match=r"'best_state' \('model'"):
         load_magnet(path)
     torch.save({"best_state": {"a.weight": torch.zeros(1)}, "xp.cfg": "- 1"}, path)
-    with pytest.raises(ValueError, match="settings .* no mapping, but a list"):
+    with pytest.raises(ValueError, match=r"state_dict\.bin.*mapping"):
         load_magnet(path)
     write(tmp_path, "state_dict.bin", codec_weights(), None)
-    with pytest.raises(
-        ValueError, match="is no MAGNeT checkpoint: .*keys such as encoder.model.0.conv.conv.weight_g"
-    ):
+    with pytest.raises(ValueError, match=r"MAGNeT.*encoder\.model\.0.*weight_g"):
         load_magnet(path)
     path.write_bytes(b"<html>")
-    with pytest.raises(ValueError, match="it may be a web page"):
+    with pytest.raises(ValueError, match="web page"):
         load_magnet(path)
 
 
@@ -190,20 +186,20 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 NO_SETTINGS = {
     "aliases without end": (
         LAUGHS + "transformer_lm: {norm_first: *a29}\n",
-        "no plain YAML: it holds an alias",
+        "YAML",
     ),
-    "a tree in itself": ("a: &a [*a]\n", "no plain YAML: it holds an alias"),
-    "deep": ("[" * 5000, "no plain YAML"),
+    "a tree in itself": ("a: &a [*a]\n", "YAML"),
+    "deep": ("[" * 5000, "YAML"),
     "a tag": (
         "a: !!python/object/apply:os.system ['true']\n",
-        "no plain YAML: could not determine a constructor",
+        "YAML",
     ),
-    "broken": ("a: [1, 2", "no plain YAML"),
-    "a list": ("- 1\n", "that are no mapping, but a list"),
-    "a number": (3, "that are no mapping, but a int"),
+    "broken": ("a: [1, 2", "YAML"),
+    "a list": ("- 1\n", r"xp\.cfg.*mapping"),
+    "a number": (3, r"xp\.cfg.*mapping"),
     "a circle": (
         "dataset: {segment_duration: '${a}'}\na: '${b}'\nb: '${a}'\n",
-        "refer to each other in a circle",
+        r"xp\.cfg",
     ),
 }
 

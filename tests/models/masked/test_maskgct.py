@@ -221,12 +221,12 @@ def test_the_presets_are_the_published_settings():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"lengths": [19, 24]}, "3 prompts and 2 lengths given for 3 samples"),
+        ({"lengths": [19, 24]}, "3 prompts.*2.*3"),
         ({"lengths": [19, 20, 7]}, "the longest 24"),
         ({"lengths": [19, 24, 0]}, "at least 1"),
         ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
         ({"guidance_rescale": 1.5}, "from 0 to 1"),
-        ({"phones": [torch.zeros(2, dtype=torch.long)] * 2}, "for 3 samples; pass at least one phone"),
+        ({"phones": [torch.zeros(2, dtype=torch.long)] * 2}, "3 samples"),
         ({"phones": [torch.full((2,), PHONES)] * 3}, f"0 to {PHONES - 1}"),
         ({"prompts": [torch.full((2,), SEMANTIC)] * 3}, f"0 to {SEMANTIC - 1}"),
     ],
@@ -240,9 +240,9 @@ def test_conditions_that_do_not_fit_are_refused(semantic, changes, message):
 
 def test_guided_laws_other_networks_and_one_token_a_call_are_refused(semantic, acoustic):
     model = SemanticDecoder(semantic[0], 24)
-    with pytest.raises(ValueError, match="guidance_scale in the condition"):
+    with pytest.raises(ValueError, match="guidance_scale.*condition"):
         MaskedSampler()(model, spoken(), law=TokenLaw(guidance_scale=2.0), batch_size=3)
-    with pytest.raises(ValueError, match="told how far the decode is"):
+    with pytest.raises(ValueError, match="SemanticDecoder"):
         SpeculativeMaskedSampler()(model, spoken(), law=TokenLaw(), batch_size=3)
     (first, rest), _ = acoustic
     with pytest.raises(ValueError, match="pass \\[Q, 3\\] each"):
@@ -254,14 +254,14 @@ def test_guided_laws_other_networks_and_one_token_a_call_are_refused(semantic, a
     other = AcousticNetwork(1, CODES + 1, SEMANTIC, DIM, 1, HEADS)
     with pytest.raises(ValueError, match="vocab_size=25, .* 24;"):
         AcousticDecoder(other, rest, 24)
-    with pytest.raises(ValueError, match="multiple of twice the heads"):
+    with pytest.raises(ValueError, match="num_heads=2"):
         AcousticNetwork(1, CODES, SEMANTIC, 10, 1, 2)
 
 
 def test_networks_of_other_layouts_are_refused(tmp_path, semantic):
     weights = straight.random_weights(straight.semantic_shapes(), 0)
     save_file(weights, tmp_path / "more.safetensors")
-    with pytest.raises(ValueError, match="no acoustic network of MaskGCT: it lacks layer_emb.weight"):
+    with pytest.raises(ValueError, match=r"MaskGCT.*layer_emb\.weight"):
         load_acoustic_network(tmp_path / "more.safetensors")
 
 
@@ -308,13 +308,13 @@ def test_the_semantic_codec_in_its_official_layout(tmp_path):
 
 def test_codecs_of_other_layouts_are_refused(tmp_path):
     write_codecs(tmp_path)
-    with pytest.raises(ValueError, match="no acoustic encoder of MaskGCT"):
+    with pytest.raises(ValueError, match="MaskGCT"):
         load_acoustic_codec(tmp_path / "decoder.safetensors", tmp_path / "decoder.safetensors")
     weights = straight.random_weights(decoder_shapes(), 4)
     save_file(weights | {"model.head.istft.window": torch.ones(FRAME)}, tmp_path / "window.safetensors")
-    with pytest.raises(ValueError, match="no Hann window of 16"):
+    with pytest.raises(ValueError, match="Hann.*16"):
         load_acoustic_codec(tmp_path / "encoder.safetensors", tmp_path / "window.safetensors")
     del weights["quantizer.quantizers.1.in_project.weight_g"]
     save_file(weights, tmp_path / "half.safetensors")
-    with pytest.raises(ValueError, match="and no quantizer.quantizers.1.in_project.weight_g"):
+    with pytest.raises(ValueError, match=r"quantizer\.quantizers\.1\.in_project\.weight_g"):
         load_acoustic_codec(tmp_path / "encoder.safetensors", tmp_path / "half.safetensors")

@@ -269,9 +269,9 @@ def test_hooks_of_a_model_do_not_reach_its_other_scales():
 
 def test_scales_that_cannot_be_are_refused():
     for scales, message in [
-        ([2, 4], "from 1 to 32, of which the first is 1"),
-        ([1, 40], "from 1 to 32, of which the first is 1"),
-        ([1, 4, 2], "coarse to fine"),
+        ([2, 4], "1.*32.*1"),
+        ([1, 40], "1.*32.*1"),
+        ([1, 4, 2], "coarse"),
     ]:
         with pytest.raises(ValueError, match=message):
             tiny().at(scales)
@@ -280,11 +280,9 @@ def test_scales_that_cannot_be_are_refused():
     pipe = tiny_scale_pipeline(pair=False, sampler=ScaleWiseSampler(scales=[1, 2, 3, 4]))
     assert pipe([0]).tokens.shape == (1, 30)  # its own
     pipe.sampler = ScaleWiseSampler(scales=[1, 4])
-    with pytest.raises(
-        ValueError, match=r"scales=\[1, 4\] given, but the scales of a VARTransformer are fixed"
-    ):
+    with pytest.raises(ValueError, match=r"scales=\[1, 4\].*VARTransformer"):
         pipe([0])
-    with pytest.raises(ValueError, match="whose pictures have 8 pixels; pass sizes that fit"):
+    with pytest.raises(ValueError, match="8 pixels"):
         tiny_vq(image_size=16)
 
 
@@ -303,7 +301,7 @@ def test_every_key_of_a_file_counts(tmp_path):
         ({"extra": torch.zeros(2)}, "1 unexpected: extra"),
         ({"head.bias": torch.zeros(13)}, "head.bias"),
         ({"blocks.1.attn.zero_k_bias": torch.ones(16)}, "zero_k_bias"),
-        ({"pos_1LC": torch.zeros(1, 30, 16)}, "is no FlexVAR transformer"),
+        ({"pos_1LC": torch.zeros(1, 30, 16)}, "FlexVAR"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_flexvar(weights | change)

@@ -257,36 +257,34 @@ def test_positions_follow_the_official_grids():
 
 def test_requests_that_do_not_fit_are_refused_with_what_would():
     model, maps, condition = tiny_infinity(), random_maps(), captions()
-    with pytest.raises(TypeError, match="str given; this model takes caption features"):
+    with pytest.raises(TypeError, match="str.*TextCondition"):
         model.prefill("red circle", batch_size=1, guided=False)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        ValueError, match=r"features \(3, 6, 6\) and mask \(3, 6\) given; allowed are \[2, words, 6\]"
-    ):
+    with pytest.raises(ValueError, match=r"\(3, 6, 6\).*\(3, 6\).*\[2, words, 6\]"):
         model.prefill(condition, batch_size=2, guided=False)
-    with pytest.raises(ValueError, match=r"captions of \[4, 0, 5\] words given; allowed are 1 to 7"):
+    with pytest.raises(ValueError, match=r"\[4, 0, 5\].*1.*7"):
         empty = TextCondition(condition.features, condition.mask.clone())
         empty.mask[1] = False
         model.prefill(empty, batch_size=3, guided=False)
-    with pytest.raises(ValueError, match=r"captions of \[8\] words given; allowed are 1 to 7"):
+    with pytest.raises(ValueError, match=r"captions.*\[8\].*1.*7"):
         model.prefill(captions(lengths=(8,)), batch_size=1, guided=False)
-    with pytest.raises(ValueError, match=r"shape \(3, 3, 3, 3\) given for scale 1; .* takes \(3, 3, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"\(3, 3, 3, 3\).*1.*\(3, 3, 2, 2\)"):
         model.prefill(condition, batch_size=3, guided=False, maps=maps[1:])
-    with pytest.raises(ValueError, match=r"4 maps and stop=4 given; .* this model has 4 scales"):
+    with pytest.raises(ValueError, match="4.*stop=4.*4"):
         model.prefill(condition, batch_size=3, guided=False, maps=[*maps, maps[-1]])
     state = model.prefill(condition, batch_size=3, guided=True)
-    with pytest.raises(ValueError, match="scale 2 given after 1 cached ones"):
+    with pytest.raises(ValueError, match="scale 2.*1"):
         model(state, maps[1], 2)
     with pytest.raises(ValueError, match="scale 0 given"):
         model(state, maps[0], 0)
-    with pytest.raises(ValueError, match="coarse to fine"):
+    with pytest.raises(ValueError, match="coarse"):
         tiny_infinity(scales=(1, 3, 2))
-    with pytest.raises(ValueError, match="coarse to fine"):
+    with pytest.raises(ValueError, match="coarse"):
         tiny_infinity(scales=(1, (3, 2), (4, 1)))
-    with pytest.raises(ValueError, match="takes at most 6, of which the first is 1"):
+    with pytest.raises(ValueError, match="most 6.*1"):
         tiny_infinity(scales=(2, 3))
     with pytest.raises(ValueError, match="at most 6"):
         tiny_infinity(scales=(1, 2, 3, 4, 5, 6, 7))
-    with pytest.raises(ValueError, match="dim=12, num_heads=2, pool_heads=4 given"):
+    with pytest.raises(ValueError, match="dim=12, num_heads=2, pool_heads=4"):
         tiny_infinity(dim=12)
 
 
@@ -401,7 +399,7 @@ def test_chunks_are_joined_in_order_and_give_the_same_logits(tmp_path):
         assert not again.training
     assert load_infinity_checkpoint(weights, scales=SIDES, dtype=torch.bfloat16).dtype == torch.bfloat16
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match="holds 0 index files of shards; pass an official folder"):
+    with pytest.raises(ValueError, match="0 index"):
         load_infinity_checkpoint(folder)
 
 
@@ -428,7 +426,7 @@ def test_a_missing_layer_is_noticed_be_it_the_last_one():
         ):
             load_infinity_checkpoint(weights)
     weights = {key: value for key, value in official("2b").items() if not key.startswith("block_chunks.3.")}
-    with pytest.raises(ValueError, match="the state dict lacks layers"):
+    with pytest.raises(ValueError, match="block_chunks"):
         load_infinity_checkpoint(weights)
 
 
@@ -444,7 +442,7 @@ def test_biases_that_should_be_zero_are_looked_at(tmp_path):
 def test_an_index_that_names_no_shards_is_refused(tmp_path):
     for text in ("[]", "{", '{"weight_map": 3}', "null", '{"weight_map": {"a": 3}}'):
         (tmp_path / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(ValueError, match="model.safetensors.index.json is no index of shards"):
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
             load_infinity_checkpoint(tmp_path)
 
 

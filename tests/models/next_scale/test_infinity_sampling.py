@@ -147,7 +147,7 @@ def test_maps_that_are_no_squares():
     assert torch.equal(full.tokens, plain.tokens)
     tight = CompressedVAR(model, ScaleBudget(sides, ((0, 0), (1, 1), (3, 3), (20, 28))))
     assert decode(tight, rows, tokenizer=tokenizer).trace.cache_bytes[0] < 0.8 * plain.trace.cache_bytes[0]
-    with pytest.raises(ValueError, match="the model of stage 0 predicts scales"):
+    with pytest.raises(ValueError, match="model.*0"):
         decode(tiny_infinity(), rows, tokenizer=tokenizer)
 
 
@@ -170,7 +170,7 @@ def test_patches_and_models_of_other_codes():
     result = decode(model, rows, tokenizer=patches)
     assert result.tokens.shape == (3, 30 * 12)
     assert torch.equal(patches.decode_tokens(result.tokens), patches.decode_canvas(result.canvas))
-    with pytest.raises(ValueError, match="of 2 codes with 3 channels, but the tokenizer .* with 12 channels"):
+    with pytest.raises(ValueError, match="2 codes.*3.*12"):
         decode(tiny_infinity(), rows, tokenizer=patches)
 
 

@@ -151,17 +151,15 @@ def test_decoding_tokens_is_drawing_all_scales():
 
 def test_what_does_not_fit_is_refused():
     model = tiny_bits()
-    with pytest.raises(
-        ValueError, match=r"tokens of shape \(1, 89\) given; .*of 3 tokens a place have \[B, 90\]"
-    ):
+    with pytest.raises(ValueError, match=r"\(1, 89\).*3.*\[B, 90\]"):
         model.decode_tokens(torch.zeros(1, 89, dtype=torch.long))
-    with pytest.raises(ValueError, match="tokens from 0 to 2 given; allowed are 0 to 1"):
+    with pytest.raises(ValueError, match="0.*2.*0.*1"):
         model.decode_tokens(torch.arange(90)[None] % 3)
-    with pytest.raises(ValueError, match=r"scale 1 has \[B, 12\]: 3 bits for each of 4 places"):
+    with pytest.raises(ValueError, match=r"1.*\[B, 12\]: 3.*4"):
         model.accumulate(model.begin(1), 1, torch.zeros(1, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"\(1, 3, 8, 9\) given; this tokenizer encodes \[B, 3, 8, 8\]"):
+    with pytest.raises(ValueError, match=r"\(1, 3, 8, 9\).*\[B, 3, 8, 8\]"):
         model.encode_tokens(torch.zeros(1, 3, 8, 9))
-    with pytest.raises(ValueError, match="coarse to fine"):
+    with pytest.raises(ValueError, match="coarse"):
         tiny_bits(scales=(1, 3, 2))
 
 
@@ -187,7 +185,7 @@ def test_schedules_have_the_pixels_and_ratios_that_they_are_for():
             )
     assert scales_for(1024, 0.76)[-1] == (54, 72)
     assert scales_for(256, 9.0)[-1] == (27, 9)
-    with pytest.raises(ValueError, match=r"size=640 given; .* \[256, 512, 768, 1024\] squared"):
+    with pytest.raises(ValueError, match=r"size=640.*\[256, 512, 768, 1024\]"):
         scales_for(640)
     with pytest.raises(ValueError, match="ratio=0"):
         scales_for(1024, 0)
@@ -204,7 +202,7 @@ def test_published_budgets_are_a_tenth_of_the_cache(preset: str, layers: int, dr
         assert abs(sum(budget.tokens[scale]) / layers - 650) < 3
         assert len(set(budget.tokens[scale])) == 2
     assert all(len(set(row)) == 1 for row in budget.tokens[:8])
-    with pytest.raises(ValueError, match="preset='20b'; there are published budgets for 2b, 8b"):
+    with pytest.raises(ValueError, match="preset='20b'"):
         published_budget("20b")
 
 
@@ -273,7 +271,7 @@ def test_every_wrong_key_is_named():
     assert "1 missing: encoder.down.2.block.1.norm1.bias" in text
     assert "2 unexpected: decoder.mid.attn_1.q.conv.weight, encoder.conv_in.conv.bias" in text
     assert "1 of another shape: quantize.lfq.mask [31] instead of [32]" in text
-    with pytest.raises(ValueError, match="is no tokenizer of Infinity: it lacks encoder.conv_in.weight"):
+    with pytest.raises(ValueError, match=r"Infinity.*encoder\.conv_in\.weight"):
         load_infinity_vq_checkpoint({"quantize.embedding.weight": torch.zeros(3, 2)})
 
 
@@ -284,5 +282,5 @@ def test_powers_of_two_are_looked_at():
     for powers in (rising, rising.flip(0), rising.float()):
         load_infinity_vq_checkpoint({**weights, "quantize.lfq.mask": powers}, **settings)
     for powers in (rising + 1, rising * 2, torch.zeros(model.bits), rising[torch.arange(model.bits) // 2]):
-        with pytest.raises(ValueError, match="quantize.lfq.mask is a constant, and has other values"):
+        with pytest.raises(ValueError, match=r"quantize\.lfq\.mask"):
             load_infinity_vq_checkpoint({**weights, "quantize.lfq.mask": powers}, **settings)

@@ -199,13 +199,11 @@ def test_a_scale_is_fed_once():
     model, maps = CompressedVAR(var(), TIGHT), random_maps()
     state = model.prefill(LABELS, batch_size=3, guided=False)
     model(state, maps[0], 1)
-    with pytest.raises(
-        ValueError, match="scale 1 given after 2 cached ones; this state takes scale 2, below"
-    ):
+    with pytest.raises(ValueError, match="scale 1.*2.*2"):
         model(state, maps[0], 1)
     for scale in range(2, 6):
         model(state, maps[scale - 1], scale)
-    with pytest.raises(ValueError, match="scale 5 given after 6 cached ones"):
+    with pytest.raises(ValueError, match="scale 5.*6"):
         model(state, maps[4], 5)
     assert state.cache.nbytes == 0  # nobody reads after the last scale
 
@@ -404,37 +402,35 @@ def test_budgets_survive_json():
 def test_budgets_that_cannot_be_are_refused():
     rows = [list(row) for row in TIGHT.tokens]
     rows[4][1] = 15
-    with pytest.raises(ValueError, match="15 tokens given for layer 1 at scale 4; pass at least 16, the obs"):
+    with pytest.raises(ValueError, match="15 tokens.*1.*4.*16"):
         ScaleBudget(SIDES, tuple(tuple(row) for row in rows))
-    with pytest.raises(ValueError, match="3 tokens given for layer 0 at scale 2; pass at least 4"):
+    with pytest.raises(ValueError, match="3 tokens.*0.*2.*4"):
         ScaleBudget(SIDES, (*TIGHT.tokens[:2], (3, 5), *TIGHT.tokens[3:]))
-    with pytest.raises(ValueError, match=r"5 rows with \[2\] entries given for 6 scales"):
+    with pytest.raises(ValueError, match=r"5 rows.*\[2\].*6"):
         ScaleBudget(SIDES, TIGHT.tokens[:5])
-    with pytest.raises(ValueError, match=r"6 rows with \[1, 2\] entries"):
+    with pytest.raises(ValueError, match=r"6 rows.*\[1, 2\]"):
         ScaleBudget(SIDES, (*TIGHT.tokens[:5], (16,)))
-    with pytest.raises(ValueError, match="drafters of 1 scales given for 6"):
+    with pytest.raises(ValueError, match="1 scales.*6"):
         ScaleBudget(SIDES, TIGHT.tokens, ((0,),))
-    with pytest.raises(ValueError, match="a budget without tokens given"):
+    with pytest.raises(ValueError, match="without tokens"):
         ScaleBudget.from_dict({"scales": [1]})
     for share in (0, -0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="pass a part of the full cache above 0 and at most 1"):
+        with pytest.raises(ValueError, match="part.*0.*1"):
             ScaleBudget.from_share(SIDES, 2, share)
-    with pytest.raises(
-        ValueError, match=r"leaves 11.0 tokens a layer, but 16 are always .* at least 0.291\.$"
-    ):
+    with pytest.raises(ValueError, match=r"11\.0.*16.*0\.291"):
         ScaleBudget.from_share(SIDES, 2, 0.2)
     ScaleBudget.from_share(SIDES, 2, 0.291)
     with pytest.raises(ValueError, match="decay=-1"):
         ScaleBudget.from_share(SIDES, 2, 0.5, decay=-1)
     for drafters in ({6: [0]}, {5: [2]}, {5: [-1]}):
-        with pytest.raises(ValueError, match=r"drafters .* the model has 2 layers and 6 scales"):
+        with pytest.raises(ValueError, match="2 layers.*6"):
             ScaleBudget.from_share(SIDES, 2, 0.5, drafters=drafters)
 
 
 def test_a_budget_for_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"of 2 layers given, but the model has scales .* and 3 layers"):
+    with pytest.raises(ValueError, match="2 layers.*3"):
         CompressedVAR(var(num_layers=3), TIGHT)
-    with pytest.raises(ValueError, match=r"has scales \(1, 2\) and 2 layers; make one for it"):
+    with pytest.raises(ValueError, match=r"scales \(1, 2\).*2"):
         cache_bytes(var(scales=(1, 2)).config, TIGHT, 1, False, torch.float32)
     with pytest.raises(ValueError, match="stop=9 given"):
         CompressedVAR(var(), TIGHT).prefill(LABELS, batch_size=3, guided=False, stop=9)

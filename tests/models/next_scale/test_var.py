@@ -139,7 +139,7 @@ def test_a_shorter_cache_gives_the_same_logits():
     state = model.prefill(labels, batch_size=2, guided=False, stop=3)
     for k in (1, 2):
         assert (model(state, maps[k - 1], k) - whole[k]).abs().max() < 1e-12
-    with pytest.raises(ValueError, match="scale 3 given .* below its stop=3"):
+    with pytest.raises(ValueError, match="3.*stop=3"):
         model(state, maps[2], 3)
 
 
@@ -191,30 +191,30 @@ def test_fresh_networks_begin_near_the_identity_and_the_uniform_law():
 def test_requests_that_do_not_fit_are_refused_with_what_would():
     model, maps = tiny_var(), random_maps()
     labels = torch.tensor([1, 4])
-    with pytest.raises(TypeError, match=r"str given; this model takes class labels"):
+    with pytest.raises(TypeError, match="str.*LongTensor"):
         model.prefill("red circle", batch_size=1, guided=False)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"labels \[5\] given; allowed are 1 labels of 0 to 4"):
+    with pytest.raises(ValueError, match=r"\[5\].*1.*0.*4"):
         model.prefill(torch.tensor([5]), batch_size=1, guided=False)
-    with pytest.raises(ValueError, match=r"labels \[1, 4\] given; allowed are 3 labels"):
+    with pytest.raises(ValueError, match=r"labels \[1, 4\].*3"):
         model.prefill(labels, batch_size=3, guided=False)
-    with pytest.raises(ValueError, match=r"shape \(2, 2, 3, 3\) given for scale 1; .* takes \(2, 2, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\).*1.*\(2, 2, 2, 2\)"):
         model.prefill(labels, batch_size=2, guided=False, maps=maps[1:])
-    with pytest.raises(ValueError, match=r"shape \(2, 2, 2, 2\) given for scale 1; .* takes \(1, 2, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"\(2, 2, 2, 2\).*1.*\(1, 2, 2, 2\)"):
         model.prefill(labels[:1], batch_size=1, guided=False, maps=maps)
-    with pytest.raises(ValueError, match=r"4 maps and stop=4 given; .* this model has 4 scales"):
+    with pytest.raises(ValueError, match="4.*stop=4.*4"):
         model.prefill(labels, batch_size=2, guided=False, maps=[*maps, maps[-1]])
-    with pytest.raises(ValueError, match="2 maps and stop=2 given"):
+    with pytest.raises(ValueError, match="2.*stop=2"):
         model.prefill(labels, batch_size=2, guided=False, maps=maps[:2], stop=2)
     state = model.prefill(labels, batch_size=2, guided=True)
-    with pytest.raises(ValueError, match="scale 2 given after 1 cached ones"):
+    with pytest.raises(ValueError, match="scale 2.*1"):
         model(state, maps[1], 2)
     with pytest.raises(ValueError, match="scale 0 given"):
         model(state, maps[0], 0)
     with pytest.raises(ValueError, match=r"takes \(2, 2, 2, 2\)"):
         model(state, maps[0].repeat(2, 1, 1, 1), 1)
-    with pytest.raises(ValueError, match=r"scales=\(2, 1\) given; pass sides .* coarse to fine"):
+    with pytest.raises(ValueError, match="coarse"):
         tiny_var(scales=(2, 1))
-    with pytest.raises(ValueError, match="dim=10 and num_heads=4 given"):
+    with pytest.raises(ValueError, match="dim=10.*num_heads=4"):
         tiny_var(dim=10, num_heads=4)
 
 
@@ -278,9 +278,7 @@ def test_sizes_of_any_kind_are_read_off_the_file_and_give_the_same_logits(tmp_pa
         assert torch.equal(again.teacher_forced(maps, labels), model.teacher_forced(maps, labels))
         assert not again.training
         assert load_var_checkpoint(weights, scales=SIDES, dtype=torch.bfloat16).dtype == torch.bfloat16
-        with pytest.raises(
-            ValueError, match="30 slots in 4 scales and does not tell their sides; pass `scales`"
-        ):
+        with pytest.raises(ValueError, match="30.*4.*`scales`"):
             load_var_checkpoint(weights)
 
 
@@ -318,7 +316,5 @@ def test_constants_are_looked_at():
 
 
 def test_other_scales_are_refused():
-    with pytest.raises(
-        ValueError, match=r"scales \(1, 2\) have 5 slots, but .* 680 slots in 10 scales of sides"
-    ):
+    with pytest.raises(ValueError, match=r"\(1, 2\).*5.*680.*10"):
         load_var_checkpoint(official("d16"), scales=(1, 2))

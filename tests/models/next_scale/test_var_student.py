@@ -81,39 +81,37 @@ def test_constants_of_a_file_must_be_those_that_are_computed(tmp_path):
     model = load_var_student(Checkpoint(tmp_path / "a.pth", weights | constants), **settings)
     assert torch.equal(model.head.weight, weights["head.weight"])
     constants["attn_bias_for_masking"] = torch.zeros(1, 1, 31, 31)
-    with pytest.raises(ValueError, match="attn_bias_for_masking is a constant, and has other values"):
+    with pytest.raises(ValueError, match="attn_bias_for_masking"):
         load_var_student(Checkpoint(tmp_path / "a.pth", weights | constants), **settings)
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"2 layers of 16, and the released students are d16 \(16 layers of 1024\)"
-    ):
+    with pytest.raises(ValueError, match=r"2.*16.*d16 \(16.*1024"):
         load_var_student(write_var_student(tmp_path), scales=SIDES)
-    with pytest.raises(ValueError, match="has 30 slots, and scales .* have 680; pass `scales`"):
+    with pytest.raises(ValueError, match="30.*680.*`scales`"):
         load_var_student(write_var_student(tmp_path), **VAR_SIZE)
     torch.save(tiny_var().state_dict(), tmp_path / "var.pth")
-    with pytest.raises(ValueError, match="is no student of VAR: it lacks n_d_embed.weight"):
+    with pytest.raises(ValueError, match=r"VAR.*n_d_embed\.weight"):
         load_var_student(tmp_path / "var.pth", scales=SIDES, **VAR_SIZE)
     shapes = var_student_shapes(16, 1024, 16, vocab=4096, token_dim=32, classes=1000, sides=SCALES[256])
     del shapes["layerwise_n_d_embed.16.bias"]
     with pytest.raises(ValueError, match="1 missing: layerwise_n_d_embed.16.bias"):
         load_var_student(on_meta(shapes))
-    with pytest.raises(ValueError, match="first_continuous=14 and restart=6 given; .* 0, 1, 5, 14, 30"):
+    with pytest.raises(ValueError, match="first_continuous=14.*restart=6.*0, 1, 5, 14, 30"):
         tiny_var_student(restart=6)
-    with pytest.raises(ValueError, match="pass sides of at least 1, coarse to fine"):
+    with pytest.raises(ValueError, match="coarse"):
         tiny_var_student(scales=(2, 1))
-    with pytest.raises(ValueError, match="dim=16 and num_heads=3 given; dim must be a multiple"):
+    with pytest.raises(ValueError, match="dim=16.*num_heads=3"):
         tiny_var_student(num_heads=3)
     model = tiny_var_student()
     classes = model.prefill(LABELS, batch_size=3)
-    with pytest.raises(ValueError, match=r"shape \(3, 29, 2\) given; this model takes \[B, 30, 2\]"):
+    with pytest.raises(ValueError, match=r"\(3, 29, 2\).*\[B, 30, 2\]"):
         model(classes, VECTORS[:, :29], 0)
-    with pytest.raises(ValueError, match="known=14 given; this student was trained to draw all slots"):
+    with pytest.raises(ValueError, match="known=14"):
         model(classes, VECTORS, 14)
-    with pytest.raises(ValueError, match=r"labels \[2, 0, 5\] given; allowed are 3 labels of 0 to 4"):
+    with pytest.raises(ValueError, match=r"\[2, 0, 5\].*3.*0.*4"):
         model.prefill(torch.tensor([2, 0, 5]), batch_size=3)
-    with pytest.raises(TypeError, match="this model takes class labels"):
+    with pytest.raises(TypeError, match="Tensor.*LongTensor"):
         model.prefill(torch.zeros(3), batch_size=3)
 
 

@@ -99,7 +99,7 @@ def test_the_opening_is_added_where_it_is_missing():
         assert condition.unconditional.ids.tolist() == [list(opening)] * 4
     mixed = ids.clone()
     mixed[0, -1] = START
-    with pytest.raises(ValueError, match="some prompts end with the opening"):
+    with pytest.raises(ValueError, match=r"prompts.*\[9\]"):
         plan(MODEL, {"input_ids": mixed, "attention_mask": INPUTS["attention_mask"]})
 
 
@@ -118,7 +118,7 @@ def test_pictures_in_the_prompt_become_their_tokens():
     opened = torch.cat([ids, torch.tensor([[START]])], 1)
     want = MODEL.lm_head(MODEL.model(input_ids=opened, pixel_values=pixels).last_hidden_state[:, -1])
     assert (state.logits - want[:, MODEL.model.vocabulary_mapping.image_tokens]).abs().max() < 1e-10
-    with pytest.raises(ValueError, match="15 placeholders in input_ids for 16 image tokens"):
+    with pytest.raises(ValueError, match="15.*input_ids.*16"):
         plan(
             MODEL,
             {"input_ids": ids[:, 3:], "attention_mask": torch.ones_like(ids[:, 3:])},
@@ -129,12 +129,12 @@ def test_pictures_in_the_prompt_become_their_tokens():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (dict(layout="anole"), "layout='anole'; pass one of chameleon, lumina-mgpt"),
-        (dict(image_sizes=(4, 4)), "draw one size only"),
-        (dict(layout="lumina-mgpt"), "pass .height, width. in tokens"),
+        (dict(layout="anole"), "layout='anole'.*chameleon"),
+        (dict(image_sizes=(4, 4)), r"image_sizes=\(4, 4\).*Anole"),
+        (dict(layout="lumina-mgpt"), "image_sizes=None"),
         (dict(layout="lumina-mgpt", image_sizes=(4, 5)), "even numbers"),
         (dict(layout="lumina-mgpt", image_sizes=(4, 20)), "lacks <reserved08810>"),
-        (dict(layout="lumina-mgpt", image_sizes=[[4, 4], [4, 6]]), "one size, draw others in another batch"),
+        (dict(layout="lumina-mgpt", image_sizes=[[4, 4], [4, 6]]), r"\[\[4, 4\], \[4, 6\]\]"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(more, message):
@@ -198,7 +198,7 @@ def test_the_decoder_is_read_from_official_files(tmp_path, layout):
 
 
 def test_files_that_hold_no_decoder_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no folder with .safetensors files"):
+    with pytest.raises(FileNotFoundError, match=r"no file.*\.safetensors"):
         ChameleonVQDecoder.from_file(tmp_path)
     tensors = decoder().state_dict()
     del tensors["decoder.conv_in.bias"]
@@ -227,9 +227,9 @@ def test_pixels_are_those_of_the_codes_after_the_ids(lumina):
 
 
 def test_pixels_need_a_decoder_and_a_picture():
-    with pytest.raises(ValueError, match="has no picture decoder"):
+    with pytest.raises(ValueError, match="Chameleon"):
         ChameleonImageModel.pixels(MODEL, torch.zeros(1, 30, dtype=torch.long))
-    with pytest.raises(ValueError, match="are no image tokens"):
+    with pytest.raises(ValueError, match=r"ids \[0\]"):
         ChameleonImageModel.pixels(MODEL, torch.zeros(1, 30, dtype=torch.long), decoder())
 
 
@@ -301,9 +301,9 @@ def test_lumina_mgpt_2_is_known_by_its_vocabulary(second):
         with pytest.raises(ValueError, match=rf"vocab_size={which.config.vocab_size}: .* Leave layout out"):
             plan(which, INPUTS, **more)
     refused = [
-        (dict(image_sizes=(4, 6)), "multiples of 4 tokens"),
-        (dict(image_sizes=(4, 40)), "lacks <reserved08810>.*vocabulary_map=tokenizer.get_vocab"),
-        (dict(image_sizes=(4, 8), pixel_values=torch.zeros(1, 3, 8, 8)), r"pass the ids .* codes \+ 155000"),
+        (dict(image_sizes=(4, 6)), "4 tokens"),
+        (dict(image_sizes=(4, 40)), r"reserved08810.*vocabulary_map=tokenizer\.get_vocab"),
+        (dict(image_sizes=(4, 8), pixel_values=torch.zeros(1, 3, 8, 8)), "155000"),
     ]
     for more, words in refused:
         with pytest.raises(ValueError, match=words):

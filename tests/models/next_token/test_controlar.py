@@ -304,7 +304,7 @@ def test_no_key_of_a_release_is_missing_or_left_over(width, heads, trained):
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="is no ControlAR: it lacks adapter_mlp"):
+    with pytest.raises(ValueError, match="ControlAR.*adapter_mlp"):
         load_controlar_checkpoint(write_text_model(tmp_path))
     shapes = controlar_shapes() | {"condition_embeddings.weight": (VOCAB + 1, DIM)}
     with pytest.raises(ValueError, match="1 unexpected.*condition_embeddings.weight"):
@@ -317,24 +317,24 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         "condition_mlp.uncond_embedding": torch.randn(10, 16, dtype=torch.float64)
     }
     torch.save(uneven, tmp_path / "uneven.pt")
-    with pytest.raises(ValueError, match=r"uncond_embedding has the shape \(10, 16\)"):
+    with pytest.raises(ValueError, match=r"condition_mlp\.uncond_embedding.*\(10, 16\)"):
         load_controlar_checkpoint(tmp_path / "uneven.pt", image_size=PIXELS)
     model, given = loaded(tmp_path), condition()
     for message, wrong in [
-        ("control pictures .2, 3, 64, 60. given", {"control": given.control[..., 4:]}),
+        (r"\(2, 3, 64, 60\)", {"control": given.control[..., 4:]}),
         ("strength=nan given", {"strength": float("nan")}),
-        ("this model takes .2, 6, 8.", {"features": given.features[:, 1:]}),
+        (r"model.*\(2, 6, 8\)", {"features": given.features[:, 1:]}),
     ]:
         parts = dict(features=given.features, mask=given.mask, control=given.control) | wrong
         with pytest.raises(ValueError, match=message):
             model.prefill(ControlledCondition(**parts), batch_size=2, guided=False, window=1)
-    with pytest.raises(TypeError, match="TextCondition given; this model takes a ControlledCondition"):
+    with pytest.raises(TypeError, match="TextCondition.*ControlledCondition"):
         bare: Any = captions(2)
         model.prefill(type(given).__mro__[1](**bare), batch_size=2, guided=False, window=1)  # pyright: ignore
     config = dict(model.config["transformer_config"])
-    with pytest.raises(ValueError, match="num_layers=4; pass a multiple of 3"):
+    with pytest.raises(ValueError, match="num_layers=4.*3"):
         ControlARTransformer({**config, "num_layers": 4}, model.config["adapter_config"])
-    with pytest.raises(ValueError, match="patches of 16 pixels; pass one of 14"):
+    with pytest.raises(ValueError, match="16 pixels.*14"):
         ControlARTransformer(config, {**model.config["adapter_config"], "patch_size": 16})
-    with pytest.raises(ValueError, match="control_resample='area'; pass one of nearest, bicubic"):
+    with pytest.raises(ValueError, match="control_resample='area'"):
         ControlARTransformer(config, model.config["adapter_config"], "area")

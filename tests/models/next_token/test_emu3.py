@@ -71,7 +71,7 @@ def test_pixels_are_those_of_the_model():
 @pytest.mark.parametrize("sizes", [None, [], (3,), (3.0, 5.0), "3*5", [[3, 5, 1]]])
 def test_sizes_that_are_none_are_refused(sizes):
     prompt = Prompt(INPUTS["input_ids"], INPUTS["attention_mask"])
-    with pytest.raises(ValueError, match="pass .height, width. in tokens"):
+    with pytest.raises(ValueError, match="height"):
         Emu3ImageModel.plan(MODEL, prompt, guided=False, image_sizes=sizes)
 
 

@@ -84,12 +84,12 @@ def test_planning_leaves_the_model_as_it_was():
 
 def test_what_does_not_fit_is_refused():
     prompt = Prompt(INPUTS["input_ids"], INPUTS["attention_mask"])
-    with pytest.raises(ValueError, match="has no guidance"):
+    with pytest.raises(ValueError, match="guidance_scale"):
         GlmImageStage.plan(MODEL, prompt, guided=True, **TEXT)
-    with pytest.raises(ValueError, match="image_grid_thw is missing"):
+    with pytest.raises(ValueError, match="image_grid_thw"):
         GlmImageStage.plan(MODEL, prompt, guided=False)
     mixed = TEXT | dict(image_grid_thw=torch.cat([GRIDS.repeat(3, 1), GRIDS.flip(0)]))
-    with pytest.raises(ValueError, match="every sample of a batch needs the same ones"):
+    with pytest.raises(ValueError, match=r"\[\(\(2, 3\), \(3, 5\)\), \(\(3, 5\), \(2, 3\)\)\]"):
         GlmImageStage.plan(MODEL, prompt, guided=False, **mixed)
-    with pytest.raises(TypeError, match="GlmImagePipeline decodes them"):
+    with pytest.raises(TypeError, match=r"diffusers\.GlmImagePipeline"):
         GlmImageStage.pixels(MODEL, prompt.ids)

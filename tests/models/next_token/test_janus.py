@@ -57,26 +57,26 @@ def test_guidance_without_the_ids_it_needs_is_refused():
     model = janus()
     model.generation_config.generation_kwargs = None
     prompt = Prompt(INPUTS["input_ids"], INPUTS["attention_mask"])
-    with pytest.raises(ValueError, match="needs the ids of boi"):
+    with pytest.raises(ValueError, match="boi"):
         JanusImageModel.plan(model, prompt, guided=True)
 
 
 def test_guidance_without_an_unconditional_prompt_is_refused():
     image_model, condition = plan(INPUTS, guided=False)
-    with pytest.raises(ValueError, match="guidance asked of Janus, but the condition has no unconditional"):
+    with pytest.raises(ValueError, match="guidance.*Janus"):
         image_model.prefill(condition, batch_size=4, guided=True, window=1)
-    with pytest.raises(ValueError, match="4 prompts for a batch of 2"):
+    with pytest.raises(ValueError, match="4 prompts.*2"):
         image_model.prefill(condition, batch_size=2, guided=False, window=1)
-    with pytest.raises(TypeError, match="takes an ImagePrompt"):
+    with pytest.raises(TypeError, match="ImagePrompt"):
         image_model.prefill(condition.prompt, batch_size=4, guided=False, window=1)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("ids", "mask", "error", "message"),
     [
-        (torch.ones(2, 3), torch.ones(2, 3), TypeError, "prompt ids are torch.float32"),
+        (torch.ones(2, 3), torch.ones(2, 3), TypeError, r"torch\.float32"),
         (torch.ones(2, 3, dtype=torch.long), torch.ones(2, 4), ValueError, "one shape"),
-        (torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 0], [1, 1, 1]]), ValueError, "on the left"),
+        (torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 0], [1, 1, 1]]), ValueError, "left"),
     ],
 )
 def test_bad_prompts_are_refused(ids, mask, error, message):

@@ -135,11 +135,11 @@ def test_conditions_that_do_not_fit_are_refused_with_what_would():
     text, classes = make(), make(prefix_length=1, num_classes=7, caption_dim=None)
     with pytest.raises(TypeError, match="takes a TextCondition"):
         text.prefill(torch.tensor([1]), batch_size=1, guided=False, window=1)
-    with pytest.raises(TypeError, match="takes class labels"):
+    with pytest.raises(TypeError, match="TextCondition.*LongTensor"):
         classes.prefill(text_condition(1, [2]), batch_size=1, guided=False, window=1)
     with pytest.raises(ValueError, match="0 to 6"):
         classes.prefill(torch.tensor([7]), batch_size=1, guided=False, window=1)
-    with pytest.raises(ValueError, match=r"this model takes \(2, 5, 12\)"):
+    with pytest.raises(ValueError, match=r"\(2, 5, 12\)"):
         text.prefill(text_condition(1, [2]), batch_size=2, guided=False, window=1)
     with pytest.raises(ValueError, match="left-padded"):
         text.prefill(text_condition(1, [0]), batch_size=1, guided=False, window=1)
@@ -166,7 +166,7 @@ def test_caption_features_do_not_depend_on_the_other_prompts():
 def test_caption_encoder_names_unknown_words_and_refuses_empty_and_long_prompts():
     encoder = CaptionEncoder(["a", "red", "circle"], dim=8, num_layers=1, num_heads=2, max_words=3)
     assert encoder.unknown_words(["A red zebra!", "zebra circle, ünknown"]) == ["zebra", "ünknown"]
-    with pytest.raises(ValueError, match="has no words"):
+    with pytest.raises(ValueError, match=r"'\?!'.*words"):
         encoder(["?!"])
     with pytest.warns(UserWarning, match="reads at most 3 words; 'circle' at the end of the prompt"):
         cut = encoder(["a red red circle"])

@@ -168,15 +168,15 @@ def test_the_size_of_the_pictures_is_found_where_it_is_told():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, r"does not tell the size of its pictures; pass image_size \(256, 384, 512"),
-        ({"name": "c2i_1384.pt"}, "does not tell"),
-        ({"asked": 100}, "image_size=100; pass a multiple of 16"),
-        ({"asked": -16}, "image_size=-16; pass a multiple"),
+        ({}, r"image_size \(256, 384, 512"),
+        ({"name": "c2i_1384.pt"}, r"c2i_1384\.pt.*tell"),
+        ({"asked": 100}, "image_size=100.*16"),
+        ({"asked": -16}, "image_size=-16"),
         (
             {"asked": 256, "table": 1 + 24 * 24},
-            "image_size=256 given, but .* trained for 384 pixels; pass 384",
+            "image_size=256.*384.*384",
         ),
-        ({"asked": 512, "image_size": 256}, "image_size=512 given, but .* trained for 256 pixels"),
+        ({"asked": 512, "image_size": 256}, "image_size=512.*256"),
     ],
 )
 def test_sizes_that_are_not_told_or_contradicted_are_refused(settings, message):
@@ -230,25 +230,17 @@ def test_missing_left_over_and_misshaped_keys_are_listed():
     ):
         recognise_changed(shapes, output__weight=(7, 1280))
     many = {f"layers__{i}__attention__wo__weight": None for i in range(36)}
-    with pytest.raises(
-        ValueError, match=r"36 missing: (layers\.\d+\.attention\.wo\.weight, ){3}layers.* and 32 more"
-    ):
+    with pytest.raises(ValueError, match=r"36.*layers\.0.*32"):
         recognise_changed(shapes, **many)
-    with pytest.raises(
-        ValueError, match="closest is LlamaGen's tokenizer vq-8, with 2 missing: decoder.conv_in"
-    ):
+    with pytest.raises(ValueError, match=r"LlamaGen.*vq-8.*2.*decoder\.conv_in\.bias"):
         changes: dict[str, Any] = {"decoder__conv_in__bias": None, "decoder__conv_in__weight": None}
         recognise_changed(tokenizer_shapes(TOKENIZERS["vq-8"]), **changes)
 
 
 def test_sizes_outside_the_table_name_the_closest_and_what_to_do():
-    with pytest.raises(
-        ValueError, match="closest is LlamaGen-B, text-conditional.*build LlamaGenTransformer"
-    ):
+    with pytest.raises(ValueError, match="LlamaGen.*LlamaGenTransformer"):
         recognise(on_meta(transformer_shapes(12, 512, caption=(120, 2048))))
-    with pytest.raises(
-        ValueError, match=r"closest is LlamaGen-L, class-conditional.* missing: layers\.2[0-3].*build"
-    ):
+    with pytest.raises(ValueError, match=r"LlamaGen.*layers\.20"):
         recognise(on_meta(transformer_shapes(20, 1024, classes=1000)))
 
 
@@ -257,15 +249,15 @@ def test_sizes_outside_the_table_name_the_closest_and_what_to_do():
     [
         (
             ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"],
-            "looks like a transformers language model",
+            "transformers.*Janus",
         ),
-        (["blocks.0.ada_lin.1.weight"], "looks like VAR"),
-        (["diffloss.net.input_proj.weight"], "looks like MAR"),
+        (["blocks.0.ada_lin.1.weight"], "like VAR"),
+        (["diffloss.net.input_proj.weight"], "like MAR"),
         (
             ["encoder.block.0.layer.0.SelfAttention.q.weight"],
-            r"looks like T5; pass its folder as text_encoder",
+            "text_encoder",
         ),
-        (["something.else"], "holds another architecture: none of its 1 keys"),
+        (["something.else"], "1 keys"),
     ],
 )
 def test_weights_of_other_families_are_named(keys, looks_like):
@@ -276,11 +268,7 @@ def test_weights_of_other_families_are_named(keys, looks_like):
 def test_a_file_in_the_wrong_place_is_told(tmp_path):
     transformer = write(tmp_path / "c2i.pt", random_weights(CLASS_SHAPES))
     tokenizer = write(tmp_path / "vq.pt", {"model": random_weights(VQ_SHAPES)})
-    with pytest.raises(
-        ValueError, match="vq.pt is LlamaGen's tokenizer tiny; pass the file of a transformer here"
-    ):
+    with pytest.raises(ValueError, match=r"vq\.pt.*LlamaGen"):
         load_transformer(tokenizer, image_size=8)
-    with pytest.raises(
-        ValueError, match="c2i.pt is LlamaGen-tiny, class-conditional; pass the file of an image tok"
-    ):
+    with pytest.raises(ValueError, match=r"c2i\.pt.*LlamaGen"):
         load_tokenizer(transformer)

@@ -168,7 +168,7 @@ def test_both_heads_in_one_pass_with_gradients(tmp_path):
 
 
 def test_a_file_that_contradicts_its_training_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="medusa_attention_num=2, but has 1 blocks"):
+    with pytest.raises(ValueError, match="medusa_attention_num=2.*1"):
         file_of(tmp_path, training={"medusa_attention_num": 2}, classes=CLASSES)
 
 
@@ -213,9 +213,7 @@ def test_no_key_of_a_release_is_missing_or_left_over(name, layers, dim, branch):
 
 def test_a_fixed_share_without_a_gate_is_refused():
     """It would be decoded as a mean, which it is not."""
-    with pytest.raises(
-        ValueError, match="closest is NAR-XL, class-conditional, with 1 unexpected: hv_mix_logit"
-    ):
+    with pytest.raises(ValueError, match="NAR-XL.*1.*hv_mix_logit"):
         recognise(on_meta({**nar_shapes(36, 1280, classes=1000), "hv_mix_logit": ()}))
 
 
@@ -235,20 +233,18 @@ def test_no_key_of_nar_is_missing_or_left_over(name, kind):
 def test_a_damaged_release_is_compared_with_the_nearest():
     shapes = nar_shapes(36, 1280, classes=1000)
     del shapes["medusa_norm.weight"]
-    with pytest.raises(
-        ValueError, match="closest is NAR-XL, class-conditional, with 1 missing: medusa_norm.weight"
-    ):
+    with pytest.raises(ValueError, match=r"NAR-XL.*1.*medusa_norm\.weight"):
         recognise(on_meta(shapes))
 
 
 def test_refuses_calls_in_raster_order(tmp_path):
     _, model = file_of(tmp_path, "nar", classes=CLASSES)
-    with pytest.raises(ValueError, match="trained for order 'nar', and this sampler decodes in raster order"):
+    with pytest.raises(ValueError, match="'nar'.*OrderedSampler"):
         SpeculativeJacobiSampler(4)(model, LABELS, law=TokenLaw(), batch_size=3)
     state = model.prefill(LABELS, batch_size=3, guided=False, window=1)
-    with pytest.raises(ValueError, match="trained for order 'nar'; pass seen and answers"):
+    with pytest.raises(ValueError, match="'nar'.*seen"):
         model(state, TOKENS[:, :1], torch.zeros(3, 1, dtype=torch.long))
-    with pytest.raises(ValueError, match="teacher_forced scores raster order"):
+    with pytest.raises(ValueError, match="teacher_forced"):
         model.teacher_forced(TOKENS, LABELS)
     for order, frames in (("spiral", 1), ("flashar", 2), ("par4", 2)):
         with pytest.raises(

@@ -139,13 +139,11 @@ def test_no_key_of_a_release_is_missing_or_left_over(name, count):
 
 
 def test_another_number_of_regions_is_refused():
-    with pytest.raises(
-        ValueError, match="LlamaGen-B, class-conditional, with 1 unexpected: spe_tok_embeddings"
-    ):
+    with pytest.raises(ValueError, match=r"LlamaGen.*1.*spe_tok_embeddings\.special_embeddings\.weight"):
         recognise(on_meta(par_shapes(12, 768, 9, classes=1000)))
 
 
 def test_a_picture_whose_regions_do_not_fit_is_refused(tmp_path):
     _, model = file_of(tmp_path, 4, 5)
-    with pytest.raises(ValueError, match="4 regions of a grid of 1 x 5 x 5 tokens"):
+    with pytest.raises(ValueError, match="4.*1 x 5 x 5"):
         OrderedSampler()(model, LABELS, law=TokenLaw(), batch_size=2)

@@ -275,15 +275,15 @@ def test_no_key_is_missing_or_left_over(name):
 
 def test_other_calls_and_samplers_are_refused(loaded):
     model: Any = loaded[1]
-    with pytest.raises(ValueError, match="decodes in any order; pass asked"):
+    with pytest.raises(ValueError, match="asked"):
         model.prefill(LABELS, batch_size=2, guided=False, window=1)
     _, state = begun(model)
-    with pytest.raises(ValueError, match="decodes in any order; pass seen"):
+    with pytest.raises(ValueError, match="seen"):
         model(state.inner, LABELS[:, None], LABELS[:, None])
     request: dict[str, Any] = dict(law=TokenLaw(), batch_size=2)
-    with pytest.raises(ValueError, match="trained for order 'any', .* Use AnyOrderSampler"):
+    with pytest.raises(ValueError, match="'any'.*AnyOrderSampler"):
         AutoregressiveSampler()(model, LABELS, **request)
-    with pytest.raises(ValueError, match="trained for any order; use AnyOrderSampler"):
+    with pytest.raises(ValueError, match="AnyOrderSampler"):
         OrderedSampler()(model, LABELS, **request)
-    with pytest.raises(ValueError, match="teacher_forced scores raster order"):
+    with pytest.raises(ValueError, match="teacher_forced"):
         model.teacher_forced(torch.zeros(2, LENGTH, dtype=torch.long), LABELS)

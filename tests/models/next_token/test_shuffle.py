@@ -133,20 +133,18 @@ def test_jacobi_draws_the_tokens_of_one_block_a_call(law, window):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(
-        ValueError, match="blocks of 2 x 2 with grid_size=5 and dim=32; pass a grid_size that"
-    ):
+    with pytest.raises(ValueError, match="2 x 2.*grid_size=5.*dim=32.*grid_size"):
         tiny(side=5)
-    with pytest.raises(ValueError, match="blocks of 4 x 4 with grid_size=8 and dim=24"):
+    with pytest.raises(ValueError, match="4 x 4.*grid_size=8.*dim=24"):
         tiny("blocks4", 8, dim=24)
     model = tiny()
-    with pytest.raises(ValueError, match="trained for order 'blocks2'.* Use OrderedSampler"):
+    with pytest.raises(ValueError, match="'blocks2'.*OrderedSampler"):
         SpeculativeJacobiSampler(4)(model, LABELS, law=TokenLaw(), batch_size=2)
-    with pytest.raises(ValueError, match="trained for order 'raster'; this sampler decodes models of blocks"):
+    with pytest.raises(ValueError, match="'raster'"):
         BlockJacobiSampler()(tiny("raster"), LABELS, law=TokenLaw(), batch_size=2)
-    with pytest.raises(ValueError, match="guidance_until=8 counts slots, and this sampler draws blocks"):
+    with pytest.raises(ValueError, match="guidance_until=8"):
         BlockJacobiSampler()(model, LABELS, law=TokenLaw(2.0, guidance_until=8), batch_size=2)
     state, some = model.prefill(LABELS, batch_size=2, guided=False, window=8), torch.zeros(2, 3).long()
     seen, answers = torch.zeros(2, 3, 36, dtype=torch.bool), torch.zeros(1, 1).long()
-    with pytest.raises(ValueError, match="3 tokens fed; this model takes whole blocks, of 4 tokens each"):
+    with pytest.raises(ValueError, match="3 tokens.*4"):
         model(state, some, some, seen=seen, answers=answers)

@@ -186,9 +186,7 @@ def test_a_raster_model_predicts_the_slot_after_and_refuses_others(model, condit
         assert torch.equal(ask(torch.tensor(allowed).expand(batch_size, -1)), want)
     other = (slots + 1).clone()
     other[1, 0] = 7
-    with pytest.raises(
-        ValueError, match="asked to predict slot 7 where slot 4 is fed; a model that was trained in ras"
-    ):
+    with pytest.raises(ValueError, match="slot 7.*4"):
         ask(other)
     monkeypatch.setattr(protocol, "on_host", lambda tensor: False)
     assert torch.equal(ask(other), want)  # on a device nothing is read

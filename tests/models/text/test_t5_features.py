@@ -64,7 +64,7 @@ def test_captions_are_cleaned_before_they_are_tokenized():
 def test_empty_prompts_are_refused():
     features = tiny_features()
     for prompt in ("", "  ", "***", "<br>"):
-        with pytest.raises(ValueError, match="has no words; give at least one"):
+        with pytest.raises(ValueError, match="prompt '"):
             features([prompt])
 
 
@@ -153,8 +153,8 @@ def test_a_plain_transformers_folder_loads_with_the_official_length(tmp_path):
 
 
 def test_folders_that_hold_no_t5_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no config.json; pass a folder of flan-t5-xl"):
+    with pytest.raises(ValueError, match=r"config\.json.*flan-t5"):
         T5Features.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match="holds a bert model; LlamaGen reads the features of a T5"):
+    with pytest.raises(ValueError, match="LlamaGen"):
         T5Features.from_pretrained(tmp_path)

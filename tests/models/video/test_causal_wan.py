@@ -174,12 +174,12 @@ def test_fused_projections_give_the_same():
 
 
 def test_models_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="pass one that draws from text alone"):
+    with pytest.raises(ValueError, match=r"pictures.*Wan 2\.1"):
         CausalWan(tiny_wan(in_channels=8), Full())
-    with pytest.raises(ValueError, match="1 policies for 2 heads; pass one a head"):
+    with pytest.raises(ValueError, match="1 policies.*2"):
         CausalWan(tiny_wan(), HeadBudgets((Full(),)))
     causal = CausalWan(tiny_wan(), Full())
-    with pytest.raises(ValueError, match=r"prompt_embeds are \[1, 3, 7\]; pass \[B, T, 8\]"):
+    with pytest.raises(ValueError, match=r"prompt_embeds.*\[1, 3, 7\].*\[B, T, 8\]"):
         causal.check(prompts(1)[..., :7], 4, 4, 3)
-    with pytest.raises(ValueError, match="width=5 latent pixels; pass a multiple of 2"):
+    with pytest.raises(ValueError, match="width=5.*2"):
         causal.check(prompts(1), 4, 5, 3)

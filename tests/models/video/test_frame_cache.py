@@ -158,7 +158,7 @@ def test_deep_forcing_cuts_every_other_chunk_and_follows_the_clip():
         (DeepForcing(budget=13), 3, r"budget=13; pass"),
         (DeepForcing(window=15), 3, "window=15; pass"),
         (DeepForcing(recent=2), 3, "recent=2; pass"),
-        (DeepForcing(recent=7, budget=17), 3, "recent=7; .* pass at most 6 frames"),
+        (DeepForcing(recent=7, budget=17), 3, "recent=7.*6"),
         (DeepForcing(sink=-1), 3, "sink=-1; pass"),
         (DeepForcing(sink_gap=-1), 3, "sink_gap=-1; pass"),
         (Sliding(2), 3, "window=2; pass"),

@@ -98,11 +98,11 @@ def test_the_dtype_is_cast_and_the_rotary_table_is_not_left_empty(tmp_path):
         (lambda w: w.update({"extra": torch.zeros(1)}), "1 unexpected: extra"),
         (
             lambda w: w.update({"head.modulation": torch.zeros(1, 3, DIM)}),
-            r"1 of another shape: scale_shift_table \[1, 3, 24\] instead of \[1, 2, 24\]",
+            r"1.*scale_shift_table \[1, 3, 24\].*\[1, 2, 24\]",
         ),
         (lambda w: w.pop("head.head.weight"), "lacks proj_out.weight"),
         (lambda w: w.pop("time_projection.1.weight"), "lacks condition_embedder.time_proj.weight"),
-        (lambda w: w.update({"img_emb.proj.0.weight": torch.zeros(2)}), "a Wan that takes pictures"),
+        (lambda w: w.update({"img_emb.proj.0.weight": torch.zeros(2)}), "Wan.*pictures"),
         (lambda w: w["head.modulation"].fill_(torch.nan), "head.modulation|scale_shift_table"),
     ],
 )
@@ -114,15 +114,13 @@ def test_other_files_are_refused(tmp_path, change, message):
 
 
 def test_heads_that_do_not_divide_the_width_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="24 wide, no multiple of head_dim=128; the heads cannot be read off"
-    ):
+    with pytest.raises(ValueError, match="24.*head_dim=128"):
         load_self_forcing(saved(tmp_path, official()))
 
 
 def test_files_that_need_pickle_are_refused(tmp_path):
     torch.save({"generator_ema": official(), "config": Exception}, tmp_path / "run.pt")
-    with pytest.raises(ValueError, match="would need pickle"):
+    with pytest.raises(ValueError, match="need pickle"):
         load_self_forcing(tmp_path / "run.pt", head_dim=HEAD_DIM)
 
 
@@ -139,9 +137,9 @@ def test_convert_writes_a_folder_of_diffusers(tmp_path, monkeypatch):
     loaded, wanted = WanTransformer3DModel.from_pretrained(tmp_path / "out"), expected()
     assert all(torch.equal(value, wanted.state_dict()[key]) for key, value in loaded.state_dict().items())
     assert (flow(loaded) - flow(wanted)).abs().max() < 1e-4
-    with pytest.raises(ValueError, match="pass one transformer of Wan, alone"):
+    with pytest.raises(ValueError, match="Wan.*LoRA"):
         convert([file, file], tmp_path / "other")
-    with pytest.raises(ValueError, match="image_size=256 given for .* leave it out"):
+    with pytest.raises(ValueError, match="image_size=256"):
         convert([file], tmp_path / "other", image_size=256)
     assert not (tmp_path / "other").exists()
 

@@ -269,17 +269,17 @@ class Refusing:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_frames=10), "num_frames=10 is no multiple of the chunk of 3 frames; pass 9 or 12"),
+        (dict(num_frames=10), "num_frames=10.*3.*9.*12"),
         (dict(num_frames=2), "num_frames=2 .* pass 3"),
-        (dict(num_frames=0), "num_frames=0; pass an integer of at least 1"),
-        (dict(height=5), "height=5 latent pixels; pass a multiple of 2"),
-        (dict(reward=lambda chunk, index: 0.0), "a drafter needs a reward, and a reward a drafter"),
+        (dict(num_frames=0), "num_frames=0.*1"),
+        (dict(height=5), "height=5.*2"),
+        (dict(reward=lambda chunk, index: 0.0), "drafter.*reward"),
         (
             dict(context=torch.zeros(1, 3, 3, 4, 4)),
-            r"context is \[1, 3, 3, 4, 4\]; pass \[2 or 1, 4, n, 4, 4\]",
+            r"\[1, 3, 3, 4, 4\].*\[2 or 1, 4, n, 4, 4\]",
         ),
         (dict(context=torch.zeros(1, 4, 0, 4, 4)), "context is"),
-        (dict(generator=[torch.Generator()]), "got 1 generators for a batch of 2"),
+        (dict(generator=[torch.Generator()]), "1 generators.*2"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_before_any_call(changes, message):
@@ -293,7 +293,7 @@ def test_a_flow_of_another_shape_is_refused(monkeypatch, bent):
     causal = CausalWan(tiny_wan(), Full())
     forward = causal.forward
     monkeypatch.setattr(causal, "forward", lambda *call: bent(forward(*call)))
-    with pytest.raises(ValueError, match=r"the model returned shape \("):
+    with pytest.raises(ValueError, match=r"returned shape \("):
         roll_out(causal, prompts(2), num_frames=3, **SIZE)
 
 
@@ -307,11 +307,11 @@ def test_a_policy_for_other_chunks_is_refused_before_any_call():
     ("settings", "message"),
     [
         (dict(chunk=0), "chunk=0"),
-        (dict(steps=()), r"steps=\(\); pass an integer above 0 and at most 1000, or a list of numbers"),
-        (dict(steps=(500, 500)), "pass timesteps that fall"),
-        (dict(first_steps=(1001,)), "first_steps=.* at most 1000"),
+        (dict(steps=()), r"steps=\(\).*0.*1000"),
+        (dict(steps=(500, 500)), r"steps=\(500, 500\)"),
+        (dict(first_steps=(1001,)), r"first_steps=\(1001,\).*1000"),
         (dict(steps=(1000, 0)), "above 0"),
-        (dict(shift=0), "shift=0; pass a finite number above 0"),
+        (dict(shift=0), "shift=0.*0"),
     ],
 )
 def test_schedules_that_are_none_are_refused(settings, message):
@@ -321,7 +321,7 @@ def test_schedules_that_are_none_are_refused(settings, message):
 
 def test_a_reward_that_is_no_number_is_refused():
     large, small = pair()
-    with pytest.raises(ValueError, match="the reward of chunk 1 is nan"):
+    with pytest.raises(ValueError, match="chunk 1.*nan"):
         roll_out(
             large, prompts(1), num_frames=6, drafter=small, reward=lambda chunk, index: float("nan"), **SIZE
         )
@@ -330,7 +330,7 @@ def test_a_reward_that_is_no_number_is_refused():
 def test_a_drafter_of_other_latents_is_refused():
     large, _ = pair()
     small = CausalWan(tiny_wan(in_channels=2, out_channels=2), Full())
-    with pytest.raises(ValueError, match="latents of 2 channels, the model of 4"):
+    with pytest.raises(ValueError, match="2 channels.*4"):
         roll_out(large, prompts(1), num_frames=6, drafter=small, reward=lambda chunk, index: 0.0, **SIZE)
 
 

@@ -214,18 +214,18 @@ def refused(
 
 
 def test_requests_that_cannot_be_decoded_are_refused():
-    refused("top_k=5 given.*vectors", ContinuousSampler(), tiny_causal(), TokenLaw(top_k=5))
+    refused("top_k=5", ContinuousSampler(), tiny_causal(), TokenLaw(top_k=5))
     refused("top_p=0.5 given", ContinuousSampler(), tiny_causal(), TokenLaw(top_p=0.5))
     refused("guidance_until=3", ContinuousSampler(), tiny_causal(), TokenLaw(guidance_until=3))
-    refused("one order only", ContinuousSampler(order="raster"), tiny_causal())
-    refused("one token a call", ContinuousSampler(steps=4), tiny_causal())
+    refused("order='raster'", ContinuousSampler(order="raster"), tiny_causal())
+    refused("steps=4", ContinuousSampler(steps=4), tiny_causal())
 
 
 def test_steps_and_orders_that_do_not_fit_the_grid_are_refused():
     for steps in (0, 17):
         with pytest.raises(ValueError, match=f"steps={steps}; pass an integer from 1 to"):
             ContinuousSampler(steps)(tiny_mar(), LABELS, law=LAW, batch_size=2)
-    for order, told in (([0, 1], "an order of 2 places"), ([0] * 16, "row 0 of the order is no permutation")):
+    for order, told in (([0, 1], "2 places"), ([0] * 16, "row 0")):
         with pytest.raises(ValueError, match=told):
             ContinuousSampler(order=order)(tiny_mar(), LABELS, law=LAW, batch_size=2)
 
@@ -233,13 +233,13 @@ def test_steps_and_orders_that_do_not_fit_the_grid_are_refused():
 def test_drafters_of_other_tokens_are_refused():
     sampler = SpeculativeContinuousSampler("aligned")
     model = tiny_causal()
-    with pytest.raises(ValueError, match="needs a drafter.*4 x 4 tokens of 3 numbers"):
+    with pytest.raises(ValueError, match="needs a drafter.*4 x 4.*3"):
         sampler(model, LABELS, law=LAW, batch_size=2)
     for drafter, told in (
-        (tiny_causal(token_dim=4), "4 x 4 tokens of 4 numbers, but the model 4 x 4 tokens of 3 numbers"),
-        (tiny_causal(grid_size=3), "3 x 3 tokens of 3 numbers"),
-        (torch.nn.Linear(1, 1), "draws no such tokens"),
-        (tiny_mar(), "a masked model, and the model a causal one"),
+        (tiny_causal(token_dim=4), "4 x 4.*4.*4 x 4.*3"),
+        (tiny_causal(grid_size=3), "3 x 3.*3"),
+        (torch.nn.Linear(1, 1), "no such tokens"),
+        (tiny_mar(), "masked.*causal"),
         (tiny_causal(order=[*range(15, -1, -1)]), "another order"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -249,12 +249,12 @@ def test_drafters_of_other_tokens_are_refused():
 @pytest.mark.parametrize(
     ("rule", "settings", "told"),
     [
-        ("chain", {}, "rule='chain'.*final_noise=0.*set final_noise"),
-        ("path", dict(eta=0.0, final_noise=0.1), "rule='path'.*set eta above 0"),
-        ("cspd", dict(eta=0.0, final_noise=0.1), "rule='cspd'.*set eta above 0"),
-        ("ode", dict(eta=1.0), "rule='ode' is for chains with noise at their start only.*set eta=0"),
+        ("chain", {}, "rule='chain'.*final_noise=0"),
+        ("path", dict(eta=0.0, final_noise=0.1), "rule='path'.*eta"),
+        ("cspd", dict(eta=0.0, final_noise=0.1), "rule='cspd'.*eta"),
+        ("ode", dict(eta=1.0), "rule='ode'.*eta=0"),
         ("ode", dict(eta=0.0, final_noise=0.1), "rule='ode'.*final_noise=0.1"),
-        ("cspd-release", {}, "rule='cspd-release'.*a causal model cannot"),
+        ("cspd-release", {}, "rule='cspd-release'.*causal"),
     ],
 )
 def test_rules_without_densities_are_refused(rule, settings, told):
@@ -268,7 +268,7 @@ def test_chains_that_no_speculation_fits_are_refused():
         SpeculativeContinuousSampler("chain", final_noise=0.1)(
             tiny_causal(), LABELS, law=TokenLaw(temperature=0.0), batch_size=2, drafter=tiny_causal()
         )
-    with pytest.raises(ValueError, match="add no noise.*set eta"):
+    with pytest.raises(ValueError, match="eta=None"):
         HeadSpeculativeSampler()(tiny_causal(head_kind="flow"), LABELS, law=LAW, batch_size=2)
 
 
@@ -279,7 +279,7 @@ def test_tokens_that_are_not_finite_are_named(kind):
     )
     with torch.no_grad():
         model.diffusion_pos_embed[9] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"sample 0, place 9 \(slot 6\) is not finite"):
+    with pytest.raises(FloatingPointError, match="sample 0.*9.*6"):
         kind()(model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2)
 
 
@@ -288,5 +288,5 @@ def test_a_drafter_that_is_not_finite_is_named(rule):
     model, drafter = (calm_one(tiny_causal, head_steps=2, eta=0.5, final_noise=0.1) for _ in range(2))
     with torch.no_grad():
         drafter.diffusion_pos_embed[8] = float("nan")
-    with pytest.raises(FloatingPointError, match="in the drafter: its token of place 8 is not finite"):
+    with pytest.raises(FloatingPointError, match="place 8"):
         SpeculativeContinuousSampler(rule, 2)(model, LABELS, law=LAW, batch_size=2, drafter=drafter)

@@ -226,7 +226,7 @@ def test_levels_fall_evenly_from_call_to_call():
     assert found.trace.head_calls.tolist() == [275] * 3 and found.trace.target_calls.tolist() == [10] * 3
     assert ContinuousSampler(steps=1, head_steps=50, last_head_steps=5).chain_lengths(model) == [50]
     for wrong in (0, 1001, 2.5):
-        with pytest.raises(ValueError, match="last_head_steps=.*from 1 to 1000"):
+        with pytest.raises(ValueError, match="last_head_steps=.*1000"):
             ContinuousSampler(last_head_steps=wrong)  # pyright: ignore[reportArgumentType]
 
 

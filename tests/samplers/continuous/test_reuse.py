@@ -186,12 +186,12 @@ def test_what_cannot_be_reused_is_refused():
         ContinuousSampler(reuse=-1)
     with pytest.raises(ValueError, match="reuse_from=1.5"):
         ContinuousSampler(reuse=1, reuse_from=1.5)
-    with pytest.raises(ValueError, match="graph=True with reuse given; local calls are not recorded"):
+    with pytest.raises(ValueError, match="graph=True"):
         ContinuousSampler(reuse=1, graph=True)
-    with pytest.raises(ValueError, match="reuse=1 given, but CausalContinuousTransformer holds no keys"):
+    with pytest.raises(ValueError, match="reuse=1.*CausalContinuousTransformer"):
         ContinuousSampler(reuse=1)(tiny_causal(), LABELS, law=LAW, generator=seeded(1, 2), batch_size=2)
     model = calm(tiny_mar(), 0.1)
     state = model.prepare(LABELS, batch_size=2, guided=False)
     model(state, torch.zeros(2, 16, 3).double(), torch.zeros(2, 16, dtype=torch.bool))
-    with pytest.raises(ValueError, match="no keys and values are held; make a call with keep=True first"):
+    with pytest.raises(ValueError, match="keep=True"):
         model.again(state, torch.zeros(2, 1, 3).double(), LABELS[:, None], LABELS[:, None])

@@ -186,10 +186,10 @@ class Wrong:
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ("one slot", r"shape \(.*, 1, 256\) for 4 slots of 2 samples"),
-        ("half the rows", r"shape \(\d, \d, 256\) for . slots of 2 samples"),
-        ("half the words", r"shape \(\d, \d, 255\) for . slots of 2 samples"),
-        ("unguided", r"prefill\(guided=True\) returned a state with guided=False"),
+        ("one slot", r"\(.*, 1, 256\).*4 slots"),
+        ("half the rows", r"\(\d, \d, 256\).*slots"),
+        ("half the words", r"\(\d, \d, 255\).*slots"),
+        ("unguided", "guided=True.*guided=False"),
     ],
 )
 def test_what_a_model_of_ones_own_returns_is_not_spread_over_what_was_asked(how, error, guidance):

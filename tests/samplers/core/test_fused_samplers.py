@@ -199,7 +199,7 @@ def test_logits_without_a_law_are_reported_where_tokens_are_drawn(asked, guided)
             return logits
 
     model = Broken(TokenGrid(1, 5), 3, conditions=2, dtype=torch.float32)
-    with pytest.raises(FloatingPointError, match="sample 1, slot 3 hold nan"):
+    with pytest.raises(FloatingPointError, match="sample 1.*3.*nan"):
         MaskedSampler(2)(model, condition, law=law, batch_size=3)
     given = torch.full((3, 5), 3)
     given[1, 3] = 0  # nothing is drawn there

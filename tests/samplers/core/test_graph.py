@@ -387,7 +387,7 @@ def test_states_that_do_not_name_their_buffers(recordings):
     settings["generator"] = seeded(1)[0]
     assert SpeculativeJacobiSampler(4)(model, None, **settings).tokens.equal(want) and not recordings
     for sampler in (AutoregressiveSampler(graph=True), SpeculativeJacobiSampler(4, graph=True)):
-        with pytest.raises(TypeError, match="TabularState has no `buffers`; pass graph=False"):
+        with pytest.raises(TypeError, match="TabularState.*`buffers`.*graph=False"):
             sampler(model, None, **settings)
 
 
@@ -395,9 +395,7 @@ def test_a_graph_asked_for_where_there_can_be_none_is_refused_before_any_computa
     model = tiny_transformer()
     monkeypatch.setattr(type(model), "prefill", None)
     for sampler in (AutoregressiveSampler(graph=True), SpeculativeJacobiSampler(4, graph=True)):
-        with pytest.raises(
-            ValueError, match="graph=True on cpu: only CUDA records graphs; pass graph='auto'"
-        ):
+        with pytest.raises(ValueError, match="graph=True.*CUDA.*graph='auto'"):
             draw(sampler, model, 1)
     for wrong in ("yes", None, 1.0):
         with pytest.raises(ValueError, match=f"graph={wrong!r}; .*'auto'"):
@@ -413,7 +411,7 @@ def test_weights_that_come_and_go_are_not_recorded():
     assert not base.wants_graph(False, model)
     layer._hf_hook = object()  # pyright: ignore[reportArgumentType]
     assert not base.wants_graph("auto", model)
-    with pytest.raises(ValueError, match="graph=True for a model that is offloaded"):
+    with pytest.raises(ValueError, match="graph=True.*model"):
         base.wants_graph(True, model)
 
 

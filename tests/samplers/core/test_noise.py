@@ -313,17 +313,17 @@ def test_the_default_generator_is_used_only_when_none_is_given():
 @pytest.mark.parametrize(
     ("generator", "batch_size", "error", "message"),
     [
-        (None, 0, ValueError, "batch_size=0, but a batch holds at least 1 sample"),
-        ([seeded(0)] * 3, 2, ValueError, "got 3 generators for a batch of 2; pass one a sample, or a single"),
-        ([], 1, ValueError, "got 0 generators for a batch of 1"),
+        (None, 0, ValueError, "batch_size=0.*1"),
+        ([seeded(0)] * 3, 2, ValueError, "3 generators.*2"),
+        ([], 1, ValueError, "0 generators.*1"),
         (
             [seeded(0), 1],
             2,
             TypeError,
-            r"generator\[1\] is a int; every entry of the list must be a torch.Gen",
+            r"\[1\].*torch\.Generator",
         ),
-        ([None, seeded(0)], 2, TypeError, r"generator\[0\] is a NoneType"),
-        (1234, 1, TypeError, r"generator is a int; pass a torch.Generator.*manual_seed\(seed\)"),
+        ([None, seeded(0)], 2, TypeError, r"\[0\].*NoneType"),
+        (1234, 1, TypeError, "generator is.*int.*manual_seed"),
     ],
 )
 def test_draw_keys_refuses(generator, batch_size, error, message):
@@ -333,7 +333,7 @@ def test_draw_keys_refuses(generator, batch_size, error, message):
 
 @pytest.mark.parametrize("keys", [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2)])
 def test_noise_refuses_other_keys(keys):
-    with pytest.raises(ValueError, match=r"pass int64 \[B\], as from draw_keys"):
+    with pytest.raises(ValueError, match=r"int64 \[B\].*draw_keys"):
         CounterNoise(keys, "cpu")
 
 

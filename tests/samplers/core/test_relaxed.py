@@ -153,11 +153,11 @@ def test_groups_are_selected_and_never_sorted_whole(monkeypatch):
         (dict(code_distance=-1.0), "code_distance=-1.0"),
         (dict(factor=0.9), "factor=0.9"),
         (dict(factor=math.inf), "factor=inf"),
-        (dict(group_size=0), "group_size=0; pass an integer of at least 1"),
-        (dict(group_size=2.0), "group_size=2.0; pass an integer"),
-        (dict(neighbours=0), "neighbours=0; pass an integer of at least 1"),
-        (dict(neighbours=True), "neighbours=True; pass an integer"),
-        (dict(bounded=1), "bounded=1; pass True or False"),
+        (dict(group_size=0), "group_size=0.*1"),
+        (dict(group_size=2.0), r"group_size=2\.0"),
+        (dict(neighbours=0), "neighbours=0.*1"),
+        (dict(neighbours=True), "neighbours=True"),
+        (dict(bounded=1), "bounded=1.*True.*False"),
     ],
 )
 def test_refuses_settings_out_of_range(numbers, message):
@@ -166,9 +166,7 @@ def test_refuses_settings_out_of_range(numbers, message):
 
 
 def test_refuses_an_acceptance_that_there_is_not():
-    with pytest.raises(
-        ValueError, match="acceptance='loose'; pass one of identical, exact, grouped, clustered, lantern"
-    ):
+    with pytest.raises(ValueError, match="acceptance='loose'"):
         SpeculativeJacobiSampler(acceptance="loose")
 
 
@@ -185,30 +183,30 @@ def test_settings_by_name():
         (
             "lantern",
             {"delta": 0.2, "detla": 0.3},
-            "relaxation has no setting 'detla'; pass some of group_size,",
+            "'detla'.*group_size",
         ),
         (
             "lantern",
             {"acceptance": "grouped"},
-            "relaxation has no setting 'acceptance'; pass some of group_size",
+            "'acceptance'.*group_size",
         ),
-        ("lantern", {1: 2}, "relaxation has no setting 1; pass some of"),
-        ("lantern", 0.2, "relaxation=0.2; pass settings by name"),
+        ("lantern", {1: 2}, "setting 1"),
+        ("lantern", 0.2, r"relaxation=0\.2"),
         ("lantern", {"delta": 2}, "delta=2"),
         (
             "loose",
             {"delta": 0.2},
-            "acceptance='loose'; pass one of identical, exact, grouped, clustered, lantern",
+            "acceptance='loose'",
         ),
         (
             "exact",
             {"delta": 0.1},
-            "relaxation sets delta, but acceptance='exact' relaxes nothing; pass relaxation=",
+            "acceptance='exact'.*relaxation=None",
         ),
         (
             "identical",
             {"group_size": 4, "delta": 0.1},
-            "relaxation sets group_size, delta, but acceptance='identical'",
+            "group_size.*acceptance='identical'",
         ),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_callback_ends_the_decode():
 
 def test_other_models_and_requests_are_refused():
     pictures = TabularMaskedModel(TokenGrid(1, 3), 2)
-    with pytest.raises(ValueError, match="does not fill in frames"):
+    with pytest.raises(ValueError, match="TabularMaskedModel"):
         FrameMaskedSampler()(pictures, None, law=TokenLaw())
     with pytest.raises(ValueError, match="use FrameMaskedSampler"):
         MaskedSampler()(model_of(), None, law=TokenLaw())

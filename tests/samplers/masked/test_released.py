@@ -246,8 +246,8 @@ def test_noise_falls_as_each_code_lets_it():
     ("settings", "words"),
     [
         (dict(temperature="sharpening", last_temperature=0.0), "last_temperature=0.0"),
-        (dict(second_draw=True, score="entropy"), "second_draw=True with score='entropy'"),
-        (dict(second_draw=True, score="halton"), "second_draw=True with score='halton'"),
+        (dict(second_draw=True, score="entropy"), "second_draw=True.*score='entropy'"),
+        (dict(second_draw=True, score="halton"), "second_draw=True.*score='halton'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, words):

@@ -236,7 +236,7 @@ def test_local_calls_need_a_call_that_kept():
     for kind in ("captions", "magnet", "mage"):
         model, condition, _ = made(kind)
         state = model.prepare(condition, batch_size=2, guided=False)
-        with pytest.raises(ValueError, match="nothing is held; call the model with keep=n first"):
+        with pytest.raises(ValueError, match="keep=n"):
             model(state, some_tokens(model), 0, places=PLACES)
 
 
@@ -342,16 +342,16 @@ def test_no_reuse_is_the_base_sampler_and_reuse_is_measured(kind):
 
 
 def test_reuse_under_an_entropy_bound_is_refused():
-    with pytest.raises(ValueError, match="reuse=1 with entropy_bound=0.1"):
+    with pytest.raises(ValueError, match=r"reuse=1.*entropy_bound=0\.1"):
         MaskedSampler(reuse=1, score="entropy", entropy_bound=0.1)
 
 
 def test_models_that_keep_nothing_are_refused():
     table = TabularMaskedModel(TokenGrid(1, 4), 3)
-    with pytest.raises(ValueError, match="TabularMaskedModel keeps nothing of a call; pass reuse=0"):
+    with pytest.raises(ValueError, match="TabularMaskedModel.*0"):
         MaskedSampler(reuse=1)(table, None, law=TokenLaw())
     model = MaskedImageTransformer(8, 8, 1, 2, 4, num_classes=3)
-    with pytest.raises(ValueError, match="needs shortcut, a FeatureShortcut"):
+    with pytest.raises(ValueError, match="FeatureShortcut"):
         MaskedSampler(reuse=1, reuse_by="shortcut")(model, torch.tensor([1]), law=TokenLaw())
 
 

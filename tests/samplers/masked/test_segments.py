@@ -58,5 +58,5 @@ def test_plans_are_chained_and_the_rest_is_filled_at_once():
 def test_other_requests_are_refused():
     with pytest.raises(ValueError, match="segments=0"):
         draw_segments(planned_model(), SAMPLER, rows([0]), 0, law=LAW, generator=seeded(0))
-    with pytest.raises(ValueError, match="plans no segments; pass one with key_frames"):
+    with pytest.raises(ValueError, match="key_frames"):
         draw_segments(tiny_frame_transformer(), SAMPLER, rows([0]), 2, law=LAW, generator=seeded(0))

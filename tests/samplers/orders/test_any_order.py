@@ -140,10 +140,10 @@ def test_known_tokens_stay_and_a_row_does_not_depend_on_what_others_know(order):
 
 def test_known_tokens_that_cannot_be_kept_are_refused():
     for known, words in [
-        (KNOWN[:3], r"known_tokens is torch.int64 of shape \(3, 8\); pass int64 \(4, 8\), with -1 where"),
-        (KNOWN.masked_fill(KNOWN == 2, 3), "known_tokens holds ids from 0 to 3; tokens are 0 to 2"),
-        (KNOWN.masked_fill(KNOWN == 2, -2), "ids from -2 to"),
-        (torch.zeros_like(KNOWN), "all tokens are known; leave some at -1"),
+        (KNOWN[:3], r"known_tokens.*torch\.int64.*\(3, 8\).*int64 \(4, 8\).*-1"),
+        (KNOWN.masked_fill(KNOWN == 2, 3), "known_tokens.*0.*3.*0.*2"),
+        (KNOWN.masked_fill(KNOWN == 2, -2), "known_tokens.*-2"),
+        (torch.zeros_like(KNOWN), "all.*-1"),
     ]:
         for sampler in (AnyOrderSampler(), SpeculativeAnyOrderSampler()):
             with pytest.raises(ValueError, match=words):
@@ -153,24 +153,22 @@ def test_known_tokens_that_cannot_be_kept_are_refused():
 @pytest.mark.parametrize("sampler", [AnyOrderSampler, SpeculativeAnyOrderSampler])
 def test_other_models_are_refused(sampler):
     request: dict[str, Any] = dict(law=TokenLaw())
-    with pytest.raises(
-        ValueError, match="TabularMaskedModel is a masked model: .* Use SpeculativeMaskedSampler"
-    ):
+    with pytest.raises(ValueError, match="TabularMaskedModel.*SpeculativeMaskedSampler"):
         sampler()(TabularMaskedModel(TokenGrid(2, 2), 2), None, **request)
-    with pytest.raises(ValueError, match="trained for order 'raster'; this sampler decodes any-order models"):
+    with pytest.raises(ValueError, match="'raster'"):
         sampler()(TabularModel(TokenGrid(2, 2), 2), None, **request)
-    with pytest.raises(ValueError, match="trained for order 'raster'"):
+    with pytest.raises(ValueError, match="'raster'"):
         sampler()(nn.Linear(1, 1), None, **request)
-    with pytest.raises(ValueError, match="guidance_until=3 counts slots in raster order"):
+    with pytest.raises(ValueError, match="guidance_until=3"):
         sampler()(MODEL, None, law=TokenLaw(guidance_scale=2.0, guidance_until=3))
-    with pytest.raises(ValueError, match="an order of 3 slots for a grid of 8"):
+    with pytest.raises(ValueError, match="3 slots.*8"):
         sampler(order=[0, 2, 1])(MODEL, None, **request)
 
 
 @pytest.mark.parametrize("order", [[0, 0, 1], [1, 2]])
 def test_orders_and_steps_that_do_not_fit_are_refused(order):
     for sampler in (AnyOrderSampler, SpeculativeAnyOrderSampler):
-        with pytest.raises(ValueError, match=r"order=.*; pass one of random, halton"):
+        with pytest.raises(ValueError, match="order=.*random, halton"):
             sampler(order=order)
     for steps in (1, 9):
         with pytest.raises(ValueError, match=f"steps={steps} for 8 tokens; pass 2 to 8"):

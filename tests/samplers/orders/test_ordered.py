@@ -103,11 +103,11 @@ def test_an_approximation_is_refused_unless_it_is_allowed():
         (
             RASTER,
             "nar",
-            "needs heads .* right, below; it has next.*order='diagonal' with allow_approximate=True",
+            "order='diagonal'.*allow_approximate=True",
         ),
-        (TabularModel(TokenGrid(4, 4), 4, order=2), "par4", "same place and 3 learned tokens; it has next"),
-        (NAR, "raster", "'nar', and order 'raster' needs heads .* a model trained for this one"),
-        (PAR, "nar", "'par4', and order 'nar' needs heads"),
+        (TabularModel(TokenGrid(4, 4), 4, order=2), "par4", "3 learned"),
+        (NAR, "raster", "'nar'.*'raster'.*heads"),
+        (PAR, "nar", "'par4'.*'nar'.*heads"),
     ],
 )
 def test_an_order_of_other_heads_is_refused_even_if_an_approximation_would_do(model, order, message):
@@ -122,16 +122,14 @@ def test_an_order_of_other_heads_is_refused_even_if_an_approximation_would_do(mo
 )
 def test_other_samplers_refuse_a_model_of_another_order(sampler):
     parts: Any = {"drafter": RASTER} if sampler.needs_drafter else {}
-    with pytest.raises(
-        ValueError, match="trained for order 'nar', .* decodes in raster order. Use OrderedSampler"
-    ):
+    with pytest.raises(ValueError, match="'nar'.*OrderedSampler"):
         decode(sampler, NAR, **parts)
 
 
 def test_refuses_what_is_not_allowed():
-    with pytest.raises(ValueError, match="trained_order of TabularOrderModel='spiral'; pass one of raster"):
+    with pytest.raises(ValueError, match="trained_order.*TabularOrderModel='spiral'"):
         decode(OrderedSampler("raster"), TabularOrderModel(TokenGrid(2, 2), 2, "spiral"))
-    with pytest.raises(ValueError, match="4 regions of a grid of 1 x 3 x 2"):
+    with pytest.raises(ValueError, match="4.*1 x 3 x 2"):
         decode(OrderedSampler(), TabularOrderModel(TokenGrid(3, 2), 2, "par4", learned=3))
 
 
@@ -141,7 +139,7 @@ class Raster(TabularModel):
 
 
 def test_refuses_a_model_that_feeds_in_raster_order_only():
-    with pytest.raises(TypeError, match="Raster feeds tokens in raster order only"):
+    with pytest.raises(TypeError, match="Raster"):
         decode(OrderedSampler(), Raster(TokenGrid(2, 2), 3, conditions=2))
 
 

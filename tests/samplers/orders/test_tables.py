@@ -183,7 +183,7 @@ def test_joined_steps_are_one_pass():
         for slot, answers in zip(step.emitted.tolist(), step.answers, strict=True):
             at = whole.answers[whole.emitted.tolist().index(slot)]
             assert torch.equal(whole.slots[at], step.slots[answers])
-    with pytest.raises(ValueError, match="feeds some slots twice; feed its steps one after the other"):
+    with pytest.raises(ValueError, match="slots twice"):
         diagonal(TokenGrid(3, 3)).joined()
 
 
@@ -197,7 +197,7 @@ def test_refuses_regions_that_do_not_fit(grid, count):
 
 @pytest.mark.parametrize("grid", [TokenGrid(3, 4), TokenGrid(4, 6)])
 def test_refuses_blocks_that_do_not_fit(grid):
-    with pytest.raises(ValueError, match="blocks of 4 x 4 in frames of .* multiples of 4"):
+    with pytest.raises(ValueError, match="4 x 4.*4"):
         blocks(grid, 4)
 
 

@@ -428,9 +428,7 @@ def test_refuses_a_model_that_feeds_in_raster_order_only(sampler):
         def forward(self, state, tokens, slots):  # type: ignore[override]
             raise AssertionError("refused before any compute")
 
-    with pytest.raises(
-        TypeError, match="Raster feeds tokens in raster order only, .* Use AutoregressiveSampler or"
-    ):
+    with pytest.raises(TypeError, match="Raster.*AutoregressiveSampler"):
         decode(sampler, Raster(TokenGrid(2, 2), 3, conditions=2))
 
 

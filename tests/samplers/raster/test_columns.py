@@ -242,11 +242,9 @@ def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling
 
 
 def test_refuses_combinations_that_mean_nothing():
-    with pytest.raises(ValueError, match="needs coupling='gumbel', got coupling='maximal'"):
+    with pytest.raises(ValueError, match="coupling='gumbel'.*coupling='maximal'"):
         ColumnJacobiSampler(coupling="maximal")
-    with pytest.raises(
-        ValueError, match="acceptance='grouped' tests each token, got unit='column'; pass unit="
-    ):
+    with pytest.raises(ValueError, match="acceptance='grouped'.*unit='column'.*unit='codebook'"):
         ColumnJacobiSampler(acceptance="grouped")
 
 
@@ -260,10 +258,10 @@ class Untouched(TabularColumnModel):
 @pytest.mark.parametrize("sampler", [ColumnJacobiSampler(4), ColumnAutoregressiveSampler()])
 def test_refuses_other_patterns_before_any_compute(sampler):
     model = Untouched(MODEL.valid, 7, order=0)
-    with pytest.raises(ValueError, match="TabularModel has no codebook pattern.*Use AutoregressiveSampler"):
+    with pytest.raises(ValueError, match="TabularModel.*AutoregressiveSampler"):
         sampler(TabularModel(TokenGrid(2, 2), 3), None, law=LAW)
     model.valid = MODEL.valid[:-1]
-    with pytest.raises(ValueError, match=r"shape \(16, 4\); its grid asks for bool \(17, 4\)"):
+    with pytest.raises(ValueError, match=r"\(16, 4\).*\(17, 4\)"):
         sampler(model, None, law=LAW)
 
 

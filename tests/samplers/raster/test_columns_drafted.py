@@ -141,19 +141,17 @@ def test_logits_of_forced_entries_are_never_checked(monkeypatch):
 
 def test_refuses_drafters_that_do_not_fit():
     sampler = DraftedColumnSampler()
-    with pytest.raises(ValueError, match="needs a drafter, and got none; pass .*training.column_drafter"):
+    with pytest.raises(ValueError, match="drafter="):
         decode(sampler)
-    with pytest.raises(
-        ValueError, match="the drafter predicts 3 codebooks of 7 codes in .* but the model 4 codebooks"
-    ):
+    with pytest.raises(ValueError, match="3 codebooks.*7.*4"):
         decode(sampler, drafter=tabular("parallel"))
     shifted = tabular()
     shifted.valid = shifted.valid.flip(0)
-    with pytest.raises(ValueError, match="in its own pattern; pass a drafter"):
+    with pytest.raises(ValueError, match="own pattern"):
         decode(sampler, drafter=shifted)
-    with pytest.raises(ValueError, match="reads the features of a MusicGen, and got a TabularColumnModel"):
+    with pytest.raises(ValueError, match="MusicGen.*TabularColumnModel"):
         decode(sampler, drafter=drafter_for(columns()))
-    with pytest.raises(ValueError, match="has no codebook pattern"):
+    with pytest.raises(ValueError, match="TabularModel"):
         flat: Any = TabularModel(TokenGrid(2, 2), 3)
         sampler(flat, None, law=LAW, drafter=POOR)
 
@@ -161,5 +159,5 @@ def test_refuses_drafters_that_do_not_fit():
 def test_names_a_drafter_whose_logits_define_no_law():
     broken = poor()
     broken.logits[..., 0] = torch.nan
-    with pytest.raises(FloatingPointError, match="in the drafter: .*hold nan"):
+    with pytest.raises(FloatingPointError, match="drafter.*nan"):
         decode(DraftedColumnSampler(), drafter=broken)

@@ -228,7 +228,7 @@ def test_the_smallest_grids(size):
 
 
 def test_refuses_to_decode_without_a_drafter():
-    with pytest.raises(ValueError, match="DraftedSampler needs a drafter.*1 x 6 x 6 tokens out of 12"):
+    with pytest.raises(ValueError, match="DraftedSampler.*1 x 6 x 6.*12"):
         decode(DraftedSampler(), MODEL, None)
 
 
@@ -246,14 +246,12 @@ def test_refuses_a_feature_drafter_of_another_target():
     from visual_spec.models.drafters.eagle import EagleDrafter
 
     other = EagleDrafter(vocab_size=8, dim=16, num_heads=2, grid_size=5)
-    with pytest.raises(ValueError, match="made for a target of dim=16, and got one of dim=32"):
+    with pytest.raises(ValueError, match="dim=16.*dim=32"):
         decode(DraftedSampler(), model, other, captions(2), batch_size=2)
 
 
 def test_a_drafter_with_its_own_condition():
-    with pytest.raises(
-        ValueError, match="condition is torch.int64 of shape"
-    ):  # the model's does not fit: 4 rows
+    with pytest.raises(ValueError, match=r"torch\.int64"):  # the model's does not fit: 4 rows
         decode(DraftedSampler(), drafter_condition=torch.tensor([0]))
     plain = decode(DraftedSampler())
     same = decode(DraftedSampler(), drafter_condition=CONDITION.clone())
@@ -266,7 +264,7 @@ def test_says_when_it_is_the_drafter_whose_logits_define_no_law():
     broken = counting(NEAR)
     broken.logits = broken.logits.clone()
     broken.logits[:, 9] = torch.nan
-    with pytest.raises(FloatingPointError, match="in the drafter: .*slot 9 hold nan"):
+    with pytest.raises(FloatingPointError, match="slot 9.*nan"):
         decode(DraftedSampler(), MODEL, broken)
-    with pytest.raises(FloatingPointError, match="^the logits of sample"):
+    with pytest.raises(FloatingPointError, match="logits"):
         decode(DraftedSampler(), broken, NEAR)

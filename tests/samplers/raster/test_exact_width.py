@@ -165,12 +165,12 @@ def test_a_position_is_scored_alike_at_any_place_of_a_call():
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (SpeculativeJacobiSampler, dict(window=33), "calls of up to 33 positions; with it every call has 32"),
-        (SpeculativeJacobiSampler, dict(acceptance="exact"), "exact_width=True with acceptance='exact'"),
-        (DraftedSampler, dict(), "exact_width=True with acceptance='exact'"),
-        (DraftedSampler, dict(num_drafts=32, **IDENTICAL), "calls of up to 33 positions"),
-        (ColumnJacobiSampler, dict(window=64), "calls of up to 64 positions"),
-        (DraftedColumnSampler, dict(), "exact_width=True with acceptance='exact'"),
+        (SpeculativeJacobiSampler, dict(window=33), "33 positions.*32"),
+        (SpeculativeJacobiSampler, dict(acceptance="exact"), "exact_width=True.*acceptance='exact'"),
+        (DraftedSampler, dict(), "exact_width=True.*acceptance='exact'"),
+        (DraftedSampler, dict(num_drafts=32, **IDENTICAL), "33 positions"),
+        (ColumnJacobiSampler, dict(window=64), "64 positions"),
+        (DraftedColumnSampler, dict(), "exact_width=True.*acceptance='exact'"),
     ],
 )
 def test_refuses_what_it_cannot_promise(kind, settings, message):

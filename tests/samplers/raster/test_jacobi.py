@@ -139,9 +139,9 @@ def test_stale_drafts_are_repaired_where_that_leaves_the_published_samplers_alon
 
 
 def test_refuses_to_choose_without_a_drafter():
-    with pytest.raises(ValueError, match="needs a drafter, and got none; pass drafter="):
+    with pytest.raises(ValueError, match="drafter="):
         decode(SpeculativeJacobiSampler(drafts="chosen"))
-    with pytest.raises(TypeError, match="was given drafter"):
+    with pytest.raises(TypeError, match="given drafter"):
         decode(SpeculativeJacobiSampler(), drafter=MODEL)
 
 
@@ -155,11 +155,11 @@ def test_refuses_identical_acceptance_without_gumbel_coupling(coupling):
 class TestRefusesBeforeAnyCompute:
     def test_codebooks(self, sampler):
         model = TabularModel(TokenGrid(2, 2, codebooks=4), 3)
-        with pytest.raises(ValueError, match="4 codebooks a slot; this sampler decodes one"):
+        with pytest.raises(ValueError, match="4 codebooks"):
             decode(sampler, model, None)
 
     def test_condition(self, sampler):
-        with pytest.raises(ValueError, match=r"condition is torch.int64 of shape \(4,\).*\(3,\)"):
+        with pytest.raises(ValueError, match=r"torch\.int64.*\(4,\).*\(3,\)"):
             decode(sampler, batch_size=3)
 
 
@@ -184,7 +184,7 @@ def test_names_the_sample_and_slot_of_logits_that_define_no_law(sampler, slot, v
 
 
 def test_names_the_unconditional_row():
-    with pytest.raises(FloatingPointError, match=r"unconditional logits of sample 0 \(row 4\).*slot 3 "):
+    with pytest.raises(FloatingPointError, match="sample 0.*4.*3"):
         decode(SpeculativeJacobiSampler(8), poisoned(3, torch.nan, row=3), law=TokenLaw(guidance_scale=2.0))
 
 

@@ -212,11 +212,11 @@ def test_what_does_not_fit_is_refused_before_compute():
     model = TabularModel(TokenGrid(2, 2), 3)
     sampler = MultiscaleSampler(pool=2)
     codebook = torch.randn(3, 2)
-    with pytest.raises(ValueError, match="needs a drafter with a low-resolution transformer"):
+    with pytest.raises(ValueError, match="MultiscaleDr"):
         sampler(model, None, law=TokenLaw(), codebook=codebook)
-    with pytest.raises(ValueError, match="guesses 9 tokens out of 3, but the target has 4 out of 3"):
+    with pytest.raises(ValueError, match="9 tokens.*3.*4.*3"):
         sampler(model, None, law=TokenLaw(), drafter=drafter(3, 9), codebook=codebook)
-    with pytest.raises(ValueError, match="needs the codebook of the 3 tokens, got one of 4 codes"):
+    with pytest.raises(ValueError, match="3 tokens.*4"):
         sampler(model, None, law=TokenLaw(), drafter=drafter(3, 4), codebook=torch.randn(4, 2))
 
 
@@ -230,7 +230,7 @@ def test_upsampler_keeps_places_and_drafter_checks_its_halves():
     assert up(tokens).shape == (1, 64, 12) and up.num_tokens == 64
     assert moved[6:, 6:].min() > 0 and moved[6:, 6:].mean() > 3 * moved[:3, :3].mean()
     small = {"vocab_size": 12, "dim": 16, "num_layers": 1, "num_heads": 2, "grid_size": 3}
-    with pytest.raises(ValueError, match="writes 3 x 3 tokens out of 12"):
+    with pytest.raises(ValueError, match="3 x 3.*12"):
         MultiscaleDrafter(small, dict(up.config))
 
 

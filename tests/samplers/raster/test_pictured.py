@@ -122,20 +122,18 @@ def test_where_the_neighbours_agree_the_picture_is_read_and_elsewhere_the_copy()
 
 
 def test_refuses_what_cannot_draft_a_picture():
-    with pytest.raises(
-        ValueError, match="drafts='pictured' with acceptance='exact'.*only .* 'identical' allows"
-    ):
+    with pytest.raises(ValueError, match="drafts='pictured'.*acceptance='exact'.*'identical'"):
         SpeculativeJacobiSampler(acceptance="exact", drafts="pictured")
     sampler = SpeculativeJacobiSampler(4, drafts="pictured")
-    with pytest.raises(ValueError, match="needs a drafter, and got none"):
+    with pytest.raises(ValueError, match="drafter="):
         decode(sampler, TARGET)
-    with pytest.raises(ValueError, match="the drafter predicts 1 x 5 x 5 .* but the model 1 x 5 x 6"):
+    with pytest.raises(ValueError, match="1 x 5 x 5.*1 x 5 x 6"):
         decode(sampler, TARGET, drafter=FLASH)
 
     class Reader(TabularModel):
         def follow(self) -> None: ...
 
-    with pytest.raises(ValueError, match="draws whole samples, and Reader reads the target's features"):
+    with pytest.raises(ValueError, match="Reader"):
         decode(sampler, TARGET, drafter=Reader(GRID, VOCAB, order=1))
 
 

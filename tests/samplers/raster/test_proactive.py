@@ -247,17 +247,17 @@ def test_refuses_a_tree_deeper_than_the_window(window, depth):
 
 @pytest.mark.parametrize("siblings, depth", [(2, 10), (10, 3), (40, 20), (1025, 1)])
 def test_refuses_a_tree_of_too_many_nodes(siblings, depth):
-    with pytest.raises(ValueError, match="more than 1024 nodes a call; pass fewer siblings"):
+    with pytest.raises(ValueError, match="1024"):
         ProactiveJacobiSampler(32, siblings, depth)
 
 
 def test_refuses_identical_acceptance_without_gumbel_coupling():
-    with pytest.raises(ValueError, match="needs coupling='gumbel', got coupling='maximal'"):
+    with pytest.raises(ValueError, match="coupling='gumbel'.*coupling='maximal'"):
         ProactiveJacobiSampler(acceptance="identical")
 
 
 def test_refuses_sibling_rules_that_do_not_fit():
-    with pytest.raises(ValueError, match="makes no such test; pass sibling_rule='recursive', or acceptance"):
+    with pytest.raises(ValueError, match="sibling_rule='recursive'.*acceptance='exact'"):
         ProactiveJacobiSampler(coupling="gumbel", acceptance="identical", sibling_rule="k-seq")
 
 
@@ -271,9 +271,9 @@ def test_refuses_models_and_vocabularies_that_do_not_fit():
     class Chain:
         grid, vocab_size = TokenGrid(2, 2), 4
 
-    with pytest.raises(TypeError, match="Chain has no `keep`: it cannot score trees"):
+    with pytest.raises(TypeError, match="Chain.*`keep`"):
         decode(ProactiveJacobiSampler(4), Chain(), None)
-    with pytest.raises(ValueError, match="siblings=17 for a vocabulary of 16 tokens.*at most 16"):
+    with pytest.raises(ValueError, match="siblings=17.*16.*16"):
         decode(ProactiveJacobiSampler(4, 17, 1))
     with pytest.raises(ValueError, match="4 codebooks a slot"):
         decode(ProactiveJacobiSampler(4), TabularModel(TokenGrid(2, 2, codebooks=4), 3), None)

@@ -321,16 +321,14 @@ def test_refuses_more_nodes_than_are_drafted(num_nodes: Any):
 
 
 def test_refuses_to_choose_among_drawn_siblings_and_says_what_to_do():
-    with pytest.raises(
-        ValueError, match="not exact. Pass num_nodes=None and a smaller width, siblings='top-k'"
-    ):
+    with pytest.raises(ValueError, match="num_nodes=None.*siblings='top-k'"):
         TreeSampler(depth=3, width=4, num_nodes=6)
 
 
 def test_refuses_to_decode_without_a_drafter_or_with_one_of_other_tokens():
-    with pytest.raises(ValueError, match="TreeSampler needs a drafter"):
+    with pytest.raises(ValueError, match="TreeSampler"):
         decode(TreeSampler(), MODEL, None)
-    with pytest.raises(ValueError, match="out of 11, but the model 1 x 6 x 6 tokens out of 12"):
+    with pytest.raises(ValueError, match="11.*1 x 6 x 6.*12"):
         decode(TreeSampler(), MODEL, TabularModel(TokenGrid(6, 6), 11, order=1))
 
 
@@ -347,7 +345,7 @@ def test_refuses_models_that_score_chains_only(role):
 
 
 def test_refuses_more_siblings_than_there_are_tokens():
-    with pytest.raises(ValueError, match="width=13, .*vocabulary has 12 tokens; pass a width of at most 12"):
+    with pytest.raises(ValueError, match="width=13.*12.*12"):
         decode(TreeSampler(2, 13))
 
 
@@ -357,6 +355,6 @@ def test_refuses_a_tree_larger_than_the_cache():
             return super().prefill(condition, batch_size=batch_size, guided=guided, window=min(window, 8))
 
     model = Small(TokenGrid(6, 6), 12, order=1, conditions=3)
-    with pytest.raises(ValueError, match="a tree of 11 nodes .* has room for 8; pass num_nodes, .* 7 nodes"):
+    with pytest.raises(ValueError, match="11.*8.*num_nodes.*7"):
         decode(TreeSampler(2, 5), model)
     assert decode(TreeSampler(1, 7), model).tokens.shape == (4, LENGTH)

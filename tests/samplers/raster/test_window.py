@@ -242,14 +242,12 @@ def test_what_was_timed_is_remembered_by_model_and_batch():
 
 
 def test_a_window_that_depends_on_time_is_refused_where_tokens_would():
-    with pytest.raises(ValueError, match="depend on measured times"):
+    with pytest.raises(ValueError, match="acceptance='exact'"):
         SpeculativeJacobiSampler(window="auto", acceptance="exact")
     with pytest.raises(ValueError, match="or 'auto'"):
         SpeculativeJacobiSampler(window="wide")
     for settings in (dict(acceptance="exact"), dict(acceptance="grouped", unit="codebook")):
-        with pytest.raises(
-            ValueError, match="depend on measured times.*Pass acceptance='identical', or a number"
-        ):
+        with pytest.raises(ValueError, match="acceptance='identical'"):
             ColumnJacobiSampler(window="auto", **settings)
-    with pytest.raises(ValueError, match="window='wide'; pass an integer of at least 1, or 'auto'"):
+    with pytest.raises(ValueError, match="window='wide'.*1.*'auto'"):
         ColumnJacobiSampler(window="wide")

@@ -320,15 +320,15 @@ def test_the_record_as_a_setting_and_as_text(tmp_path):
     [
         ("slow", "schedule='slow'; pass"),
         (3, "schedule=3"),
-        ({"stop": 3}, "schedule has no setting 'stop'; pass some of preset, stop_after, guided_until, keep_share"),
+        ({"stop": 3}, "'stop'.*stop_after, guided_until, keep_share"),
         ({"stop_after": 2.0}, "stop_after=2.0; pass"),
         ({"guided_until": True}, "guided_until=True; pass"),
-        ({"keep_share": [0.5, 0]}, r"keep_share=\[0.5, 0\]; pass parts of the places above 0 and at most 1"),
+        ({"keep_share": [0.5, 0]}, r"keep_share=\[0\.5, 0\].*0.*1"),
         ({"keep_share": "half"}, "keep_share='half'; pass"),
         ({"keep_share": 1.5}, "keep_share=1.5; pass"),
-        ({"pruned_layers": [0.5, 0.5]}, r"pruned_layers=\[0.5, 0.5\]; pass where pruning begins and ends"),
+        ({"pruned_layers": [0.5, 0.5]}, r"pruned_layers=\[0\.5, 0\.5\]"),
         ({"pruned_layers": 3}, "pruned_layers=3; pass"),
-        ({"pruned_layers": [0, 1, 2]}, r"pruned_layers=\[0, 1, 2\]; pass where"),
+        ({"pruned_layers": [0, 1, 2]}, r"pruned_layers=\[0, 1, 2\]"),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_where_they_are_given(schedule, message):
@@ -343,9 +343,9 @@ def test_values_out_of_range_are_refused_where_they_are_given(schedule, message)
         ({"stop_after": -5}, "stop_after=-5; pass"),
         ({"guided_until": 5}, "guided_until=5; pass"),
         ({"guided_until": -5}, "guided_until=-5; pass"),
-        ({"stop_after": 1, "keep_share": [1, 1, 0.5]}, "keep_share has 3 parts, but 2 scales are drawn"),
-        ({"keep_share": [0.5, 1, 1, 1]}, "keep_share=0.5 for scale 0, before which there is nothing to restore"),
-        ({"keep_share": 0.5, "pruned_layers": [0.6, 0.9]}, r"holds none of the 2 layers; pass a wider part"),
+        ({"stop_after": 1, "keep_share": [1, 1, 0.5]}, "keep_share.*3.*2"),
+        ({"keep_share": [0.5, 1, 1, 1]}, r"keep_share=0\.5.*0"),
+        ({"keep_share": 0.5, "pruned_layers": [0.6, 0.9]}, "2 layers"),
     ],
 )  # fmt: skip
 def test_schedules_that_do_not_fit_are_refused_before_compute(monkeypatch, schedule, message):
@@ -358,16 +358,14 @@ def test_schedules_that_do_not_fit_are_refused_before_compute(monkeypatch, sched
 def test_models_that_cannot_be_pruned_are_refused_before_compute():
     half = {"keep_share": 0.5}
     tables = TableScaleModel(SIDES, 12)
-    with pytest.raises(ValueError, match="a TableScaleModel runs all places; leave keep_share out"):
+    with pytest.raises(ValueError, match="TableScaleModel.*keep_share"):
         ScaleWiseSampler(schedule=half)(tables, TOKENIZER, None, law=GUIDED)
     assert tables.prefills == 0
     compressed = CompressedVAR(tiny_var(), ScaleBudget.full(SIDES, 2))
-    with pytest.raises(ValueError, match="a CompressedVAR runs all places"):
+    with pytest.raises(ValueError, match="CompressedVAR"):
         decode(compressed, ROWS, schedule=half)
     pair = code_stages(tiny_var(), tiny_var(7, num_layers=1), 3)
-    with pytest.raises(
-        ValueError, match="keep_share=0.5 for scale 3, which the first forward of its model runs"
-    ):
+    with pytest.raises(ValueError, match=r"keep_share=0\.5.*3"):
         decode(pair, ROWS, schedule=half)
     # What the first model prunes, the second one reads as input maps only.
     result = decode(pair, ROWS, schedule={"keep_share": [0.5, 1]})
