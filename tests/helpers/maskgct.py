@@ -1,11 +1,18 @@
-"""Random weights in the official layouts of MaskGCT's codecs."""
+"""Random weights in the official layouts of MaskGCT, and a tiny pipeline of them."""
+
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import Wav2Vec2BertConfig, Wav2Vec2BertModel
 
 from tests.models.masked import maskgct_straight as straight
-from tests.models.masked.maskgct_straight import BOOKS, CODES, SEMANTIC
+from tests.models.masked.maskgct_straight import BOOKS, CODES, HEADS, SEMANTIC
+from visual_spec.pipelines.maskgct import MaskgctPipeline
+from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.presets import PRESETS
 
 STRIDES, FRAME, CODE_DIM, LATENT, VOCOS, HIDDEN = (2, 3), 16, 4, 10, 12, 20
 
@@ -94,3 +101,58 @@ def write_codecs(folder, feature_dim: int = 8) -> dict[str, dict[str, Tensor]]:
     }
     torch.save(moments, folder / "stats.pt")
     return made | {"stats": moments}
+
+
+def speech_encoder() -> Wav2Vec2BertModel:
+    torch.manual_seed(0)
+    config = Wav2Vec2BertConfig(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        feature_projection_input_dim=160,
+    )  # fmt: skip
+    return Wav2Vec2BertModel(config).eval()
+
+
+def write_official(folder: Path) -> None:
+    """A small copy of the official repository."""
+    names = {
+        "t2s_model": (straight.semantic_shapes(), 0),
+        "s2a_model/s2a_model_1layer": (straight.acoustic_shapes(1), 1),
+        "s2a_model/s2a_model_full": (straight.acoustic_shapes(BOOKS), 2),
+    }
+    for name, (shapes, seed) in names.items():
+        (folder / name).mkdir(parents=True)
+        save_file(straight.random_weights(shapes, seed), folder / name / "model.safetensors")
+    write_codecs(folder)
+    for name, place in {
+        "encoder": "acoustic_codec/model",
+        "decoder": "acoustic_codec/model_1",
+        "semantic_codec": "semantic_codec/model",
+    }.items():
+        target = folder / f"{place}.safetensors"
+        target.parent.mkdir(exist_ok=True)
+        (folder / f"{name}.safetensors").rename(target)
+
+
+def maskgct_pipeline(official: Path) -> MaskgctPipeline:
+    """The pipeline of `write_official`'s files, with few steps."""
+    made = MaskgctPipeline.from_official(
+        official,
+        speech_encoder(),
+        statistics=official / "stats.pt",
+        num_heads=HEADS,
+        dtype=torch.float32,
+        default_top_k=6,
+        default_acoustic_top_k=5,
+    )
+    made.semantic_codec.register_to_config(feature_layer=1)
+    made.sampler = MaskedSampler(**PRESETS["maskgct"].settings | {"steps": 3})
+    made.acoustic_sampler = MaskedSampler(**PRESETS["maskgct-acoustic"].settings | {"steps": (3, 2, 1)})
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def given_prompt() -> dict[str, Any]:
+    return {
+        "prompt_semantic": random_codes(1, 7),
+        "prompt_acoustic": random_codes(2, 8, BOOKS, below=CODES),  # one frame longer, as real ones may be
+    }

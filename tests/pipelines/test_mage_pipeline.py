@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers import vqgan
-from tests.helpers.mage import CODES, official_weights, tiny_mage
+from tests.helpers.mage import CODES, GROUPS, official_weights, tiny_mage, tokenizer_weights
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.vqgan import conv
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
@@ -22,55 +22,7 @@ from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.mage_image import MageImagePipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
 
-WIDTH, FACTORS, BLOCKS, DIM, GROUPS = 4, (1, 2), 2, 6, 2
 MAGE: dict[str, Any] = dict(num_heads=3, decoder_heads=2, class_id=13, num_classes=6)
-
-
-def official_shapes() -> dict[str, tuple[int, ...]]:
-    """The released keys of the tokenizer at a small size: two levels, of which the second is twice as wide."""
-    shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (CODES, DIM)}
-
-    def block(at: str, before: int, after: int) -> None:
-        shapes.update({
-            f"{at}.norm1.weight": (before,), f"{at}.norm1.bias": (before,),
-            f"{at}.conv1.weight": (after, before, 3, 3),
-            f"{at}.norm2.weight": (after,), f"{at}.norm2.bias": (after,),
-            f"{at}.conv2.weight": (after, after, 3, 3),
-        })  # fmt: skip
-        if before != after:
-            shapes[f"{at}.nin_shortcut.weight"] = (after, after, 1, 1)
-
-    for level, (before, after) in enumerate(((4, 4), (4, 8))):
-        block(f"encoder.down.{level}.block.0", before, after)
-        block(f"encoder.down.{level}.block.1", after, after)
-    for level, (before, after) in ((1, (8, 8)), (0, (8, 4))):
-        block(f"decoder.up.{level}.block.0", before, after)
-        block(f"decoder.up.{level}.block.1", after, after)
-    for side in ("encoder", "decoder"):
-        for name in ("block_1", "block_2"):
-            block(f"{side}.mid.{name}", 8, 8)
-    last = {"encoder": 8, "decoder": 4}
-    for side, width in last.items():
-        shapes |= {f"{side}.norm_out.weight": (width,), f"{side}.norm_out.bias": (width,)}
-    return shapes | {
-        "encoder.conv_in.weight": (4, 3, 3, 3),
-        "encoder.conv_out.weight": (DIM, 8, 1, 1),
-        "encoder.conv_out.bias": (DIM,),
-        "decoder.conv_in.weight": (8, DIM, 3, 3),
-        "decoder.conv_in.bias": (8,),
-        "decoder.up.1.upsample.conv.weight": (8, 8, 3, 3),
-        "decoder.up.1.upsample.conv.bias": (8,),
-        "decoder.conv_out.weight": (3, 4, 3, 3),
-        "decoder.conv_out.bias": (3,),
-    }
-
-
-def tokenizer_weights() -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(4)
-    return {
-        key: 0.4 * torch.randn(shape, generator=draw, dtype=torch.float64)
-        for key, shape in official_shapes().items()
-    }
 
 
 norm = partial(vqgan.norm, groups=GROUPS)

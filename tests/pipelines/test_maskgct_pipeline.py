@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import SeamlessM4TFeatureExtractor, Wav2Vec2BertConfig, Wav2Vec2BertModel
+from transformers import SeamlessM4TFeatureExtractor
 
-from tests.helpers.maskgct import random_codes, write_codecs
+from tests.helpers.maskgct import (
+    given_prompt,
+    maskgct_pipeline,
+    random_codes,
+    speech_encoder,
+    write_official,
+)
 from tests.helpers.tiny import quiet, seeded
-from tests.models.masked import maskgct_straight as straight
 from tests.models.masked.maskgct_straight import BOOKS, CODES, HEADS, PHONES
 from visual_spec.models.masked.maskgct import (
     AcousticCondition,
@@ -28,40 +32,8 @@ from visual_spec.pipelines.loading import load_pipeline, read_facts
 from visual_spec.pipelines.maskgct import MaskgctPipeline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.presets import PRESETS
 
 PHONE_IDS, BEFORE = [[1, 2, 3, 4, 5, 6], [3, 0, 8]], [2, 7, 1]
-SETTINGS: dict[str, Any] = {"default_top_k": 6, "default_acoustic_top_k": 5}
-
-
-def speech_encoder() -> Wav2Vec2BertModel:
-    torch.manual_seed(0)
-    config = Wav2Vec2BertConfig(
-        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-        feature_projection_input_dim=160,
-    )  # fmt: skip
-    return Wav2Vec2BertModel(config).eval()
-
-
-def write_official(folder: Path) -> None:
-    """A small copy of the official repository."""
-    names = {
-        "t2s_model": (straight.semantic_shapes(), 0),
-        "s2a_model/s2a_model_1layer": (straight.acoustic_shapes(1), 1),
-        "s2a_model/s2a_model_full": (straight.acoustic_shapes(BOOKS), 2),
-    }
-    for name, (shapes, seed) in names.items():
-        (folder / name).mkdir(parents=True)
-        save_file(straight.random_weights(shapes, seed), folder / name / "model.safetensors")
-    write_codecs(folder)
-    for name, place in {
-        "encoder": "acoustic_codec/model",
-        "decoder": "acoustic_codec/model_1",
-        "semantic_codec": "semantic_codec/model",
-    }.items():
-        target = folder / f"{place}.safetensors"
-        target.parent.mkdir(exist_ok=True)
-        (folder / f"{name}.safetensors").rename(target)
 
 
 @pytest.fixture(scope="module")
@@ -73,26 +45,7 @@ def official(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def pipe(official) -> MaskgctPipeline:
-    made = MaskgctPipeline.from_official(
-        official,
-        speech_encoder(),
-        statistics=official / "stats.pt",
-        num_heads=HEADS,
-        dtype=torch.float32,
-        **SETTINGS,
-    )
-    made.semantic_codec.register_to_config(feature_layer=1)
-    made.sampler = MaskedSampler(**PRESETS["maskgct"].settings | {"steps": 3})
-    made.acoustic_sampler = MaskedSampler(**PRESETS["maskgct-acoustic"].settings | {"steps": (3, 2, 1)})
-    made.set_progress_bar_config(disable=True)
-    return made
-
-
-def given_prompt() -> dict[str, Any]:
-    return {
-        "prompt_semantic": random_codes(1, 7),
-        "prompt_acoustic": random_codes(2, 8, BOOKS, below=CODES),  # one frame longer, as real ones may be
-    }
+    return maskgct_pipeline(official)
 
 
 def test_speech_is_both_stages_and_the_codec(pipe):

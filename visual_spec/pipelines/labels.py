@@ -100,7 +100,7 @@ class DrawsClasses(VisualPipeline):
     def _asked(self, args: Mapping[str, Any]) -> Asked:
         labels = one_of(labels=args["labels"], class_labels=args["class_labels"])
         each = {name: args[name] for name in ("num_images_per_label", "num_images_per_prompt")}
-        count = 1 if all(one is None for one in each.values()) else one_of(**each)
+        count = one_of(1, **each)
         law, ids = self._law(args), self.label_ids(labels)
         return Asked(ids, len(ids), count, "num_images_per_label", law)
 
@@ -130,16 +130,15 @@ class DrawsClasses(VisualPipeline):
         return self.class_names().ids(list(labels) if isinstance(labels, range) else labels)
 
 
-def one_of(**given: Any) -> Any:
-    """The value of an argument that has two names, of which one is given.
+def one_of(default: Any = None, /, **given: Any) -> Any:
+    """The value of an argument that has two names; where none is given, the default.
 
     Raises:
-        TypeError: both are given, or none of them.
+        TypeError: both are given; or none of them, and there is no default.
     """
-    names = list(given)
     values = [value for value in given.values() if value is not None]
-    if len(values) != 1:
+    if len(values) > 1 or not values and default is None:
         raise TypeError(
-            f"{'both' if values else 'neither'} of {' and '.join(names)} given; pass one of them."
+            f"{'both' if values else 'neither'} of {' and '.join(given)} given; pass one of them."
         )
-    return values[0]
+    return values[0] if values else default

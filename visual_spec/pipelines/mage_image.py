@@ -12,6 +12,7 @@ from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpo
 from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
 from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.labels import one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.steps import Asked, StepCallback
@@ -79,7 +80,8 @@ class MageImagePipeline(TokenImagePipeline):
         return cls(model, tokenizer, sampler or MaskedSampler(**PRESETS["mage"].settings))
 
     def _asked(self, args: Mapping[str, Any]) -> Asked:
-        return Asked(None, 1, args["num_images"], "num_images", self._law(args))
+        count = one_of(1, num_images=args["num_images"], batch_size=args["batch_size"])
+        return Asked(None, 1, count, "num_images", self._law(args))
 
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> None:
         return None
@@ -88,7 +90,8 @@ class MageImagePipeline(TokenImagePipeline):
     def __call__(
         self,
         *,
-        num_images: int = 1,
+        num_images: int | None = None,
+        batch_size: int | None = None,
         image: Pictures | None = None,
         mask: Pictures | None = None,
         strength: float | None = None,
@@ -103,7 +106,11 @@ class MageImagePipeline(TokenImagePipeline):
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
-        """Draw `num_images` pictures; all else is as in `MaskedImagePipeline.__call__`, but there is no guidance.
+        """Draw; all else is as in `MaskedImagePipeline.__call__`, but there is no guidance.
+
+        Args:
+            num_images, batch_size: how many pictures. Two names of one argument, ours and the one of diffusers'
+                unconditional pipelines; default 1.
 
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
