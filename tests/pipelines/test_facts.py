@@ -1,16 +1,19 @@
 """What pipelines say about themselves, loaded and saved, beside what they do."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.pipelines import ALL
 from tests.helpers.tiny import tiny_pipeline, tiny_vq_model
 from tests.helpers.tiny_audio import tiny_audio_pipeline
 from tests.helpers.tiny_infinity import tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import tiny_student, tiny_var_student
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
+from visual_spec.pipelines import base
 from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline
 from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
@@ -18,6 +21,7 @@ from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_m
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import read_facts
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler, write_sampler
+from visual_spec.pipelines.texts import Texts
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.registry import SAMPLERS
@@ -134,6 +138,36 @@ EXPECTED = {
         ),
     ),
 }
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_call_reads_its_facts_and_its_texts_once(kind, monkeypatch):
+    """And a call with the same settings reads no facts again, one with other settings does."""
+    counts: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        own = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(base, "family_of")
+    counted(Texts, "__post_init__")
+    pipe = ALL[kind].make()
+    counts.clear()
+    pipe._facts = None
+    ALL[kind].ask(pipe)
+    texts = {"__post_init__": 1} if "text_encoder" in pipe.components else {}
+    assert counts == {"family_of": 1, **texts}
+    ALL[kind].ask(pipe)
+    assert counts["family_of"] == 1
+    setting = "default_guidance_scale" if "default_guidance_scale" in pipe.config else "frame_rate"
+    pipe.register_to_config(**{setting: 1.75})
+    ALL[kind].ask(pipe)
+    assert counts["family_of"] == 2
 
 
 @pytest.mark.parametrize("kind", EXPECTED)

@@ -75,6 +75,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     _guidance_scale: Any = None  # of the call that runs, or ran last
     _num_timesteps: int = 0
     _interrupt: bool = False
+    _facts: Any = None  # with the settings that they were read of
     _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
     _output_types: tuple[str, ...] = ("pil", "np", "pt", "latent")
     _sample = "picture"  # what it makes, where a generator belongs to each
@@ -169,12 +170,11 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 
     @property
     def facts(self) -> PipelineFacts:
-        """What this pipeline is, with the sampler that it has now."""
-        config = {
-            **getattr(self.sampler, "config", {}),
-            "_class_name": type(self.sampler).__name__,
-        }  # as saved
-        return self.facts_of(self.config, config)
+        """What this pipeline is, with the sampler that it has now. Read again when the settings of either change."""
+        as_saved = {**getattr(self.sampler, "config", {}), "_class_name": type(self.sampler).__name__}
+        if self._facts is None or self._facts[0] != (self.config, as_saved):
+            self._facts = (self.config, as_saved), self.facts_of(self.config, as_saved)
+        return self._facts[1]
 
     medium = _fact("medium", 'What it makes: "image", "video" or "audio".')
     unit = _fact("unit", 'What a call commits, in the plural: "tokens", "columns" or "scales".')

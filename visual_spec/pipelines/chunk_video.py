@@ -24,11 +24,10 @@ from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import ShownPictures, shown
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.steps import Asked, StepCallback
-from visual_spec.pipelines.texts import ReadsText, Texts
+from visual_spec.pipelines.texts import ReadsText
 from visual_spec.pipelines.video_files import pixels_of, write_video
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.continuous.chunks import ChunkTrace, ChunkWiseSampler
-from visual_spec.samplers.core.law import TokenLaw
 
 
 @dataclass
@@ -148,14 +147,10 @@ class ChunkVideoPipeline(ReadsText):
         """Frames of the clips that the transformer was trained on."""
         return self.config["training_frames"]
 
-    def _asked(self, args: Mapping[str, Any]) -> Asked:
-        texts = Texts.of(args["prompt"], args)
-        return Asked(texts, texts.count, args[self._each], self._each, None)
-
     def _checked(self, args: Mapping[str, Any]) -> Asked:
         asked = self._asked(args)
         self._check_call(args, asked, "transformer", "sampler")
-        self._rollout(args)
+        asked.model = self._rollout(args)
         return asked
 
     def _rollout(self, args: Mapping[str, Any]) -> tuple[int, CachePolicy | HeadBudgets, ChunkWiseSampler]:
@@ -216,7 +211,7 @@ class ChunkVideoPipeline(ReadsText):
         return self._run(locals())
 
     def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
-        num_frames, policy, sampler = self._rollout(args)
+        num_frames, policy, sampler = asked.model
         self._num_timesteps = sampler.check_length(num_frames)
         side, heard = self.config["frame_size"], self._listener(args, asked)
         causal = CausalWan(self.transformer, policy)
@@ -232,7 +227,7 @@ class ChunkVideoPipeline(ReadsText):
                 result = sampler(
                     causal,
                     condition.features,
-                    law=TokenLaw(),
+                    law=asked.law,
                     generator=args["generator"],
                     batch_size=len(condition.features),
                     callback=after_chunk,
@@ -246,11 +241,11 @@ class ChunkVideoPipeline(ReadsText):
         frames = self.decode_latents(result.tokens, args["output_type"])
         return frames, result.tokens, result.trace, self.frame_rate
 
-    def _partial(self, result: Any, args: Mapping[str, Any]) -> ChunkVideoPipelineOutput:
+    def _partial(self, result: Any, asked: Asked, output_type: str) -> ChunkVideoPipelineOutput:
         """What `stream` shows after a chunk: the frames so far, and grey ones."""
         from visual_spec.pipelines.streaming import GREY
 
-        num_frames, output_type = self._rollout(args)[0], args["output_type"]
+        num_frames, *_ = asked.model
         frames = self.decode_latents(result.tokens, "latent" if output_type == "latent" else "pt")
         if output_type != "latent":
             known = frames.shape[1]

@@ -13,7 +13,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.steps import Asked, StepCallback
-from visual_spec.pipelines.texts import ReadsText, Texts
+from visual_spec.pipelines.texts import ReadsText
 from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
@@ -109,20 +109,19 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         )
         return cls(model, tokenizer, encoder, sampler or llamagen.own_sampler(model), **defaults)
 
-    def _sized(self, args: Mapping[str, Any]) -> Any:
+    def _sized(self, args: Mapping[str, Any], asked: Asked) -> Any:
         control, strength = args.get("control"), args.get("control_strength", 1.0)
         if hasattr(self.transformer, "control_size"):
             from visual_spec.pipelines.families import controlar
 
-            count = Texts.of(args["prompt"], args).count
-            size = controlar.check_control(control, strength, count, args["height"], args["width"])
-            return self.sized(*size)
+            size = args["height"], args["width"]
+            return self.sized(*controlar.check_control(control, strength, asked.count, *size))
         if control is not None or strength != 1.0:
             raise ValueError(
                 "control or control_strength given, but this model reads no control picture; leave them out, or load a "
                 "ControlAR."
             )
-        return super()._sized(args)
+        return super()._sized(args, asked)
 
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
         condition = super()._condition(args, asked)

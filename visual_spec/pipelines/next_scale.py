@@ -120,10 +120,10 @@ class NextScalePipeline(VisualPipeline):
         self.last_trace = result.trace
         return self.decode_canvas(result.canvas, args["output_type"]), result.tokens, result.trace
 
-    def _partial(self, result: Any, args: Mapping[str, Any]) -> ImagePipelineOutput:
+    def _partial(self, result: Any, asked: Asked, output_type: str) -> ImagePipelineOutput:
         # No place is open: every scale covers the picture.
         return ImagePipelineOutput(
-            self.decode_canvas(result.canvas, args["output_type"]), result.tokens, result.trace
+            self.decode_canvas(result.canvas, output_type), result.tokens, result.trace
         )
 
     @torch.no_grad()

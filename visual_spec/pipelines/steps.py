@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ class Asked:
         count: prompts or classes.
         each: samples of each of them; as `each_name` in the call.
         law: the law of a token, or of each scale.
-        model: what draws: the transformer, for the size that is asked for, who draws which scales, or the windows of
-            music (`plan_windows`).
+        model: what draws: the transformer, for the size that is asked for; who draws which scales; the windows of
+            music (`plan_windows`); or the frames, the policy and the sampler of chunks.
         known: the clip that music goes on from, or None.
         tensors: names of the tensors that the callback gets.
     """
@@ -199,11 +200,12 @@ class Streams:
         this: Any = self
         call = inspect.signature(type(this).__call__).bind(this, *args, **kwargs)
         call.apply_defaults()
-        this.check_inputs(*args, **kwargs)
+        asked, output_type = this._checked(call.arguments), call.arguments["output_type"]
         kwargs["return_dict"] = True
         if "callback_on_audio" in call.arguments:
-            return streaming.stream_waves(this, args, kwargs, call.arguments["output_type"])
-        return streaming.stream_pictures(this, every, args, kwargs, call.arguments)
+            return streaming.stream_waves(this, args, kwargs, output_type)
+        show = functools.partial(this._partial, asked=asked, output_type=output_type)
+        return streaming.stream_pictures(this, every, args, kwargs, show)
 
 
 class DecodeProgress:

@@ -20,8 +20,10 @@ from visual_spec.samplers.core.state import WATCHER
 GREY = 0.5  # of pixels in [0, 1]: places that are open
 
 
-def stream_pictures(pipe: Any, every: int, args: tuple, kwargs: dict[str, Any], asked: Any) -> Generator[Any]:
-    """Partial outputs of a pipeline of pictures or clips after every so many target calls, then its own output."""
+def stream_pictures(
+    pipe: Any, every: int, args: tuple, kwargs: dict[str, Any], show: Callable[[Any], Any]
+) -> Generator[Any]:
+    """What `show` makes of a decode after every so many target calls, then the output of the pipeline."""
 
     def call(hear: Callable[[Callable[[], Any]], Any]) -> Any:
         calls = 0
@@ -35,7 +37,7 @@ def stream_pictures(pipe: Any, every: int, args: tuple, kwargs: dict[str, Any], 
         WATCHER.set(watch)
         return pipe(*args, **kwargs)
 
-    return _stream(call, lambda result: pipe._partial(result, asked))
+    return _stream(call, show)
 
 
 def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: str) -> Generator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,13 +54,6 @@ class Texts:
                 f"{self.num_negatives} negative prompts for {self.count} prompts; pass one for all of them, or one for "
                 "each."
             )
-
-    @classmethod
-    def of(cls, prompt: Any, args: Mapping[str, Any]) -> Self:
-        """The texts of a prompt, unless it is these already; `args`: the other arguments by name, and others beside."""
-        if isinstance(prompt, cls):
-            return prompt
-        return cls(prompt, **{one.name: args[one.name] for one in fields(cls)[1:] if one.name in args})
 
     @property
     def prompts(self) -> list[str]:
@@ -152,7 +145,8 @@ class ReadsText(VisualPipeline):
             raise ValueError(f"the transformer draws from class labels; use {self._of_classes}.")
 
     def _asked(self, args: Mapping[str, Any]) -> Asked:
-        law, texts = self._law(args), Texts.of(args["prompt"], args)
+        law = self._law(args)
+        texts = Texts(**{one.name: args[one.name] for one in fields(Texts) if one.name in args})
         laws = law if isinstance(law, list) else [law]
         texts.check_guided(any(one.guided for one in laws), laws[0].guidance_scale)
         return Asked(texts, texts.count, args[self._each], self._each, law)

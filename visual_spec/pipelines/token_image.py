@@ -55,7 +55,7 @@ class TokenImagePipeline(VisualPipeline):
     def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
         return (self.transformer, self.sampler_parts()) if self._is_whole else None
 
-    def _sized(self, args: Mapping[str, Any]) -> Any:
+    def _sized(self, args: Mapping[str, Any], asked: Asked) -> Any:
         """The transformer over the pictures or clips that a call asks for."""
         return self.sized(args["height"], args["width"])
 
@@ -120,7 +120,7 @@ class TokenImagePipeline(VisualPipeline):
     def _checked(self, args: Mapping[str, Any]) -> Asked:
         asked = self._asked(args)
         self._check_call(args, asked, "transformer", self._decoder.part, "sampler")
-        asked.model = self._sized(args)
+        asked.model = self._sized(args, asked)
         image, mask, strength = (args.get(name) for name in ("image", "mask", "strength"))
         if any(part is not None for part in (image, mask, strength)):
             from visual_spec.pipelines.repaint import check_repainting  # most calls draw whole pictures
@@ -164,12 +164,11 @@ class TokenImagePipeline(VisualPipeline):
         made = self.decode_tokens(result.tokens, args["output_type"], size)
         return made, result.tokens, result.trace, *self._more_output()
 
-    def _partial(self, result: Any, args: Mapping[str, Any]) -> Any:
+    def _partial(self, result: Any, asked: Asked, output_type: str) -> Any:
         from visual_spec.pipelines.streaming import with_grey
 
         is_open, known = result.trace.commit_call < 0, _committed(result)
-        grid, output_type = self._sized(args).grid, args["output_type"]
-        size = grid.height, grid.width
+        size = asked.model.grid.height, asked.model.grid.width
         if output_type == "latent":
             made = self.decode_tokens(known, "latent", size)
         else:

@@ -13,7 +13,7 @@ from visual_spec.models.core.settings import Within, whole
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import FrameDecoder
 from visual_spec.pipelines.output import VideoPipelineOutput
-from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText
 from visual_spec.pipelines.token_image import TokenImagePipeline
 
@@ -84,8 +84,8 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         """The most frames of a clip."""
         return self.transformer.grid.frames
 
-    def _sized(self, args: Mapping[str, Any]) -> Any:
-        model, count = super()._sized(args), args["num_frames"]
+    def _sized(self, args: Mapping[str, Any], asked: Asked) -> Any:
+        model, count = super()._sized(args, asked), args["num_frames"]
         if count is None:
             return model
         whole("num_frames", count, Within(1, self.num_frames), f"; without it, {self.num_frames}")
