@@ -107,7 +107,7 @@ def test_captions_fit_the_text_encoder() -> None:
 def test_unknown_words_are_refused_with_the_known_ones() -> None:
     known = {name: words[0] for name, words in VOCABULARY.items()}
     for name, words in VOCABULARY.items():
-        with pytest.raises(ValueError, match=f"unknown {name} 'purple'; allowed: {words[0]}"):
+        with pytest.raises(ValueError, match=f"unknown {name} 'purple'.*{words[0]}"):
             compose(np.random.default_rng(0), **{**known, name: "purple"})
 
 

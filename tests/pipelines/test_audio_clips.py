@@ -263,9 +263,7 @@ def test_wav_files_need_nothing_but_python(pipe, tmp_path, monkeypatch):
         output.save(path)
     assert output.save(path, overwrite=True) == path
     for kind in ("flac", "ogg"):
-        with pytest.raises(
-            ImportError, match=rf"writing {kind} needs soundfile: install visual-spec\[audio\]"
-        ):
+        with pytest.raises(ImportError, match=rf"{kind}.*soundfile.*\[audio\]"):
             output.save(tmp_path / f"tune.{kind}")
     with pytest.raises(ValueError, match="output_type"):
         pipe(PROMPT, output_type="latent").save(tmp_path / "codes.wav")

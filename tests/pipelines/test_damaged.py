@@ -33,7 +33,7 @@ def test_damaged_parts_of_our_own_are_named(tmp_path, part):
     tiny_pipeline().save_pretrained(tmp_path / "pipe")
     load_pipeline(tmp_path / "pipe")
     key = spoil(tmp_path / "pipe" / part)
-    with pytest.raises(ValueError, match=f"{part} is damaged: 1 of .* values of {key} are nan"):
+    with pytest.raises(ValueError, match=f"{part}.* 1 of .*{key} are nan"):
         load_pipeline(tmp_path / "pipe")
 
 
@@ -83,7 +83,7 @@ def test_damaged_parts_of_transformers_are_named(tmp_path):
     shutil.copytree(embedded_folder("tunes"), tmp_path / "tunes")
     load_pipeline(tmp_path / "tunes")
     key = spoil(tmp_path / "tunes" / "codec")
-    with pytest.raises(ValueError, match=f"codec is damaged: 1 of .* values of {key} are nan"):
+    with pytest.raises(ValueError, match=f"codec.* 1 of .*{key} are nan"):
         load_pipeline(tmp_path / "tunes")
 
 

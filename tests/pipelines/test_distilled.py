@@ -400,7 +400,7 @@ def test_it_is_saved_with_parts_of_another_pipeline_and_measured(tmp_path, monke
 def test_a_law_and_a_teacher_that_are_not_there_are_refused(make, asked):
     pipe = make()
     for name, value in (("guidance_scale", 3.0), ("temperature", 0.5)):
-        with pytest.raises(ValueError, match=f"{name}={value}.* the student draws alone"):
+        with pytest.raises(ValueError, match=f"{name}={value}.*alone"):
             pipe(asked, **{name: value})
     pipe.sampler = make_sampler("distilled", steps=2, teacher_from=1)
     with pytest.raises(ValueError, match=r"teacher_from=1.*pipe\.teacher"):

@@ -148,7 +148,7 @@ OTHERS = {
 def test_other_values_are_refused_by_name(name):
     model = visual_spec.accelerate(MODELS["janus"])
     try:
-        with pytest.raises(ValueError, match=f"{name}=.* is not supported; leave it at"):
+        with pytest.raises(ValueError, match=f"{name}=.*not supported"):
             model.generate(**CALLS["janus"] | {name: OTHERS.get(name, [object()])})
     finally:
         visual_spec.restore(model)
@@ -256,7 +256,7 @@ def test_a_wan_takes_neutral_arguments():
     for name in parameters.keys() - {"self", "generator", *request}:
         usual = parameters[name].default
         for value in [*WAN.get(name, []), *([None] if usual is None else []), *([1] if usual == 1 else [])]:
-            with pytest.warns(UserWarning, match="not accelerated; draw with pipe.generate_video"):
+            with pytest.warns(UserWarning, match="not accelerated.*pipe.generate_video"):
                 assert torch.equal(pipe(**{**request, **own, name: value}, generator=seed()).frames, plain)
             assert torch.equal(pipe.generate_video(**{**request, name: value}, generator=seed()).frames, want)
     assert torch.equal(pipe.generate_video(**request, return_dict=False, generator=seed())[0], want)
@@ -265,7 +265,7 @@ def test_a_wan_takes_neutral_arguments():
         "negative_prompt": "blurred",
         "num_inference_steps": 50,
     }.items():
-        with pytest.raises(ValueError, match=f"{name}={value!r} is not supported"):
+        with pytest.raises(ValueError, match=f"{name}={value!r}.*not supported"):
             pipe.generate_video(**request, **{name: value})
     assert np.isfinite(want.numpy()).all()
 
@@ -275,7 +275,7 @@ def test_text_of_a_chameleon_is_not_accelerated_and_says_so():
     inputs = prompts([6, 6], low=68, high=80, pad=1, last=70, first=0)
     want = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     visual_spec.accelerate(model)
-    with pytest.warns(UserWarning, match="writes text and is not accelerated; .*generate_images"):
+    with pytest.warns(UserWarning, match="text.*generate_images"):
         assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), want)
 
 

@@ -361,7 +361,7 @@ def test_only_what_a_conversion_wrote_is_replaced(files, tmp_path):
         before = path.read_text() if path.exists() else None
         path.parent.mkdir(exist_ok=True)
         path.write_text("a week of work")
-        with pytest.raises(FileExistsError, match=f"holds {change}, which was changed or added"):
+        with pytest.raises(FileExistsError, match=f"{change}.*changed"):
             convert([files["class"]], done, image_size=8, overwrite=True)
         assert path.read_text() == "a week of work"
         path.unlink() if before is None else path.write_text(before)
@@ -378,7 +378,7 @@ def test_a_link_is_not_replaced_by_a_folder(files, tmp_path):
     for target in (done, tmp_path / "nowhere"):
         link = tmp_path / "link"
         link.symlink_to(target)
-        with pytest.raises(FileExistsError, match=f"link is a link to {target}; name the folder itself"):
+        with pytest.raises(FileExistsError, match=f"link to {target}"):
             convert([files["class"]], link, image_size=128, overwrite=True)
         assert link.is_symlink() and (done / "config.json").exists()
         link.unlink()

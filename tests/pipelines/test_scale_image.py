@@ -228,12 +228,12 @@ def test_scales_that_a_refiner_never_learned_are_refused(tmp_path):
     assert pair([3, 1], num_draft_scales=4).trace.model_calls == (4,)
     for split in (1, 2):
         message = f"num_draft_scales={split}, but this refiner learned the scales from 3 on"
-        with pytest.raises(ValueError, match=f"{message}; pass an integer from 3 to 4"):
+        with pytest.raises(ValueError, match=f"{message}.*3 to 4"):
             pair([3, 1], num_draft_scales=split)
     with pytest.raises(ValueError, match="num_draft_scales=2.*3"):
         make_pair(num_draft_scales=2, refiner_first_scale=3)
     for wrong in (0, 4, 2.0, True):
-        with pytest.raises(ValueError, match=f"refiner_first_scale={wrong}; pass an integer from 1 to 3"):
+        with pytest.raises(ValueError, match=f"refiner_first_scale={wrong}.*1 to 3"):
             make_pair(refiner_first_scale=wrong)
     pair.save_pretrained(tmp_path / "saved")
     assert ScaleImagePipeline.from_pretrained(tmp_path / "saved").config["refiner_first_scale"] == 3

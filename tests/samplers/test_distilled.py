@@ -238,7 +238,7 @@ def test_a_teacher_goes_on_from_the_scales_of_the_first_call(start):
 def test_a_teacher_that_predicts_no_tokens_is_refused(other):
     sampler, labels = DistilledSampler(steps=2, teacher_from=1), torch.tensor([3, 1])
     request: dict[str, Any] = dict(law=PLAIN, batch_size=2, generator=seeded(3, 4), codebook=MAPS.codebook)
-    with pytest.raises(TypeError, match=f"the teacher is a {type(other).__name__}, which predicts no tokens"):
+    with pytest.raises(TypeError, match=f"teacher.*{type(other).__name__}"):
         sampler(VAR_STUDENT, labels, teacher=other, tokenizer=MAPS, **request)
 
 

@@ -168,9 +168,7 @@ def test_unknown_parts_are_refused_by_name_before_any_compute(entry, monkeypatch
         with pytest.raises(TypeError, match="'drafters'"):
             decode(entry, sampler, drafters=1)
         return
-    with pytest.raises(
-        TypeError, match=f"{entry.class_name} was given drafters, colour; beside .* it takes {takes}"
-    ):
+    with pytest.raises(TypeError, match=f"{entry.class_name}.*drafters, colour.*takes {takes}"):
         decode(entry, sampler, drafters=1, colour=2)
 
 
@@ -180,7 +178,7 @@ def test_requests_that_no_model_serves_are_refused_before_any_compute(entry, mon
     monkeypatch.setattr(type(kind.model), "prefill", None, raising=False)
     monkeypatch.setattr(type(kind.model), "prepare", None, raising=False)
     for batch_size in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=f"batch_size={batch_size}; pass an integer"):
+        with pytest.raises(ValueError, match=f"batch_size={batch_size};"):
             decode(entry, sampler, batch_size=batch_size)
     with pytest.raises(ValueError, match="1 generators.*5"):
         decode(entry, sampler, generator=[torch.Generator()])

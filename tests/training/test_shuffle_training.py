@@ -86,7 +86,7 @@ def check_folder_of_changes(folder: Path, trained: Any, tmp_path: Path) -> None:
     adapter = folder / "adapter.json"
     for owner in ("nothing/transformer", "../shapes/transformer"):
         adapter.write_text(json.dumps({"adapts": owner}))
-        with pytest.raises(ValueError, match=f"adapts '{owner}', and there is no .*; place it there"):
+        with pytest.raises(ValueError, match=f"'{owner}'.*place it"):
             LlamaGenTransformer.from_pretrained(folder)
     adapter.write_text(json.dumps({"adapts": "shapes/transformer"}))
     save_file(held | {"layers.7.wo.weight.up": torch.ones(16, 2)}, file)

@@ -48,7 +48,7 @@ def test_a_truncated_file_is_told(tmp_path):
     save_file(random_weights(CLASS_SHAPES), tmp_path / "other.safetensors")
     for path in (new, tmp_path / "old.pt", tmp_path / "other.safetensors"):
         part = damaged(tmp_path / f"cut-{path.name}", cut(path))
-        with pytest.raises(ValueError, match=rf"{part.name} is truncated or damaged.* download it again"):
+        with pytest.raises(ValueError, match=rf"{part.name}.*truncated"):
             read_checkpoint(part)
 
 
@@ -149,14 +149,14 @@ def test_errors_of_the_unpickler_that_are_no_unpickling_errors(tmp_path):
         [b"a.", b"J\x01", b"}(]K\x01u.", b"K\x01K\x02s.", b"]K\x01b.", b"X\xff\xff"]
     ):
         path = damaged(tmp_path / f"{number}.pt", b"\x80\x02" + code)
-        with pytest.raises(ValueError, match=rf"{number}.pt is truncated or damaged"):
+        with pytest.raises(ValueError, match=rf"{number}.pt.*truncated"):
             read_checkpoint(path)
 
 
 def test_pipes_and_devices_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe.pt")
     for path in (tmp_path / "pipe.pt", Path("/dev/zero")):
-        with pytest.raises(ValueError, match=f"{path} is no regular file"):
+        with pytest.raises(ValueError, match=f"{path}.*regular file"):
             read_checkpoint(path)
 
 
@@ -229,9 +229,7 @@ def test_keys_that_are_no_strings_are_named(tmp_path):
     "dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 def test_weights_of_other_dtypes_are_not_cast_silently(dtype):
-    with pytest.raises(
-        ValueError, match=f"file: head is of {dtype}; weights are of float16, bfloat16, float32"
-    ):
+    with pytest.raises(ValueError, match=f"head.*{dtype}.*float16, bfloat16, float32"):
         check_values({"body": torch.ones(2), "head": torch.ones(2).to(dtype)}, "file")
 
 

@@ -27,12 +27,12 @@ def test_codebooks_do_not_add_slots():
 def test_refuses_a_slot_outside(index):
     grid = TokenGrid(2, 3, frames=2)
     for method in (grid.coordinates, grid.left, grid.up, grid.previous_frame):
-        with pytest.raises(IndexError, match=f"slot {index} is outside the grid; it has slots 0 to 11"):
+        with pytest.raises(IndexError, match=f"slot {index} .*0 to 11"):
             method(index)
 
 
 @pytest.mark.parametrize("name", ["height", "width", "frames", "codebooks"])
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
 def test_refuses_a_size_below_one(name, size):
-    with pytest.raises(ValueError, match=f"{name}={size!r}; pass an integer of at least 1"):
+    with pytest.raises(ValueError, match=f"{name}={size!r}.*1"):
         TokenGrid(**{"height": 2, "width": 2, name: size})

@@ -113,7 +113,7 @@ def test_damaged_files_are_named(folder):
     whole = path.read_bytes()
     for content in (b"", whole[:100], whole[:-1], b"\xff" * 50, whole[:8] + b"[" + whole[9:]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{path.name} is truncated or damaged"):
+        with pytest.raises(ValueError, match=f"{path.name}.*truncated"):
             VQModel.from_pretrained(folder)
 
 

@@ -133,14 +133,14 @@ OF_CLASSES = (
 @pytest.mark.parametrize("count", [0, -1, True, 2.0, "10"])
 @pytest.mark.parametrize("model", OF_CLASSES)
 def test_fewer_than_one_class_is_refused_before_anything_is_built(model: Any, count: Any) -> None:
-    with pytest.raises(ValueError, match=f"num_classes={count!r}; pass an integer of at least 1"):
+    with pytest.raises(ValueError, match=f"num_classes={count!r}.*1"):
         model(num_classes=count)
 
 
 @pytest.mark.parametrize("name", ["dim", "num_heads", "vocab_size", "token_dim"])
 @pytest.mark.parametrize("student", [LlamaGenStudent, VARStudent])
 def test_a_student_of_no_width_heads_or_codes_is_refused(student: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=-1; pass an integer of at least 1"):
+    with pytest.raises(ValueError, match=f"{name}=-1.*1"):
         student(**{name: -1})
 
 
@@ -148,5 +148,5 @@ def test_an_argument_of_a_function_is_read_as_a_setting() -> None:
     assert type(whole("steps", np.int64(3))) is int
     assert whole("seed", 2**64 - 1, Within(0, 2**64 - 1)) == 2**64 - 1
     for value in (0, 9, True, 2.0, "2", None):
-        with pytest.raises(ValueError, match=f"steps={value!r}; pass an integer from 1 to 8, the scales"):
+        with pytest.raises(ValueError, match=f"steps={value!r}.*1 to 8"):
             whole("steps", value, Within(1, 8), ", the scales")

@@ -214,9 +214,7 @@ def test_half_precision_runs_in_half_and_gives_logits_in_single():
 def test_refuses_another_target_and_says_what_it_was_made_for(change):
     name, value = next(iter(change.items()))
     drafter = drafter_for(make())
-    with pytest.raises(
-        ValueError, match=f"{name}={make().config[name]}, and got one of {name}={value}; pass"
-    ):
+    with pytest.raises(ValueError, match=f"{name}={make().config[name]}.*{name}={value};"):
         drafter.check_target(make(**change))
     with pytest.raises(ValueError, match="Linear"):
         drafter.check_target(torch.nn.Linear(2, 2))

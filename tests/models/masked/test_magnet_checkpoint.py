@@ -232,7 +232,7 @@ def test_settings_that_cannot_be_read_are_refused_in_one_line(tmp_path, name):
 )
 def test_settings_of_another_kind_are_named(tmp_path, name, value):
     path = write_language_model(tmp_path, changed(SETTINGS, name, value))
-    with pytest.raises(ValueError, match=rf"state_dict.bin was trained with {name}=.*no such setting"):
+    with pytest.raises(ValueError, match=rf"{name}=.*no such"):
         load_magnet(path)
 
 

@@ -421,9 +421,7 @@ def test_a_missing_layer_is_noticed_be_it_the_last_one():
         weights = official("2b")
         for key in [key for key in weights if key.startswith(f"block_chunks.{chunk}.module.{layer}.")]:
             del weights[key]
-        with pytest.raises(
-            ValueError, match=rf"the state dict lacks layers: .*{chunk}: 3.* all have as many"
-        ):
+        with pytest.raises(ValueError, match=rf"block_chunks.*{chunk}: 3"):
             load_infinity_checkpoint(weights)
     weights = {key: value for key, value in official("2b").items() if not key.startswith("block_chunks.3.")}
     with pytest.raises(ValueError, match="block_chunks"):
@@ -435,7 +433,7 @@ def test_biases_that_should_be_zero_are_looked_at(tmp_path):
     zeros = torch.zeros(weights["word_embed.bias"].shape)
     for key in ("blocks.0.sa.zero_k_bias", "text_proj_for_sos.ca.zero_k_bias"):
         load_infinity_checkpoint({**weights, key: zeros}, scales=SIDES)
-        with pytest.raises(ValueError, match=f"the state dict: {key} is a constant, and has other values"):
+        with pytest.raises(ValueError, match=f"{key} is a constant"):
             load_infinity_checkpoint({**weights, key: zeros + 1e-3}, scales=SIDES)
 
 

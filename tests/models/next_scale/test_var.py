@@ -151,7 +151,7 @@ def test_a_prefill_of_the_last_scale_leaves_nothing_to_go_on_from(known, stop):
     state = model.prefill(labels, batch_size=2, guided=False, maps=maps[:known], stop=stop)
     assert (state.logits - want).abs().max() < 1e-12
     for scale in (1, 2, 3):
-        with pytest.raises(ValueError, match=f"scale {scale} given after 0 cached ones"):
+        with pytest.raises(ValueError, match=f"scale {scale} .*0 cached"):
             model(state, maps[scale - 1], scale)
 
 
@@ -311,7 +311,7 @@ def test_constants_are_looked_at():
         "attn_bias_for_masking": mask.mT.contiguous(),
         "blocks.0.attn.zero_k_bias": torch.full((16,), 0.01),
     }.items():
-        with pytest.raises(ValueError, match=f"the state dict: {key} is a constant, and has other values"):
+        with pytest.raises(ValueError, match=f"{key} is a constant"):
             load_var_checkpoint({**weights, **usual, key: value})
 
 

@@ -198,7 +198,7 @@ def test_the_decoder_is_read_from_official_files(tmp_path, layout):
 
 
 def test_files_that_hold_no_decoder_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file.*\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"no file"):
         ChameleonVQDecoder.from_file(tmp_path)
     tensors = decoder().state_dict()
     del tensors["decoder.conv_in.bias"]

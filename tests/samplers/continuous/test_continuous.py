@@ -223,7 +223,7 @@ def test_requests_that_cannot_be_decoded_are_refused():
 
 def test_steps_and_orders_that_do_not_fit_the_grid_are_refused():
     for steps in (0, 17):
-        with pytest.raises(ValueError, match=f"steps={steps}; pass an integer from 1 to"):
+        with pytest.raises(ValueError, match=f"steps={steps}; .*1 to"):
             ContinuousSampler(steps)(tiny_mar(), LABELS, law=LAW, batch_size=2)
     for order, told in (([0, 1], "2 places"), ([0] * 16, "row 0")):
         with pytest.raises(ValueError, match=told):

@@ -101,7 +101,7 @@ def test_a_decode_that_is_stopped_returns_the_last_map_enlarged():
 
 def test_what_vectors_have_no_use_for_is_refused():
     for law, said in ((TokenLaw(top_k=5), "top_k=5"), (TokenLaw(guidance_until=2), "guidance_until=2")):
-        with pytest.raises(ValueError, match=f"{said} given, which is for tokens out of a vocabulary"):
+        with pytest.raises(ValueError, match=f"{said} given"):
             FlowScaleSampler()(tiny_flowar(), LABELS, law=law, batch_size=2)
     broken = tiny_flowar()
     broken.flownet.final_layer.linear.bias.data[0] = torch.nan

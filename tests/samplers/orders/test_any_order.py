@@ -171,7 +171,7 @@ def test_orders_and_steps_that_do_not_fit_are_refused(order):
         with pytest.raises(ValueError, match="order=.*random, halton"):
             sampler(order=order)
     for steps in (1, 9):
-        with pytest.raises(ValueError, match=f"steps={steps} for 8 tokens; pass 2 to 8"):
+        with pytest.raises(ValueError, match=f"steps={steps} .*2 to 8"):
             AnyOrderSampler(steps=steps)(MODEL, None, law=TokenLaw())
 
 

@@ -91,9 +91,7 @@ def test_the_trace_says_whether_this_run_is_exact():
 def test_an_approximation_is_refused_unless_it_is_allowed():
     for model in (RASTER, TabularOrderModel(TokenGrid(2, 2), 2, "diagonal")):
         order = "diagonal" if model is RASTER else "raster"
-        with pytest.raises(
-            ValueError, match=f"trained for order .*; in order '{order}' .* do not see all .* another law"
-        ):
+        with pytest.raises(ValueError, match=f"'{order}'.*another law"):
             decode(OrderedSampler(order), model)
 
 

@@ -338,9 +338,7 @@ def test_refuses_models_that_score_chains_only(role):
         grid, vocab_size, prefill = MODEL.grid, MODEL.vocab_size, MODEL.prefill
 
     networks: dict[str, Any] = {"model": MODEL, "drafter": NEAR, role: Chains()}
-    with pytest.raises(
-        TypeError, match=f"the {role}, a Chains, cannot score a tree of drafts; use DraftedSampler"
-    ):
+    with pytest.raises(TypeError, match=f"{role}.*Chains.*DraftedSampler"):
         decode(TreeSampler(), **networks)
 
 

@@ -267,7 +267,7 @@ def test_requests_that_cannot_be_served_are_refused_before_compute():
         refused(code_stages(model, wrong, 2), match)
     refused(model, "13 codes", tokenizer=FormulaTokenizer(SIDES, 13))
     for split in (0, 4, -1, 2.0, True):
-        with pytest.raises(ValueError, match=f"num_draft_scales={split!r}; pass an integer from 1 to 3"):
+        with pytest.raises(ValueError, match=f"num_draft_scales={split!r}.*1 to 3"):
             code_stages(model, other, split)  # pyright: ignore[reportArgumentType]
     for scales in (range(0), range(0, 4, 2), (0, 4), range(-1, 2)):
         with pytest.raises(ValueError, match=r"range\(first, stop\)"):
