@@ -133,8 +133,7 @@ def test_public_names_resolve(name):
 def test_unknown_name_lists_the_known_ones():
     unknown = "Sampler"
     with pytest.raises(
-        AttributeError,
-        match="'Sampler'.*AmusedImagePipeline, AnyOrderSampler, AudioPipeline",
+        AttributeError, match="'Sampler'.*AmusedImagePipeline, AnyOrderSampler, AudioPipeline"
     ):
         getattr(visual_spec, unknown)
 

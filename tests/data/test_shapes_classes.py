@@ -67,11 +67,7 @@ def test_scenes_by_class_follow_the_law_of_scenes_of_one_object():
     assert not any(is_held_out(caption(scene)) for scene in scenes)
     assert sample_scenes_by_class(50, 5) == scenes[:50] != sample_scenes_by_class(50, 6)
     others = sample_one_object_scenes(960, 7)
-    for of in (
-        lambda scene: scene.background,
-        lambda scene: scene.texture,
-        lambda scene: scene.objects[0].x,
-    ):
+    for of in (lambda scene: scene.background, lambda scene: scene.texture, lambda scene: scene.objects[0].x):
         here, there = Counter(map(of, scenes)), Counter(map(of, others))
         # Two samples of 960 from one law: six standard deviations of a difference of counts.
         for value in here | there:

@@ -21,14 +21,7 @@ from visual_spec.data.tunes import (
     sample_tunes,
 )
 from visual_spec.data.tunes_finder import find_contour, find_key, find_onsets, fit_grid, without_bass
-from visual_spec.data.tunes_parser import (
-    TuneFacts,
-    WantedTune,
-    parse_caption,
-    parse_clip,
-    score,
-    score_facts,
-)
+from visual_spec.data.tunes_parser import TuneFacts, WantedTune, parse_caption, parse_clip, score, score_facts
 from visual_spec.data.tunes_synth import render, sample_dataset
 from visual_spec.eval.quality.accuracy import summarise
 

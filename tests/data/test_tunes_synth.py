@@ -3,15 +3,7 @@
 import numpy as np
 import pytest
 
-from visual_spec.data.tunes import (
-    FRAME,
-    INSTRUMENTS,
-    NUM_SAMPLES,
-    SAMPLE_RATE,
-    Note,
-    Tune,
-    sample_tunes,
-)
+from visual_spec.data.tunes import FRAME, INSTRUMENTS, NUM_SAMPLES, SAMPLE_RATE, Note, Tune, sample_tunes
 from visual_spec.data.tunes_synth import VOICES, note_wave, render
 
 

@@ -52,10 +52,7 @@ def test_the_rows_of_a_model_follow_from_what_it_has(tmp_path):
     ("text", "message"),
     [
         ("scale-wise:guidance_until=3", "'scale-wise:guidance_until=3'"),
-        (
-            "autoregressive",
-            "AutoregressiveSampler",
-        ),
+        ("autoregressive", "AutoregressiveSampler"),
         ("scale-wise:num_draft_scales=7", "num_draft_scales=7.*0.*4"),
     ],
 )

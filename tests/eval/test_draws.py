@@ -43,8 +43,7 @@ def test_a_row_as_it_is_written():
 def test_values_of_all_kinds(monkeypatch):
     found = {}
     monkeypatch.setattr(
-        "visual_spec.eval.settings.make_sampler",
-        lambda name, **settings: found.update(settings),
+        "visual_spec.eval.settings.make_sampler", lambda name, **settings: found.update(settings)
     )
     parse_setting("x:a=3,b=-0.5,c=true,d=None,e=word,f=4/2/2,g=4/,h=1e-3,i=a/2.5", LAW, 0)
     assert found == {

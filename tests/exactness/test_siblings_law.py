@@ -10,11 +10,7 @@ from torch import Tensor
 from tests.helpers.sibling_gaps import optimal_acceptance
 from tests.helpers.sibling_laws import RULES, Given, one_slot_law, tuples
 from visual_spec.samplers.raster import siblings
-from visual_spec.samplers.raster.siblings import (
-    k_seq,
-    recursive_rejection,
-    without,
-)
+from visual_spec.samplers.raster.siblings import k_seq, recursive_rejection, without
 
 COUNTS = [1, 2, 3, 4]
 

@@ -27,12 +27,7 @@ def check(model: TabularModel, law: TokenLaw, sampler: SpeculativeJacobiSampler)
     return found
 
 
-COUPLINGS = [
-    ("maximal", "exact"),
-    ("independent", "exact"),
-    ("gumbel", "exact"),
-    ("gumbel", "identical"),
-]
+COUPLINGS = [("maximal", "exact"), ("independent", "exact"), ("gumbel", "exact"), ("gumbel", "identical")]
 
 
 @pytest.mark.parametrize("coupling, acceptance", COUPLINGS)

@@ -106,23 +106,11 @@ def test_operators_pass_the_checks_of_pytorch():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"keys": torch.zeros(3, dtype=torch.long)},
-            ValueError,
-            r"keys.*\(3,\).*\(2, 3\)",
-        ),
+        ({"keys": torch.zeros(3, dtype=torch.long)}, ValueError, r"keys.*\(3,\).*\(2, 3\)"),
         ({"logits": torch.zeros(2, 3, 37)}, ValueError, r"\(2, 3, 37\)"),
-        (
-            {"logits": torch.zeros(4, 3, 37).double()},
-            TypeError,
-            r"torch\.float64",
-        ),
+        ({"logits": torch.zeros(4, 3, 37).double()}, TypeError, r"torch\.float64"),
         ({"round": torch.zeros(2, dtype=torch.long)}, ValueError, r"round.*\(2,\)"),
-        (
-            {"law": LawNumbers(True, 2.0, 1.0, 0, 1.0, 5, 40)},
-            ValueError,
-            r"ids \(5, 40\)",
-        ),
+        ({"law": LawNumbers(True, 2.0, 1.0, 0, 1.0, 5, 40)}, ValueError, r"ids \(5, 40\)"),
     ],
 )
 def test_refusals(change, error, message):

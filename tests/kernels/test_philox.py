@@ -199,10 +199,7 @@ print("cases", cases)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"keys": torch.zeros(3, dtype=torch.int64)},
-            r"keys.*\(3,\).*\(2, 4\)",
-        ),
+        ({"keys": torch.zeros(3, dtype=torch.int64)}, r"keys.*\(3,\).*\(2, 4\)"),
         ({"slots": torch.zeros(2, dtype=torch.int64)}, r"\(2,\).*\[B\].*\[B, W\]"),
         ({"round": torch.zeros(4, dtype=torch.int64)}, r"round.*\(4,\).*\(2, 4\)"),
         ({"count": 0}, "count=0.*1"),

@@ -23,33 +23,16 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
-COMBINATIONS = [
-    ("gumbel", "identical"),
-    ("gumbel", "exact"),
-    ("independent", "exact"),
-    ("maximal", "exact"),
-]
+COMBINATIONS = [("gumbel", "identical"), ("gumbel", "exact"), ("independent", "exact"), ("maximal", "exact")]
 CONDITION = torch.tensor([2, 0, 1, 2])
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"drafts": torch.zeros(2, 3, dtype=torch.long)},
-            ValueError,
-            r"\(2, 3\).*draft_laws",
-        ),
-        (
-            {"stored": torch.zeros(2, 3, 36)},
-            ValueError,
-            r"stored_laws.*\(2, 3, 36\).*\[2, columns, 37\]",
-        ),
-        (
-            {"stored": torch.zeros(2, 3, 37).double()},
-            TypeError,
-            r"stored_laws.*torch\.float64.*float32",
-        ),
+        ({"drafts": torch.zeros(2, 3, dtype=torch.long)}, ValueError, r"\(2, 3\).*draft_laws"),
+        ({"stored": torch.zeros(2, 3, 36)}, ValueError, r"stored_laws.*\(2, 3, 36\).*\[2, columns, 37\]"),
+        ({"stored": torch.zeros(2, 3, 37).double()}, TypeError, r"stored_laws.*torch\.float64.*float32"),
     ],
 )
 def test_refusals(change, error, message):

@@ -12,15 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny import seeded
-from tests.helpers.tiny_audio import (
-    BOOKS,
-    FRAMES,
-    HOP,
-    PROMPT,
-    RATE,
-    clip_of,
-    tiny_audio_pipeline,
-)
+from tests.helpers.tiny_audio import BOOKS, FRAMES, HOP, PROMPT, RATE, clip_of, tiny_audio_pipeline
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition

@@ -231,11 +231,7 @@ def test_a_text_encoder_of_transformers_beside_its_tokenizer(tmp_path):
 # -- bad input, refused before any computation ------------------------------------------------------------------------
 
 BAD_INPUT: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "no length": (
-        dict(audio_length_in_s=0),
-        ValueError,
-        r"audio_length_in_s=0.*0\.01.*0\.2",
-    ),
+    "no length": (dict(audio_length_in_s=0), ValueError, r"audio_length_in_s=0.*0\.01.*0\.2"),
     "a negative length": (dict(audio_length_in_s=-1.0), ValueError, "audio_length_in_s=-1.0"),
     "an endless length": (dict(audio_length_in_s=math.inf), ValueError, "audio_length_in_s=inf"),
     "beyond the limit": (
@@ -243,11 +239,7 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], Any, str]] = {
         ValueError,
         r"audio_length_in_s=60.*0\.2.*extend_stride_in_s.*0\.12",
     ),
-    "no stride": (
-        dict(extend_stride_in_s=0),
-        ValueError,
-        r"extend_stride_in_s=0.*0\.01.*0\.2",
-    ),
+    "no stride": (dict(extend_stride_in_s=0), ValueError, r"extend_stride_in_s=0.*0\.01.*0\.2"),
     "a stride as long as the window": (dict(extend_stride_in_s=0.2), ValueError, "extend_stride_in_s=0.2"),
     "a clip that fills the length": (
         dict(audio=np.zeros((1, 84), np.float32), sampling_rate=RATE),
@@ -264,31 +256,19 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], Any, str]] = {
         ValueError,
         r"pass sampling_rate .* 400",
     ),
-    "a rate without its clip": (
-        dict(sampling_rate=16000),
-        ValueError,
-        "sampling_rate=16000",
-    ),
+    "a rate without its clip": (dict(sampling_rate=16000), ValueError, "sampling_rate=16000"),
     "a rate of zero": (
         dict(audio=np.zeros(8, np.float32), sampling_rate=0),
         ValueError,
         "sampling_rate=0; pass",
     ),
-    "integer samples": (
-        dict(audio=np.zeros(8, np.int16), sampling_rate=RATE),
-        ValueError,
-        r"torch\.int16",
-    ),
+    "integer samples": (dict(audio=np.zeros(8, np.int16), sampling_rate=RATE), ValueError, r"torch\.int16"),
     "an empty clip": (
         dict(audio=np.zeros((1, 0)), sampling_rate=RATE),
         ValueError,
         r"shape \(1, 0\); pass \[N\]",
     ),
-    "clips of others": (
-        dict(audio=np.zeros((3, 1, 8)), sampling_rate=RATE),
-        ValueError,
-        "3 clips.*1",
-    ),
+    "clips of others": (dict(audio=np.zeros((3, 1, 8)), sampling_rate=RATE), ValueError, "3 clips.*1"),
     "output type": (dict(output_type="mp3"), ValueError, "output_type='mp3'"),
     "stretch": (dict(stretch_in_s=0.0), ValueError, r"stretch_in_s=0\.0"),
 }

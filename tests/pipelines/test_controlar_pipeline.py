@@ -168,10 +168,7 @@ def test_controls_that_do_not_fit_are_refused(files):
         ("64 x 64.*height=32", {"control": control, "height": 32}),
         (r"several sizes, \[\(48, 64\), \(64, 64\)\]", {"control": [control, control[:, 16:]], "prompts": 2}),
         ("2 control.*1.*1.*1", {"control": [control, control]}),
-        (
-            "control_strength=inf",
-            {"control": control, "control_strength": float("inf")},
-        ),
+        ("control_strength=inf", {"control": control, "control_strength": float("inf")}),
     ]:
         with pytest.raises(ValueError, match=message):
             pipe(**texts(settings.pop("prompts", 1)), **settings)

@@ -85,14 +85,8 @@ def test_files_that_make_no_pipeline_are_refused(files, tmp_path):
 
 def test_the_reader_of_llamagen_says_where_var_belongs(files):
     for name, message in [
-        (
-            "large",
-            r"VAR.*ScaleImagePipeline\.from_official.*load_var_checkpoint",
-        ),
-        (
-            "vae",
-            r"VAR.*multi-scale.*ScaleImagePipeline\.from_official",
-        ),
+        ("large", r"VAR.*ScaleImagePipeline\.from_official.*load_var_checkpoint"),
+        ("vae", r"VAR.*multi-scale.*ScaleImagePipeline\.from_official"),
     ]:
         with pytest.raises(ValueError, match=message):
             recognise(read_checkpoint(files[name]))

@@ -105,10 +105,7 @@ def test_a_drafter_is_an_accelerated_wan():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            dict(num_frames=13),
-            "num_frames=13.*3.*9, 21, 33.*12",
-        ),
+        (dict(num_frames=13), "num_frames=13.*3.*9, 21, 33.*12"),
         (dict(num_frames=10), "num_frames=10"),
         (dict(height=36), "height=36.*8"),
         (dict(height=40), "height=5.*2"),
@@ -127,18 +124,10 @@ def test_clips_that_cannot_be_drawn_are_refused_before_any_call(changes, message
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        (
-            "deepest",
-            ValueError,
-            "unknown.*'deepest'",
-        ),
+        ("deepest", ValueError, "unknown.*'deepest'"),
         ("sliding:sink=3", ValueError, "sliding.*setting sink"),
         ("full:window=3", ValueError, "full.*setting window"),
-        (
-            visual_spec.AutoregressiveSampler(),
-            TypeError,
-            "AutoregressiveSampler",
-        ),
+        (visual_spec.AutoregressiveSampler(), TypeError, "AutoregressiveSampler"),
         (HeadBudgets((Full(),)), ValueError, "1 policies.*2"),
     ],
 )

@@ -72,9 +72,7 @@ def test_callback_sees_every_target_call(pipe):
     assert all(timestep == min(lengths) for _, timestep, lengths in seen)
     assert seen[0][2] == [1, 1] and min(16, seen[-1][1]) == 16
     pipe(
-        PROMPT,
-        callback_on_step_end=lambda *args: seen.append(args[3]),
-        callback_on_step_end_tensor_inputs=[],
+        PROMPT, callback_on_step_end=lambda *args: seen.append(args[3]), callback_on_step_end_tensor_inputs=[]
     )
     assert seen[-1] == {}
 

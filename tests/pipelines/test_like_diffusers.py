@@ -231,11 +231,7 @@ def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, mon
         ({"output_type": "jpeg"}, ValueError, "output_type='jpeg'"),
         ({"generator": seeded(1, 2)}, ValueError, "2 generators for 1 "),
         ({"generator": 7}, TypeError, "generator is.*int"),
-        (
-            {"generator": [*seeded(1), 7], any_kind.each: 2},
-            TypeError,
-            r"list.*int.*torch\.Generator",
-        ),
+        ({"generator": [*seeded(1), 7], any_kind.each: 2}, TypeError, r"list.*int.*torch\.Generator"),
         ({"callback_on_step_end": 3}, TypeError, "callback_on_step_end=3"),
         ({"callback_on_step_end_tensor_inputs": ["noise"]}, ValueError, "'noise'"),
     ):

@@ -149,11 +149,7 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
         (dict(image=np.zeros((8, 8)), mask=mask), ValueError, r"image.*\(8, 8\)"),
         (dict(image=2.0 * np.array(image), mask=mask), ValueError, "image.*uint8"),
         (dict(image=image, mask=np.array(mask).astype(float)), ValueError, "mask has values.*0.*255"),
-        (
-            dict(image=image, mask=mask_of()),
-            ValueError,
-            "white nowhere",
-        ),
+        (dict(image=image, mask=mask_of()), ValueError, "white nowhere"),
     )
     for settings, kind, message in refused:
         with pytest.raises(kind, match=message):

@@ -75,16 +75,10 @@ def test_the_sampler_says_it_in_a_call_and_saved(pipe, tmp_path):
         ("scale-wise:num_draft_scales=-1", "num_draft_scales=-1; pass"),
         ("scale-wise:num_draft_scales=half", "num_draft_scales='half'; pass"),
         ("scale-wise:num_draft_scales=true", "num_draft_scales=True; pass"),
-        (
-            "scale-wise:cache_share=0",
-            "cache_share=0; pass",
-        ),
+        ("scale-wise:cache_share=0", "cache_share=0; pass"),
         ("scale-wise:cache_share=1.5", "cache_share=1.5; pass"),
         ("scale-wise:cache_share=little", "cache_share='little'; pass"),
-        (
-            "scale-wise:window=3",
-            "cache_share.*0.*1.*'off'",
-        ),
+        ("scale-wise:window=3", "cache_share.*0.*1.*'off'"),
         ("columns:num_draft_scales=3", "num_draft_scales.*exact_width"),
         ("autoregressive:num_draft_scales=3", "num_draft_scales.*exact_width"),
     ],
@@ -254,10 +248,7 @@ def test_settings_that_do_not_fit(pipe, setting, message):
 
 def test_settings_for_pipelines_that_lack_what_they_ask_for(pipe, tmp_path):
     alone = tiny_scale_pipeline(pair=False)
-    with (
-        pytest.raises(ValueError, match="num_draft_scales=0.*no refiner"),
-        row(0).on(alone),
-    ):
+    with pytest.raises(ValueError, match="num_draft_scales=0.*no refiner"), row(0).on(alone):
         pytest.fail("accepted")
     with pytest.raises(ValueError, match=r"pipe\.refiner"), row(2).on(alone):
         pytest.fail("accepted")

@@ -134,11 +134,7 @@ def test_callbacks_see_the_picture_grow(pipe, smooth):
         for scale, part in enumerate(output.tokens.split([1, 4, 9, 16], 1)):
             canvas = tokenizer.accumulate(canvas, scale, part)
             assert pictures[scale].equal((tokenizer.decode_canvas(canvas) / 2 + 0.5).clamp(0, 1))
-    pipe(
-        0,
-        callback_on_step_end=lambda *given: seen.append(given[3]),
-        callback_on_step_end_tensor_inputs=[],
-    )
+    pipe(0, callback_on_step_end=lambda *given: seen.append(given[3]), callback_on_step_end_tensor_inputs=[])
     assert seen[-1] == {}
 
 

@@ -222,10 +222,7 @@ def test_a_text_encoder_of_transformers_works_alone():
 
 @pytest.mark.parametrize(
     "tokenizer, texts, message",
-    [
-        (None, ["a red circle"], "prompt_embeds"),
-        (object(), ["a", " "], "' '.*words"),
-    ],
+    [(None, ["a red circle"], "prompt_embeds"), (object(), ["a", " "], "' '.*words")],
 )
 def test_an_encoder_of_transformers_needs_a_tokenizer_and_words(tokenizer, texts, message):
     check_words(object(), tokenizer, ["a red circle"] if tokenizer else [])  # which is enough

@@ -313,12 +313,7 @@ def test_other_objects_and_samplers_are_refused():
     ("kind", "inputs", "error", "message"),
     [
         ("janus", dict(image_sizes=(4, 4)), TypeError, "Janus.*image_sizes"),
-        (
-            "emu3",
-            dict(image_size=(4, 4)),
-            TypeError,
-            "image_size.*image_sizes, pixel_values",
-        ),
+        ("emu3", dict(image_size=(4, 4)), TypeError, "image_size.*image_sizes, pixel_values"),
         ("janus", dict(negative_prompt_ids=torch.ones(3, 2).long()), TypeError, "negative_prompt_ids"),
         ("glm", dict(guidance_scale=3.0), ValueError, "guidance_scale"),
         ("emu3", dict(guidance_scale=0.5), ValueError, "guidance_scale=0.5; pass 1"),
@@ -330,12 +325,7 @@ def test_other_objects_and_samplers_are_refused():
         ("janus", dict(max_length=22), ValueError, "max_length=22.*16.*7"),
         ("janus", dict(min_new_tokens=17), ValueError, "min_new_tokens=17.*16"),
         ("janus", dict(min_length=24), ValueError, "min_length=24.*16"),
-        (
-            "emu3",
-            dict(cache_implementation="quantized"),
-            ValueError,
-            "cache_implementation='quantized'",
-        ),
+        ("emu3", dict(cache_implementation="quantized"), ValueError, "cache_implementation='quantized'"),
         ("emu3", dict(max_time=1.0), ValueError, r"max_time=1\.0"),
         ("emu3", dict(stop_strings="."), ValueError, r"stop_strings='\.'"),
         ("chameleon", dict(attention_mask=None), ValueError, "input_ids.*attention_mask"),
@@ -348,12 +338,7 @@ def test_other_objects_and_samplers_are_refused():
             "3 and 2 prompts",
         ),
         ("emu3", dict(generator=seeded(1, 2)), ValueError, "2 generators.*3"),
-        (
-            "emu3",
-            dict(drafter=torch.nn.Linear(2, 2)),
-            TypeError,
-            "Linear.*Emu3ForConditionalGeneration",
-        ),
+        ("emu3", dict(drafter=torch.nn.Linear(2, 2)), TypeError, "Linear.*Emu3ForConditionalGeneration"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(kind, inputs, error, message):

@@ -153,11 +153,7 @@ def test_what_does_not_fit_is_refused(model):
     for arguments, error, message in [
         (dict(inputs, max_new_tokens=least - 1), ValueError, r"\d+ \(max_new_tokens="),
         (dict(inputs, num_beams=2), ValueError, "num_beams=2"),
-        (
-            dict(inputs, cache_implementation="quantized"),
-            ValueError,
-            "cache_implementation='quantized'",
-        ),
+        (dict(inputs, cache_implementation="quantized"), ValueError, "cache_implementation='quantized'"),
         (dict(inputs, min_new_tokens=13), ValueError, "min_new_tokens=13.*12"),
         (dict(inputs, min_length=14), ValueError, "min_length=14.*13"),
         (dict(inputs, logits_processor=[min]), ValueError, r"logits_processor=\[<built-in function min>\]"),

@@ -17,12 +17,7 @@ from tests.helpers.tiny import (
     tiny_video_pipeline,
     tiny_vq_model,
 )
-from visual_spec import (
-    ParallelJacobiSampler,
-    SpeculativeJacobiSampler,
-    VideoPipeline,
-    ZipARSampler,
-)
+from visual_spec import ParallelJacobiSampler, SpeculativeJacobiSampler, VideoPipeline, ZipARSampler
 from visual_spec.pipelines.video_files import video_bytes
 
 PROMPT = "a red circle"

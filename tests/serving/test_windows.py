@@ -153,10 +153,7 @@ MODELS = [
     TabularModel(TokenGrid(height, width), 12, order=2, conditions=3, dependence=0.3)
     for height, width in ((2, 3), (4, 5))
 ]
-LAYOUTS = {
-    "row ends": dict(row_end=19),
-    "plain": {},
-}
+LAYOUTS = {"row ends": dict(row_end=19), "plain": {}}
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -18,13 +18,7 @@ from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.training.distilled_pairs import (
-    Flow,
-    PairDrawing,
-    Pairs,
-    draw_pairs,
-    drawn_pairs,
-)
+from visual_spec.training.distilled_pairs import Flow, PairDrawing, Pairs, draw_pairs, drawn_pairs
 
 SMALL = PairDrawing(pictures=8, batch_size=4, noises=3, candidates=16)
 _ANGLES = torch.tensor([0.0, 0.5, 1.1, 2.2, 3.6, 5.0], dtype=torch.float64)

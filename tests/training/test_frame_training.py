@@ -8,13 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from scripts.train import frames, motion
-from scripts.train.frames import (
-    FrameTraining,
-    drawn_masks,
-    hidden_places,
-    start_from_motion,
-    train_frames,
-)
+from scripts.train.frames import FrameTraining, drawn_masks, hidden_places, start_from_motion, train_frames
 from scripts.train.motion import judge
 from tests.helpers.training import check_training
 from visual_spec.models.masked.frames import FrameMaskedTransformer

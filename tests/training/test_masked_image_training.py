@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from scripts.train import masked_image
-from scripts.train.masked_image import (
-    MaskedImageTraining,
-    hidden_tokens,
-    new_model,
-    train_masked_image,
-)
+from scripts.train.masked_image import MaskedImageTraining, hidden_tokens, new_model, train_masked_image
 from tests.helpers.training import check_training
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel

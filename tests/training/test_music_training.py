@@ -43,14 +43,7 @@ from scripts.train.music import (
 from scripts.train.waves import si_sdr, spectral_distance
 from tests.helpers.music_training import BOOKS, DIM, SIZE, coding_codec, tiny_codec
 from tests.helpers.training import check_training, equal
-from visual_spec.data.tunes import (
-    ATTRIBUTES,
-    NUM_FORMS,
-    NUM_FRAMES,
-    SAMPLE_RATE,
-    caption,
-    sample_tunes,
-)
+from visual_spec.data.tunes import ATTRIBUTES, NUM_FORMS, NUM_FRAMES, SAMPLE_RATE, caption, sample_tunes
 from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel

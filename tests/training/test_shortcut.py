@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.train.shortcut import (
-    ShortcutTraining,
-    new_shortcut,
-    record,
-    relative_error,
-    train_shortcut,
-)
+from scripts.train.shortcut import ShortcutTraining, new_shortcut, record, relative_error, train_shortcut
 from tests.helpers.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from tests.helpers.training import check_training
 from visual_spec.models.masked.shortcut import FeatureShortcut

@@ -115,11 +115,7 @@ def test_the_legend_adds_to_the_height_only():
 @pytest.mark.parametrize(
     ("calls", "size", "message"),
     [
-        (
-            torch.zeros(15, dtype=torch.long),
-            80,
-            r"\[15\].*16.*trace\.commit_call\[b\]",
-        ),
+        (torch.zeros(15, dtype=torch.long), 80, r"\[15\].*16.*trace\.commit_call\[b\]"),
         (torch.zeros(2, 16, dtype=torch.long), 80, r"trace\.commit_call"),
         (torch.full((16,), -1), 80, "every slot"),
         (torch.zeros(16), 80, "integers"),

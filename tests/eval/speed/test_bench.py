@@ -375,14 +375,8 @@ def test_a_copy_outside_of_its_checkout_names_no_commit(tmp_path, monkeypatch):
         (["--warmup", "-1"], "--warmup -1 given"),
         (["--batch-sizes", "0"], "1 sample"),
         (["--samplers", "speculative-jacobi:coupling=maximal"], "acceptance='identical' compares"),
-        (
-            ["--samplers", "jacobi"],
-            "'jacobi'",
-        ),
-        (
-            ["--samplers", "autoregressive", "--windows", "4"],
-            "--windows.*measured",
-        ),
+        (["--samplers", "jacobi"], "'jacobi'"),
+        (["--samplers", "autoregressive", "--windows", "4"], "--windows.*measured"),
         (["--fuse-projections", "--model", "tunes"], "--fuse-projections"),
         (["--windows", "0"], "window=0"),
         (["--samplers", "speculative-jacobi:initial_draft=down"], "initial_draft='down'"),
@@ -398,17 +392,7 @@ def test_bad_options_are_refused_before_a_model_is_loaded(arguments, message, mo
 def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monkeypatch, capsys):
     out = tmp_path / "bench.json"
     out.write_text("mine")
-    arguments = [
-        "--batch-sizes",
-        "1",
-        "--windows",
-        "4",
-        "--prompts",
-        "1",
-        "--curve",
-        "--samplers",
-        IDENTICAL,
-    ]
+    arguments = ["--batch-sizes", "1", "--windows", "4", "--prompts", "1", "--curve", "--samplers", IDENTICAL]
     arguments += ["--guidance-scales", "1", "--out", str(out)]
     with monkeypatch.context() as patch:
         patch.setattr(rounds, "load", lambda *_: pytest.fail("loaded"))

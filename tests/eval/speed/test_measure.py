@@ -32,11 +32,7 @@ def test_covered_time_is_the_union_of_intervals(seed):
 
 def test_phases_and_gap_add_up_to_a_call_on_a_processor():
     seconds, calls = [1.0, 2.0, 4.0], [10, 10, 20]
-    phases = [
-        {"model": 0.6, "verify": 0.3},
-        {"model": 1.5, "verify": 0.4},
-        {"model": 3.0, "verify": 0.8},
-    ]
+    phases = [{"model": 0.6, "verify": 0.3}, {"model": 1.5, "verify": 0.4}, {"model": 3.0, "verify": 0.8}]
     found = measure.phase_figures(seconds, phases, calls, device=CPU)
     assert found["phase_ms_per_call"] == pytest.approx({"model": 150.0, "verify": 40.0})
     assert found["gap_ms_per_call"] == pytest.approx(10.0)
@@ -156,8 +152,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("gpu", "--device gpu"), ("cuda:99", "--device.*99.*PyTorch.*GPUs")],
+    ("name", "message"), [("gpu", "--device gpu"), ("cuda:99", "--device.*99.*PyTorch.*GPUs")]
 )
 def test_devices_that_are_not_there_are_refused(name, message):
     with pytest.raises(ValueError, match=message):

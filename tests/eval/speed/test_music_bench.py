@@ -195,10 +195,7 @@ def test_what_is_measured_where_nothing_is_named(models, capsys):
         (["--samplers", "column+gumbel"], r"'column\+gumbel'"),
         (["--samplers", "column-jacobi:coupling=maximal"], "acceptance='identical' compares"),
         (["--samplers", "column-jacobi:acceptance=lantern"], "pass unit='codebook'"),
-        (
-            ["--samplers", "autoregressive"],
-            "AutoregressiveSampler",
-        ),
+        (["--samplers", "autoregressive"], "AutoregressiveSampler"),
         (["--samplers", "masked"], "MaskedSampler"),
         (["--count-only"], "--count-only"),
         (["--windows", "0"], "window=0.*1"),

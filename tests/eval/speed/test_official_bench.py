@@ -222,21 +222,9 @@ def test_needed_memory_is_what_the_model_and_its_cache_take():
 @pytest.mark.parametrize(
     ("gigabytes", "arguments", "message"),
     [
-        (
-            8,
-            [],
-            r"27\.9 GB.*26\.5.*8\.0 GB.*1.*27\.7",
-        ),
-        (
-            40,
-            ["--batch-sizes", "1", "64", "--windows", "16"],
-            r"107\.1 GB.*40\.0 GB.*16",
-        ),
-        (
-            28,
-            ["--windows", "512"],
-            "1.*--batch-sizes",
-        ),
+        (8, [], r"27\.9 GB.*26\.5.*8\.0 GB.*1.*27\.7"),
+        (40, ["--batch-sizes", "1", "64", "--windows", "16"], r"107\.1 GB.*40\.0 GB.*16"),
+        (28, ["--windows", "512"], "1.*--batch-sizes"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch, gigabytes, arguments, message):
@@ -285,28 +273,16 @@ def test_weights_are_random_of_the_asked_kind_and_the_same_every_time():
     [
         (["--model", "shapes"], "--random-weights.*--model"),
         (["--model", "janus-pro-7b", "--image-size", "512"], "Janus-Pro.*384"),
-        (
-            ["--model", "llamagen-b", "--plot", "roof.pdf"],
-            r"--plot roof\.pdf",
-        ),
+        (["--model", "llamagen-b", "--plot", "roof.pdf"], r"--plot roof\.pdf"),
         (["--model", "var-d16", "--plot", "roof.svg"], "--plot"),
         (["--model", "llamagen-xs-t2i"], "llamagen-xs-t2i"),
         (["--model", "llamagen-b", "--image-size", "100"], "--image-size 100.*16"),
-        (
-            ["--model", "llamagen-b", "--accept-probability", "1.5"],
-            r"--accept-probability 1\.5",
-        ),
+        (["--model", "llamagen-b", "--accept-probability", "1.5"], r"--accept-probability 1\.5"),
         (["--model", "llamagen-b", "--slots", "1"], "--slots 1.*2"),
         (["--model", "llamagen-b", "--curve"], "--curve"),
         (["--model", "llamagen-b", "--runs", "2"], "--runs 2 given"),
-        (
-            ["--model", "llamagen-b", "--samplers", "tree"],
-            "--random-weights times",
-        ),
-        (
-            ["--model", "llamagen-b", "--samplers", "zipar"],
-            "--random-weights times",
-        ),
+        (["--model", "llamagen-b", "--samplers", "tree"], "--random-weights times"),
+        (["--model", "llamagen-b", "--samplers", "zipar"], "--random-weights times"),
         (["--model", "llamagen-b", "--samplers", f"{JACOBI}:window=auto"], "window=auto.*--random-weights"),
         (["--model", "llamagen-b", "--masked", "tunes_masked"], "--model tunes --masked"),
     ],

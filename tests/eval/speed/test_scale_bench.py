@@ -153,10 +153,7 @@ def test_official_sizes_have_random_weights_and_true_costs(capsys, name):
         (["--windows", "8"], "--windows.*measured"),
         (["--curve"], "--curve"),
         (["--samplers", "gumbel+exact"], r"'gumbel\+exact'"),
-        (
-            ["--samplers", "autoregressive"],
-            "AutoregressiveSampler",
-        ),
+        (["--samplers", "autoregressive"], "AutoregressiveSampler"),
         (["--samplers", "scale-wise:num_draft_scales=9"], "num_draft_scales=9.*0.*4"),
         (["--samplers", "scale-wise:cache_share=0.1"], "share=0.1 leaves"),
         (["--runs", "3"], "--runs 3.*5"),

@@ -135,11 +135,7 @@ def test_a_text_encoder_by_its_folder(tmp_path):
         ("transformer_lm.num_layers", 3, "2 layers.*3"),
         ("transformer_lm.layer_scale", 0.1, r"transformer_lm\.layer_scale=0\.1.*None"),
         ("transformer_lm.qk_layer_norm", True, "transformer_lm.qk_layer_norm=True"),
-        (
-            "codebooks_pattern.modeling",
-            "parallel",
-            r"codebooks_pattern\.modeling='parallel'.*'delay'",
-        ),
+        ("codebooks_pattern.modeling", "parallel", r"codebooks_pattern\.modeling='parallel'.*'delay'"),
         ("codebooks_pattern.delay.delays", [0, 2, 4], r"delays=\[0, 2, 4\]; .* by \[0, 1, 2\]"),
         ("codebooks_pattern.delay.delays", "x", r"codebooks_pattern\.delay\.delays='x'.*MusicGen.*3"),
         ("codebooks_pattern.delay.flatten_first", 2, r"codebooks_pattern\.delay\.flatten_first=2.*0"),

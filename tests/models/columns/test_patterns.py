@@ -51,18 +51,10 @@ TABLES: list[tuple[str, int, list[str]]] = [
     ("partial flat", 2, ["1 . 2 .", ". 1 . 2", ". 1 . 2", ". 1 . 2"]),
     ("partial flat, delayed", 4, ["1 2 3 . 4 . . . . .", *2 * [". . . 1 . 2 . 3 . 4"]]),
     ("coarse first", 3, ["1 2 3 . . .", *3 * [". . . 1 2 3"]]),
-    (
-        "coarse first, delayed",
-        2,
-        ["1 2 . . . .", ". . 1 2 . .", ". . . 1 2 .", ". . . . 1 2"],
-    ),
+    ("coarse first, delayed", 2, ["1 2 . . . .", ". . 1 2 . .", ". . . 1 2 .", ". . . . 1 2"]),
     ("grouped", 2, ["1 . 2 . . . . .", ". 1 . 2 . . . .", ". . . . 1 . 2 .", ". . . . . 1 . 2"]),
     ("stack", 2, ["1 . . 2 . .", ". 1 . . 2 .", ". . 1 . . 2"]),
-    (
-        "stack-delay",
-        4,
-        ["1 3 2 4 . . .", ". 1 3 2 4 . .", ". . 1 3 2 4 .", ". . . 1 3 2 4"],
-    ),
+    ("stack-delay", 4, ["1 3 2 4 . . .", ". 1 3 2 4 . .", ". . 1 3 2 4 .", ". . . 1 3 2 4"]),
 ]
 
 
@@ -189,10 +181,7 @@ def test_layouts_by_name():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (
-            lambda: CodebookPattern.named("diagonal", 4),
-            "layout='diagonal'.*parallel",
-        ),
+        (lambda: CodebookPattern.named("diagonal", 4), "layout='diagonal'.*parallel"),
         (lambda: CodebookPattern.named("delay", 4, delays=[0, 1]), r"delays=\(0, 1\).*4"),
         (lambda: CodebookPattern.parallel(0), "codebooks=0.*1"),
         (lambda: CodebookPattern.delay([]), "0 delays.*0.*0"),
@@ -205,14 +194,8 @@ def test_layouts_by_name():
         (lambda: CodebookPattern.stack_delay(4, [0, 2]), r"frame_order=\(0, 2\).*0"),
         (lambda: PATTERNS["musicgen"].steps(0), "num_frames=0.*1"),
         (lambda: PATTERNS["musicgen"].apply(codes_of(3, 5), 0), r"4.*\[B, 4, length\]"),
-        (
-            lambda: PATTERNS["musicgen"].revert(codes_of(4, 3)),
-            "3 steps.*4",
-        ),
-        (
-            lambda: PATTERNS["flat"].revert(codes_of(3, 7)),
-            "7 steps.*3.*3",
-        ),
+        (lambda: PATTERNS["musicgen"].revert(codes_of(4, 3)), "3 steps.*4"),
+        (lambda: PATTERNS["flat"].revert(codes_of(3, 7)), "7 steps.*3.*3"),
     ],
 )
 def test_refuses(make, message):

@@ -136,11 +136,7 @@ def test_a_clip_from_files(tmp_path):
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        (
-            "lm_model",
-            "transformer_lm",
-            r"'transformer_lm'.*MAGNeT.*MusicGen.*AudioPipeline\.from_audiocraft",
-        ),
+        ("lm_model", "transformer_lm", r"'transformer_lm'.*MAGNeT.*MusicGen.*AudioPipeline\.from_audiocraft"),
         ("transformer_lm.norm_first", False, r"transformer_lm\.norm_first=False.*True"),
         ("transformer_lm.activation", "relu", r"transformer_lm\.activation='relu'.*'gelu'"),
         (
@@ -184,23 +180,14 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30)
 )
 NO_SETTINGS = {
-    "aliases without end": (
-        LAUGHS + "transformer_lm: {norm_first: *a29}\n",
-        "YAML",
-    ),
+    "aliases without end": (LAUGHS + "transformer_lm: {norm_first: *a29}\n", "YAML"),
     "a tree in itself": ("a: &a [*a]\n", "YAML"),
     "deep": ("[" * 5000, "YAML"),
-    "a tag": (
-        "a: !!python/object/apply:os.system ['true']\n",
-        "YAML",
-    ),
+    "a tag": ("a: !!python/object/apply:os.system ['true']\n", "YAML"),
     "broken": ("a: [1, 2", "YAML"),
     "a list": ("- 1\n", r"xp\.cfg.*mapping"),
     "a number": (3, r"xp\.cfg.*mapping"),
-    "a circle": (
-        "dataset: {segment_duration: '${a}'}\na: '${b}'\nb: '${a}'\n",
-        r"xp\.cfg",
-    ),
+    "a circle": ("dataset: {segment_duration: '${a}'}\na: '${b}'\nb: '${a}'\n", r"xp\.cfg"),
 }
 
 

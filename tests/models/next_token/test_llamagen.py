@@ -100,8 +100,7 @@ def test_training_logits_equal_decoding_logits():
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"),
-    [("B", 111), ("L", 343), ("XL", 775), ("XXL", 1411), ("3B", 3100)],
+    ("name", "millions"), [("B", 111), ("L", 343), ("XL", 775), ("XXL", 1411), ("3B", 3100)]
 )
 def test_presets_have_the_published_sizes_and_the_official_keys(name: str, millions: int):
     with torch.device("meta"):

@@ -172,10 +172,7 @@ def test_the_size_of_the_pictures_is_found_where_it_is_told():
         ({"name": "c2i_1384.pt"}, r"c2i_1384\.pt.*tell"),
         ({"asked": 100}, "image_size=100.*16"),
         ({"asked": -16}, "image_size=-16"),
-        (
-            {"asked": 256, "table": 1 + 24 * 24},
-            "image_size=256.*384.*384",
-        ),
+        ({"asked": 256, "table": 1 + 24 * 24}, "image_size=256.*384.*384"),
         ({"asked": 512, "image_size": 256}, "image_size=512.*256"),
     ],
 )
@@ -247,16 +244,10 @@ def test_sizes_outside_the_table_name_the_closest_and_what_to_do():
 @pytest.mark.parametrize(
     ("keys", "looks_like"),
     [
-        (
-            ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"],
-            "transformers.*Janus",
-        ),
+        (["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"], "transformers.*Janus"),
         (["blocks.0.ada_lin.1.weight"], "like VAR"),
         (["diffloss.net.input_proj.weight"], "like MAR"),
-        (
-            ["encoder.block.0.layer.0.SelfAttention.q.weight"],
-            "text_encoder",
-        ),
+        (["encoder.block.0.layer.0.SelfAttention.q.weight"], "text_encoder"),
         (["something.else"], "1 keys"),
     ],
 )

@@ -247,8 +247,5 @@ def test_refuses_calls_in_raster_order(tmp_path):
     with pytest.raises(ValueError, match="teacher_forced"):
         model.teacher_forced(TOKENS, LABELS)
     for order, frames in (("spiral", 1), ("flashar", 2), ("par4", 2)):
-        with pytest.raises(
-            ValueError,
-            match=f"order='{order}' of {frames} frames of a LlamaGen",
-        ):
+        with pytest.raises(ValueError, match=f"order='{order}' of {frames} frames of a LlamaGen"):
             LlamaGenTransformer(dim=16, num_heads=2, num_layers=1, order=order, num_frames=frames)

@@ -274,10 +274,7 @@ class Refusing:
         (dict(num_frames=0), "num_frames=0.*1"),
         (dict(height=5), "height=5.*2"),
         (dict(reward=lambda chunk, index: 0.0), "drafter.*reward"),
-        (
-            dict(context=torch.zeros(1, 3, 3, 4, 4)),
-            r"\[1, 3, 3, 4, 4\].*\[2 or 1, 4, n, 4, 4\]",
-        ),
+        (dict(context=torch.zeros(1, 3, 3, 4, 4)), r"\[1, 3, 3, 4, 4\].*\[2 or 1, 4, n, 4, 4\]"),
         (dict(context=torch.zeros(1, 4, 0, 4, 4)), "context is"),
         (dict(generator=[torch.Generator()]), "1 generators.*2"),
     ],

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.core import noise as noise_module
-from visual_spec.samplers.core.noise import (
-    ACCEPT,
-    CHAIN,
-    DRAFT,
-    RESIDUAL,
-    TOKEN,
-    CounterNoise,
-    draw_keys,
-)
+from visual_spec.samplers.core.noise import ACCEPT, CHAIN, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
 
 STREAMS = (TOKEN, DRAFT, ACCEPT, RESIDUAL)
 
@@ -316,12 +308,7 @@ def test_the_default_generator_is_used_only_when_none_is_given():
         (None, 0, ValueError, "batch_size=0.*1"),
         ([seeded(0)] * 3, 2, ValueError, "3 generators.*2"),
         ([], 1, ValueError, "0 generators.*1"),
-        (
-            [seeded(0), 1],
-            2,
-            TypeError,
-            r"\[1\].*torch\.Generator",
-        ),
+        ([seeded(0), 1], 2, TypeError, r"\[1\].*torch\.Generator"),
         ([None, seeded(0)], 2, TypeError, r"\[0\].*NoneType"),
         (1234, 1, TypeError, "generator is.*int.*manual_seed"),
     ],

@@ -180,34 +180,14 @@ def test_settings_by_name():
 @pytest.mark.parametrize(
     "acceptance, settings, message",
     [
-        (
-            "lantern",
-            {"delta": 0.2, "detla": 0.3},
-            "'detla'.*group_size",
-        ),
-        (
-            "lantern",
-            {"acceptance": "grouped"},
-            "'acceptance'.*group_size",
-        ),
+        ("lantern", {"delta": 0.2, "detla": 0.3}, "'detla'.*group_size"),
+        ("lantern", {"acceptance": "grouped"}, "'acceptance'.*group_size"),
         ("lantern", {1: 2}, "setting 1"),
         ("lantern", 0.2, r"relaxation=0\.2"),
         ("lantern", {"delta": 2}, "delta=2"),
-        (
-            "loose",
-            {"delta": 0.2},
-            "acceptance='loose'",
-        ),
-        (
-            "exact",
-            {"delta": 0.1},
-            "acceptance='exact'.*relaxation=None",
-        ),
-        (
-            "identical",
-            {"group_size": 4, "delta": 0.1},
-            "group_size.*acceptance='identical'",
-        ),
+        ("loose", {"delta": 0.2}, "acceptance='loose'"),
+        ("exact", {"delta": 0.1}, "acceptance='exact'.*relaxation=None"),
+        ("identical", {"group_size": 4, "delta": 0.1}, "group_size.*acceptance='identical'"),
     ],
 )
 def test_refuses_settings_by_name(acceptance, settings, message):

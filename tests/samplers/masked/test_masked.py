@@ -544,11 +544,7 @@ def test_requests_that_cannot_be_served_are_refused():
         known_tokens=known[..., 0],
     )
     refused(MaskedSampler(4), r"known_tokens.*torch\.float32", known_tokens=known.float())
-    refused(
-        MaskedSampler(4),
-        "0.*17.*0.*15.*16",
-        known_tokens=known.index_fill(1, torch.tensor([1]), 17),
-    )
+    refused(MaskedSampler(4), "0.*17.*0.*15.*16", known_tokens=known.index_fill(1, torch.tensor([1]), 17))
     refused(MaskedSampler(4), "all tokens", known_tokens=known)
     other = MusicgenColumnModel(musicgen(), FRAMES)
     other.vocab_size = 9

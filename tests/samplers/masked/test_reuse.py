@@ -20,13 +20,7 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import CLOCKS, SCHEDULES, hidden_counts, hidden_shares
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.core.recap import (
-    full_calls,
-    group_width,
-    last_of_group,
-    places_of,
-    scattered,
-)
+from visual_spec.samplers.core.recap import full_calls, group_width, last_of_group, places_of, scattered
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.state import MaskedTrace
 
@@ -67,11 +61,7 @@ def test_a_group_of_spans_has_room_for_all_their_tokens():
 
 def test_places_are_those_of_the_group_and_then_past_the_grid():
     group = torch.tensor([[False, True, False, True, True], [False] * 5, [True] * 5])
-    assert places_of(group, 6).tolist() == [
-        [1, 3, 4, 8, 9, 10],
-        [5, 6, 7, 8, 9, 10],
-        [0, 1, 2, 3, 4, 10],
-    ]
+    assert places_of(group, 6).tolist() == [[1, 3, 4, 8, 9, 10], [5, 6, 7, 8, 9, 10], [0, 1, 2, 3, 4, 10]]
     whole, values = torch.zeros(3, 5, 2), torch.arange(36.0).view(3, 6, 2) + 1
     found: Any = scattered(values, places_of(group, 6), whole)
     assert found[0, :, 0].tolist() == [0, 1, 0, 3, 5] and not found[1].any()

@@ -98,11 +98,7 @@ def test_an_approximation_is_refused_unless_it_is_allowed():
 @pytest.mark.parametrize(
     ("model", "order", "message"),
     [
-        (
-            RASTER,
-            "nar",
-            "order='diagonal'.*allow_approximate=True",
-        ),
+        (RASTER, "nar", "order='diagonal'.*allow_approximate=True"),
         (TabularModel(TokenGrid(4, 4), 4, order=2), "par4", "3 learned"),
         (NAR, "raster", "'nar'.*'raster'.*heads"),
         (PAR, "nar", "'par4'.*'nar'.*heads"),

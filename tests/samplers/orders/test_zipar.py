@@ -24,12 +24,7 @@ from visual_spec.samplers.orders.row_order import RowOrder
 from visual_spec.samplers.orders.zipar import ZipARSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
-COMBINATIONS = [
-    ("gumbel", "identical"),
-    ("gumbel", "exact"),
-    ("independent", "exact"),
-    ("maximal", "exact"),
-]
+COMBINATIONS = [("gumbel", "identical"), ("gumbel", "exact"), ("independent", "exact"), ("maximal", "exact")]
 TABULAR = TabularModel(TokenGrid(4, 5), 4, order=7, conditions=2, dependence=0.3)
 LABELS = torch.tensor([1, 0, 1])
 LLAMAGEN = make(grid_size=4, vocab_size=6)

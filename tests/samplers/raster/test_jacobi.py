@@ -16,12 +16,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
-COMBINATIONS = [
-    ("gumbel", "identical"),
-    ("gumbel", "exact"),
-    ("independent", "exact"),
-    ("maximal", "exact"),
-]
+COMBINATIONS = [("gumbel", "identical"), ("gumbel", "exact"), ("independent", "exact"), ("maximal", "exact")]
 MODEL = TabularModel(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
 CONDITION = torch.tensor([2, 0, 1, 2])
 LAW = TokenLaw()

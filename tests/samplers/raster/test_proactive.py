@@ -18,12 +18,7 @@ from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.raster.proactive import HeadTree, ProactiveJacobiSampler
 
-COUPLINGS = [
-    ("maximal", "exact"),
-    ("independent", "exact"),
-    ("gumbel", "exact"),
-    ("gumbel", "identical"),
-]
+COUPLINGS = [("maximal", "exact"), ("independent", "exact"), ("gumbel", "exact"), ("gumbel", "identical")]
 MODEL = TabularModel(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
 CONDITION = torch.tensor([2, 0, 1, 2])
 LAW = TokenLaw()

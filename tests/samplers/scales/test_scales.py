@@ -253,15 +253,9 @@ def test_requests_that_cannot_be_served_are_refused_before_compute():
     refused([Stage(model, range(3)), Stage(other, range(2, 4))], "draw scales 0 to 2, 2 to 3; .* " + cover)
     refused([Stage(model, range(5))], "draw scales 0 to 4; .* " + cover)
     shapes = [
-        (
-            TableScaleModel((1, 2, 3, 5), 12),
-            r"1.*\(1, 2, 3, 5\).*12.*2",
-        ),
+        (TableScaleModel((1, 2, 3, 5), 12), r"1.*\(1, 2, 3, 5\).*12.*2"),
         (TableScaleModel(SIDES, 11), r"1.*\(1, 2, 3, 4\).*11"),
-        (
-            TableScaleModel(SIDES, 12, code_dim=3),
-            "12 codes.*3.*2",
-        ),
+        (TableScaleModel(SIDES, 12, code_dim=3), "12 codes.*3.*2"),
     ]
     for wrong, match in shapes:
         refused(code_stages(model, wrong, 2), match)
