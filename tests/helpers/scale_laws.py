@@ -65,7 +65,7 @@ def product_law(
         law = laws[k]
         conditional = models[k].logits(torch.zeros(rows, dtype=torch.long), maps)
         unconditional = models[k].logits(torch.full((rows,), models[k].conditions), maps)
-        filters = TokenLaw(1.0, law.temperature, law.top_k, law.top_p, law.allowed)
+        filters = TokenLaw(1.0, law.temperature, law.top_k, law.top_p, allowed=law.allowed)
         for place in range(tokenizer.scales[k] ** 2):
             logits = conditional[:, place]
             if law.guidance_scale > 1 and (law.guidance_until is None or slot < law.guidance_until):

@@ -65,7 +65,7 @@ def in_double_precision(here: Window) -> tuple[Tensor, Tensor]:
     tokens, margins = torch.zeros_like(here.slots), torch.zeros(here.slots.shape, dtype=torch.float64)
     for b, w in torch.cartesian_prod(*map(torch.arange, here.slots.shape)).tolist():
         scores = here.logits[b, w].double()
-        if law.guided and int(here.slots[b, w]) < here.numbers.guided_until:
+        if law.guided and int(here.slots[b, w]) < here.numbers.guidance_until:
             other = here.logits[b + len(here.slots), w].double()
             open_ids = (scores > -torch.inf) & (other > -torch.inf)
             scores = torch.where(open_ids, other + law.guidance_scale * (scores - other), -torch.inf)

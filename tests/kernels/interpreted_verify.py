@@ -137,4 +137,4 @@ def test_operator_passes_the_checks_of_pytorch(monkeypatch):
 
 def test_constants_are_those_in_the_kernel():
     assert (NO_DRAFT, POINT_LAW, UNIFORM_LAW) == (-1, -2, -3)
-    assert window(TokenLaw()).numbers.guided_until == 2**31 - 1
+    assert window(TokenLaw()).numbers.guidance_until == 2**31 - 1

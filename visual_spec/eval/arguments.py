@@ -10,9 +10,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-from visual_spec.records import LAW_SETTINGS
+from visual_spec.models.core.settings import Help, settings_of
+from visual_spec.records import LawSettings
 
 logger = logging.getLogger("visual_spec")
 
@@ -177,8 +178,10 @@ def share(args: argparse.Namespace) -> dict[str, int]:
 def add_law(parser: Any, names: Iterable[str] = ("temperature", "top_k", "top_p")) -> None:
     """Add settings of the law, names of `LAW_SETTINGS`, to a parser or a group of it."""
     for name in names:
-        kind, letter, text = LAW_SETTINGS[name]
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=letter, help=text)
+        setting = settings_of(LawSettings.__init__)[name]
+        help = cast(Help, setting.help)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=setting.kinds[0], metavar=help.letter, help=help.text)
 
 
 def progress(text: str) -> None:

@@ -133,10 +133,10 @@ def _draw_op(
     top_p: float,
     first: int,
     stop: int,
-    guided_until: int,
+    guidance_until: int,
     margins: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guided_until)
+    law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guidance_until)
     if not on_gpu(logits):
         return draw_reference(logits, keys, slots, round, stream, law, margins)
     return draw_triton(logits, keys, slots, round, stream, law, margins)

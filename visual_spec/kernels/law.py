@@ -23,7 +23,7 @@ from visual_spec.kernels.launch import on_host, triton
 # Tokens that a program handles together, and its warps: there are few programs, so each should fill a multiprocessor.
 TILE = 2048
 WARPS = 16
-EVERY_SLOT = 2**31 - 1  # `guided_until` of a law that guides every slot
+EVERY_SLOT = 2**31 - 1  # `guidance_until` of a law that guides every slot
 # Values in place of the number of a stored draft law.
 NO_DRAFT = -1
 POINT_LAW = -2  # all mass on the draft
@@ -37,7 +37,7 @@ class LawNumbers(NamedTuple):
         guided: whether the logits hold unconditional rows.
         guidance_scale, temperature, top_k, top_p: as in `TokenLaw`.
         first, stop: the allowed ids, half-open.
-        guided_until: slots from this one on are not guided; `EVERY_SLOT` guides all.
+        guidance_until: slots from this one on are not guided; `EVERY_SLOT` guides all.
     """
 
     guided: bool
@@ -47,7 +47,7 @@ class LawNumbers(NamedTuple):
     top_p: float
     first: int
     stop: int
-    guided_until: int = EVERY_SLOT
+    guidance_until: int = EVERY_SLOT
 
     def unfiltered(self) -> LawNumbers:
         """The law before top-k and top-p. Greedy decoding also counts as a filter: without it, temperature is 1."""
@@ -108,11 +108,11 @@ def mixed_logits(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tenso
     guided = unconditional + law.guidance_scale * (conditional - unconditional)
     # -inf minus -inf is nan: a token that either row forbids stays forbidden. nan survives the minimum.
     guided.masked_fill_(torch.minimum(conditional, unconditional).isneginf(), -torch.inf)
-    if law.guided_until == EVERY_SLOT:
+    if law.guidance_until == EVERY_SLOT:
         return guided
     assert slots is not None
     # The conditional logits themselves: scale 1 would round them, and let the unconditional row forbid tokens.
-    return torch.where((slots < law.guided_until)[..., None], guided, conditional)
+    return torch.where((slots < law.guidance_until)[..., None], guided, conditional)
 
 
 def _greedy(logits: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def as_round(round: int | Tensor, slots: Tensor) -> Tensor:
 def kernel_numbers(law: LawNumbers) -> tuple[int, int, float, float, float, float, int]:
     """Return the numbers of a law in the order of the kernels' arguments, from `first` to `until`."""
     inverse = 1.0 if law.temperature == 0 else 1.0 / law.temperature
-    return law.first, law.stop, law.guidance_scale, inverse, float(law.top_k), law.top_p, law.guided_until
+    return law.first, law.stop, law.guidance_scale, inverse, float(law.top_k), law.top_p, law.guidance_until
 
 
 def tiles(law: LawNumbers, tile: int) -> int:

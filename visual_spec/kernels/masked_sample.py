@@ -82,9 +82,9 @@ def _masked_sample_op(
     top_p: float,
     first: int,
     stop: int,
-    guided_until: int,
+    guidance_until: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guided_until)
+    law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guidance_until)
     by = masked_sample_triton if on_gpu(logits) else masked_sample_reference
     return by(logits, keys, slots, round, stream, law)
 

@@ -131,9 +131,9 @@ def _verify_op(
     top_p: float,
     first: int,
     stop: int,
-    guided_until: int,
+    guidance_until: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guided_until)
+    law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guidance_until)
     return verify_triton(
         logits,
         drafts,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
@@ -19,13 +19,14 @@ from visual_spec.models.masked.amused import (
     ClipCondition,
     clip_condition,
 )
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.decoders import AmusedDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.saved_index import read_index_file
 from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
+from visual_spec.records import LawChoice
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 
@@ -185,7 +186,7 @@ class AmusedImagePipeline(TokenImagePipeline):
         negative_prompt_embeds, negative_encoder_hidden_states = encoded.null_pooled, encoded.null_states
         return prompt_embeds, encoder_hidden_states, negative_prompt_embeds, negative_encoder_hidden_states
 
-    @torch.no_grad()
+    @draws(without=("guidance_until",))
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -196,10 +197,6 @@ class AmusedImagePipeline(TokenImagePipeline):
         strength: float | None = None,
         height: int | None = None,
         width: int | None = None,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: torch.Tensor | None = None,
@@ -210,6 +207,7 @@ class AmusedImagePipeline(TokenImagePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **law: Unpack[LawChoice],
     ) -> ImagePipelineOutput:
         """Draw. All but these is as in `MaskedImagePipeline.__call__`.
 
@@ -218,4 +216,4 @@ class AmusedImagePipeline(TokenImagePipeline):
             prompt_embeds, encoder_hidden_states, negative_prompt_embeds, negative_encoder_hidden_states: in place of
                 both texts, as `encode_prompt` gives them.
         """
-        return self._run(locals())
+        ...

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
@@ -28,11 +28,12 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_stream import ClipWindow, WaveStream, decode_windows, plan_windows
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.steps import Asked, StepCallback, planned_steps
 from visual_spec.pipelines.texts import ReadsText, Texts, check_words, tokenized
+from visual_spec.records import LawChoice
 from visual_spec.samplers.registry import MASKED
 
 AudioListener = Callable[[Any, int, Tensor], Any]
@@ -408,7 +409,7 @@ class AudioPipeline(ReadsText):
 
     # -- playing -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @draws()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -418,11 +419,6 @@ class AudioPipeline(ReadsText):
         extend_stride_in_s: float | None = None,
         audio: Any = None,
         sampling_rate: int | None = None,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        guidance_until: int | None = None,
         num_waveforms_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
@@ -436,6 +432,7 @@ class AudioPipeline(ReadsText):
         callback_on_audio: AudioListener | None = None,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **law: Unpack[LawChoice],
     ) -> AudioPipelineOutput:
         """Play.
 
@@ -476,7 +473,7 @@ class AudioPipeline(ReadsText):
             ImportError: a clip at another rate than the codec's, and torchaudio is missing.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        return self._run(locals())
+        ...
 
     def _decode(self, args: Mapping[str, Any], asked: Asked, condition: MusicCondition) -> tuple[Any, ...]:
         known = self._known_codes(asked.known, len(condition.features))

@@ -20,7 +20,7 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import POLICIES, CachePolicy, HeadBudgets
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.output import ShownPictures, shown
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.steps import Asked, StepCallback
@@ -167,7 +167,7 @@ class ChunkVideoPipeline(ReadsText):
         CausalWan.check_model(self.transformer, policy)
         return num_frames, policy, sampler
 
-    @torch.no_grad()
+    @draws()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -208,7 +208,7 @@ class ChunkVideoPipeline(ReadsText):
         Raises:
             ValueError, TypeError: bad input, before any computation.
         """
-        return self._run(locals())
+        ...
 
     def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
         num_frames, policy, sampler = asked.model

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.labels import DrawsClasses, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
+from visual_spec.records import LawChoice
 
 if TYPE_CHECKING:
     from visual_spec.models.core.checkpoints import Source
@@ -92,7 +93,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         )
         return cls(model, tokenizer, sampler or own_sampler(model), id2label, **defaults)
 
-    @torch.no_grad()
+    @draws()
     def __call__(
         self,
         labels: Labels | None = None,
@@ -103,11 +104,6 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         strength: float | None = None,
         height: int | None = None,
         width: int | None = None,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        guidance_until: int | None = None,
         num_images_per_label: int | None = None,
         num_images_per_prompt: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -115,6 +111,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **law: Unpack[LawChoice],
     ) -> ImagePipelineOutput:
         """Draw.
 
@@ -126,4 +123,4 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
 
         All other arguments, and the errors, as in `ImagePipeline.__call__`.
         """
-        return self._run(locals())
+        ...

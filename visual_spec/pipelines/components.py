@@ -12,10 +12,11 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast, get_type_hints
 
 from visual_spec.families import FORMER, PIPELINES, component_homes
+from visual_spec.records import LAW_SETTINGS, LawChoice
 
 # By these diffusers tells how a component is loaded.
 _BASES = {
@@ -71,6 +72,50 @@ def registers(init: Callable[..., None]) -> Callable[..., None]:
         self._check_parts()
 
     return made
+
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def draws(without: Sequence[str] = ()) -> Callable[[Call], Call]:
+    """Make the `__call__` of a pipeline of its signature: bind arguments by name, and run them without gradients.
+
+    A last parameter `**law` stands for the settings of the law (`LawSettings`). Each is None where a call names none.
+
+    Args:
+        without: settings of the law that this pipeline has no use of.
+
+    Raises of the call:
+        TypeError: an argument that the signature does not have, or one that is missing.
+    """
+    import torch
+
+    def made(call: Call) -> Call:
+        signature = inspect.signature(call)
+        parameters = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        if len(parameters) < len(signature.parameters):
+            kinds = get_type_hints(LawChoice)
+            settings = [name for name in LAW_SETTINGS if name not in without]
+            parameters += [_setting(name, annotation=kinds[name]) for name in settings]
+        signature = signature.replace(parameters=parameters)
+
+        @functools.wraps(call)
+        @torch.no_grad()
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                bound = signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}() {error}") from None
+            bound.apply_defaults()
+            return self._run(bound.arguments)
+
+        run.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        return cast(Call, run)
+
+    return made
+
+
+_setting = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def annotated_types(kind: Any) -> dict[str, tuple[Any, ...]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText
 from visual_spec.pipelines.token_image import TokenImagePipeline
+from visual_spec.records import LawChoice
 
 if TYPE_CHECKING:
     from visual_spec.models.core.checkpoints import Source
@@ -131,7 +132,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
 
         return controlar.controlled(condition, args["control"], args["control_strength"])
 
-    @torch.no_grad()
+    @draws()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -144,11 +145,6 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         strength: float | None = None,
         height: int | None = None,
         width: int | None = None,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        guidance_until: int | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: torch.Tensor | None = None,
@@ -159,6 +155,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **law: Unpack[LawChoice],
     ) -> ImagePipelineOutput:
         """Draw.
 
@@ -205,4 +202,4 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
             ValueError, TypeError: bad input, before any computation.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        return self._run(locals())
+        ...

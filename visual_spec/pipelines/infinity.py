@@ -14,7 +14,7 @@ from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_chec
 from visual_spec.models.next_scale.infinity_scales import scales_by_name
 from visual_spec.models.next_scale.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.steps import Asked, StepCallback
@@ -202,7 +202,7 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         self.transformer.check_condition(condition, len(condition.mask))
         return condition
 
-    @torch.no_grad()
+    @draws()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -233,4 +233,4 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
             Pictures; tokens [B, L * T], the T bits of all places that are drawn, coarse to fine; and the trace, a
             `ScaleTrace`, whose tokens are bits.
         """
-        return self._run(locals())
+        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
@@ -11,12 +11,13 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.labels import one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
+from visual_spec.records import LawChoice
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 
@@ -86,7 +87,12 @@ class MageImagePipeline(TokenImagePipeline):
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> None:
         return None
 
-    @torch.no_grad()
+    @draws(
+        without=(
+            "guidance_scale",
+            "guidance_until",
+        )
+    )
     def __call__(
         self,
         *,
@@ -97,14 +103,12 @@ class MageImagePipeline(TokenImagePipeline):
         strength: float | None = None,
         height: int | None = None,
         width: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **law: Unpack[LawChoice],
     ) -> ImagePipelineOutput:
         """Draw; all else is as in `MaskedImagePipeline.__call__`, but there is no guidance.
 
@@ -115,4 +119,4 @@ class MageImagePipeline(TokenImagePipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
-        return self._run(locals())
+        ...

@@ -39,7 +39,7 @@ from visual_spec.models.masked.maskgct_checkpoint import (
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 from visual_spec.pipelines.audio_files import prepare_clip, write_audio
 from visual_spec.pipelines.base import VisualPipeline, check_sampler
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.steps import Asked, DecodeProgress, StepCallback, StepListener, planned_steps
 from visual_spec.samplers.core.base import Sampler
@@ -383,7 +383,7 @@ class MaskgctPipeline(VisualPipeline):
 
     # -- speaking ------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @draws()
     def __call__(
         self,
         phones: Any,
@@ -434,8 +434,11 @@ class MaskgctPipeline(VisualPipeline):
             ImportError: a clip at another rate, and torchaudio is missing.
             FloatingPointError: a network gave non-finite logits; names the slot.
         """
-        made = self._run(locals())
-        return made if return_dict else made[:4]  # type: ignore[return-value]
+        ...
+
+    def _run(self, args: Mapping[str, Any]) -> Any:
+        made = super()._run(args)
+        return made if args["return_dict"] else made[:4]
 
     def _decode(self, args: Mapping[str, Any], asked: Asked, condition: SemanticCondition) -> tuple[Any, ...]:
         (law, acoustic_law), generator, longest = asked.law, args["generator"], max(condition.lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,13 +19,13 @@ from visual_spec.models.next_scale.scale_cache import calibrate
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import load_var_vq_checkpoint
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.labels import DrawsClasses, Labels
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline, read_budget
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.pipelines.steps import Asked, StepCallback, check_generator
-from visual_spec.records import PipelineFacts
+from visual_spec.records import LawChoice, PipelineFacts
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import (
@@ -396,7 +396,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
     def _stages(self, args: Mapping[str, Any], asked: Asked) -> list[Stage]:
         return self.stages(args["num_draft_scales"], law=asked.law)
 
-    @torch.no_grad()
+    @draws(without=("guidance_until",))
     def __call__(
         self,
         labels: Labels | None = None,
@@ -404,10 +404,6 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         class_labels: Labels | None = None,
         height: int | None = None,
         width: int | None = None,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
         num_draft_scales: int | str | None = None,
         num_images_per_label: int | None = None,
         num_images_per_prompt: int | None = None,
@@ -416,6 +412,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **law: Unpack[LawChoice],
     ) -> ImagePipelineOutput:
         """Draw. All but these is as for `ClassImagePipeline.__call__`.
 
@@ -435,4 +432,4 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             Pictures; tokens [B, L], all maps that are drawn, coarse to fine, each in raster order; and the trace, a
             `ScaleTrace`.
         """
-        return self._run(locals())
+        ...

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.settings import Within, whole
-from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.decoders import FrameDecoder
 from visual_spec.pipelines.output import VideoPipelineOutput
 from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText
 from visual_spec.pipelines.token_image import TokenImagePipeline
+from visual_spec.records import LawChoice
 
 if TYPE_CHECKING:
     from visual_spec.models.masked.frames import FrameMaskedTransformer
@@ -94,7 +95,7 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
     def _more_output(self) -> tuple[float]:
         return (self.frame_rate,)
 
-    @torch.no_grad()
+    @draws()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -103,11 +104,6 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         negative_prompt: str | list[str] | None = None,
         height: int | None = None,
         width: int | None = None,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        guidance_until: int | None = None,
         num_videos_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: torch.Tensor | None = None,
@@ -118,6 +114,7 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **law: Unpack[LawChoice],
     ) -> VideoPipelineOutput:
         """Draw. All but these is as for `ImagePipeline.__call__`.
 
@@ -127,4 +124,4 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
             output_type: "pil", "np", "pt", or "latent" for the tokens by place [B, T, h, w].
             return_dict: False returns the tuple (frames, tokens, trace, frame rate).
         """
-        return self._run(locals())
+        ...

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import torch
 
 from visual_spec.models.core.settings import SEED, whole
+from visual_spec.records import LAW_SETTINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import draw_keys
 
 CONDITIONAL: Final = "conditional"
 UNCONDITIONAL: Final = "unconditional"
-_LAW = [part.name for part in fields(TokenLaw)]
-NAMES = ("seed", "role", "pair", *(name for name in _LAW if name != "allowed"))
+NAMES = ("seed", "role", "pair", *LAW_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PictureRequest:
         seed = whole("seed", seed, SEED)
         if role not in (CONDITIONAL, UNCONDITIONAL):
             raise ValueError(f"role={role!r}; pass {CONDITIONAL!r} or {UNCONDITIONAL!r}.")
-        law = TokenLaw(**{name: settings[name] for name in _LAW if name in settings})
+        law = TokenLaw(**{name: settings[name] for name in LAW_SETTINGS if name in settings})
         if (pair is not None) != law.guided or (pair is not None and not isinstance(pair, str)):
             raise ValueError(
                 f"pair={pair!r} with guidance_scale={law.guidance_scale}; above 1 two requests draw a picture, and "
@@ -78,7 +78,7 @@ def settings_of(law: TokenLaw, seed: int, pair: str | None = None) -> list[dict[
     Args:
         pair: a name that no other picture in the engine has; with guidance only.
     """
-    own = {name: getattr(law, name) for name in _LAW if name != "allowed"}
+    own = {name: getattr(law, name) for name in LAW_SETTINGS}
     own = {name: value for name, value in own.items() if value is not None} | {"seed": seed}
     if not law.guided:
         return [own]

@@ -22,8 +22,6 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
-
 from visual_spec.files.reading import shortened
 
 
@@ -77,6 +75,19 @@ class OneOf:
     names: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Help:
+    """What the command line says of a setting.
+
+    Attributes:
+        letter: stands for its value.
+        text: in the list of options.
+    """
+
+    letter: str
+    text: str
+
+
 _KINDS = {bool, int, float, str, Sequence, Sequence[float], Mapping, type(None)}
 MOST_CALLS = 65536  # what plans call after call is as long as the number of calls
 COUNT = Within(1)
@@ -99,6 +110,7 @@ class DeclaredSetting:
         within: the limits of numbers, also of those in a list.
         names: the words that are allowed; None: any.
         default: of the parameter.
+        help: on the command line, if it is declared.
     """
 
     name: str
@@ -106,6 +118,7 @@ class DeclaredSetting:
     within: Within
     names: tuple[str, ...] | None
     default: Any
+    help: Help | None = None
 
     def read(self, value: Any) -> Any:
         """Return the value with Python numbers in place of numpy's.
@@ -170,6 +183,8 @@ def _choice(names: Sequence[str], among: bool) -> str:
 
 def _plain(value: Any) -> Any:
     """The value with Python's numbers in place of numpy's."""
+    import numpy as np  # the command line needs none
+
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -193,7 +208,8 @@ def _setting(parameter: inspect.Parameter, hint: Any) -> DeclaredSetting:
     kinds = tuple(_kinds(hint, marks))
     within = next((mark for mark in marks if isinstance(mark, Within)), Within())
     names = next((tuple(mark.names) for mark in marks if isinstance(mark, OneOf)), None)
-    return DeclaredSetting(parameter.name, kinds, within, names, parameter.default)
+    help = next((mark for mark in marks if isinstance(mark, Help)), None)
+    return DeclaredSetting(parameter.name, kinds, within, names, parameter.default, help)
 
 
 def _kinds(hint: Any, marks: list[Any]) -> list[Any]:

@@ -14,30 +14,21 @@ from torch import Tensor
 
 from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_finite
 from visual_spec.models.core.settings import Within, read_fields
+from visual_spec.records import LARGEST, LAW_SETTINGS, LawSettings
 
 # Below this, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
-LARGEST = 1e6  # guidance scale and temperature: products with logits stay finite in float32
 
 
 @dataclass(frozen=True)
-class TokenLaw:
+class TokenLaw(LawSettings):
     """Guidance, allowed range, temperature, top-k and top-p, applied in this order, then normalised.
 
     The order is the one of LlamaGen's and Hugging Face's samplers, so figures published with them carry over.
 
     Args:
-        guidance_scale: `s` of classifier-free guidance, `unconditional + s * (conditional - unconditional)`
-            (Ho and Salimans 2022, equation 6, in logits, with s = 1 + w). Guidance is active above 1. At 1 or below,
-            the model's conditional law is used unchanged. At most 1e6.
-        temperature: logits are divided by it; 0, or 1e-6 to 1e6. 0 is greedy decoding: all mass on the largest
-            logit, and on the lowest id if several are equal.
-        top_k: keep the `top_k` largest logits, and ties with the smallest of them. 0 is off.
-        top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`, and ties with the least
-            probable of them (Holtzman et al. 2020, section 3.1). 1 is off.
+        guidance_scale, temperature, top_k, top_p, guidance_until: see `LawSettings`.
         allowed: half-open range (first, last + 1) of token ids; None allows the whole vocabulary.
-        guidance_until: slots from this one on are drawn from the conditional law; None guides every slot. LlamaGen's
-            `cfg_interval=n` guides its first token and n + 1 more, so it is `guidance_until=n + 2`.
         history: rules that read the tokens before the slot (`history.HistoryRule`), applied in this order after
             guidance and before the rest, as transformers does.
         end: the token after which a sample holds nothing else; None: samples fill the grid.
@@ -46,12 +37,7 @@ class TokenLaw:
         ValueError: a value is out of its range.
     """
 
-    guidance_scale: Annotated[float, Within(0, LARGEST)] = 1.0
-    temperature: Annotated[float, Within(0, LARGEST)] = 1.0
-    top_k: Annotated[int, Within(0)] = 0
-    top_p: Annotated[float, Within(above=0, most=1)] = 1.0
     allowed: tuple[int, int] | None = None
-    guidance_until: Annotated[int | None, Within(0, none="guidance of every slot")] = None
     history: tuple[Callable[..., Tensor], ...] = ()
     end: Annotated[int | None, Within(0, none="samples that fill the grid")] = None
 
@@ -90,11 +76,11 @@ class TokenLaw:
                 f"history={self.history!r} and end={self.end!r} read the tokens before the slot; decode with "
                 "AutoregressiveSampler or SpeculativeJacobiSampler, or leave them out."
             )
+        settings = {name: getattr(self, name) for name in LAW_SETTINGS}
+        if self.guidance_until is None:
+            settings["guidance_until"] = EVERY_SLOT
         first, stop = self.allowed or (0, vocab_size)
-        until = EVERY_SLOT if self.guidance_until is None else self.guidance_until
-        return LawNumbers(
-            guided, self.guidance_scale, self.temperature, self.top_k, self.top_p, first, stop, until
-        )
+        return LawNumbers(guided, first=first, stop=stop, **settings)
 
     def __call__(self, logits: Tensor, guided: bool, slots: Tensor | None = None) -> Tensor:
         """Return the law at every position of a window.

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
 from visual_spec.models.core.settings import OneOf, Within, register_to_config
+from visual_spec.records import LARGEST
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
-from visual_spec.samplers.core.law import LARGEST, TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE, SampleResult
