@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import random
+from typing import get_type_hints
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.helpers.tabular import TabularModel
+from visual_spec.families import PIPELINES
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.pipelines import components
+from visual_spec.records import LAW_SETTINGS, LawChoice, LawSettings
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 
 FORBIDDEN = -math.inf
@@ -317,3 +322,21 @@ def test_check_finite_looks_at_allowed_ids_only():
     logits[..., :4] = -math.inf
     with pytest.raises(FloatingPointError, match="only -inf"):
         check_finite(logits, slots, allowed=(0, 4))
+
+
+FEWER = {  # settings of the law that these calls take; all others take all of them
+    "AmusedImagePipeline": LAW_SETTINGS[:4],
+    "ScaleImagePipeline": LAW_SETTINGS[:4],
+    "MageImagePipeline": LAW_SETTINGS[1:4],
+    "InfinityPipeline": ("guidance_scale", "temperature", "top_p"),
+    "MaskgctPipeline": ("guidance_scale", "temperature", "top_k"),
+    "ChunkVideoPipeline": (),
+}
+
+
+def test_every_call_takes_the_settings_that_are_declared():
+    kinds = get_type_hints(LawSettings)
+    assert get_type_hints(LawChoice) == {name: kind | None for name, kind in kinds.items()}
+    for name in PIPELINES:
+        parameters = inspect.signature(getattr(components, name).__call__).parameters
+        assert tuple(one for one in parameters if one in kinds) == FEWER.get(name, LAW_SETTINGS), name
