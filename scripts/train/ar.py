@@ -30,7 +30,8 @@ from visual_spec.data.shapes import (
     TEXTURES,
     TOUCHING,
 )
-from visual_spec.models.next_token.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_blocks import CaptionEmbedding
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.training.loop import Descent, RunOptions, Trainer, muon_and_adamw, option, read_options

@@ -43,7 +43,8 @@ from visual_spec.data.motion import (
 from visual_spec.data.motion_parser import score
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
 from visual_spec.models.core.protocol import RASTER_ORDER
-from visual_spec.models.next_token.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_blocks import CaptionEmbedding
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.samplers.core.law import TokenLaw

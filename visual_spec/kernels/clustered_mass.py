@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
-from visual_spec.kernels.launch import compiled, on_gpu, triton
+from visual_spec.kernels.launch import launcher, on_gpu, triton
 from visual_spec.kernels.neighbour_mass import TILE, WARPS, check_laws, fits, law_rows, one_a_draft
 
 
@@ -51,9 +49,8 @@ def clustered_mass_triton(target: Tensor, draft_law: Tensor, drafts: Tensor, clu
     if drafts.numel() == 0:
         return out
     rows = law_rows(target, draft_law)
-    kernel: Any = wrap_triton(_clustered_kernel) if compiled(_clustered_kernel) else _clustered_kernel
     with torch.cuda.device_of(target):
-        kernel[(drafts.numel(),)](
+        launcher(_clustered_kernel)[(drafts.numel(),)](
             out,
             *rows,
             drafts.contiguous(),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
-from visual_spec.kernels.launch import compiled, on_gpu, triton
+from visual_spec.kernels.launch import launcher, on_gpu, triton
 from visual_spec.kernels.neighbour_mass import (
     TILE,
     WARPS,
@@ -141,9 +139,8 @@ def grouped_mass_triton(
         return out
     codebook = codebook.contiguous()
     rows = law_rows(target, draft_law)
-    kernel: Any = wrap_triton(_grouped_kernel) if compiled(_grouped_kernel) else _grouped_kernel
     with torch.cuda.device_of(target):
-        kernel[(drafts.numel(),)](
+        launcher(_grouped_kernel)[(drafts.numel(),)](
             out,
             *rows,
             drafts.contiguous(),

@@ -5,13 +5,11 @@ See `samplers.core.relaxed.lantern_acceptance`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
-from visual_spec.kernels.launch import compiled, on_gpu, triton
+from visual_spec.kernels.launch import launcher, on_gpu, triton
 from visual_spec.kernels.neighbour_mass import check_laws, fits, law_rows, one_a_draft, power_of_two
 
 
@@ -85,9 +83,8 @@ def lantern_mass_triton(
     if drafts.numel() == 0:
         return out
     rows = law_rows(target, draft_law)
-    kernel: Any = wrap_triton(_lantern_kernel) if compiled(_lantern_kernel) else _lantern_kernel
     with torch.cuda.device_of(target):
-        kernel[(drafts.numel(),)](
+        launcher(_lantern_kernel)[(drafts.numel(),)](
             out,
             *rows,
             drafts.contiguous(),

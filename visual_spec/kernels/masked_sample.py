@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
 from visual_spec.kernels.draw import categorical_reference
-from visual_spec.kernels.launch import compiled, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.launch import launcher, on_gpu, rows_of_numbers, triton
 from visual_spec.kernels.law import (
     TILE,
     WARPS,
@@ -106,9 +106,8 @@ def masked_sample_triton(
     if slots.numel() == 0:
         return tokens, log_probs, log_kept, finite
     logits = rows_of_numbers(logits)
-    kernel: Any = wrap_triton(_masked_kernel) if compiled(_masked_kernel) else _masked_kernel
     with torch.cuda.device_of(logits):
-        kernel[(slots.numel(),)](
+        launcher(_masked_kernel)[(slots.numel(),)](
             tokens,
             log_probs,
             log_kept,

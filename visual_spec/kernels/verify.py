@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
-from visual_spec.kernels.launch import compiled, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.launch import launcher, on_gpu, rows_of_numbers, triton
 from visual_spec.kernels.law import (
     TILE,
     WARPS,
@@ -192,9 +192,8 @@ def verify_triton(
     if slots.numel() == 0:
         return outputs
     logits, stored_laws = rows_of_numbers(logits), rows_of_numbers(stored_laws)
-    kernel: Any = wrap_triton(_verify_kernel) if compiled(_verify_kernel) else _verify_kernel
     with torch.cuda.device_of(logits):
-        kernel[(slots.numel(),)](
+        launcher(_verify_kernel)[(slots.numel(),)](
             *outputs,
             logits,
             drafts.contiguous(),

@@ -258,7 +258,7 @@ def test_captions_are_seen_without_their_padding(zero):
     state = along.prefill(caption, batch_size=2, guided=False, window=LENGTH)
     places = torch.arange(LENGTH - 1).expand(2, -1)
     found = torch.cat([state.logits[:, :1], along(state, tokens.gather(1, ORDERS)[:, :-1], places)], 1)
-    prefixes, words = model.embed_condition(caption)
+    prefixes, words = model.cls_embedding.prefix(caption)
     rows = zip(prefixes.detach(), tokens, ORDERS, words, strict=True)
     close(found, torch.stack([straight_line(weights, *row, prefix_turn=float(not zero)) for row in rows]))
 

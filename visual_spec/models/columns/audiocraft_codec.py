@@ -14,9 +14,10 @@ from transformers import EncodecConfig, EncodecModel
 from transformers.models.encodec.modeling_encodec import EncodecConvTranspose1d
 
 from visual_spec.models.columns.audiocraft import CODEC, KEEP, named_file, unpack
-from visual_spec.models.columns.audiocraft_settings import TrainingSettings, count, counts, flag, number, word
+from visual_spec.models.columns.audiocraft_settings import TrainingSettings
 from visual_spec.models.core.checkpoints import check_values, read_content
 from visual_spec.models.core.saved import Difference
+from visual_spec.models.core.settings import COUNT, Within
 
 
 def load_audiocraft_codec(
@@ -86,46 +87,41 @@ def load_audiocraft_codec(
 def _codec_config(config: TrainingSettings, most: int) -> EncodecConfig:
     """Return the configuration for the settings, with at most `most` parts of a kind, the number of tensors."""
     of = config.of_kind
-    if not of(count, "seanet.lstm", 2):
+    if not of(int, "seanet.lstm", 2):
         raise ValueError(
             f"{config.path} was trained with seanet.lstm=0; transformers' EnCodec always has an LSTM."
         )
-    rate = of(count, "encodec.sample_rate", 32_000)
-    ratios = of(counts, "seanet.ratios", [8, 5, 4, 2])
-    bins, books = of(count, "rvq.bins", 1024), of(count, "rvq.n_q", 8)
-    numbers = {"seanet.n_residual_layers": of(count, "seanet.n_residual_layers", 1), "rvq.n_q": books}
-    numbers["seanet.lstm"] = of(count, "seanet.lstm", 2)
+    rate = of(int, "encodec.sample_rate", 32_000, COUNT)
+    ratios = of(list, "seanet.ratios", [8, 5, 4, 2], COUNT)
+    bins, books = of(int, "rvq.bins", 1024, Within(2)), of(int, "rvq.n_q", 8, COUNT)
+    numbers = {"seanet.n_residual_layers": of(int, "seanet.n_residual_layers", 1), "rvq.n_q": books}
+    numbers["seanet.lstm"] = of(int, "seanet.lstm", 2)
     for name, value in numbers.items():
         if value > most:
             raise ValueError(
                 f"{config.path} was trained with {name}={value}, and holds {most} tensors; they differ."
             )
-    if min(rate, books, *ratios) < 1 or bins < 2:
-        raise ValueError(
-            f"{config.path} was trained with encodec.sample_rate={rate}, seanet.ratios={ratios}, rvq.bins={bins} and "
-            f"rvq.n_q={books}; all are at least 1, and bins 2."
-        )
     frame_rate = math.ceil(rate / math.prod(ratios))
     made = EncodecConfig(
         # Kilobits a second of all codebooks: transformers derives the number of codebooks from them, rounding down.
         target_bandwidths=[(books + 0.01) * frame_rate * math.ceil(math.log2(bins)) / 1000],
         sampling_rate=rate,
-        audio_channels=of(count, "encodec.channels", 1),
-        hidden_size=of(count, "seanet.dimension", 128),
-        num_filters=of(count, "seanet.n_filters", 32),
-        num_residual_layers=of(count, "seanet.n_residual_layers", 1),
+        audio_channels=of(int, "encodec.channels", 1),
+        hidden_size=of(int, "seanet.dimension", 128),
+        num_filters=of(int, "seanet.n_filters", 32),
+        num_residual_layers=of(int, "seanet.n_residual_layers", 1),
         upsampling_ratios=ratios,
-        kernel_size=of(count, "seanet.kernel_size", 7),
-        last_kernel_size=of(count, "seanet.last_kernel_size", 7),
-        residual_kernel_size=of(count, "seanet.residual_kernel_size", 3),
-        dilation_growth_rate=of(count, "seanet.dilation_base", 2),
-        use_causal_conv=of(flag, "seanet.causal", False),
-        pad_mode=of(word, "seanet.pad_mode", "constant"),
-        compress=of(count, "seanet.compress", 2),
-        num_lstm_layers=of(count, "seanet.lstm", 2),
-        trim_right_ratio=of(number, "seanet.decoder.trim_right_ratio", 1.0),
+        kernel_size=of(int, "seanet.kernel_size", 7),
+        last_kernel_size=of(int, "seanet.last_kernel_size", 7),
+        residual_kernel_size=of(int, "seanet.residual_kernel_size", 3),
+        dilation_growth_rate=of(int, "seanet.dilation_base", 2),
+        use_causal_conv=of(bool, "seanet.causal", False),
+        pad_mode=of(str, "seanet.pad_mode", "constant"),
+        compress=of(int, "seanet.compress", 2),
+        num_lstm_layers=of(int, "seanet.lstm", 2),
+        trim_right_ratio=of(float, "seanet.decoder.trim_right_ratio", 1.0),
         codebook_size=bins,
-        use_conv_shortcut=not of(flag, "seanet.true_skip", True),
+        use_conv_shortcut=not of(bool, "seanet.true_skip", True),
     )
     assert made.num_quantizers == books
     return made

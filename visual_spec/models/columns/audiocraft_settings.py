@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-T = TypeVar("T")
+from visual_spec.models.core.settings import DeclaredSetting, Within
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -25,16 +24,16 @@ class TrainingSettings:
         """Return a setting; follows references to other settings, "${other.name}"."""
         return self._look_up(name, default, 0)
 
-    def of_kind(self, kind: Callable[[Any], T], name: str, default: Any) -> T:
-        """Return a setting as a number, a word, a flag ...
+    def of_kind(self, kind: Any, name: str, default: Any, within: Within = Within()) -> Any:  # noqa: B008
+        """Return a setting as a bool, int, float or str, or as a list of integers (`list`).
 
         Raises:
             ValueError: the setting is of another kind.
         """
-        value = self(name, default)
+        value, kinds = self(name, default), (Sequence if kind is list else kind,)
         try:
-            return kind(value)
-        except (TypeError, ValueError, OverflowError) as error:
+            return kind(DeclaredSetting(name, kinds, within, None, default).read(value))
+        except (ValueError, OverflowError) as error:
             raise ValueError(
                 f"{self.path} was trained with {name}={shown(value)}, which is no such setting of audiocraft; pass "
                 "the file as it was exported."
@@ -70,46 +69,6 @@ class TrainingSettings:
         if isinstance(value, str) and (other := _REFERENCE.fullmatch(value)):
             return self._look_up(other[1], default, depth + 1)
         return value
-
-
-def count(value: Any) -> int:
-    """Return an integer."""
-    if isinstance(value, bool) or int(value) != value:
-        raise ValueError
-    return int(value)
-
-
-def positive(value: Any) -> int:
-    """Return an integer of at least 1."""
-    if count(value) < 1:
-        raise ValueError
-    return int(value)
-
-
-def counts(value: Any) -> list[int]:
-    """Return a list of integers."""
-    return [count(item) for item in value]
-
-
-def number(value: Any) -> float:
-    """Return a finite number."""
-    if isinstance(value, bool) or not math.isfinite(float(value)):
-        raise ValueError
-    return float(value)
-
-
-def flag(value: Any) -> bool:
-    """Return True or False."""
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def word(value: Any) -> str:
-    """Return a text."""
-    if not isinstance(value, str):
-        raise ValueError
-    return value
 
 
 def shown(value: Any) -> str:

@@ -165,11 +165,7 @@ class MusicgenColumnModel(MusicgenModules):
     def prefill(
         self, condition: TextCondition, *, batch_size: int, guided: bool, window: int
     ) -> MusicgenState:
-        """Run the empty step and the prompt, and return the state whose `logits [R, K, V]` predict step 0.
-
-        Raises:
-            TypeError, ValueError: as in `check_condition`.
-        """
+        """Run the empty step and the prompt, and return the state whose `logits [R, K, V]` predict step 0."""
         self.check_condition(condition, batch_size)
         states, seen = self.encoder_states(condition, guided=guided)
         prefix = states.shape[1] if self.prefixed else 0
@@ -437,12 +433,7 @@ class MagnetModel(MusicgenModules):
 
     @loads_groups
     def prepare(self, condition: TextCondition, *, batch_size: int, guided: bool) -> MagnetState:
-        """Compute the projection of the text. See `MaskedModel`.
-
-        Raises:
-            TypeError, ValueError: as in `check_condition`; or the condition gives codes, or the model has no number of
-                frames.
-        """
+        """Compute the projection of the text. See `MaskedModel`. Codes are known tokens, and no condition."""
         frames = self.grid.width
         self.check_condition(condition, batch_size)
         if isinstance(condition, MusicCondition) and condition.codes is not None:

@@ -16,7 +16,7 @@ from transformers import EncodecModel, MusicgenConfig, MusicgenForConditionalGen
 
 from visual_spec.models.columns.audiocraft import load_language_model
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
-from visual_spec.models.columns.audiocraft_settings import TrainingSettings, flag, number, shown, word
+from visual_spec.models.columns.audiocraft_settings import TrainingSettings, shown
 
 # How clips are drawn by default (`MusicGen.set_generation_params` of audiocraft).
 _GUIDANCE, _TOP_K, _TEMPERATURE = 3.0, 250, 1.0
@@ -148,12 +148,12 @@ def _set_generation(model: Any, settings: MusicgenSettings) -> None:
 
 
 def _settings(config: TrainingSettings) -> MusicgenSettings:
-    stereo = config.of_kind(flag, "interleave_stereo_codebooks.use", False)
+    stereo = config.of_kind(bool, "interleave_stereo_codebooks.use", False)
     return MusicgenSettings(
-        duration=config.of_kind(number, "dataset.segment_duration", 30),
+        duration=config.of_kind(float, "dataset.segment_duration", 30),
         channels=2 if stereo else 1,
         guidance_scale=_GUIDANCE,
         temperature=_TEMPERATURE,
         top_k=_TOP_K,
-        text_encoder=config.of_kind(word, "conditioners.description.t5.name", "t5-base"),
+        text_encoder=config.of_kind(str, "conditioners.description.t5.name", "t5-base"),
     )

@@ -23,13 +23,14 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 from torch import Tensor, nn
 
-from visual_spec.models.continuous.blocks import ConditionedState, Mlp, ViTAttention
+from visual_spec.models.continuous.blocks import ConditionedState, Mlp, ViTAttention, embed_labels
 from visual_spec.models.continuous.dpm_solver import LinearSolver, read_solver
 from visual_spec.models.continuous.head import TimeEmbedding
 from visual_spec.models.core.offload import check_cache_fits
 from visual_spec.models.core.protocol import TokenGrid, check_labels
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, OneOf, Within, register_to_config
+from visual_spec.models.next_token.llamagen_blocks import LabelEmbedding
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"dim": 768, "num_layers": 12, "num_heads": 12},
@@ -130,14 +131,6 @@ class ACDiTFinalLayer(nn.Module):
         return self.linear(self.norm_final(x) * (scale + 1) + shift)
 
 
-class LabelEmbedder(nn.Module):
-    """A row for each class, then one for no class."""
-
-    def __init__(self, num_classes: int, dim: int) -> None:
-        super().__init__()
-        self.embedding_table = nn.Embedding(num_classes + 1, dim)
-
-
 @dataclass
 class ACDiTState(ConditionedState):
     """Static cache of one decode.
@@ -197,7 +190,7 @@ class ACDiTTransformer(SavedModel):
         self.grid = TokenGrid(grid_size, grid_size, frames)
         self.token_dim, self.block_size = token_dim, block_size
         places = block_places(self.grid, block_size)
-        self.t_embedder, self.y_embedder = TimeEmbedding(dim), LabelEmbedder(num_classes, dim)
+        self.t_embedder, self.y_embedder = TimeEmbedding(dim), LabelEmbedding(num_classes, dim)
         self.x_embedder = nn.Linear(token_dim, dim, bias=False)
         self.blocks = nn.ModuleList(ACDiTBlock(dim, num_heads) for _ in range(num_layers))
         self.final_layer = ACDiTFinalLayer(dim, token_dim)
@@ -231,21 +224,14 @@ class ACDiTTransformer(SavedModel):
 
     @torch.no_grad()
     def prefill(self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int) -> ACDiTState:
-        """Embed the classes, and allocate the cache.
+        """Embed the classes, labels long [B] or None, and allocate the cache; see `CausalContinuousModel.prefill`.
 
-        Args:
-            condition: labels, long [B], or None: no class.
-            guided: also hold unconditional rows.
-            window: not used; a call reads one block or two.
-
-        Raises:
-            TypeError, ValueError: as `check_labels`; a batch whose cache has no room on the GPU.
+        `window` is not used; a call reads one block or two.
         """
         if condition is not None:
             check_labels(condition, batch_size, self.config["num_classes"])
-        classes = self._classes(condition, batch_size)
-        if guided:
-            classes = torch.cat([classes, self._classes(None, batch_size)])
+        table = self.y_embedder.embedding_table
+        classes = embed_labels(table, table.weight[-1:], condition, batch_size, guided=guided)
         heads, dim = self.config["num_heads"], self.config["dim"]
         shape = (len(self.blocks), len(classes), heads, self.grid.num_tokens, dim // heads)
         check_cache_fits(
@@ -276,11 +262,6 @@ class ACDiTTransformer(SavedModel):
         for layer, keys, values in zip(self.blocks, state.keys, state.values, strict=True):
             hidden = layer(hidden, given, condition, state.rotary[:, start:end], mask, (keys, values), start)
         return self.final_layer(hidden[:, given:], condition)
-
-    def _classes(self, condition: Tensor | None, batch_size: int) -> Tensor:
-        table = self.y_embedder.embedding_table
-        null = torch.full((batch_size,), self.config["num_classes"], device=table.weight.device)
-        return table(null if condition is None else condition)
 
     # -- training ------------------------------------------------------------------------------------------------------
 

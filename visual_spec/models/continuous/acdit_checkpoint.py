@@ -35,16 +35,11 @@ def load_acdit_checkpoint(
     """The model of an official file, `ACDiT-XL-img.pt`, of pictures or clips.
 
     Its arguments are an argparse.Namespace, which is read as plain attributes; any other Python object is refused.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
-        source: the file, or a state dict with official keys.
         arguments: of the training run, by name, where the source does not hold them: block_size, image_size,
             vae_patch_pixels, patch_size, num_frames; nd_split, if it was set.
-        dtype: of the weights; None keeps the file's.
-
-    Raises:
-        ValueError, OSError: as `read_content`; weights that are not ACDiT's; no arguments, or such that make no model;
-            missing, unexpected or mis-shaped keys, which are listed.
     """
     if not isinstance(source, Mapping):
         source = read_by(source, lambda path, content: None, _ACDIT.keep)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_labels
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
-from visual_spec.models.continuous.mar import HEADS, HeadKind, check_sizes
+from visual_spec.models.continuous.mar import HEADS, HeadKind
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.continuous import ChainSettings
 from visual_spec.models.core.offload import check_cache_fits
-from visual_spec.models.core.protocol import TokenGrid, check_labels
+from visual_spec.models.core.protocol import TokenGrid, check_heads, check_labels
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 
@@ -96,7 +96,7 @@ class CausalContinuousTransformer(SavedModel):
         final_noise: float = 0.0,
     ):
         super().__init__()
-        check_sizes(dim, num_heads)
+        check_heads(dim, num_heads)
         self.chain = ChainSettings(head_steps, eta, final_noise)
         self.grid = TokenGrid(grid_size, grid_size)
         length = self.grid.num_tokens
@@ -132,16 +132,7 @@ class CausalContinuousTransformer(SavedModel):
     def prefill(
         self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
     ) -> CausalContinuousState:
-        """Run the class, allocate the cache and return the state whose `conditions [R, dim]` are of slot 0.
-
-        Args:
-            condition: labels, long [B], or None: no class.
-            guided: also hold unconditional rows.
-            window: the largest number of slots that one call will score.
-
-        Raises:
-            TypeError, ValueError: as `check_labels`; a batch whose cache has no room on the GPU.
-        """
+        """Run the class, labels long [B] or None; see `CausalContinuousModel.prefill`."""
         if condition is not None:
             check_labels(condition, batch_size, self.config["num_classes"])
         hidden = self._prefix(

@@ -27,7 +27,7 @@ from visual_spec.models.continuous.flow_net import FlowNet, ScaleLayer, turns_of
 from visual_spec.models.core.cache import Places, StaticCache
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 from visual_spec.models.core.offload import check_cache_fits
-from visual_spec.models.core.protocol import TokenGrid, check_labels
+from visual_spec.models.core.protocol import TokenGrid, check_heads, check_labels
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 
@@ -130,17 +130,7 @@ class FlowARTransformer(SavedModel):
 
     @torch.no_grad()
     def prefill(self, condition: Tensor | None, *, batch_size: int, guided: bool) -> FlowARState:
-        """Run the class, and return the state whose `conditions` are of the first map.
-
-        R = B, or 2B when guided: the unconditional rows last.
-
-        Args:
-            condition: labels, long [B], or None: no class.
-            guided: also hold unconditional rows.
-
-        Raises:
-            TypeError, ValueError: as `check_labels`; a batch whose cache has no room on the GPU.
-        """
+        """Run the class, labels long [B] or None; see `FlowScaleModel.prefill`."""
         if condition is not None:
             check_labels(condition, batch_size, self.config["num_classes"])
         classes = embed_labels(self.class_emb, self._null, condition, batch_size, guided=guided)
@@ -164,7 +154,8 @@ class FlowARTransformer(SavedModel):
     def _advance(self, state: FlowARState, hidden: Tensor, scale: int) -> FlowARState:
         start, end = self.offsets[scale : scale + 2]
         slots = torch.arange(start, end, device=hidden.device)
-        places = Places.of(slots.expand(len(hidden), -1), end) if end < self.offsets[-1] else None
+        state.cache.at(slots.expand(len(hidden), -1), end)
+        places = state.cache.places if end < self.offsets[-1] else None  # the last map is not kept
         held = [state.cache.layer(index) for index in range(len(self._layers))]
         state.conditions = self._run(
             hidden, state.modulations, slots, self._turns(hidden, scale), held, places
@@ -243,10 +234,7 @@ def check_sizes(scales: Sequence[int], grid_size: int, dim: int, num_heads: int)
         raise ValueError(
             f"scales={tuple(scales)} on a grid of {grid_size}; pass sides that grow from 1 to {grid_size}."
         )
-    if dim % (4 * num_heads):
-        raise ValueError(
-            f"dim={dim} and num_heads={num_heads} given; pass a width that is a multiple of 4 times the heads."
-        )
+    check_heads(dim, num_heads, 4)
 
 
 # -- official files ----------------------------------------------------------------------------------------------------
@@ -275,14 +263,10 @@ def load_flowar_checkpoint(
 ) -> FlowARTransformer:
     """The model of a released file, for scales that double from 1.
 
-    Args:
-        source: the file, a safetensors file of its weights, or a state dict with its keys.
-        num_heads: of a size that is none of `PRESETS`, which cannot be read off the weights.
-        dtype: of the weights; None keeps the file's.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
-    Raises:
-        ValueError, OSError: as `read_content`; weights that are not FlowAR's; missing, unexpected or mis-shaped keys,
-            which are listed.
+    Args:
+        num_heads: of a size that is none of `PRESETS`, which cannot be read off the weights.
     """
     weights, name = _FLOWAR.read(source)
     dim, token_dim = weights["z_proj.weight"].shape

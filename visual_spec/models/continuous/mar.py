@@ -22,7 +22,7 @@ from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSched
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar_reuse import Held, HeldLayers, at_places, put_at
 from visual_spec.models.core.continuous import ChainSettings
-from visual_spec.models.core.protocol import TokenGrid, check_labels
+from visual_spec.models.core.protocol import TokenGrid, check_heads, check_labels
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, OneOf, register_to_config
 
@@ -103,7 +103,7 @@ class MARTransformer(SavedModel):
         final_noise: float = 0.0,
     ):
         super().__init__()
-        check_sizes(dim, num_heads)
+        check_heads(dim, num_heads)
         self.chain = ChainSettings(head_steps, eta, final_noise)
         self.grid = TokenGrid(grid_size, grid_size)
         self.token_dim = token_dim
@@ -137,15 +137,7 @@ class MARTransformer(SavedModel):
 
     @torch.no_grad()
     def prepare(self, condition: Tensor | None, *, batch_size: int, guided: bool) -> MARState:
-        """Embed the classes.
-
-        Args:
-            condition: labels, long [B], or None: no class.
-            guided: also hold unconditional rows.
-
-        Raises:
-            TypeError, ValueError: as `check_labels`.
-        """
+        """Embed the classes, labels long [B] or None; see `MaskedContinuousModel.prepare`."""
         if condition is not None:
             check_labels(condition, batch_size, self.config["num_classes"])
         return MARState(
@@ -236,13 +228,3 @@ class MARTransformer(SavedModel):
             return z, None
         read = torch.cat([known.new_ones(len(known), buffer), known], 1)
         return z, Held(read, inputs, encoder, decoder)
-
-
-def check_sizes(dim: int, num_heads: int) -> None:
-    """Refuse sizes that make no model.
-
-    Raises:
-        ValueError: a width that the heads do not divide.
-    """
-    if dim % num_heads:
-        raise ValueError(f"dim={dim} and num_heads={num_heads} given; the heads must divide the width.")

@@ -46,15 +46,10 @@ def load_mar_checkpoint(
 
     The released files also hold the arguments of the training run, a Python object that only pickle reads: they are
     refused, with a command that saves the weights alone.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
-        source: the file, a safetensors file of its weights, or a state dict with official keys.
         num_heads: of a size that is none of `PRESETS`, which cannot be read off the weights.
-        dtype: of the weights; None keeps the file's.
-
-    Raises:
-        ValueError, OSError: as `read_content`; weights that are not MAR's; missing, unexpected or mis-shaped keys,
-            which are listed.
     """
     weights, name = _MAR.read(source)
     return loaded(MARTransformer, _config(weights, name, num_heads), weights, name, what="MAR", dtype=dtype)
@@ -63,14 +58,11 @@ def load_mar_checkpoint(
 def load_kl16_checkpoint(source: Given, *, dtype: torch.dtype | None = None, **config: Any) -> AutoencoderKL:
     """The tokenizer of an official file, `kl16.ckpt`, as diffusers' class, for pictures of 256 pixels.
 
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`. Official keys are latent diffusion's.
+
     Args:
-        source: the file, a safetensors file of its weights, or a state dict with its keys, latent diffusion's.
-        dtype: of the weights; None keeps the file's.
         config: arguments of `AutoencoderKL` that differ from `KL16`, e.g. `block_out_channels` of a tokenizer trained
             elsewhere.
-
-    Raises:
-        ValueError, OSError: as `load_mar_checkpoint`.
     """
     settings = {**KL16, **config}
     weights, name = kl16_layout(len(settings["block_out_channels"])).read(source)

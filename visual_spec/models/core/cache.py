@@ -39,6 +39,12 @@ def seen_up_to(slots: Tensor, num_slots: int, whole: bool = False) -> Tensor:
     return torch.arange(size, device=slots.device) <= slots[..., None]
 
 
+def seen_causally(seen: Tensor) -> Tensor:
+    """Return the mask of a whole sequence, bool [R, N, N]: itself, and the positions before it of `seen` [R, N]."""
+    places = torch.arange(seen.shape[1], device=seen.device)
+    return ((places <= places[:, None]) & seen[:, None]) | (places == places[:, None])
+
+
 def seen_in_tree(slots: Tensor, visible: Tensor, num_slots: int) -> Tensor:
     """Return the mask of a tree, bool [R, N, num_slots + M]: the slots before the root's, and the `visible` nodes.
 
@@ -86,12 +92,6 @@ class Places:
     slots: Tensor = field(default_factory=_nowhere)
     size: int = 0
     run: slice | None = None
-
-    @classmethod
-    def of(cls, slots: Tensor, size: int) -> Places:
-        """The places `slots` [R, W], all different in a row, of a forward that reads the first `size` slots."""
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        return cls(rows, slots, size, common_run(slots))
 
     def set(self, slots: Tensor, size: int) -> None:
         """Make the next forward write at slots [R, W], all different in a row, and read the first `size` slots."""

@@ -126,7 +126,19 @@ class CausalContinuousModel(ContinuousModel, Protocol):
     places: Tensor
 
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
-        """A state whose `conditions [R, dim]` are of slot 0. R = B, or 2B when guided: the unconditional rows last."""
+        """Run the condition, and allocate the cache.
+
+        Args:
+            condition: whatever the model is conditioned on, such as labels long [B], or None.
+            guided: whether to hold unconditional rows as well.
+            window: the largest number of slots that one call will score.
+
+        Returns:
+            A state whose `conditions [R, dim]` are of slot 0. R = B, or 2B when guided: the unconditional rows last.
+
+        Raises:
+            TypeError, ValueError: the condition does not fit the model, or the cache of the batch does not fit the GPU.
+        """
         ...
 
     def __call__(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
@@ -138,7 +150,7 @@ class MaskedContinuousModel(ContinuousModel, Protocol):
     """Sees the tokens that are known, whichever they are."""
 
     def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
-        """A state that can `select` samples, and holds one that is named twice twice."""
+        """A state that can `select` samples, and holds one that is named twice twice; see `HidingModel.prepare`."""
         ...
 
     def __call__(self, state: Any, tokens: Tensor, known: Tensor, room: int | None = None) -> Tensor:
@@ -183,8 +195,7 @@ class FlowScaleModel(Protocol):
     def flownet(self) -> FlowNetwork: ...
 
     def prefill(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
-        """A state whose `conditions [R, n * n, dim]` are of the first map. R = B, or 2B when guided: the unconditional
-        rows last."""
+        """A state whose `conditions [R, n * n, dim]` are of the first map; see `CausalContinuousModel.prefill`."""
         ...
 
     def __call__(self, state: Any, map: Tensor, scale: int) -> Tensor:

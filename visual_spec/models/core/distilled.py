@@ -88,6 +88,9 @@ class DistilledModel(Protocol):
             state: from `prefill`.
             vectors: [B, L, D], the tokens of the first `known` slots, then noise.
             known: 0, or `restart`.
+
+        Raises:
+            ValueError: as in `check_call`.
         """
         ...
 

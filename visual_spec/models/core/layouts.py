@@ -3,6 +3,11 @@
 A loader reads the weights of its `KeyLayout`, reads sizes off them (`count_parts`, `known_heads`), and `loaded` builds
 the model. Each key of a file ends in exactly one place: dropped by a pattern, or a weight of the model under its new
 name. What is missing, unexpected, mis-shaped or there twice is refused, and listed.
+
+Every loader takes `source`, the file, the result of `read_checkpoint`, or as `Given` also a state dict with official
+keys, and `dtype`, to cast the weights to; None keeps the file's. It raises ValueError or OSError as `read_checkpoint`,
+`KeyLayout.read` and `loaded` do: a file that is missing, damaged, another model's or would need pickle, or weights that
+do not fit.
 """
 
 from __future__ import annotations

@@ -68,6 +68,9 @@ class HidingModel(Protocol):
 
         Returns:
             A `MaskedState` (of the model's own subclass). No frame is written yet.
+
+        Raises:
+            TypeError, ValueError: the condition does not fit the model or the batch, or the model has no guidance.
         """
         ...
 

@@ -150,7 +150,10 @@ class NextTokenModel(Protocol):
             window: the largest number of slots that one call will score.
 
         Returns:
-            A `DecodeState` (of the model's own subclass).
+            A `DecodeState` (of the model's own subclass), whose logits [R, V] predict slot 0.
+
+        Raises:
+            TypeError, ValueError: the condition does not fit the model, or the cache of the batch does not fit the GPU.
         """
         ...
 
@@ -281,6 +284,19 @@ def check_labels(condition: object, batch_size: int, classes: int) -> None:
     if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
         raise ValueError(
             f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
+        )
+
+
+def check_heads(dim: int, num_heads: int, multiple: int = 1) -> None:
+    """Refuse heads that do not divide a width into multiples of a number.
+
+    Raises:
+        ValueError: names both, and what the width must be.
+    """
+    if dim % (multiple * num_heads):
+        factor = f"{multiple} times " if multiple > 1 else ""
+        raise ValueError(
+            f"dim={dim} and num_heads={num_heads} given; dim must be a multiple of {factor}num_heads."
         )
 
 
@@ -475,6 +491,10 @@ class ScaleModel(Protocol):
 
         Returns:
             A `ScaleState` (of the model's own subclass); its logits predict scale k = len(maps).
+
+        Raises:
+            TypeError, ValueError: the condition does not fit the model, the maps have other shapes, or `stop` is not
+                after them.
         """
         ...
 

@@ -112,15 +112,7 @@ class AmusedTransformer(UVit2DModel):
         guided: bool,
         aesthetic_score: float = AESTHETIC_SCORE,
     ) -> AmusedState:
-        """See `MaskedModel`.
-
-        Args:
-            aesthetic_score: of the pictures that are asked for.
-
-        Raises:
-            TypeError: a condition of another kind.
-            ValueError: a condition of another batch size.
-        """
+        """See `MaskedModel`. `aesthetic_score`: of the pictures that are asked for."""
         if not isinstance(condition, ClipCondition):
             raise TypeError(
                 f"{type(condition).__name__} given; aMUSEd takes a ClipCondition (clip_condition)."

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.protocol import check_heads
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import register_to_config
 
@@ -43,8 +44,7 @@ class CausalLayer(SavedModel):
     ) -> None:
         super().__init__()
         dim = feature_dim if dim is None else dim
-        if dim % num_heads:
-            raise ValueError(f"dim={dim} and num_heads={num_heads} given; the heads must divide the width.")
+        check_heads(dim, num_heads)
         self.proj_in = nn.Sequential(nn.LayerNorm(feature_dim), nn.Linear(feature_dim, dim))
         self.token_emb = nn.Embedding(vocab_size, dim)
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(3))

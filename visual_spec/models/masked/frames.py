@@ -169,11 +169,7 @@ class FrameMaskedTransformer(SavedModel):
 
     @decodes
     def prepare(self, condition: TextCondition | Tensor, *, batch_size: int, guided: bool) -> FrameState:
-        """Run the prefix, and allocate the cache of all frames.
-
-        Raises:
-            TypeError, ValueError: as `LlamaGenTransformer.prefill`.
-        """
+        """Run the prefix, and allocate the cache of all frames; see `FrameModel`."""
         held = self.transformer.prefill(condition, batch_size=batch_size, guided=guided, window=0)
         device = held.cache.keys.device
         groups = [

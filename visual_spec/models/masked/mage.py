@@ -144,11 +144,7 @@ class MageTransformer(SavedModel):
         self.mlm_layer = TokenHead(decoder_dim, dim, rows)
 
     def prepare(self, condition: None, *, batch_size: int, guided: bool) -> MageState:
-        """See `MaskedModel`.
-
-        Raises:
-            ValueError: a condition, or guidance: the model draws without either.
-        """
+        """See `MaskedModel`. The model draws without a condition and without guidance."""
         if condition is not None or guided:
             raise ValueError(
                 f"{'a condition' if condition is not None else 'guidance'} given, but MAGE draws pictures of no class; "
@@ -246,18 +242,13 @@ def load_mage_checkpoint(
     num_classes: int = 1000,
     dtype: torch.dtype | None = None,
 ) -> MageTransformer:
-    """The model of an official file, such as `mage-vitb-1600.pth`, or of a state dict with its keys.
+    """The model of an official file, such as `mage-vitb-1600.pth`.
 
     Weights that generation does not read are dropped, the tokenizer's (`vqgan.*`) among them.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
-        source: the file, the result of `read_checkpoint`, or a state dict.
         num_heads: of a size that is none of `PRESETS`; like the three after it, it cannot be read off the weights.
-        dtype: of the weights; None keeps the file's.
-
-    Raises:
-        ValueError, OSError: as `read_checkpoint`; weights that are not MAGE's; keys that are missing, unexpected or
-            mis-shaped, which are listed.
     """
     weights, name = _MAGE.read(source)
     table, decoder = weights["token_emb.word_embeddings.weight"], weights["decoder_embed.weight"]

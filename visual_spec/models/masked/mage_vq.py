@@ -99,15 +99,11 @@ def load_mage_tokenizer(
 ) -> MageVQModel:
     """The tokenizer of an official file: of MAGE itself, such as `mage-vitb-1600.pth`, or `vqgan_jax_strongaug.ckpt`.
 
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
+
     Args:
-        source: the file, the result of `read_checkpoint`, or a state dict.
         image_size: side of the pictures in pixels.
         norm_groups: cannot be read off the weights.
-        dtype: of the weights; None keeps the file's.
-
-    Raises:
-        ValueError, OSError: as `read_checkpoint`; weights that are not this tokenizer's; keys that are missing,
-            unexpected or mis-shaped, which are listed.
     """
     weights, name = KeyLayout("tokenizer of MAGE", "a file of MAGE").read(source)
     if not is_mage_tokenizer(weights):

@@ -13,14 +13,8 @@ import torch
 from transformers import MusicgenForCausalLM
 
 from visual_spec.models.columns.audiocraft import load_language_model
-from visual_spec.models.columns.audiocraft_settings import (
-    TrainingSettings,
-    count,
-    counts,
-    number,
-    positive,
-    word,
-)
+from visual_spec.models.columns.audiocraft_settings import TrainingSettings
+from visual_spec.models.core.settings import COUNT
 
 
 @dataclass(frozen=True)
@@ -102,25 +96,25 @@ def load_magnet(
 
 
 def _settings(config: TrainingSettings, num_codebooks: int) -> MagnetSettings:
-    duration = config.of_kind(number, "dataset.segment_duration", 10)
+    duration = config.of_kind(float, "dataset.segment_duration", 10)
     first = 20 if duration <= 10 else 60
     usual = [first] + [10] * (num_codebooks - 1)
-    reach = config.of_kind(count, "transformer_lm.subcodes_context", 5)
+    reach = config.of_kind(int, "transformer_lm.subcodes_context", 5)
     generate = "generate.lm"
-    top_k = config.of_kind(count, f"{generate}.top_k", 0)
-    top_p = config.of_kind(number, f"{generate}.top_p", 0.9)
+    top_k = config.of_kind(int, f"{generate}.top_k", 0)
+    top_p = config.of_kind(float, f"{generate}.top_p", 0.9)
     return MagnetSettings(
         duration=duration,
-        frame_rate=config.of_kind(count, "transformer_lm.compression_model_framerate", 50),
-        sampling_rate=config.of_kind(count, "sample_rate", 32_000),
+        frame_rate=config.of_kind(int, "transformer_lm.compression_model_framerate", 50),
+        sampling_rate=config.of_kind(int, "sample_rate", 32_000),
         reach=None if reach < 0 else reach,
-        span=config.of_kind(positive, "masking.span_len", 3),
-        steps=tuple(config.of_kind(counts, f"{generate}.decoding_steps", usual)),
-        temperature=config.of_kind(number, f"{generate}.temp", 3.0),
+        span=config.of_kind(int, "masking.span_len", 3, COUNT),
+        steps=tuple(config.of_kind(list, f"{generate}.decoding_steps", usual)),
+        temperature=config.of_kind(float, f"{generate}.temp", 3.0),
         # Audiocraft's 0 means no top-p, and with top-p it uses no top-k.
         top_k=0 if top_p else top_k,
         top_p=top_p or 1.0,
-        guidance_scale=config.of_kind(number, f"{generate}.max_cfg_coef", 10.0),
-        least_guidance=config.of_kind(number, f"{generate}.min_cfg_coef", 1.0),
-        text_encoder=config.of_kind(word, "conditioners.description.t5.name", "t5-base"),
+        guidance_scale=config.of_kind(float, f"{generate}.max_cfg_coef", 10.0),
+        least_guidance=config.of_kind(float, f"{generate}.min_cfg_coef", 1.0),
+        text_encoder=config.of_kind(str, "conditioners.description.t5.name", "t5-base"),
     )

@@ -382,12 +382,7 @@ class SemanticDecoder(_SpeechDecoder):
 
     @torch.no_grad()
     def prepare(self, condition: SemanticCondition, *, batch_size: int, guided: bool) -> SpeechState:
-        """Embed phones and prompts. See `MaskedModel`.
-
-        Raises:
-            ValueError: a guided law; parts that do not fit each other or the batch; a phone or a code out of range; a
-                sample without a phone.
-        """
+        """Embed phones and prompts. See `MaskedModel`. Features are guided here, so no law may be."""
         self._check(condition, batch_size, guided)
         network, device = self.network, self.network.device
         phones = network.config["phones"] - 1  # the last one is padding
@@ -428,11 +423,7 @@ class AcousticDecoder(_SpeechDecoder):
 
     @torch.no_grad()
     def prepare(self, condition: AcousticCondition, *, batch_size: int, guided: bool) -> SpeechState:
-        """Embed prompts. See `MaskedModel`.
-
-        Raises:
-            ValueError: a guided law; parts that do not fit each other or the batch; or a code out of range.
-        """
+        """Embed prompts. See `MaskedModel`. Features are guided here, so no law may be."""
         self._check(condition, batch_size, guided)
         books = self.grid.codebooks
         if any(prompt.ndim != 2 or prompt.shape[1] != books for prompt in condition.prompts):

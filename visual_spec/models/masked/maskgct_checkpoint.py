@@ -42,14 +42,10 @@ def load_semantic_network(
 ) -> SemanticNetwork:
     """The text-to-semantic network, of `t2s_model/model.safetensors`.
 
-    Args:
-        source: the file, or the result of `read_checkpoint`.
-        num_heads: cannot be read off the weights; the default is the official one.
-        dtype: of the weights; None keeps the file's.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
-    Raises:
-        ValueError, OSError: as `read_checkpoint`; another model's file; or keys that are missing, unexpected or
-            mis-shaped, which are listed.
+    Args:
+        num_heads: cannot be read off the weights; the default is the official one.
     """
     weights, name = _LAYOUTS["semantic network"].read(source)
     vocab, dim = weights["to_logit.weight"].shape
@@ -68,7 +64,7 @@ def load_acoustic_network(
 ) -> AcousticNetwork:
     """A semantic-to-acoustic network, of `s2a_model/s2a_model_1layer/model.safetensors` or `s2a_model_full`.
 
-    Args, raises: as `load_semantic_network`.
+    Arguments and errors as `load_semantic_network`.
     """
     weights, name = _LAYOUTS["acoustic network"].read(source)
     vocab, dim = weights["token_emb.0.weight"].shape
@@ -91,13 +87,7 @@ def load_acoustic_codec(
 ) -> AcousticCodec:
     """The acoustic codec, of `acoustic_codec/model.safetensors` and `acoustic_codec/model_1.safetensors`.
 
-    Args:
-        encoder, decoder: the files, or the results of `read_checkpoint`.
-        sampling_rate: cannot be read off the weights.
-        dtype: as in `load_semantic_network`.
-
-    Raises:
-        ValueError, OSError: as `load_semantic_network`.
+    The sampling rate cannot be read off the weights. The rest is as in `load_semantic_network`.
     """
     inward, name = _LAYOUTS["acoustic encoder"].read(encoder)
     weights, other = _LAYOUTS["acoustic decoder"].read(decoder)
@@ -139,13 +129,7 @@ def load_semantic_codec(
 ) -> SemanticCodec:
     """The codec of semantic codes, of `semantic_codec/model.safetensors` and `wav2vec2bert_stats.pt`.
 
-    Args:
-        source, statistics: the files, or the results of `read_checkpoint`.
-        feature_layer: cannot be read off the weights.
-        dtype: as in `load_semantic_network`.
-
-    Raises:
-        ValueError, OSError: as `load_semantic_network`.
+    The layer of the features cannot be read off the weights. The rest is as in `load_semantic_network`.
     """
     weights, name = _LAYOUTS["semantic codec"].read(source)
     moments, _ = _LAYOUTS["statistics"].read(statistics)

@@ -27,7 +27,7 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import (
-    CaptionProjection,
+    CaptionEmbedding,
     FeedForward,
     RMSNorm,
     check_captions,
@@ -185,15 +185,6 @@ class TiedHead(nn.Module):
         return F.linear(x, embedding[:-1], self.bias[:-1])
 
 
-class CaptionWords(nn.Module):
-    """Caption features as words of the transformer; `uncond_embedding` stands for "no caption" in guidance."""
-
-    def __init__(self, caption_dim: int, dim: int, length: int):
-        super().__init__()
-        self.cap_proj = CaptionProjection(caption_dim, dim)
-        self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
-
-
 class MaskedImageTransformer(SavedModel):
     """A `MaskedModel` over a square grid of image tokens. The defaults are the official base model's at 256 pixels.
 
@@ -246,7 +237,7 @@ class MaskedImageTransformer(SavedModel):
             assert num_classes is not None
             self.cls_emb = nn.Embedding(num_classes + 1, dim)  # the last row: no class
         else:
-            self.caption = CaptionWords(caption_dim, dim, prefix_length)
+            self.caption = CaptionEmbedding(caption_dim, dim, prefix_length)
         self.tok_emb = nn.Embedding(vocab_size + 1, dim)
         self.pos_emb = nn.Embedding(self.grid.num_tokens, dim)
         if proj > 1:
@@ -372,11 +363,7 @@ class MaskedImageTransformer(SavedModel):
     def prepare(
         self, condition: TextCondition | Tensor | None, *, batch_size: int, guided: bool
     ) -> MaskedImageState:
-        """Compute everything that depends on the condition only.
-
-        Raises:
-            TypeError, ValueError: as `check_condition`.
-        """
+        """Compute everything that depends on the condition only; see `MaskedModel`."""
         self.check_condition(condition, batch_size)
         return self._state(*self.embed_condition(condition, batch_size, guided=guided), guided)
 

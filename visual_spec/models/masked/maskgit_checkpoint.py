@@ -22,18 +22,14 @@ _MASKGIT = KeyLayout(
 def load_maskgit_checkpoint(
     source: Given, *, num_heads: int | None = None, dtype: torch.dtype | None = None
 ) -> MaskedImageTransformer:
-    """The transformer of an official file, such as `ImageNet_384_large.pth`, or of a state dict with its keys.
+    """The transformer of an official file, such as `ImageNet_384_large.pth`.
 
-    Its tokens come from LlamaGen's class-conditional VQ-16, `vq_ds16_c2i.pt`.
+    Its tokens come from LlamaGen's class-conditional VQ-16, `vq_ds16_c2i.pt`. A head that differs from the embedding it
+    is tied to is refused.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
-        source: the file, the result of `read_checkpoint`, or a state dict.
         num_heads: of a size that is none of `PRESETS`, which cannot be read off the weights.
-        dtype: of the weights; None keeps the file's.
-
-    Raises:
-        ValueError, OSError: as `read_checkpoint`; weights that are not MaskGIT's, a head that differs from the
-            embedding it is tied to, or keys that are missing, unexpected or mis-shaped, which are listed.
     """
     weights, name = _MASKGIT.read(source)
     config = _config(weights, name, num_heads)

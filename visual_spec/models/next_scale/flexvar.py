@@ -282,17 +282,13 @@ def scales_of_size(size: int | None, path: object = None) -> tuple[int, ...]:
 def load_flexvar(
     source: Given, *, scales: Sequence[int] = SCALES[256], dtype: torch.dtype | None = None
 ) -> FlexVARTransformer:
-    """Return the transformer of an official file of FlexVAR or SAR, or of a state dict with its keys.
+    """Return the transformer of an official file of FlexVAR or SAR.
 
     Sizes are read off the weights. The zero bias of keys, which the files carry, is checked and dropped.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
-        source: the file, the result of `read_checkpoint`, or a state dict.
         scales: tokens per side of each map; no weight depends on them.
-        dtype: dtype of the weights; None keeps the file's.
-
-    Raises:
-        ValueError, OSError: as `load_var_checkpoint`.
     """
     weights, name = _FLEXVAR.read(source)
     config = sizes_of(weights) | {"scales": tuple(scales), "position_side": weights["pos_1LC"].shape[-1]}
@@ -305,13 +301,10 @@ def load_flexvae(
 ) -> FlexVQModel:
     """Return the tokenizer of an official file, `FlexVAE.pth`.
 
-    Args:
-        source: the file, or the result of `read_checkpoint`.
-        scales: side of each token map; no weight depends on them.
-        dtype: dtype of the weights; None keeps the file's.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
-    Raises:
-        ValueError, OSError: as `visual_spec.models.next_token.llamagen_checkpoint.load_tokenizer`.
+    Args:
+        scales: side of each token map; no weight depends on them.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     architecture = recognise(checkpoint)

@@ -22,6 +22,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.kernels.rotary_write import Turns
+from visual_spec.models.continuous.blocks import Mlp
 from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.protocol import Side, shape_of, sides_of
 from visual_spec.models.core.settings import Count, register_to_config
@@ -34,7 +35,6 @@ from visual_spec.models.next_scale.scale_transformer import (
     CosineAttention,
     HeadNorm,
     ScaleTransformer,
-    TanhMlp,
     VARState,
     sublayers,
 )
@@ -131,7 +131,7 @@ class InfinityBlock(nn.Module):
         super().__init__()
         self.sa = CosineAttention(dim, heads)
         self.ca = CrossAttention(dim, heads)
-        self.ffn = TanhMlp(dim, hidden)
+        self.ffn = Mlp(dim, hidden, "tanh")
         self.ca_norm = nn.LayerNorm(dim, eps=_EPSILON)
         self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, dim) / dim**0.5)
 
@@ -238,12 +238,7 @@ class InfinityTransformer(ScaleTransformer):
     # -- condition and inputs ----------------------------------------------------------------------------------------
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Refuse a condition that does not fit this model.
-
-        Raises:
-            TypeError: the condition is not caption features.
-            ValueError: the features have another shape, or a caption has no words or too many.
-        """
+        """Refuse what are no caption features, or captions without words or with too many."""
         if not isinstance(condition, TextCondition):
             raise TypeError(
                 f"{type(condition).__name__} given; this model takes caption features, a TextCondition"

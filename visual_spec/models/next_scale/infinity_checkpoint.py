@@ -49,18 +49,13 @@ def load_infinity_checkpoint(
     """Return the transformer of an official file (`infinity_2b_reg.pth`) or folder of shards (`infinity_8b_weights`).
 
     Sizes are read off the weights. Constants that the official files carry (the zero bias of keys) are checked and
-    dropped.
+    dropped. `source` may also be the folder with its index.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
-        source: the file, the folder with its index, the result of `read_checkpoint`, or a state dict.
         scales: places per side of each map; no weight depends on them, but a model is trained for some picture sizes
             (`infinity_8b_512x512_weights` for `scales_for(512)`).
         rope_grid: see `InfinityTransformer`.
-        dtype: dtype of the weights; None keeps the file's.
-
-    Raises:
-        ValueError, OSError: as in `read_checkpoint`; or the weights are not Infinity's; or keys are missing, unexpected
-            or mis-shaped, which the message lists.
     """
     if isinstance(source, str | os.PathLike) and Path(source).is_dir():
         source = Checkpoint(Path(source), _read_shards(Path(source)))

@@ -211,16 +211,11 @@ def load_infinity_vq_checkpoint(
 
     Sizes are read off the weights. A file that shrinks pictures by 8 only is assumed to use 2 x 2 patches, as the
     official ones do.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
-        source: the file, the result of `read_checkpoint`, or a state dict.
-        dtype: dtype of the weights; None keeps the file's.
         config: other constructor arguments of `BitwiseVQModel`, e.g. `scales=scales_for(512)`: one file serves all
             picture sizes.
-
-    Raises:
-        ValueError, OSError: as in `read_checkpoint`; or the file is not such a tokenizer; or keys are missing,
-            unexpected or mis-shaped, which the message lists.
     """
     weights, name = _INFINITY_VQ.read(source)
     settings = vqgan_sizes(weights, name)

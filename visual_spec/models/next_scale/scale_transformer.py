@@ -18,6 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.kernels.rotary_write import Turns, rotate
+from visual_spec.models.continuous.blocks import Mlp
 from visual_spec.models.core.adapters import weight_of
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import decodes
@@ -105,24 +106,13 @@ class CosineAttention(nn.Module):
         return q.to(x.dtype), k.to(x.dtype), v
 
 
-class TanhMlp(nn.Module):
-    """Two layers with the tanh approximation of GELU between them."""
-
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
 def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return LayerNorm of `x [R, W, dim]` with gain 1 + `scale [R, dim]` and bias `shift [R, dim]`."""
     return F.layer_norm(x, x.shape[-1:], eps=_EPSILON) * (1 + scale[:, None]) + shift[:, None]
 
 
 def sublayers(
-    attention: CosineAttention, ffn: TanhMlp, modulation: Tensor, attend: Attend, turns: Turns | None = None
+    attention: CosineAttention, ffn: Mlp, modulation: Tensor, attend: Attend, turns: Turns | None = None
 ) -> tuple[Sublayer, Sublayer]:
     """Return the attention and the feed-forward layer under AdaLN's output `[R, 6, dim]`; `turns` of all places."""
     gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
@@ -282,9 +272,6 @@ class ScaleTransformer(SavedModel):
                 everything. `CompressedVAR` passes its own.
             pruning: the parts of later maps that go through the layers; the scales of this forward are whole. Not with
                 a `cache`.
-
-        Raises:
-            TypeError, ValueError: as in `check_condition`; or the maps have other shapes, or `stop` is not after them.
         """
         self.check_condition(condition, batch_size)
         stop = checked_stop(maps, stop, self.scales)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visual_spec.models.continuous.blocks import Mlp
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, loaded
-from visual_spec.models.core.protocol import check_labels
+from visual_spec.models.core.protocol import check_heads, check_labels
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_pruning import Apply, whole
@@ -25,7 +26,6 @@ from visual_spec.models.next_scale.scale_transformer import (
     CosineAttention,
     HeadNorm,
     ScaleTransformer,
-    TanhMlp,
     VARState,
     sublayers,
 )
@@ -49,7 +49,7 @@ class VARBlock(nn.Module):
     def __init__(self, dim: int, heads: int, shared_adaln: bool):
         super().__init__()
         self.attn = CosineAttention(dim, heads)
-        self.ffn = TanhMlp(dim, 4 * dim)
+        self.ffn = Mlp(dim, 4 * dim, "tanh")
         if shared_adaln:
             self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, dim) / dim**0.5)
         else:
@@ -88,8 +88,7 @@ def check_sizes(scales: Sequence[int], dim: int, num_heads: int) -> None:
         raise ValueError(
             f"scales={scales} given; pass sides of at least 1, coarse to fine, such as {SCALES[256]}"
         )
-    if dim % num_heads:
-        raise ValueError(f"dim={dim} and num_heads={num_heads} given; dim must be a multiple of num_heads")
+    check_heads(dim, num_heads)
 
 
 class VARTransformer(ScaleTransformer):
@@ -153,12 +152,7 @@ class VARTransformer(ScaleTransformer):
     # -- condition and inputs ----------------------------------------------------------------------------------------
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Refuse a condition that does not fit this model.
-
-        Raises:
-            TypeError: the condition is not class labels.
-            ValueError: the number of labels is not the batch size, or a label is out of range.
-        """
+        """Refuse a condition that does not fit this model; errors as in `check_labels`."""
         check_labels(condition, batch_size, self.config["num_classes"])
 
     def embed_condition(
@@ -238,20 +232,15 @@ def load_var_checkpoint(
     scales: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> VARTransformer:
-    """Return the transformer of an official file, e.g. `var_d16.pth`, or of a state dict with its keys.
+    """Return the transformer of an official file, e.g. `var_d16.pth`.
 
     Sizes are read off the weights. Constants that the official files carry (the level of each slot, the attention mask,
     the zero bias of keys) are checked and dropped.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
-        source: the file, the result of `read_checkpoint`, or a state dict.
         scales: tokens per side of each map; needed only for a file without the level of each slot, and with other
             scales than the official ones.
-        dtype: dtype of the weights; None keeps the file's.
-
-    Raises:
-        ValueError, OSError: as in `read_checkpoint`; or the weights are not VAR's; or keys are missing, unexpected or
-            mis-shaped, which the message lists; or the scales are unknown or do not fit.
     """
     weights, name = _VAR.read(source)
     config = _config(weights, name, scales)

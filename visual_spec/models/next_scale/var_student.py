@@ -107,21 +107,12 @@ class VARStudent(SavedModel):
         return tuple(self.offsets[:-1])
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Refuse a condition that does not fit this model.
-
-        Raises:
-            TypeError: the condition is not class labels.
-            ValueError: the number of labels is not the batch size, or a label is out of range.
-        """
+        """Refuse a condition that does not fit this model; errors as in `check_labels`."""
         check_labels(condition, batch_size, self.config["num_classes"])
 
     @decodes
     def prefill(self, condition: Tensor, *, batch_size: int) -> DistilledState:
-        """Embed class labels `[B]`, and compute AdaLN's output `[B, layers, 6, dim]`. See `DistilledModel.prefill`.
-
-        Raises:
-            TypeError, ValueError: as in `check_condition`.
-        """
+        """Embed class labels `[B]`, and compute AdaLN's output `[B, layers, 6, dim]`. See `DistilledModel.prefill`."""
         self.check_condition(condition, batch_size)
         classes = self.class_emb(condition.to(self.device))
         modulations = [block.modulation(classes) for block in self.blocks if isinstance(block, VARBlock)]
@@ -130,11 +121,7 @@ class VARStudent(SavedModel):
 
     @decodes
     def forward(self, state: DistilledState, vectors: Tensor, known: int) -> DistilledAnswer:
-        """Draw the slots from `known` on; see `DistilledModel.__call__`.
-
-        Raises:
-            ValueError: tokens of another picture, or a call that the student was not trained for.
-        """
+        """Draw the slots from `known` on; see `DistilledModel.__call__`."""
         check_call(self, vectors, known)
         classes = state.prefix[:, 0]
         words = self.word_embed(vectors.to(classes.dtype))
@@ -179,16 +166,11 @@ def load_var_student(source: Source, *, dtype: torch.dtype | None = None, **conf
     """Return the student of an official file, `var-d16.pth`, `var-d20.pth` or `var-d24.pth`.
 
     Constants that the files may carry (levels, attention mask, zero bias of keys) are checked and dropped.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
-        source: the file, or the result of `read_checkpoint`.
-        dtype: of the weights; None keeps the file's.
         config: constructor arguments that the weights do not tell: `first_continuous` and `restart` of a size that is
             none of `STUDENTS`, or other ones than published; `scales` other than the official ones.
-
-    Raises:
-        ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_content`; or the weights are of no student;
-            or keys are missing, unexpected or mis-shaped, which the message lists; or the size is unknown.
     """
     weights, name = _STUDENT.read(source)
     settings = _config(weights, name, config)

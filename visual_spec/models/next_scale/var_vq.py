@@ -201,15 +201,11 @@ def load_var_vq_checkpoint(
 ) -> MultiscaleVQModel:
     """Return the tokenizer of an official file, `vae_ch160v4096z32.pth`. Sizes are read off the weights.
 
+    `path`, `dtype` and errors: see `visual_spec.models.core.layouts`.
+
     Args:
-        path: path of the file. No code in it is run (`weights_only`).
-        dtype: dtype of the weights; None keeps the file's.
         config: constructor arguments of `MultiscaleVQModel` that the weights do not determine, such as
             `scales=SCALES[512]` of `visual_spec.models.next_scale.var`: one file serves both picture sizes.
-
-    Raises:
-        ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_checkpoint`; or keys are missing,
-            unexpected or mis-shaped, which the message lists.
     """
     weights, name = _VAR_VQ.read(path)
     settings = vqgan_sizes(weights, name)

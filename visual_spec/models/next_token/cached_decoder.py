@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.kernels.window_attention import takes
-from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
+from visual_spec.models.core.cache import on_host, seen_causally, seen_in_order, seen_in_tree, seen_up_to
 from visual_spec.models.core.offload import check_cache_fits, loads_groups
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster, wide
 from visual_spec.models.core.transformers_attention import window_calls
@@ -209,13 +209,7 @@ class CachedDecoder:
 
     @loads_groups
     def prefill(self, condition: ImagePrompt, *, batch_size: int, guided: bool, window: int) -> CachedState:
-        """Run the prompts, followed by the unconditional ones, and return the state that predicts slot 0.
-
-        Raises:
-            TypeError: the condition is not an `ImagePrompt`.
-            ValueError: the number of prompts is not `batch_size`, guidance has no unconditional prompts, or the cache
-                of the batch does not fit the GPU.
-        """
+        """Run the prompts, followed by the unconditional ones; see `NextTokenModel.prefill`."""
         prompt = self.prompt_of(condition, batch_size=batch_size, guided=guided)
         return self.run_prompt(prompt, guided=guided, window=window)
 
@@ -237,10 +231,8 @@ class CachedDecoder:
             cache = held.cache
             cache.clear()
         places = torch.arange(length, device=self.device).expand(rows, -1)
-        causal = places[0] <= places[0][:, None]  # [T, T]
         # Padding sees itself, because attention over no position gives nan.
-        visible = (causal & mask[:, None]) | torch.eye(length, dtype=torch.bool, device=self.device)
-        hidden = self._forward(cache, self.table(ids), positions, places, visible, mask)
+        hidden = self._forward(cache, self.table(ids), positions, places, seen_causally(mask), mask)
         features = hidden[:, -1:]
         return CachedState(
             logits=self._logits(features)[:, 0],
@@ -276,9 +268,6 @@ class CachedDecoder:
 
         See `NextTokenModel.__call__`. With `visible`, tokens are nodes of a tree, see `TreeModel`. With `seen`, slots
         come in any order, see `OrderModel`. A position that sees the last token of a row also sees its row end.
-
-        Raises:
-            ValueError: as in `check_raster`.
         """
         check_raster(slots, predicted, self.grid.num_tokens)
         if state.guided:

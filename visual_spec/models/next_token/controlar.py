@@ -181,11 +181,7 @@ class ControlARTransformer(SavedModel):
     def prefill(
         self, condition: ControlledCondition, *, batch_size: int, guided: bool, window: int
     ) -> LlamaGenState:
-        """As `LlamaGenTransformer.prefill`, with the control of slot 0 at the last position of the prefix.
-
-        Raises:
-            TypeError, ValueError: as in `check_condition`; or the cache of the batch does not fit the GPU.
-        """
+        """As `LlamaGenTransformer.prefill`, with the control of slot 0 at the last position of the prefix."""
         self.check_condition(condition, batch_size)
         side = self.side_embeddings(condition, guided=guided)
         return self.transformer.prefill(
@@ -247,17 +243,13 @@ def load_controlar_checkpoint(
 ) -> ControlARTransformer:
     """Return the model of an official file, e.g. `canny_MR.safetensors`.
 
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
+
     Args:
-        source: the file, or the result of `read_checkpoint`.
         image_size: side of the pictures in pixels, where a call names no other size; None: what the file was trained
-            for, 768 for multi-resolution files.
-        dtype: of the weights; None keeps the file's.
+            for, 768 for multi-resolution files, and never more than that.
         control_resample: see the class; None: "nearest" for a file that is named after Canny edges or segmentation,
             else "bicubic".
-
-    Raises:
-        ValueError, OSError: as in `read_checkpoint`, `recognise`; keys of the control are
-            missing, unexpected or mis-shaped; or the pictures are larger than in training.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     name = str(checkpoint.path)

@@ -20,21 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.kernels.window_attention import takes
-from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
+from visual_spec.models.core.cache import StaticCache, seen_causally, seen_in_order, seen_in_tree
 from visual_spec.models.core.offload import check_cache_fits, decodes
-from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, TokenGrid, check_raster, wide
+from visual_spec.models.core.protocol import (
+    ANY_ORDER,
+    RASTER_ORDER,
+    TokenGrid,
+    check_heads,
+    check_raster,
+    wide,
+)
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, Within, register_to_config, whole
 from visual_spec.models.next_token.llamagen_blocks import (
-    CaptionEmbedding,
-    LabelEmbedding,
     LlamaGenState,
     RMSNorm,
     Shared,
     TextCondition,
     TransformerBlock,
     Turns,
-    check_condition,
+    condition_embedding,
     condition_of,
     entered,
     feed_forward_width,
@@ -136,10 +141,6 @@ class LlamaGenTransformer(SavedModel):
                 f"order={order!r} of {num_frames} frames of a {type(self).__name__}; pass {' or '.join(_OF_CLIPS)}, or "
                 f"{', '.join(name for name in ORDERS if name not in _OF_CLIPS)} of one frame, to LlamaGenTransformer"
             )
-        if (num_classes is None) == (caption_dim is None):
-            raise ValueError(
-                f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them"
-            )
         if rotary_size is not None and (num_frames > 1 or rotary_size < grid_size):
             raise ValueError(
                 f"rotary_size={rotary_size} of {grid_size} x {grid_size} tokens and {num_frames} frames; pass at least "
@@ -150,16 +151,9 @@ class LlamaGenTransformer(SavedModel):
                 f"branch_start={branch_start} of order {order!r} with {num_layers} blocks; pass 0 to {num_layers} to a "
                 "model with a lower head, else None"
             )
-        if dim % num_heads or dim // num_heads % 4:
-            raise ValueError(
-                f"dim={dim} and num_heads={num_heads} given; dim / num_heads must be a multiple of 4"
-            )
+        check_heads(dim, num_heads, 4)
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
-        if caption_dim is None:
-            assert num_classes is not None
-            self.cls_embedding = LabelEmbedding(num_classes, dim)
-        else:
-            self.cls_embedding = CaptionEmbedding(caption_dim, dim, prefix_length)
+        self.cls_embedding: Any = condition_embedding(num_classes, caption_dim, dim, prefix_length)
         hidden = feed_forward_width(dim)
         self.layers = nn.ModuleList(
             TransformerBlock(dim, num_heads, hidden, norm_eps)
@@ -261,49 +255,9 @@ class LlamaGenTransformer(SavedModel):
             embedded = embedded + table[index]
         return embedded
 
-    # -- condition ---------------------------------------------------------------------------------------------------
-
     def check_condition(self, condition: TextCondition | Tensor, batch_size: int) -> None:
-        """Refuse a condition that does not fit this model.
-
-        Raises:
-            TypeError: a class-conditional model gets captions, or a text-conditional model gets labels.
-            ValueError: a wrong batch, prefix or feature size, a label out of range, or an empty caption.
-        """
-        assert isinstance(self.cls_embedding, LabelEmbedding | CaptionEmbedding)
-        check_condition(self.cls_embedding, condition, batch_size)
-
-    def embed_condition(
-        self, condition: TextCondition | Tensor, *, guided: bool = False, dropped: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return prefix embeddings `[R, T, dim]` and mask `[R, T]`, unconditional rows last when `guided`.
-
-        These rows hold the negative captions where the condition has some.
-        `dropped`, bool `[B]`, marks rows whose condition is replaced by the unconditional one (training for guidance).
-        """
-        embedding = self.cls_embedding
-        if isinstance(embedding, LabelEmbedding):
-            assert isinstance(condition, Tensor)
-            labels = condition
-            if dropped is not None:
-                labels = torch.where(dropped, embedding.num_classes, labels)
-            if guided:
-                labels = torch.cat([labels, torch.full_like(labels, embedding.num_classes)])
-            embedded = embedding.embedding_table(labels)[:, None]
-            return embedded, torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
-        assert isinstance(condition, TextCondition)
-        learned, mask = embedding.uncond_embedding, condition.mask
-        features = condition.features.to(learned.dtype) * mask[..., None]
-        if dropped is not None:
-            features = torch.where(dropped[:, None, None], learned, features)
-        if guided:
-            negative = condition.negative
-            if negative is None:
-                other, seen = learned.expand_as(features), mask  # the official code masks both halves alike
-            else:
-                other, seen = negative.features.to(learned.dtype) * negative.mask[..., None], negative.mask
-            features, mask = torch.cat([features, other]), torch.cat([mask, seen])
-        return embedding.cap_proj(features), mask
+        """Refuse a condition that does not fit this model; errors as in `check_labels` and `check_captions`."""
+        self.cls_embedding.check(condition, batch_size)
 
     # -- decoding: the NextTokenModel contract -----------------------------------------------------------------------
 
@@ -317,14 +271,7 @@ class LlamaGenTransformer(SavedModel):
         window: int,
         side: Tensor | None = None,
     ) -> LlamaGenState:
-        """Run the prefix, allocate the cache and return the state whose `logits [R, V]` predict slot 0.
-
-        Args:
-            side: see `entered`.
-
-        Raises:
-            TypeError, ValueError: as in `check_condition`; or the cache of the batch does not fit the GPU.
-        """
+        """Run the prefix, see `NextTokenModel.prefill`; `side` as in `entered`."""
         prompt = self.prompt_of(condition, batch_size=batch_size)
         return self.run_prompt(prompt, guided=guided, window=window, side=side)
 
@@ -348,13 +295,7 @@ class LlamaGenTransformer(SavedModel):
         rows, prefix, _ = hidden.shape
         cache.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
         turns = turns_of(self.unturned(table).expand(1, prefix, -1, -1))
-        mask = None
-        if not self._reads_windows(hidden):
-            causal = torch.ones(prefix, prefix, dtype=torch.bool, device=hidden.device).tril()
-            mask = (causal & prefix_mask[:, None, :]) | torch.eye(
-                prefix, dtype=torch.bool, device=hidden.device
-            )
-            mask = mask[:, None]
+        mask = None if self._reads_windows(hidden) else seen_causally(prefix_mask)[:, None]
         features, hidden = self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask), side)
         features = features[:, -1:]
         first = torch.zeros(
@@ -370,7 +311,7 @@ class LlamaGenTransformer(SavedModel):
 
         Cache and table of an earlier state are used again.
         """
-        hidden, prefix_mask = self.embed_condition(condition_of(prompt), guided=guided)
+        hidden, prefix_mask = self.cls_embedding.prefix(condition_of(prompt), guided=guided)
         if held is not None:
             held.cache.clear()
             return hidden, prefix_mask, held.cache, held.rotary
@@ -392,10 +333,7 @@ class LlamaGenTransformer(SavedModel):
 
         Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
         `visible`, tokens are nodes of a tree, see `TreeModel`. With `seen`, slots come in any order, see `OrderModel`.
-        A model that was trained for another order is called as a `TrainedOrderModel`.
-
-        Raises:
-            ValueError: as in `check_call`.
+        A model that was trained for another order is called as a `TrainedOrderModel`. Errors as in `check_call`.
         """
         self.check_call(slots, seen, predicted, answers)
         if state.guided:
@@ -577,7 +515,7 @@ class LlamaGenTransformer(SavedModel):
         hidden_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Turns, Tensor]:
         """Return what the first block reads `[B, T + N, dim]`, its turns and its mask; arguments as of `forced`."""
-        prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
+        prefix_embeddings, prefix_mask = self.cls_embedding.prefix(condition, dropped=dropped)
         prefix, length = prefix_mask.shape[1], slots.shape[-1]
         total = prefix + length
         embedded = self.embed(tokens, slots.expand(len(tokens), -1), hidden_tokens)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.cache import StaticCache, seen_causally
 from visual_spec.models.core.offload import decodes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import (
@@ -50,11 +50,7 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         window: int,
         asked: Tensor | None = None,
     ) -> LlamaGenState:
-        """Run the prefix and the instructions of the slots `asked [B, P]` in one pass; see `AnyOrderModel`.
-
-        Raises:
-            TypeError, ValueError: as `LlamaGenTransformer.prefill`; or no slots are asked for.
-        """
+        """Run the prefix and the instructions of the slots `asked [B, P]` in one pass; see `AnyOrderModel`."""
         if asked is None:
             raise ValueError("this model decodes in any order; pass asked, the first slots to predict.")
         prompt = self.prompt_of(condition, batch_size=batch_size)
@@ -101,11 +97,7 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         seen: Tensor | None = None,
         together: bool = False,
     ) -> Tensor:
-        """Answer a call of `AnyOrderModel`: logits `[R, W, V]`.
-
-        Raises:
-            ValueError: `seen` is missing.
-        """
+        """Answer a call of `AnyOrderModel`: logits `[R, W, V]`."""
         if seen is None:
             raise ValueError("this model decodes in any order; pass seen.")
         cache, length, fed = state.cache, state.prefix_mask.shape[1], tokens.shape[1]
@@ -145,7 +137,7 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         Gradients flow. Place p predicts slot `orders[b, p]` from the tokens of the slots before it, as one token a call
         does. `dropped` as in `teacher_forced`.
         """
-        prefix, prefix_mask = self.embed_condition(condition, dropped=dropped)
+        prefix, prefix_mask = self.cls_embedding.prefix(condition, dropped=dropped)
         length, table = prefix.shape[1], self.rotary_table().to(tokens.device)
         turned = table[orders]  # [B, L, D / 2, 2]
         embedded = self.tok_embeddings(tokens.gather(1, orders))
@@ -155,13 +147,10 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         hidden = torch.cat([prefix, pairs], 1)
         unturned = self.unturned(table).expand(len(tokens), length, -1, -1)
         turns = turns_of(torch.cat([unturned, turned.repeat_interleave(2, 1)[:, :-1]], 1))
-        total = hidden.shape[1]
-        causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
-        words = F.pad(prefix_mask, (0, total - length), value=True)
-        mask = (causal & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
+        mask = seen_causally(F.pad(prefix_mask, (0, hidden.shape[1] - length), value=True))[:, None]
         for block in self.layers:
             assert isinstance(block, TransformerBlock)
-            hidden = block.whole(hidden, turns, mask[:, None])
+            hidden = block.whole(hidden, turns, mask)
         return self._head(self.norm(hidden[:, length::2]))
 
     def instructions(self, table: Tensor) -> Tensor:

@@ -240,6 +240,22 @@ class LabelEmbedding(nn.Module):
         self.num_classes = num_classes
         self.embedding_table = nn.Embedding(num_classes + 1, dim)
 
+    def check(self, condition: object, batch_size: int) -> None:
+        """Refuse what are no labels; errors as in `check_labels`."""
+        check_labels(condition, batch_size, self.num_classes)
+
+    def prefix(
+        self, labels: Tensor, *, guided: bool = False, dropped: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return prefix embeddings `[R, 1, dim]` of labels `[B]` and mask `[R, 1]`; see `CaptionEmbedding.prefix`."""
+        labels = labels.to(self.embedding_table.weight.device)
+        if dropped is not None:
+            labels = torch.where(dropped, self.num_classes, labels)
+        if guided:
+            labels = torch.cat([labels, torch.full_like(labels, self.num_classes)])
+        embedded = self.embedding_table(labels)[:, None]
+        return embedded, torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
+
 
 class CaptionProjection(nn.Module):
     """Two layers without biases, and a GELU between them."""
@@ -261,15 +277,49 @@ class CaptionEmbedding(nn.Module):
         self.cap_proj = CaptionProjection(caption_dim, dim)
         self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
 
+    def check(self, condition: object, batch_size: int) -> None:
+        """Refuse what are no captions; errors as in `check_captions`."""
+        length, width = self.uncond_embedding.shape
+        check_captions(condition, (batch_size, length, width))
 
-def check_condition(
-    embedding: LabelEmbedding | CaptionEmbedding, condition: TextCondition | Tensor, batch_size: int
-) -> None:
-    """Refuse a condition that an embedding cannot read. Errors as in `check_labels` and `check_captions`."""
-    if isinstance(embedding, LabelEmbedding):
-        return check_labels(condition, batch_size, embedding.num_classes)
-    length, width = embedding.uncond_embedding.shape
-    check_captions(condition, (batch_size, length, width))
+    def prefix(
+        self, condition: TextCondition, *, guided: bool = False, dropped: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return prefix embeddings `[R, T, dim]` and mask `[R, T]`, unconditional rows last when `guided`.
+
+        These rows hold the negative captions where the condition has some.
+        `dropped`, bool `[B]`, marks rows whose condition is replaced by the unconditional one (training for guidance).
+        """
+        learned, (features, mask) = self.uncond_embedding, self._words(condition)
+        if dropped is not None:
+            features = torch.where(dropped[:, None, None], learned, features)
+        if guided:
+            negative = condition.negative
+            # Without one, both halves are masked alike, as in the official code.
+            other, seen = (learned.expand_as(features), mask) if negative is None else self._words(negative)
+            features, mask = torch.cat([features, other]), torch.cat([mask, seen])
+        return self.cap_proj(features), mask
+
+    def _words(self, condition: TextCondition) -> tuple[Tensor, Tensor]:
+        mask = condition.mask.to(self.uncond_embedding.device)
+        return condition.features.to(self.uncond_embedding) * mask[..., None], mask
+
+
+def condition_embedding(
+    num_classes: int | None, caption_dim: int | None, dim: int, length: int
+) -> LabelEmbedding | CaptionEmbedding:
+    """Return the embedding of a prefix: of a class, or of a caption of `length` words.
+
+    Raises:
+        ValueError: not exactly one of `num_classes` and `caption_dim` is given.
+    """
+    if num_classes is not None and caption_dim is None:
+        return LabelEmbedding(num_classes, dim)
+    if num_classes is None and caption_dim is not None:
+        return CaptionEmbedding(caption_dim, dim, length)
+    raise ValueError(
+        f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them"
+    )
 
 
 def entered(hidden: Tensor, side: Tensor | None, layer: int, num_layers: int, slots: Tensor | None) -> Tensor:

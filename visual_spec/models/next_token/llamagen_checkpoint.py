@@ -263,14 +263,14 @@ def load_transformer(
 ) -> LlamaGenTransformer:
     """Return the transformer of an official file, e.g. `c2i_XL_384.pt` or `t2i_XL_stage2_512.pt`.
 
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
+
     Args:
-        source: the file, or the result of `read_checkpoint`.
         image_size: side of the pictures in pixels; None: see `find_image_size`.
         patch_size: pixels per token side: 16, or 8 for a model over VQ-8 tokens.
-        dtype: dtype of the weights; None keeps the file's.
 
     Raises:
-        ValueError, OSError: as in `read_checkpoint`, `recognise` and `find_image_size`.
+        ValueError: also as in `recognise` and `find_image_size`.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     architecture = _of_kind(checkpoint, LlamaGenTransformer)
@@ -302,13 +302,10 @@ def _branch(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, int
 def load_tokenizer(source: Source, *, image_size: int = 256, dtype: torch.dtype | None = None) -> VQModel:
     """Return the tokenizer of an official file, e.g. `vq_ds16_c2i.pt`.
 
-    Args:
-        source: the file, or the result of `read_checkpoint`.
-        image_size: side of the pictures that `decode_tokens` makes; no weight depends on it.
-        dtype: dtype of the weights; None keeps the file's.
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
-    Raises:
-        ValueError, OSError: as in `read_checkpoint` and `recognise`.
+    Args:
+        image_size: side of the pictures that `decode_tokens` makes; no weight depends on it.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     return build(checkpoint, _of_kind(checkpoint, VQModel), dtype=dtype, image_size=image_size)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import seen_causally
 from visual_spec.models.core.checkpoints import Checkpoint, Source, unpack_checkpoint
 from visual_spec.models.core.distilled import (
     ContinuousHead,
@@ -27,17 +28,15 @@ from visual_spec.models.core.distilled import (
 )
 from visual_spec.models.core.layouts import KeyLayout, count_parts, loaded
 from visual_spec.models.core.offload import decodes
-from visual_spec.models.core.protocol import TokenGrid, wide
+from visual_spec.models.core.protocol import TokenGrid, check_heads, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_blocks import (
-    CaptionEmbedding,
-    LabelEmbedding,
     RMSNorm,
     TextCondition,
     TransformerBlock,
-    check_condition,
+    condition_embedding,
     feed_forward_width,
     rotary_table,
     turns_of,
@@ -94,14 +93,7 @@ class LlamaGenStudent(SavedModel):
         zero_prefix_keys: bool = True,
     ):
         super().__init__()
-        if (num_classes is None) == (caption_dim is None):
-            raise ValueError(
-                f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them"
-            )
-        if dim % num_heads or dim // num_heads % 4:
-            raise ValueError(
-                f"dim={dim} and num_heads={num_heads} given; dim / num_heads must be a multiple of 4"
-            )
+        check_heads(dim, num_heads, 4)
         self.grid = TokenGrid(grid_size, grid_size)
         if not (0 <= first_continuous <= grid_size**2 and 0 < restart < grid_size**2):
             raise ValueError(
@@ -111,11 +103,7 @@ class LlamaGenStudent(SavedModel):
         self.vocab_size, self.token_dim = vocab_size, token_dim
         self.first_continuous, self.restart = first_continuous, restart
         self.tok_embeddings = nn.Linear(token_dim, dim)
-        if caption_dim is None:
-            assert num_classes is not None
-            self.cls_embedding = LabelEmbedding(num_classes, dim)
-        else:
-            self.cls_embedding = CaptionEmbedding(caption_dim, dim, prefix_length)
+        self.cls_embedding: Any = condition_embedding(num_classes, caption_dim, dim, prefix_length)
         self.n_d_embed = nn.Embedding(2, dim)  # of noise, of tokens
         hidden = feed_forward_width(dim)
         self.layers = nn.ModuleList(
@@ -133,34 +121,18 @@ class LlamaGenStudent(SavedModel):
 
     @decodes
     def prefill(self, condition: TextCondition | Tensor, *, batch_size: int) -> DistilledState:
-        """Embed class labels `[B]` or captions, and compute the rotary table. See `DistilledModel.prefill`.
-
-        Raises:
-            TypeError, ValueError: as in `check_condition`.
-        """
+        """Embed class labels `[B]` or captions, and compute the rotary table. See `DistilledModel.prefill`."""
         self.check_condition(condition, batch_size)
         return self._begin(condition)
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Refuse what is not a condition of `batch_size` pictures. Errors as `check_condition` of `llamagen_blocks`."""
-        assert isinstance(self.cls_embedding, LabelEmbedding | CaptionEmbedding)
-        check_condition(self.cls_embedding, condition, batch_size)
+        """Refuse a condition that does not fit this model; errors as in `check_labels` and `check_captions`."""
+        self.cls_embedding.check(condition, batch_size)
 
     def _begin(self, condition: TextCondition | Tensor) -> DistilledState:
-        if isinstance(self.cls_embedding, LabelEmbedding):
-            assert isinstance(condition, Tensor)
-            prefix = self.cls_embedding.embedding_table(condition.to(self.device))[:, None]
-            seen = torch.ones(prefix.shape[:2], dtype=torch.bool, device=prefix.device)
-        else:
-            assert isinstance(condition, TextCondition)
-            seen = condition.mask.to(self.device)
-            features = condition.features.to(self.device, self.dtype) * seen[..., None]
-            prefix = self.cls_embedding.cap_proj(features)
-        dtype, size = (
-            torch.promote_types(self.dtype, torch.float32),
-            self.config["dim"] // self.config["num_heads"],
-        )
-        table = rotary_table(self.grid.width, size, dtype=dtype)
+        prefix, seen = self.cls_embedding.prefix(condition)
+        size = self.config["dim"] // self.config["num_heads"]
+        table = rotary_table(self.grid.width, size, dtype=torch.promote_types(self.dtype, torch.float32))
         unturned = torch.zeros_like(table[:1])  # cosine 0 and sine 0: the key vanishes, as in LlamaGen
         if not self.config["zero_prefix_keys"]:
             unturned[..., 0] = 1.0
@@ -169,11 +141,7 @@ class LlamaGenStudent(SavedModel):
 
     @decodes
     def forward(self, state: DistilledState, vectors: Tensor, known: int) -> DistilledAnswer:
-        """Draw the slots from `known` on; see `DistilledModel.__call__`.
-
-        Raises:
-            ValueError: tokens of another picture, or a call that the student was not trained for.
-        """
+        """Draw the slots from `known` on; see `DistilledModel.__call__`."""
         check_call(self, vectors, known)
         hidden = self._run(state, vectors, torch.full_like(state.seen[:, 0], known, dtype=torch.long))
         split = max(known, self.first_continuous)
@@ -199,9 +167,7 @@ class LlamaGenStudent(SavedModel):
         places = torch.arange(hidden.shape[1], device=hidden.device)
         hidden = hidden + self.n_d_embed((places < length + known[:, None]).long())
         turns = turns_of(state.table[None])
-        seen = F.pad(state.seen, (0, vectors.shape[1]), value=True)
-        causal, itself = places <= places[:, None], places == places[:, None]
-        mask = ((causal & seen[:, None]) | itself)[:, None]  # [B, 1, T + L, T + L]
+        mask = seen_causally(F.pad(state.seen, (0, vectors.shape[1]), value=True))[:, None]
         for block in self.layers:
             assert isinstance(block, TransformerBlock)
             hidden = block.whole(hidden, turns, mask)
@@ -253,15 +219,11 @@ def load_llamagen_student(
 ) -> LlamaGenStudent:
     """Return the student of an official file, `llamagen-B.pt` or `llamagen-L.pt`.
 
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
+
     Args:
-        source: the file, or what `unpack_student` made of it.
-        dtype: of the weights; None keeps the file's.
         config: constructor arguments that the weights do not tell: `num_heads`, `first_continuous` and `restart` of a
             size that is none of `STUDENTS`, `grid_size` of another than 16.
-
-    Raises:
-        ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_content`; or the weights are of no student;
-            or keys are missing, unexpected or mis-shaped, which the message lists; or the size is unknown.
     """
     weights, name = _STUDENT.read(source)
     settings = {**_config(weights, name, config), **config}

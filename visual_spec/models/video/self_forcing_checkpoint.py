@@ -86,16 +86,12 @@ def load_self_forcing(
 ) -> WanTransformer3DModel:
     """Load Self-Forcing's transformer, or another one of Wan's layout that draws from text.
 
+    `source`, `dtype` and errors: see `visual_spec.models.core.layouts`. Keys are listed by their names in diffusers.
+
     Args:
-        source: an official file, or its content.
         lora: a file of low-rank changes to add to the weights, or its content.
         lora_scale: alpha / rank of these, which the file does not tell; 1 of LongLive.
         head_dim: channels of a head, which the file does not tell.
-        dtype: to cast the weights to; None keeps the file's.
-
-    Raises:
-        FileNotFoundError, IsADirectoryError, ValueError: there is no such file, it needs pickle, or its keys are not
-            a Wan's; the message lists missing, unexpected and mis-shaped ones, by their names in diffusers.
     """
     weights, name = _WAN.read(source)
     if lora is not None:

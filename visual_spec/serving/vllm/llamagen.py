@@ -98,7 +98,7 @@ class ServedLlamaGen(nn.Module):
         places = (rows - self.ids.words).clamp(min=0)
         features = torch.where(learned[..., None], embedding.uncond_embedding[places], condition.features)
         condition = TextCondition(features, learned | condition.mask)
-        return self.transformer.embed_condition(condition)[0].flatten(0, 1)
+        return embedding.prefix(condition)[0].flatten(0, 1)
 
     @torch.no_grad()
     def forward(
