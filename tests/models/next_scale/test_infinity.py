@@ -197,7 +197,7 @@ def test_bytes_are_those_of_the_arithmetic():
         state = model.prefill(condition, batch_size=3, guided=guided)
         planned = cache_bytes(model.config, None, 3, guided, torch.float32)
         assert state.cache_bytes == planned.held == rows * row * (1 + 4 + 9)
-        assert state.text_bytes == rows * row * max(LENGTHS)
+        assert 2 * state.text_keys.nbytes == rows * row * max(LENGTHS)
         assert model.prefill(condition, batch_size=3, guided=guided, stop=3).cache_bytes == rows * row * 5
     assert model.prefill(condition, batch_size=3, guided=False, stop=1).cache_bytes == 0
     model = model.bfloat16()

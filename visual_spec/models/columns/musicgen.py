@@ -388,8 +388,7 @@ class MagnetModel(MusicgenModules):
             )
         if reach is not None:
             whole("reach", reach, Within(0), ", or None to look at all frames")
-        self.reach = reach
-        self.num_frames = num_frames
+        self.reach, self.num_frames, self.mask_id = reach, num_frames, self.special_id
         self._grid = None if num_frames is None else TokenGrid(1, num_frames, codebooks=self.num_codebooks)
 
     @property
@@ -402,11 +401,6 @@ class MagnetModel(MusicgenModules):
         if self._grid is None:
             raise ValueError("num_frames=None; pass the frames of a clip to MagnetModel to decode one.")
         return self._grid
-
-    @property
-    def mask_id(self) -> int:
-        """The special id, which hides a code."""
-        return self.special_id
 
     def visible(self, stages: Tensor, num_frames: int) -> Tensor:
         """Return which frames each frame sees, bool [B, T, T], at `stages`, long [B]."""

@@ -88,6 +88,8 @@ class MusicgenModules:
         self.decoder: Any = language_model.model.decoder
         self.config: Any = language_model.config
         self.vocab_size: int = self.config.vocab_size
+        self.special_id = self.vocab_size  # of entries without a code; MAGNeT's mask
+        self.text_width = self.config.hidden_size if self.projection is None else self.projection.in_features
         self.num_codebooks: int = self.config.num_codebooks
         self.num_channels: int = self.config.audio_channels
         if self._attention not in ("sdpa", "eager"):
@@ -95,16 +97,6 @@ class MusicgenModules:
                 f"the decoder runs with attn_implementation={self._attention!r}, which takes no mask of one row a "
                 "sample; call set_attn_implementation('sdpa') on it (on model.decoder, of a whole MusicGen)."
             )
-
-    @property
-    def special_id(self) -> int:
-        """The id of entries without a code; MAGNeT's mask."""
-        return self.vocab_size
-
-    @property
-    def text_width(self) -> int:
-        """C, channels of the text encoder's states."""
-        return self.config.hidden_size if self.projection is None else self.projection.in_features
 
     @property
     def device(self) -> torch.device:

@@ -189,6 +189,7 @@ class ACDiTTransformer(SavedModel):
         super().__init__()
         self.grid = TokenGrid(grid_size, grid_size, frames)
         self.token_dim, self.block_size = token_dim, block_size
+        self.num_blocks = self.grid.num_tokens // block_size
         places = block_places(self.grid, block_size)
         self.t_embedder, self.y_embedder = TimeEmbedding(dim), LabelEmbedding(num_classes, dim)
         self.x_embedder = nn.Linear(token_dim, dim, bias=False)
@@ -196,11 +197,6 @@ class ACDiTTransformer(SavedModel):
         self.final_layer = ACDiTFinalLayer(dim, token_dim)
         self.register_buffer("places", places, persistent=False)
         self.axes = rotary_axes(self.grid, dim, num_heads, axis_shares)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of a picture or clip."""
-        return self.grid.num_tokens // self.block_size
 
     def rotary(self) -> Tensor:
         """Cosines and sines [2, L, D] of the slots, float32, or float64 of a float64 model."""

@@ -102,7 +102,7 @@ class CausalContinuousTransformer(SavedModel):
         length = self.grid.num_tokens
         if order is not None and sorted(order) != list(range(length)):
             raise ValueError(f"the order is no permutation of the places 0 to {length - 1}; name each once.")
-        self.token_dim = token_dim
+        self.token_dim, self.prefix_length = token_dim, prefix_length
         # Learned by place, so by slot as well: a model knows one order only. Row `length` stands after the last token.
         self.class_emb = nn.Embedding(num_classes, dim)
         self.fake_latent = nn.Parameter(torch.zeros(1, dim))
@@ -116,11 +116,6 @@ class CausalContinuousTransformer(SavedModel):
         self.head = DiffusionHead(token_dim, dim, head_width, head_depth, HEADS[head_kind][0] * token_dim)
         places = torch.arange(length) if order is None else torch.tensor(list(order))
         self.register_buffer("places", torch.cat([places, torch.tensor([length])]), persistent=False)
-
-    @property
-    def prefix_length(self) -> int:
-        """Positions before the first token."""
-        return self.config["prefix_length"]
 
     def schedule(self, num_steps: int, eta: float | None = None) -> DiffusionSchedule | FlowSchedule:
         """The chain that this model's head steers, of so many levels, where the model is; see `ChainSettings`."""

@@ -115,6 +115,7 @@ class ColumnEagleDrafter(SavedModel):
             raise ValueError(
                 f"taps={tuple(taps)}; pass layers from 1 to {num_layers - 1}, before the last one."
             )
+        self.vocab_size = vocab_size
         # Embeddings and layer outputs differ in size by orders of magnitude.
         self.feature_norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(1 + len(taps)))
         self.fuse = nn.Linear((1 + len(taps)) * dim, dim, bias=False)
@@ -142,11 +143,6 @@ class ColumnEagleDrafter(SavedModel):
         # Its features go to the target's heads, so they start at the scale of the target's features.
         drafter.final_norm.load_state_dict(modules.decoder.layer_norm.state_dict())
         return drafter
-
-    @property
-    def vocab_size(self) -> int:
-        """Codes of a codebook."""
-        return self.config["vocab_size"]
 
     def check_target(self, target: Any) -> None:
         """Refuse a target that this drafter was not made for.

@@ -43,17 +43,13 @@ class TokenUpsampler(SavedModel):
         self, vocab_size: int = 1024, low_side: int = 8, factor: int = 2, width: int = 96, num_blocks: int = 2
     ):
         super().__init__()
+        self.num_tokens = (low_side * factor) ** 2  # of the large grid
         self.embedding = nn.Embedding(vocab_size, width)
         self.low = nn.ModuleList(_ConvBlock(width) for _ in range(num_blocks))
         self.spread = nn.Conv2d(width, width * factor**2, 1)
         self.high = nn.ModuleList(_ConvBlock(width) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of the large grid."""
-        return (self.config["low_side"] * self.config["factor"]) ** 2
 
     @loads_weights
     def forward(self, tokens: Tensor) -> Tensor:

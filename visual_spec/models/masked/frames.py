@@ -119,13 +119,8 @@ class FrameMaskedTransformer(SavedModel):
         if feed_forward_dim is not None:
             for block in self.transformer.layers:
                 block.feed_forward = FeedForward(dim, feed_forward_dim)
-        self.grid = self.transformer.grid
+        self.grid, self.frame_tokens = self.transformer.grid, grid_size**2
         self.vocab_size = self.mask_id = vocab_size
-
-    @property
-    def frame_tokens(self) -> int:
-        """N, tokens of a frame."""
-        return self.grid.height * self.grid.width
 
     @property
     def frame_groups(self) -> list[list[int]]:

@@ -133,7 +133,7 @@ class MageTransformer(SavedModel):
         if not vocab_size <= class_id < rows - 1:
             raise ValueError(f"class_id={class_id}; pass a row from {vocab_size} to {rows - 2}.")
         self.grid, self.vocab_size, self.mask_id = TokenGrid(grid_size, grid_size), vocab_size, rows - 1
-        places = 1 + self.grid.num_tokens
+        self.feature_dim, places = decoder_dim, 1 + self.grid.num_tokens
         self.token_emb = TokenEmbeddings(rows, places, dim)
         self.blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
@@ -151,11 +151,6 @@ class MageTransformer(SavedModel):
                 "pass condition=None and guidance_scale=1."
             )
         return MageState(guided=False, device=self.token_emb.word_embeddings.weight.device)
-
-    @property
-    def feature_dim(self) -> int:
-        """Width of the features before the head, for a `FeatureShortcut`."""
-        return self.config["decoder_dim"]
 
     @decodes
     def forward(

@@ -162,15 +162,6 @@ class _FinalNorm(RMSNorm):
         return super().forward(x) + self.bias
 
 
-class AdaNorm(nn.Module):
-    """The modulated norm before the head."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.norm_final = _FinalNorm(dim)
-        self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
-
-
 class TiedHead(nn.Module):
     """Scores tokens with the rows of their embedding; only the bias is its own.
 
@@ -233,6 +224,7 @@ class MaskedImageTransformer(SavedModel):
             )
         self.grid = TokenGrid(grid_size, grid_size)
         self.vocab_size = self.mask_id = vocab_size
+        self.feature_dim = dim  # of the features before the head, for a `FeatureShortcut`
         if caption_dim is None:
             assert num_classes is not None
             self.cls_emb = nn.Embedding(num_classes + 1, dim)  # the last row: no class
@@ -247,7 +239,9 @@ class MaskedImageTransformer(SavedModel):
         self.transformer = nn.ModuleDict(
             {"layers": nn.ModuleList(MaskedBlock(dim, num_heads) for _ in range(num_layers))}
         )
-        self.last_norm = AdaNorm(dim)
+        self.last_norm = nn.ModuleDict(
+            {"norm_final": _FinalNorm(dim), "mlp": nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))}
+        )
         self.head = TiedHead(vocab_size + 1)
         if registers:
             self.reg_tokens = nn.Embedding(registers, dim)
@@ -264,11 +258,6 @@ class MaskedImageTransformer(SavedModel):
                 nn.init.normal_(module.weight, std=0.02)
         for block in self.blocks:
             nn.init.zeros_(block.mlp[1].weight)  # pyright: ignore[reportArgumentType]
-
-    @property
-    def feature_dim(self) -> int:
-        """Width of the features before the head, for a `FeatureShortcut`."""
-        return self.config["dim"]
 
     @property
     def blocks(self) -> Sequence[MaskedBlock]:
@@ -352,7 +341,7 @@ class MaskedImageTransformer(SavedModel):
             guided=guided,
             device=embedded.device,
             modulations=modulations,
-            head_modulation=self.last_norm.mlp(embedded).unflatten(1, (2, -1)),
+            head_modulation=self.last_norm["mlp"](embedded).unflatten(1, (2, -1)),
             words=torch.stack(keys),
             mask=mask,
         )
@@ -403,7 +392,7 @@ class MaskedImageTransformer(SavedModel):
     def scores(self, state: MaskedImageState, features: Tensor, stage: int = 0) -> Tensor:
         """Logits `[R, W, V]` of features `[R, W, dim]`."""
         shift, scale = state.head_modulation.unbind(1)
-        hidden = modulated(self.last_norm.norm_final(features), shift, scale)
+        hidden = modulated(self.last_norm["norm_final"](features), shift, scale)
         return wide(self.head(hidden, self.tok_emb.weight))
 
     def _whole(self, state: MaskedImageState, tokens: Tensor, held: StaticCache | None = None) -> Tensor:

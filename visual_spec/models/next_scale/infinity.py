@@ -67,11 +67,6 @@ class InfinityState(VARState):
     text_mask: Tensor
     rotations: Tensor
 
-    @property
-    def text_bytes(self) -> int:
-        """Bytes of keys and values of captions, which `cache_bytes` does not include."""
-        return 2 * self.text_keys.nelement() * self.text_keys.element_size()
-
     def drop_unconditional(self) -> None:
         super().drop_unconditional()
         count = len(self.head_modulation)

@@ -76,23 +76,14 @@ class BitwiseVQModel(MultiscaleTokenizer):
         self.scales = sides_of(scales)
         check_scales(self.scales)
         self.bits, self._cell = bits, 2 if patchify else 1
+        self.codebook_size = 2  # the values of a bit
+        self.tokens_per_place = self.code_dim = bits * self._cell**2
+        self.patch_size = (
+            2 ** (len(channel_multipliers) - 1) * self._cell
+        )  # pixels per side of a place, last scale
+        self.image_size = self.picture_shape
         design = Design(base_channels, tuple(channel_multipliers), blocks_per_level, bits, norm_groups)
         self.encoder, self.decoder = Encoder(design), Decoder(design)
-
-    @property
-    def tokens_per_place(self) -> int:
-        """T, bits of a place."""
-        return self.bits * self._cell**2
-
-    @property
-    def code_dim(self) -> int:
-        """Channels of an input map, one per bit."""
-        return self.tokens_per_place
-
-    @property
-    def codebook_size(self) -> int:
-        """Number of values of a bit."""
-        return 2
 
     @property
     def codebook(self) -> Tensor:
@@ -100,16 +91,6 @@ class BitwiseVQModel(MultiscaleTokenizer):
         return torch.tensor([[-1.0], [1.0]], device=self.device, dtype=self.canvas_dtype) / math.sqrt(
             self.bits
         )
-
-    @property
-    def patch_size(self) -> int:
-        """Pixels per side of a place of the last scale."""
-        return 2 ** (len(self.config["channel_multipliers"]) - 1) * self._cell
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of the pictures in pixels."""
-        return self.picture_shape
 
     # -- the canvas ---------------------------------------------------------------------------------------------------
 

@@ -220,23 +220,8 @@ class CompressedVAR:
 
     def __init__(self, model: Any, budget: ScaleBudget):
         check_budget(budget, model.scales, model.config["num_layers"])
-        self.model, self.budget = model, budget
-
-    @property
-    def scales(self) -> tuple[Side, ...]:
-        return tuple(self.model.scales)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def code_dim(self) -> int:
-        return self.model.code_dim
-
-    @property
-    def num_layers(self) -> int:
-        return self.budget.num_layers
+        self.model, self.budget, self.num_layers = model, budget, budget.num_layers
+        self.scales, self.vocab_size, self.code_dim = tuple(model.scales), model.vocab_size, model.code_dim
 
     @property
     def lossless(self) -> bool:

@@ -89,6 +89,7 @@ class VARStudent(SavedModel):
         self.grid = TokenGrid(1, self.offsets[-1])
         self.vocab_size, self.token_dim = vocab_size, token_dim
         self.first_continuous, self.restart = first_continuous, restart
+        self.starts = self.offsets[:-1]  # a teacher draws a scale a call
         self.word_embed = nn.Linear(token_dim, dim)
         self.class_emb = nn.Embedding(num_classes + 1, dim)
         self.pos_start = nn.Parameter(torch.zeros(1, 1, dim))
@@ -100,11 +101,6 @@ class VARStudent(SavedModel):
         self.head_nm = HeadNorm(dim)
         self.head = nn.Linear(dim, vocab_size)
         self.final_layer_conti = ContinuousHead(dim, token_dim)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """See `DistilledModel.starts`: a teacher draws a scale a call."""
-        return tuple(self.offsets[:-1])
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
         """Refuse a condition that does not fit this model; errors as in `check_labels`."""

@@ -44,20 +44,6 @@ def smoother_of_scale(scale: int, num_scales: int) -> int:
     return max(range(_SMOOTHERS), key=lambda place: (-distances[place], place))
 
 
-class _Smoothers(nn.Module):
-    def __init__(self, code_dim: int):
-        super().__init__()
-        self.qresi_ls = nn.ModuleList(nn.Conv2d(code_dim, code_dim, 3, padding=1) for _ in range(_SMOOTHERS))
-
-
-class _Quantizer(nn.Module):
-    def __init__(self, codebook_size: int, code_dim: int):
-        super().__init__()
-        self.embedding = nn.Embedding(codebook_size, code_dim)
-        nn.init.uniform_(self.embedding.weight, -1.0 / codebook_size, 1.0 / codebook_size)
-        self.quant_resi = _Smoothers(code_dim)
-
-
 class MultiscaleVQModel(MultiscaleTokenizer):
     """Maps pictures to tokens of all scales and back.
 
@@ -101,6 +87,8 @@ class MultiscaleVQModel(MultiscaleTokenizer):
             )
         self.scales = tuple(scales)
         self.codebook_size, self.code_dim = codebook_size, code_dim
+        self.patch_size = 2 ** (len(channel_multipliers) - 1)  # pixels per side of a token of the last scale
+        self.image_size = self.scales[-1] * self.patch_size
         design = Design(
             base_channels,
             tuple(channel_multipliers),
@@ -110,7 +98,13 @@ class MultiscaleVQModel(MultiscaleTokenizer):
             attention=None if norm_groups is None else FusedAttentionBlock,
         )
         self.encoder, self.decoder = Encoder(design), Decoder(design)
-        self.quantize = _Quantizer(codebook_size, code_dim)
+        codes = nn.Embedding(codebook_size, code_dim)
+        nn.init.uniform_(codes.weight, -1.0 / codebook_size, 1.0 / codebook_size)
+        smoothers = nn.ModuleList(nn.Conv2d(code_dim, code_dim, 3, padding=1) for _ in range(_SMOOTHERS))
+        # Nested as the official keys are.
+        self.quantize: Any = nn.ModuleDict(
+            {"embedding": codes, "quant_resi": nn.ModuleDict({"qresi_ls": smoothers})}
+        )
         self.quant_conv = nn.Conv2d(code_dim, code_dim, 3, padding=1)
         self.post_quant_conv = nn.Conv2d(code_dim, code_dim, 3, padding=1)
 
@@ -118,16 +112,6 @@ class MultiscaleVQModel(MultiscaleTokenizer):
     def codebook(self) -> Tensor:
         """The codes `[V, D]` by token id."""
         return self.quantize.embedding.weight
-
-    @property
-    def patch_size(self) -> int:
-        """Pixels per side of a token of the last scale."""
-        return 2 ** (len(self.config["channel_multipliers"]) - 1)
-
-    @property
-    def image_size(self) -> int:
-        """Side of the pictures in pixels."""
-        return self.scales[-1] * self.patch_size
 
     # -- the canvas ---------------------------------------------------------------------------------------------------
 

@@ -82,6 +82,10 @@ class CachedDecoder:
         grid: tokens of the picture.
         row_end: id of the token after every row, or None.
 
+    Attributes:
+        length: number of tokens of the picture, row ends included.
+        new_tokens: number of tokens that `generate` must make, without those that close the picture.
+
     Raises:
         ValueError: the attention implementation does not take our mask.
     """
@@ -109,6 +113,7 @@ class CachedDecoder:
         self.grid = grid
         self.vocab_size = len(image_ids)
         self.row_end = row_end
+        self.length = self.new_tokens = grid.num_tokens + (0 if row_end is None else grid.height)
         if self._attention not in ("sdpa", "eager"):
             raise ValueError(
                 f"{self.family} runs with attn_implementation={self._attention!r}, which takes no mask of one row a "
@@ -178,16 +183,6 @@ class CachedDecoder:
         """The device of the input tokens: the embedding's, or the one that offloading moves it to."""
         target = getattr(getattr(self.table, "_hf_hook", None), "execution_device", None)
         return self.table.weight.device if target is None else torch.device(target)
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of the picture, row ends included."""
-        return self.grid.num_tokens + (self.grid.height if self.row_end is not None else 0)
-
-    @property
-    def new_tokens(self) -> int:
-        """Number of tokens that `generate` must make, without those that close the picture."""
-        return self.length
 
     def num_ids(self, tokens: int) -> int:
         """Ids of `sequence` that the first `tokens` of a picture settle: a row end follows the last one of a row."""

@@ -21,7 +21,6 @@ from transformers import Dinov2Config, Dinov2Model
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_checkpoint
 from visual_spec.models.core.offload import decodes
-from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, OneOf, register_to_config
 from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer, TextCondition
@@ -94,26 +93,12 @@ class ControlARTransformer(SavedModel):
         dino = Dinov2Config(**adapter_config)
         if dino.patch_size != PATCH:
             raise ValueError(f"a DINOv2 with patches of {dino.patch_size} pixels; pass one of {PATCH}")
-        dim = own["dim"]
+        dim, self.grid = own["dim"], self.transformer.grid
+        self.vocab_size, self.prefix_length = self.transformer.vocab_size, self.transformer.prefix_length
         self.adapter = Dinov2Model(dino)
         self.adapter_mlp = CaptionProjection(dino.hidden_size, dim)
         self.condition_mlp = ControlProjection(dim, (own["rotary_size"] or own["grid_size"]) ** 2)
         self.condition_layers = nn.ModuleList(CaptionProjection(dim, dim) for _ in range(GROUPS))
-
-    @property
-    def grid(self) -> TokenGrid:
-        """The grid of the tokens."""
-        return self.transformer.grid
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of image codes."""
-        return self.transformer.vocab_size
-
-    @property
-    def prefix_length(self) -> int:
-        """Number of positions before the first image token."""
-        return self.transformer.prefix_length
 
     @property
     def control_size(self) -> tuple[int, int]:
@@ -126,7 +111,7 @@ class ControlARTransformer(SavedModel):
         if drawing is self.transformer:
             return self
         other = copy(self)
-        other._modules = {**self._modules, "transformer": drawing}
+        other._modules, other.grid = {**self._modules, "transformer": drawing}, drawing.grid
         return other
 
     # -- decoding: the contract of next-token models ------------------------------------------------------------------

@@ -43,10 +43,7 @@ class GlmImageStage(CachedDecoder):
             image_ids=list(range(model.config.vq_config.num_embeddings)),
             grid=TokenGrid(height, width),
         )
-
-    @property
-    def new_tokens(self) -> int:
-        return self.length + sum(height * width for height, width in self.following)
+        self.new_tokens = self.length + sum(height * width for height, width in following)
 
     def positions(self, start: Tensor, offsets: Tensor) -> Tensor:
         first = start[:, None].expand_as(offsets)

@@ -134,6 +134,7 @@ class LlamaGenTransformer(SavedModel):
         branch_start: int | None = None,
     ):
         super().__init__()
+        self.trained_order, self.prefix_length = order, prefix_length
         classes = {place.partition(":")[2] for place in ORDERS.values()}
         own = next(base.__name__ for base in type(self).__mro__ if base.__name__ in classes)
         if ORDERS.get(order, ":").partition(":")[2] != own or (order not in _OF_CLIPS and num_frames > 1):
@@ -180,11 +181,6 @@ class LlamaGenTransformer(SavedModel):
                 nn.init.normal_(parameter, std=0.02)
 
     @property
-    def trained_order(self) -> str:
-        """The order that the model was trained for, see `TrainedOrderModel`."""
-        return self.config["order"]
-
-    @property
     def num_answers(self) -> int:
         """H, the heads that may predict a slot."""
         return 1
@@ -193,11 +189,6 @@ class LlamaGenTransformer(SavedModel):
     def learned_tokens(self) -> int:
         """K, learned tokens whose ids and places follow the picture's."""
         return 0
-
-    @property
-    def prefix_length(self) -> int:
-        """Number of positions before the first image token."""
-        return self.config["prefix_length"]
 
     def rotary_table(self) -> Tensor:
         """The table of `rotary_table` for this grid: float32, or float64 for a float64 model."""

@@ -102,6 +102,7 @@ class LlamaGenStudent(SavedModel):
             )
         self.vocab_size, self.token_dim = vocab_size, token_dim
         self.first_continuous, self.restart = first_continuous, restart
+        self.starts = tuple(range(grid_size**2))  # a teacher draws a slot a call
         self.tok_embeddings = nn.Linear(token_dim, dim)
         self.cls_embedding: Any = condition_embedding(num_classes, caption_dim, dim, prefix_length)
         self.n_d_embed = nn.Embedding(2, dim)  # of noise, of tokens
@@ -113,11 +114,6 @@ class LlamaGenStudent(SavedModel):
         self.output = nn.Linear(dim, vocab_size, bias=False)
         if first_continuous < grid_size**2:
             self.final_layer_conti = ContinuousHead(dim, token_dim)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """See `DistilledModel.starts`: a teacher draws a slot a call."""
-        return tuple(range(self.grid.num_tokens))
 
     @decodes
     def prefill(self, condition: TextCondition | Tensor, *, batch_size: int) -> DistilledState:

@@ -65,16 +65,12 @@ class CaptionEncoder(SavedModel):
         max_words: int = 20,  # noqa: B006
     ):
         super().__init__()
+        self.max_words = max_words
         self.word_embedding = nn.Embedding(len(vocabulary) + _FIRST_WORD, dim)
         self.position_embedding = nn.Embedding(max_words, dim)
         self.blocks = nn.ModuleList(_Block(dim, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(dim)
         self._ids = {word: index + _FIRST_WORD for index, word in enumerate(vocabulary)}
-
-    @property
-    def max_words(self) -> int:
-        """Longest caption in words."""
-        return self.config["max_words"]
 
     def unknown_words(self, prompts: list[str]) -> list[str]:
         """Return the words of the prompts that the encoder does not know, each once, in order."""
