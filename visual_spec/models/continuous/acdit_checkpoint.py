@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from visual_spec.models.continuous.acdit import ACDiTTransformer
 from visual_spec.models.core.checkpoints import Checkpoint, read_by
@@ -45,18 +44,7 @@ def load_acdit_checkpoint(
         source = read_by(source, lambda path, content: None, _ACDIT.keep)
     weights, name = _ACDIT.read(source)
     held = source.arguments if isinstance(source, Checkpoint) else {}
-    config = _config(weights, name, held if arguments is None else arguments)
-    return loaded(ACDiTTransformer, config, weights, name, what="ACDiT", dtype=dtype)
-
-
-def is_acdit(weights: Mapping[str, Any]) -> bool:
-    """Return whether these keys are of an ACDiT."""
-    return {"x_embedder.weight", "blocks.0.attn.q_norm.weight", "y_embedder.embedding_table.weight"} <= {
-        *weights
-    }
-
-
-def _config(weights: Mapping[str, Tensor], name: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    said = held if arguments is None else arguments
     absent = [key for key in _ARGUMENTS if key not in said]
     if absent:
         raise ValueError(
@@ -68,7 +56,7 @@ def _config(weights: Mapping[str, Tensor], name: str, said: Mapping[str, Any]) -
     if split is not None and not re.fullmatch(r"\d+(_\d+)*", str(split)):
         raise ValueError(f"{name} has nd_split={split!r}; it is numbers with _ between them, as 1_1.")
     dim, token_dim = weights["x_embedder.weight"].shape
-    return {
+    config = {
         "grid_size": sizes["image_size"] // sizes["vae_patch_pixels"] // sizes["patch_size"],
         "token_dim": token_dim,
         "block_size": sizes["block_size"],
@@ -78,4 +66,12 @@ def _config(weights: Mapping[str, Tensor], name: str, said: Mapping[str, Any]) -
         "num_heads": dim // _HEAD,
         "num_classes": weights["y_embedder.embedding_table.weight"].shape[0] - 1,
         "axis_shares": None if split is None else [int(part) for part in str(split).split("_")],
+    }
+    return loaded(ACDiTTransformer, config, weights, name, what="ACDiT", dtype=dtype)
+
+
+def is_acdit(weights: Mapping[str, Any]) -> bool:
+    """Return whether these keys are of an ACDiT."""
+    return {"x_embedder.weight", "blocks.0.attn.q_norm.weight", "y_embedder.embedding_table.weight"} <= {
+        *weights
     }

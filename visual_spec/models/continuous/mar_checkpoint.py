@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from torch import Tensor
 
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 from visual_spec.models.core.checkpoints import Checkpoint
@@ -52,7 +51,29 @@ def load_mar_checkpoint(
         num_heads: of a size that is none of `PRESETS`, which cannot be read off the weights.
     """
     weights, name = _MAR.read(source)
-    return loaded(MARTransformer, _config(weights, name, num_heads), weights, name, what="MAR", dtype=dtype)
+    dim, token_dim = weights["z_proj.weight"].shape
+    length = weights["diffusion_pos_embed_learned"].shape[1]
+    layers = count_parts(weights, "encoder_blocks.")
+    kinds = {2 * token_dim: "noise", token_dim: "flow"}
+    outputs = weights["diffloss.net.final_layer.linear.weight"].shape[0]
+    if outputs not in kinds or round(length**0.5) ** 2 != length:
+        raise ValueError(
+            f"{name} has {length} slots, and a head of {outputs} outputs for tokens of {token_dim} numbers; a MAR has "
+            f"a square of slots, and {2 * token_dim} outputs, or {token_dim} with flow matching."
+        )
+    config = {
+        "grid_size": round(length**0.5),
+        "token_dim": token_dim,
+        "dim": dim,
+        "num_layers": layers,
+        "num_heads": known_heads(PRESETS, dim, layers, num_heads, name),
+        "head_width": weights["diffloss.net.input_proj.weight"].shape[0],
+        "head_depth": count_parts(weights, "diffloss.net.res_blocks."),
+        "num_classes": weights["class_emb.weight"].shape[0],
+        "buffer_size": weights["encoder_pos_embed_learned"].shape[1] - length,
+        "head_kind": kinds[outputs],
+    }
+    return loaded(MARTransformer, config, weights, name, what="MAR", dtype=dtype)
 
 
 def load_kl16_checkpoint(source: Given, *, dtype: torch.dtype | None = None, **config: Any) -> AutoencoderKL:
@@ -123,28 +144,3 @@ def kl16_layout(levels: int = 5) -> KeyLayout:
             r"(\.attentions\.\d+)\.proj_out\.": r"\1.to_out.0.",
         },
     )
-
-
-def _config(weights: Mapping[str, Tensor], name: str, num_heads: int | None) -> dict[str, Any]:
-    dim, token_dim = weights["z_proj.weight"].shape
-    length = weights["diffusion_pos_embed_learned"].shape[1]
-    layers = count_parts(weights, "encoder_blocks.")
-    kinds = {2 * token_dim: "noise", token_dim: "flow"}
-    outputs = weights["diffloss.net.final_layer.linear.weight"].shape[0]
-    if outputs not in kinds or round(length**0.5) ** 2 != length:
-        raise ValueError(
-            f"{name} has {length} slots, and a head of {outputs} outputs for tokens of {token_dim} numbers; a MAR has "
-            f"a square of slots, and {2 * token_dim} outputs, or {token_dim} with flow matching."
-        )
-    return {
-        "grid_size": round(length**0.5),
-        "token_dim": token_dim,
-        "dim": dim,
-        "num_layers": layers,
-        "num_heads": known_heads(PRESETS, dim, layers, num_heads, name),
-        "head_width": weights["diffloss.net.input_proj.weight"].shape[0],
-        "head_depth": count_parts(weights, "diffloss.net.res_blocks."),
-        "num_classes": weights["class_emb.weight"].shape[0],
-        "buffer_size": weights["encoder_pos_embed_learned"].shape[1] - length,
-        "head_kind": kinds[outputs],
-    }

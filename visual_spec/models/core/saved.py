@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
@@ -42,15 +42,8 @@ _OTHERS |= {
 _EIGHT_BITS = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
 _DIRECTION = "parametrizations.weight.original1"  # of a weight-normed layer: any multiple means the same
 
-_Method = TypeVar("_Method", bound=Callable)
-
 # Settings that count parts of a model; each part has weights.
 _COUNTS = ("num_layers", "num_blocks", "blocks_per_level")
-
-
-def _wraps(wrapped: Callable) -> Callable[[_Method], _Method]:
-    """As `functools.wraps`; type checkers keep seeing a method."""
-    return cast(Any, functools.wraps(wrapped))
 
 
 class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
@@ -97,7 +90,7 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         check_loaded(model, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
         return cast(Self, loaded)  # or a pair, with output_loading_info
 
-    @_wraps(ModelMixin.save_pretrained)  # diffusers looks at the arguments
+    @cast(Any, functools.wraps(ModelMixin.save_pretrained))  # diffusers looks at the arguments
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save as diffusers does, so that a kill in between leaves no half-written file (`written_whole`).
 

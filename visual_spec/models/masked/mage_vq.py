@@ -7,7 +7,6 @@ official keys.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,10 +111,7 @@ def load_mage_tokenizer(
         )
     if any(key.startswith(PREFIX) for key in weights):
         weights = {key.removeprefix(PREFIX): part for key, part in weights.items() if key.startswith(PREFIX)}
-    config: dict[str, Any] = _config(weights, name) | {"image_size": image_size, "norm_groups": norm_groups}
-    return loaded(MageVQModel, config, weights, name, what="MAGE's tokenizer", dtype=dtype)
-
-
-def _config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
     codes, dim = weights["quantize.embedding.weight"].shape
-    return {**vqgan_sizes(weights, name), "codebook_size": codes, "codebook_dim": dim}
+    config = vqgan_sizes(weights, name) | {"codebook_size": codes, "codebook_dim": dim}
+    config |= {"image_size": image_size, "norm_groups": norm_groups}
+    return loaded(MageVQModel, config, weights, name, what="MAGE's tokenizer", dtype=dtype)

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,21 @@ def load_infinity_checkpoint(
         source = Checkpoint(Path(source), _read_shards(Path(source)))
     chunked, name = _INFINITY.read(source)
     weights = _LAYERS.translated(_numbered(chunked, name), name)
-    config = _config(weights) | {"scales": scales, "rope_grid": rope_grid}
+    dim, bits = weights["word_embed.weight"].shape
+    length, width = weights["cfg_uncond"].shape
+    config = {
+        "bits": bits,
+        "dim": dim,
+        "num_layers": count_parts(weights, "blocks."),
+        "num_heads": weights["blocks.0.sa.scale_mul_1H11"].shape[1],
+        "ffn_dim": weights["blocks.0.ffn.fc1.weight"].shape[0],
+        "caption_dim": width,
+        "caption_length": length,
+        "pool_heads": weights["text_proj_for_sos.ca.mat_q"].shape[1],
+        "scales": scales,
+        "rope_grid": rope_grid,
+        "num_levels": weights["lvl_embed.weight"].shape[0],
+    }
 
     def constants(model: InfinityTransformer) -> dict[str, Tensor]:
         places = [f"blocks.{layer}.{part}" for layer in range(len(model.blocks)) for part in ("sa", "ca")]
@@ -120,19 +133,3 @@ def _numbered(official: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         return f"blocks.{int(match[1]) * per_chunk + int(match[2])}.{key[match.end() :]}"
 
     return {ours(key): value for key, value in official.items()}
-
-
-def _config(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    dim, bits = weights["word_embed.weight"].shape
-    length, width = weights["cfg_uncond"].shape
-    return {
-        "bits": bits,
-        "dim": dim,
-        "num_layers": count_parts(weights, "blocks."),
-        "num_heads": weights["blocks.0.sa.scale_mul_1H11"].shape[1],
-        "ffn_dim": weights["blocks.0.ffn.fc1.weight"].shape[0],
-        "caption_dim": width,
-        "caption_length": length,
-        "pool_heads": weights["text_proj_for_sos.ca.mat_q"].shape[1],
-        "num_levels": weights["lvl_embed.weight"].shape[0],
-    }

@@ -243,7 +243,8 @@ def load_var_checkpoint(
             scales than the official ones.
     """
     weights, name = _VAR.read(source)
-    config = _config(weights, name, scales)
+    length, levels = weights["pos_1LC"].shape[1], len(weights["lvl_embed.weight"])
+    config = sizes_of(weights) | {"scales": _read_scales(weights, name, scales, levels, length)}
     return loaded(VARTransformer, config, weights, name, what="VAR", constants=_constants, dtype=dtype)
 
 
@@ -269,11 +270,6 @@ def zero_biases(model: Any) -> dict[str, Tensor]:
     """Return the biases of keys, which official files hold."""
     zero = torch.zeros(model.config["dim"])
     return {f"blocks.{index}.attn.zero_k_bias": zero for index in range(len(model.blocks))}
-
-
-def _config(weights: Mapping[str, Tensor], name: str, scales: Sequence[int] | None) -> dict[str, Any]:
-    length, levels = weights["pos_1LC"].shape[1], len(weights["lvl_embed.weight"])
-    return sizes_of(weights) | {"scales": _read_scales(weights, name, scales, levels, length)}
 
 
 def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:

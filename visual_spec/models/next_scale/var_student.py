@@ -8,7 +8,7 @@ of each layer between attention and feed-forward layer, and before the heads. Pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -169,7 +169,26 @@ def load_var_student(source: Source, *, dtype: torch.dtype | None = None, **conf
             none of `STUDENTS`, or other ones than published; `scales` other than the official ones.
     """
     weights, name = _STUDENT.read(source)
-    settings = _config(weights, name, config)
+    dim, token_dim = weights["word_embed.weight"].shape
+    layers = count_parts(weights, "blocks.")
+    released = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
+    preset = released.get((layers, dim), {})
+    unknown = [key for key in ("first_continuous", "restart") if key not in preset and key not in config]
+    if unknown:
+        known = ", ".join(f"{key} ({s['num_layers']} layers of {s['dim']})" for key, s in STUDENTS.items())
+        raise ValueError(
+            f"{name} has {layers} layers of {dim}, and the released students are {known}; pass "
+            f"{' and '.join(unknown)} for another one, which cannot be read off the weights."
+        )
+    length, scales = weights["pos_1LC"].shape[1] - 1, tuple(config.get("scales", SCALES[256]))
+    if sum(side * side for side in scales) != length:
+        raise ValueError(
+            f"{name} has {length} slots, and scales {scales} have {sum(side * side for side in scales)}; pass `scales`."
+        )
+    read = ("vocab_size", "dim", "num_layers", "num_heads", "num_classes")
+    sizes = {key: size for key, size in sizes_of(weights).items() if key in read}
+    own = {key: preset.get(key) for key in ("first_continuous", "restart")}
+    settings = {**sizes, "token_dim": token_dim, "scales": scales, **own, **config}
     what = "student of VAR"
     return loaded(VARStudent, settings, weights, name, what=what, constants=_constants, dtype=dtype)
 
@@ -178,26 +197,3 @@ def _constants(model: VARStudent) -> dict[str, Tensor]:
     """Return the buffers of the official class that ours does not have."""
     levels = levels_of((1, *model.scales))  # [1 + L]
     return constants_of(model, levels, (levels[:, None] <= levels).fill_diagonal_(False))
-
-
-def _config(weights: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    dim, token_dim = weights["word_embed.weight"].shape
-    layers = count_parts(weights, "blocks.")
-    released = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
-    preset = released.get((layers, dim), {})
-    unknown = [key for key in ("first_continuous", "restart") if key not in preset and key not in arguments]
-    if unknown:
-        known = ", ".join(f"{key} ({s['num_layers']} layers of {s['dim']})" for key, s in STUDENTS.items())
-        raise ValueError(
-            f"{name} has {layers} layers of {dim}, and the released students are {known}; pass "
-            f"{' and '.join(unknown)} for another one, which cannot be read off the weights."
-        )
-    length, scales = weights["pos_1LC"].shape[1] - 1, tuple(arguments.get("scales", SCALES[256]))
-    if sum(side * side for side in scales) != length:
-        raise ValueError(
-            f"{name} has {length} slots, and scales {scales} have {sum(side * side for side in scales)}; pass `scales`."
-        )
-    read = ("vocab_size", "dim", "num_layers", "num_heads", "num_classes")
-    sizes = {key: size for key, size in sizes_of(weights).items() if key in read}
-    own = {key: preset.get(key) for key in ("first_continuous", "restart")}
-    return {**sizes, "token_dim": token_dim, "scales": scales, **own, **arguments}

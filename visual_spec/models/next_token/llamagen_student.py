@@ -222,26 +222,23 @@ def load_llamagen_student(
             size that is none of `STUDENTS`, `grid_size` of another than 16.
     """
     weights, name = _STUDENT.read(source)
-    settings = {**_config(weights, name, config), **config}
-    return loaded(LlamaGenStudent, settings, weights, name, what="student of LlamaGen", dtype=dtype)
-
-
-def _config(weights: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     dim, token_dim = weights["tok_embeddings.weight"].shape
     layers = count_parts(weights, "layers.")
     sizes = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
     preset = sizes.get((layers, dim))
-    if preset is None and "num_heads" not in arguments:
+    if preset is None and "num_heads" not in config:
         known = ", ".join(f"{name} ({s['num_layers']} layers of {s['dim']})" for name, s in STUDENTS.items())
         raise ValueError(
             f"{name} has {layers} layers of {dim}, and the released students are {known}; pass num_heads, "
             "first_continuous and restart for another one, which cannot be read off the weights."
         )
-    return {
+    settings = {
         "vocab_size": weights["output.weight"].shape[0],
         "token_dim": token_dim,
         "dim": dim,
         "num_layers": layers,
         "num_classes": weights["cls_embedding.embedding_table.weight"].shape[0] - 1,
         **(preset or {}),
+        **config,
     }
+    return loaded(LlamaGenStudent, settings, weights, name, what="student of LlamaGen", dtype=dtype)

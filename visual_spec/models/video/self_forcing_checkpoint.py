@@ -19,7 +19,6 @@ Chunks and steps of each: `docs/MODELS.md`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -101,7 +100,26 @@ def load_self_forcing(
             f"{name} is a Wan that takes pictures ({some(pictures)}); pass one that draws from text alone, such as "
             "Self-Forcing's."
         )
-    config = _config(weights, name, head_dim)
+    dim, channels, *patch = weights["patch_embedding.weight"].shape
+    if dim % head_dim:
+        raise ValueError(
+            f"{name} is {dim} wide, no multiple of head_dim={head_dim}; the heads cannot be read off a file, so pass "
+            "the head_dim it was made with."
+        )
+    patch_values = patch[0] * patch[1] * patch[2]
+    config: dict[str, Any] = dict(
+        patch_size=tuple(patch),
+        num_attention_heads=dim // head_dim,
+        attention_head_dim=head_dim,
+        in_channels=channels,
+        out_channels=len(weights["proj_out.weight"]) // patch_values,
+        text_dim=weights["condition_embedder.text_embedder.linear_1.weight"].shape[1],
+        freq_dim=weights["condition_embedder.time_embedder.linear_1.weight"].shape[1],
+        ffn_dim=len(weights["blocks.0.ffn.net.0.proj.weight"]),
+        num_layers=count_parts(weights, "blocks."),
+        cross_attn_norm="blocks.0.norm2.weight" in weights,
+        qk_norm="rms_norm_across_heads",
+    )
     with torch.device("meta"):
         model = WanTransformer3DModel(**config)
     # A buffer that is computed, not read.
@@ -138,27 +156,3 @@ def _add_lora(weights: dict[str, Tensor], lora: Checkpoint, scale: float) -> Non
             f"{lora.path} has {len(parts)} tensors, no pairs of lora_A and lora_B; pass such a file."
         )
     weights |= changed
-
-
-def _config(weights: Mapping[str, Tensor], name: str, head_dim: int) -> dict[str, Any]:
-    """The sizes that the weights show."""
-    dim, channels, *patch = weights["patch_embedding.weight"].shape
-    if dim % head_dim:
-        raise ValueError(
-            f"{name} is {dim} wide, no multiple of head_dim={head_dim}; the heads cannot be read off a file, so pass "
-            "the head_dim it was made with."
-        )
-    patch_values = patch[0] * patch[1] * patch[2]
-    return dict(
-        patch_size=tuple(patch),
-        num_attention_heads=dim // head_dim,
-        attention_head_dim=head_dim,
-        in_channels=channels,
-        out_channels=len(weights["proj_out.weight"]) // patch_values,
-        text_dim=weights["condition_embedder.text_embedder.linear_1.weight"].shape[1],
-        freq_dim=weights["condition_embedder.time_embedder.linear_1.weight"].shape[1],
-        ffn_dim=len(weights["blocks.0.ffn.net.0.proj.weight"]),
-        num_layers=count_parts(weights, "blocks."),
-        cross_attn_norm="blocks.0.norm2.weight" in weights,
-        qk_norm="rms_norm_across_heads",
-    )
