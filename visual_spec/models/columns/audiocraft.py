@@ -183,12 +183,7 @@ def unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], TrainingSetting
 def _language_model(
     path: Path, name: str, weights: Mapping[str, Tensor], num_heads: Any, num_layers: Any
 ) -> tuple[MusicgenForCausalLM, str]:
-    """Return the model that the sizes of weights make, on the meta device, and what to call it in errors.
-
-    Args:
-        name: of the model, for errors.
-        num_heads, num_layers: from the settings; None if they do not say.
-    """
+    """The model that the sizes of weights make, on the meta device, and what to call it in errors."""
     table, linear = weights.get("emb.0.weight"), weights.get("transformer.layers.0.linear1.weight")
     text = weights.get(f"{_OUTPUT_PROJECTION}.weight")
     if table is None or linear is None or text is None or not table.ndim == linear.ndim == text.ndim == 2:

@@ -134,11 +134,7 @@ class DepthDecoder:
 
 
 class _Rotary(DepthDecoder):
-    """Decoders of K codes a frame that read a hidden state and the first code, and rotary tables by position.
-
-    Args:
-        codes: K.
-    """
+    """Decoders of K codes a frame that read a hidden state and the first code, and rotary tables by position."""
 
     prefix = 2
 

@@ -185,10 +185,7 @@ class MusicgenModules:
         return states * mask[..., None], mask
 
     def _chroma(self, condition: TextCondition, dropped: Tensor | None, guided: bool) -> Tensor:
-        """States [R, N, dim] of the tunes, repeated or cut to N = `config.chroma_length` of the model.
-
-        No tune is one whose first chroma sounds all the time, as in both programs.
-        """
+        """States [R, N, dim] of the tunes, repeated or cut to N; no tune: its first chroma sounds all the time."""
         config, projection = self.model.config, getattr(self.model, "audio_enc_to_dec_proj", None)
         dtype = self.decoder.layer_norm.weight.dtype if projection is None else projection.weight.dtype
         melody = condition.melody if isinstance(condition, MusicCondition) else None

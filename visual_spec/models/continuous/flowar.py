@@ -172,11 +172,7 @@ class FlowARTransformer(SavedModel):
         places: Places | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Both networks on embedded maps [R, W, dim] at slots [W]: conditions [R, W, dim].
-
-        Args:
-            held, places: keys and values of each layer, and where new ones go; see `FlowARAttention`.
-        """
+        """Both networks on embedded maps [R, W, dim] at slots [W]: conditions [R, W, dim]; see `FlowARAttention`."""
         depth = len(self.encoder_blocks)
         for index, layer in enumerate(self._layers):
             if index == 0:

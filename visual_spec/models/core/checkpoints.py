@@ -245,8 +245,8 @@ def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]
     wrapped = all(key.replace("_orig_mod.", "").startswith("module.") for key in tensors)
     weights: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        kind = _strange_layout(tensor)
-        if kind:
+        if tensor.is_quantized or tensor.layout != torch.strided:
+            kind = f"quantised ({tensor.dtype})" if tensor.is_quantized else f"sparse ({tensor.layout})"
             raise ValueError(
                 f"{name}: {key} is {kind}; save the model with dense weights of one floating dtype, and pass that file."
             )
@@ -256,14 +256,6 @@ def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]
         weights[bare] = tensor.detach()
     _refuse_expanded(weights, name)
     return _untied(weights)
-
-
-def _strange_layout(tensor: Tensor) -> str:
-    if tensor.is_quantized:
-        return f"quantised ({tensor.dtype})"
-    if tensor.layout != torch.strided:
-        return f"sparse ({tensor.layout})"
-    return ""
 
 
 def _refuse_expanded(weights: Mapping[str, Tensor], name: str) -> None:

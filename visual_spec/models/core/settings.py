@@ -143,7 +143,9 @@ class DeclaredSetting:
         if bool in self.kinds:
             words.append("True or False")
         if str in self.kinds:
-            words.append("a name" if self.names is None else _choice(self.names, bool(words)))
+            names = self.names or ()
+            choice = repr(names[0]) if words and len(names) == 1 else f"one of {', '.join(names)}"
+            words.append("a name" if self.names is None else choice)
         if self._listed:
             numbers = "numbers" if Sequence[float] in self.kinds else "integers"
             words.append(
@@ -174,11 +176,6 @@ class DeclaredSetting:
             numbers = all(isinstance(one, kinds) and not isinstance(one, bool) for one in value)
             return self._listed and len(value) > 0 and numbers and all(map(self.within.holds, value))
         return isinstance(value, Mapping) and Mapping in self.kinds
-
-
-def _choice(names: Sequence[str], among: bool) -> str:
-    """Words to choose from, `among` other things."""
-    return repr(names[0]) if among and len(names) == 1 else f"one of {', '.join(names)}"
 
 
 def _plain(value: Any) -> Any:

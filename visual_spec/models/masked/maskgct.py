@@ -277,11 +277,7 @@ class SpeechState(MaskedState):
 
 
 class _SpeechDecoder(nn.Module):
-    """What both decoders share: a clip's grid, the time, and the layout of a batch.
-
-    Args:
-        num_frames: L, of the longest sample of the batch.
-    """
+    """What both decoders share: the grid of the longest sample, the time, and the layout of a batch."""
 
     mask_id: int
     vocab_size: int
@@ -336,12 +332,7 @@ class _SpeechDecoder(nn.Module):
         width: int,
         semantic: Tensor | None = None,
     ) -> SpeechState:
-        """Lay out a batch.
-
-        Args:
-            leads: of each network, [P, dim] of each sample.
-            width: D, of an attention head.
-        """
+        """Lay out a batch: of each network what leads in, [P, dim] of each sample; `width` of an attention head."""
         lead = [pad_sequence(own, batch_first=True) for own in leads]
         device, dtype = lead[0].device, lead[0].dtype
         starts = torch.tensor([len(one) for one in leads[0]], device=device)[:, None]

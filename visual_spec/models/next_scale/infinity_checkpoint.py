@@ -109,11 +109,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _numbered(official: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the weights with their layers numbered from the first: official ones are in chunks of equal size.
-
-    Raises:
-        ValueError: the chunks have unequal sizes, so a layer is missing, perhaps the last.
-    """
+    """The weights with their layers numbered from the first: official ones are in chunks of equal size."""
     chunked = {key: match for key in official if (match := _CHUNK.match(key))}
     layers: dict[int, set[int]] = {}
     for match in chunked.values():

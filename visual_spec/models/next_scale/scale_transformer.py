@@ -296,11 +296,7 @@ class ScaleTransformer(SavedModel):
         cache: ScaleCache | None = None,
         **settings: Any,
     ) -> tuple[Tensor, Any]:
-        """Return the inputs of the known scales, and a state whose own cache has room for the first `kept` scales.
-
-        Args:
-            settings: arguments of `read`; and fields of the state, `fed`, `stop`, `pruned`.
-        """
+        """The inputs of the known scales, and a state whose own cache has room for the first `kept` scales."""
         guided, dropped = settings.pop("guided", False), settings.pop("dropped", None)
         vector, more = self.read(condition, guided=guided, dropped=dropped)
         hidden = self._embed(vector, maps)

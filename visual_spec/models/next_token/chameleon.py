@@ -201,11 +201,7 @@ class ChameleonImageModel(CachedDecoder):
 
 
 def _layout(config: Any, layout: str | None) -> str:
-    """Return the layout that is asked for, or a checkpoint's own. The config of 2.0 names the class of 1.0.
-
-    Raises:
-        ValueError: it is unknown, or the vocabulary is another one's.
-    """
+    """The layout that is asked for, or a checkpoint's own. The config of 2.0 names the class of 1.0."""
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r}; pass one of {', '.join(LAYOUTS)}.")
     second = config.vocab_size >= _SECOND_IDS.stop

@@ -299,10 +299,7 @@ def _adapter_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
 
 
 def _trained_side(table: Tensor | None, name: str) -> int:
-    """Tokens per side of the largest picture of the training: the null table has a row for each of its slots.
-
-    The official program makes its rotary table for this side, whatever the size of the picture.
-    """
+    """Tokens per side of the largest picture of the training, for which the official rotary table is made."""
     shape = () if table is None else tuple(table.shape)
     side = math.isqrt(shape[0]) if shape else 0
     if len(shape) != 2 or side * side != shape[0]:

@@ -298,10 +298,7 @@ class LlamaGenTransformer(SavedModel):
     def _begin(
         self, prompt: tuple[Tensor, ...], guided: bool, window: int, held: LlamaGenState | None
     ) -> tuple[Tensor, Tensor, StaticCache, Tensor]:
-        """Return prefix embeddings `[R, T, dim]`, their mask, an empty cache and the rotary table.
-
-        Cache and table of an earlier state are used again.
-        """
+        """Prefix `[R, T, dim]`, its mask, an empty cache and the rotary table, both of an earlier state if held."""
         hidden, prefix_mask = self.cls_embedding.prefix(condition_of(prompt), guided=guided)
         if held is not None:
             held.cache.clear()

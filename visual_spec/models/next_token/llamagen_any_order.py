@@ -161,12 +161,7 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
     def _read(
         self, cache: StaticCache, hidden: Tensor, seen: Tensor, turns: Turns, prefix_mask: Tensor
     ) -> Tensor:
-        """Run `hidden [R, N, dim]` through all blocks, and return what the head reads. Writes the cache.
-
-        Args:
-            seen: bool [R, N, S], the places of the cache that each position attends to.
-            turns: of the positions' rotary indices.
-        """
+        """Run `hidden [R, N, dim]` at places that see bool `seen [R, N, S]`, and return what the head reads."""
         mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]  # [R, 1, N, S]
         return self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask))[0]
 

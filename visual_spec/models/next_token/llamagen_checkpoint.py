@@ -279,11 +279,7 @@ def load_transformer(
 
 
 def _branch(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, int]:
-    """Return `branch_start` of a model with a lower head, where its training moved the start of it (FlashAR).
-
-    Raises:
-        ValueError: the arguments of the training contradict the number of blocks.
-    """
+    """`branch_start` of a model with a lower head, where its training moved the start of it (FlashAR)."""
     arguments, config = checkpoint.arguments, architecture.config
     if "branch_layers" not in config:
         return {}

@@ -128,11 +128,7 @@ def load_self_forcing(
 
 
 def _add_lora(weights: dict[str, Tensor], lora: Checkpoint, scale: float) -> None:
-    """Add products of low-rank pairs, in the accuracy of float32, to the weights that they change.
-
-    Raises:
-        ValueError: a key that is no half of a pair, or a pair that fits no weight.
-    """
+    """Add products of low-rank pairs, in the accuracy of float32, to the weights that they change."""
     parts = replace(_WAN, needed={}).translated(lora.weights, str(lora.path))
     changed: dict[str, Tensor] = {}
     for key, down in parts.items():

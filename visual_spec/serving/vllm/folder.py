@@ -91,15 +91,16 @@ def save_for_vllm(pipe: Any, folder: str | os.PathLike) -> Path:
         )
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    weights = _named("transformer", model)
+    weights = named("transformer", model)
     if isinstance(encoder, CaptionEncoder):
-        weights |= _named("text_encoder", encoder)
+        weights |= named("text_encoder", encoder)
     save_file(weights, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(_config(model, encoder if reads else None), indent=1))
     return path
 
 
-def _named(prefix: str, module: torch.nn.Module) -> dict[str, Tensor]:
+def named(prefix: str, module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a module under a prefix."""
     return {f"{prefix}.{name}": value.contiguous() for name, value in module.state_dict().items()}
 
 

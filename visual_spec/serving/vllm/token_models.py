@@ -19,6 +19,7 @@ from torch import Tensor
 
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.pipelines.accelerate.images import image_model_class, unwrapped
+from visual_spec.serving.vllm.folder import named
 
 Size = tuple[int, int]
 
@@ -55,7 +56,7 @@ def save_model_for_vllm(
     config["torch_dtype"] = str(model.dtype).removeprefix("torch.")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in weights.items()}, path / "model.safetensors")
+    save_file(weights, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config, indent=1))
     return path
 
@@ -102,7 +103,7 @@ def _emu3(model: Any, grids: list[list[int]]) -> tuple[dict[str, Any], dict[str,
     config = _plain(model.config.text_config) | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     row_end = model.vocabulary_mapping.eol_token_id
     config["visual_spec"] = {"grids": grids, "image_ids": [ids[0], ids[-1] + 1], "row_end": row_end}
-    return config, _named("model", model.model.text_model) | _named("lm_head", model.lm_head)
+    return config, named("model", model.model.text_model) | named("lm_head", model.lm_head)
 
 
 @torch.no_grad()
@@ -119,7 +120,7 @@ def _janus(model: Any, grids: list[list[int]]) -> tuple[dict[str, Any], dict[str
         "image_ids": [first, stop],
         "head": {name: getattr(vq, name) for name in sizes},
     }
-    weights = _named("model", model.model.language_model)
+    weights = named("model", model.model.language_model)
     codes = torch.arange(vq.num_embeddings, device=model.device)
     words, pictures = (
         weights["model.embed_tokens.weight"],
@@ -127,7 +128,7 @@ def _janus(model: Any, grids: list[list[int]]) -> tuple[dict[str, Any], dict[str
     )
     end = torch.zeros_like(words[:1])
     weights["model.embed_tokens.weight"] = torch.cat([words[:first], pictures.to(words), end])
-    return config, weights | _named("lm_head", model.model.generation_head)
+    return config, weights | named("lm_head", model.model.generation_head)
 
 
 def _glm_image(model: Any, grids: list[list[int]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -144,7 +145,7 @@ def _glm_image(model: Any, grids: list[list[int]]) -> tuple[dict[str, Any], dict
         "image_ids": [0, model.config.vq_config.num_embeddings],
         "scored": model.lm_head.out_features,
     }
-    return config, _named("model", model.model.language_model) | _named("lm_head", model.lm_head)
+    return config, named("model", model.model.language_model) | named("lm_head", model.lm_head)
 
 
 _WRITERS = {"Emu3": _emu3, "Janus": _janus, "GLM-Image": _glm_image}
@@ -153,7 +154,3 @@ _WRITERS = {"Emu3": _emu3, "Janus": _janus, "GLM-Image": _glm_image}
 def _plain(config: Any) -> dict[str, Any]:
     kept = config.to_dict()
     return {name: value for name, value in kept.items() if name not in ("transformers_version", "dtype")}
-
-
-def _named(prefix: str, module: torch.nn.Module) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": value for name, value in module.state_dict().items()}
