@@ -166,12 +166,7 @@ def _kth_largest(logits: Tensor, k: int) -> Tensor:
 
 
 def check_logits(logits: Tensor, keys: Tensor, slots: Tensor, law: LawNumbers) -> None:
-    """Refuse shapes that do not fit each other.
-
-    Raises:
-        ValueError: the shapes do not fit each other.
-        TypeError: the kernels do not compute in the dtype of the logits.
-    """
+    """Refuse shapes that do not fit each other (ValueError), and dtypes of logits that no kernel takes (TypeError)."""
     rows = slots.shape[0] * (2 if law.guided else 1)
     if slots.dim() != 2 or keys.shape != slots.shape[:1]:
         raise ValueError(

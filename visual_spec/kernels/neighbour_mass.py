@@ -31,11 +31,7 @@ def fits(target: Tensor, draft_law: Tensor) -> bool:
 
 
 def check_laws(target: Tensor, draft_law: Tensor, drafts: Tensor) -> None:
-    """Refuse shapes that do not fit each other.
-
-    Raises:
-        ValueError: the laws are not both [B, N, V], or the drafts are not [B, N].
-    """
+    """Refuse laws that are not both [B, N, V], and drafts that are not [B, N], by ValueError."""
     if target.dim() != 3 or draft_law.shape != target.shape or drafts.shape != target.shape[:2]:
         raise ValueError(
             f"target has shape {tuple(target.shape)}, draft_law {tuple(draft_law.shape)}, drafts "

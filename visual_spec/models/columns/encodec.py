@@ -19,11 +19,7 @@ from visual_spec.models.core.offload import at_hand, decodes
 
 
 def check_codec(codec: Any) -> None:
-    """Refuse a codec whose clips are not one sequence of codes.
-
-    Raises:
-        ValueError: it cuts clips into chunks, or scales or normalises them over time (the 48 kHz EnCodec).
-    """
+    """Refuse a codec that cuts clips into chunks, or scales or normalises them over time (the 48 kHz EnCodec)."""
     config = codec.config
     wanted = {"normalize": False, "chunk_length_s": None, "norm_type": "weight_norm"}
     others = [

@@ -112,12 +112,7 @@ class MusicgenModules:
     # -- the condition -------------------------------------------------------------------------------------------------
 
     def check_condition(self, condition: TextCondition, batch_size: int) -> None:
-        """Refuse a condition that does not fit this model.
-
-        Raises:
-            TypeError: the condition is not a `TextCondition`.
-            ValueError: the batch or the width differs.
-        """
+        """Refuse what is no `TextCondition` (TypeError), or of another batch or width (ValueError)."""
         if not isinstance(condition, TextCondition):
             raise TypeError(
                 f"{type(condition).__name__} given; this model takes a TextCondition(features, mask), or a "

@@ -221,11 +221,7 @@ class FlowARTransformer(SavedModel):
 
 
 def check_sizes(scales: Sequence[int], grid_size: int, dim: int, num_heads: int) -> None:
-    """Refuse sizes that make no model.
-
-    Raises:
-        ValueError: see `FlowARTransformer`.
-    """
+    """Refuse sizes that make no model, see `FlowARTransformer`."""
     if scales[:1] != (1,) or scales[-1] != grid_size or list(scales) != sorted(set(scales)):
         raise ValueError(
             f"scales={tuple(scales)} on a grid of {grid_size}; pass sides that grow from 1 to {grid_size}."

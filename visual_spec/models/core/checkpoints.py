@@ -287,16 +287,14 @@ def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_values(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
-    """Refuse weights that no model can compute with. For weights on the meta device only the dtype is checked.
+    """Refuse weights that are not of a floating dtype of at least 16 bits, or not finite, by ValueError.
+
+    For weights on the meta device only the dtype is checked.
 
     Args:
         weights: by key.
         name: name of their source, for errors.
         source: what the message suggests instead.
-
-    Raises:
-        ValueError: a weight is not of a floating dtype of at least 16 bits, or holds nan or infinity; the message names
-            it.
     """
     for key, tensor in weights.items():
         if tensor.dtype not in FLOATING:

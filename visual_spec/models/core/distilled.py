@@ -111,11 +111,7 @@ class ContinuousHead(nn.Module):
 
 
 def check_call(model: DistilledModel, vectors: Tensor, known: int) -> None:
-    """Refuse tokens of another picture, and a call that no student was trained for.
-
-    Raises:
-        ValueError: the shape of the tokens, or `known`, does not fit; says what does.
-    """
+    """Refuse tokens of another picture, and a call that no student was trained for, by ValueError."""
     wanted = (model.grid.num_tokens, model.token_dim)
     if vectors.ndim != 3 or tuple(vectors.shape[1:]) != wanted:
         raise ValueError(

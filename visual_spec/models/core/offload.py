@@ -144,13 +144,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_cache_fits(sample_bytes: int, batch_size: int, device: torch.device) -> None:
-    """Refuse a batch whose cache does not fit the device.
+    """Refuse a batch whose cache does not fit the device, by ValueError.
 
-    Args:
-        sample_bytes: cache size of one sample, its unconditional row included.
-
-    Raises:
-        ValueError: the cache does not fit; gives the needed bytes, the free bytes, and how many samples fit.
+    `sample_bytes` are of one sample, its unconditional row included.
     """
     free, needed = free_bytes(device), sample_bytes * batch_size
     if free is not None and needed > free:

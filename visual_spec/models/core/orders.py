@@ -149,11 +149,7 @@ def hidden_after(num_tokens: int, num_steps: int) -> list[int]:
 
 
 def check_order(order: Tensor) -> None:
-    """Refuse what is no order.
-
-    Raises:
-        ValueError: rows that are no permutations of the slots.
-    """
+    """Refuse rows that are no permutations of the slots, by ValueError."""
     if order.ndim != 2 or order.is_floating_point():
         raise ValueError(
             f"an order of shape {list(order.shape)} and {order.dtype}; pass whole numbers [B, L]."

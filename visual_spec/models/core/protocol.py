@@ -273,12 +273,7 @@ class OrderModel(NextTokenModel, Protocol):
 
 
 def check_labels(condition: object, batch_size: int, classes: int) -> None:
-    """Refuse what is no LongTensor [B] of labels below `classes`.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: it has another shape, or a label is out of range.
-    """
+    """Refuse what is no LongTensor [B] (TypeError) of labels below `classes` (ValueError)."""
     if not isinstance(condition, Tensor) or condition.is_floating_point() or condition.is_complex():
         raise TypeError(f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]")
     if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
@@ -288,11 +283,7 @@ def check_labels(condition: object, batch_size: int, classes: int) -> None:
 
 
 def check_heads(dim: int, num_heads: int, multiple: int = 1) -> None:
-    """Refuse heads that do not divide a width into multiples of a number.
-
-    Raises:
-        ValueError: names both, and what the width must be.
-    """
+    """Refuse heads that do not divide a width into multiples of a number, by ValueError."""
     if dim % (multiple * num_heads):
         factor = f"{multiple} times " if multiple > 1 else ""
         raise ValueError(
@@ -301,15 +292,10 @@ def check_heads(dim: int, num_heads: int, multiple: int = 1) -> None:
 
 
 def check_raster(slots: Tensor, predicted: Tensor | None, num_tokens: int) -> None:
-    """Refuse to predict slots other than those after `slots`, for a model that was trained in raster order.
+    """Refuse, by ValueError, to predict slots other than those after `slots`, for a model trained in raster order.
 
-    Values are read on the CPU only: elsewhere this would stall the device.
-
-    Args:
-        slots, predicted: long [B, W], as in `OrderModel.__call__`.
-
-    Raises:
-        ValueError: another slot is to be predicted; the message names the first.
+    `slots`, `predicted`: long [B, W], as in `OrderModel.__call__`. Values are read on the CPU only: elsewhere this
+    would stall the device.
     """
     if predicted is None or not on_host(predicted):
         return

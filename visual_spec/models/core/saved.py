@@ -143,14 +143,7 @@ class Difference:
 
 
 def check_loaded(model: torch.nn.Module, name: str) -> None:
-    """Refuse a loaded model of any class whose floating weights are not all finite.
-
-    Args:
-        name: of the folder, for errors.
-
-    Raises:
-        ValueError: as `check_finite`.
-    """
+    """Refuse a loaded model of any class whose weights are not all finite; `name` of its folder, for errors."""
     check_finite({key: value for key, value in model.state_dict().items() if value.dtype in FLOATING}, name)
 
 
@@ -334,11 +327,7 @@ def _read_headers(
 
 
 def check_finite(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
-    """Refuse floating weights with nan or infinity. Weights on the meta device have no values to check.
-
-    Raises:
-        ValueError: a weight holds nan or infinity; the message names the first key, and how many of its values are bad.
-    """
+    """Refuse floating weights with nan or infinity, by ValueError. Those on the meta device have no values to check."""
     for key, whole in weights.items():
         for tensor in (part for part in stored_parts(whole) if part.dtype in FLOATING):
             # A sum checks all values without a second tensor of the same size; if the sum overflows, check again.

@@ -145,11 +145,7 @@ class ColumnEagleDrafter(SavedModel):
         return drafter
 
     def check_target(self, target: Any) -> None:
-        """Refuse a target that this drafter was not made for.
-
-        Raises:
-            ValueError: sizes differ; the message names them.
-        """
+        """Refuse a target that this drafter was not made for, by ValueError."""
         if not isinstance(target, MusicgenModules):
             raise ValueError(
                 f"this drafter reads the features of a MusicGen, and got a {type(target).__name__}; use a smaller "

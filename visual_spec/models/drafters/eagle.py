@@ -60,14 +60,11 @@ class EagleState(DecodeState):
 
 
 def check_sizes(drafter: Any, sizes: Mapping[str, Any], trainer: str) -> None:
-    """Refuse a target of other sizes than those that a drafter was made for.
+    """Refuse a target of other sizes than those that a drafter was made for, by ValueError.
 
     Args:
         sizes: the target's, by the names of the drafter's settings.
         trainer: the module of `visual_spec.training` that makes such drafters.
-
-    Raises:
-        ValueError: sizes differ; the message names them.
     """
     differing = {name: size for name, size in sizes.items() if drafter.config[name] != size}
     if differing:
@@ -119,11 +116,7 @@ class EagleDrafter(SavedModel):
         return cls(**{name: target.config[name] for name in _SHARED})
 
     def check_target(self, target: Any) -> None:
-        """Refuse a target that this drafter was not made for.
-
-        Raises:
-            ValueError: sizes differ; the message names them.
-        """
+        """Refuse a target that this drafter was not made for, by ValueError."""
         if not isinstance(target, LlamaGenTransformer):
             raise ValueError(
                 f"this drafter reads the features of a LlamaGenTransformer, and got a {type(target).__name__}; "

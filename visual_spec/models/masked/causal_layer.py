@@ -59,11 +59,7 @@ class CausalLayer(SavedModel):
         nn.init.zeros_(self.proj_out.bias)
 
     def check_fits(self, model: Any) -> None:
-        """Refuse a model of other features, tokens or slots than this layer was made for.
-
-        Raises:
-            ValueError: names both.
-        """
+        """Refuse a model of other features, tokens or slots than this layer was made for, by ValueError."""
         side = self.config["grid_size"]
         own = (self.config["feature_dim"], self.config["vocab_size"], side, side)
         grid = model.grid

@@ -445,11 +445,7 @@ class AcousticDecoder(_SpeechDecoder):
 
 
 def check_networks(first: AcousticNetwork, rest: AcousticNetwork) -> None:
-    """Refuse two acoustic networks that are not of one model.
-
-    Raises:
-        ValueError: says how they differ.
-    """
+    """Refuse two acoustic networks that are not of one model, by ValueError."""
     for name in ("vocab_size", "semantic_codes"):
         if first.config[name] != rest.config[name]:
             raise ValueError(
@@ -463,11 +459,7 @@ def _head_width(network: SemanticNetwork | AcousticNetwork) -> int:
 
 
 def check_codes(name: str, codes: Sequence[Tensor], count: int) -> None:
-    """Refuse codes that are not of 0 to count - 1.
-
-    Raises:
-        ValueError: says what was given.
-    """
+    """Refuse codes that are not of 0 to count - 1, by ValueError."""
     for one in codes:
         if one.dtype != torch.long or (one.numel() and not 0 <= int(one.min()) <= int(one.max()) < count):
             raise ValueError(

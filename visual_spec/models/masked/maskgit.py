@@ -267,11 +267,9 @@ class MaskedImageTransformer(SavedModel):
     # -- condition -----------------------------------------------------------------------------------------------------
 
     def check_condition(self, condition: TextCondition | Tensor | None, batch_size: int) -> None:
-        """Refuse a condition that does not fit this model. None, "no class" or "no caption", fits every model.
+        """Refuse a condition that does not fit this model; errors as in `check_labels` and `check_captions`.
 
-        Raises:
-            TypeError: captions for a class-conditional model, or labels for a model of captions.
-            ValueError: a wrong batch or size, a label out of range, or a caption without a word.
+        None, "no class" or "no caption", fits every model.
         """
         if condition is None:
             return

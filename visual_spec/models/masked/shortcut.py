@@ -83,11 +83,7 @@ class FeatureShortcut(SavedModel):
             self.share[2].bias.unflatten(0, (3, 3, dim))[:, 2] = gates  # pyright: ignore
 
     def check_fits(self, model: Any) -> None:
-        """Refuse a model of other features, tokens or slots than this network was made for.
-
-        Raises:
-            ValueError: names both.
-        """
+        """Refuse a model of other features, tokens or slots than this network was made for, by ValueError."""
         own = tuple(self.config[name] for name in ("feature_dim", "vocab_size", "num_tokens"))
         wanted = (getattr(model, "feature_dim", None), model.vocab_size, model.grid.num_tokens)
         if own != wanted or model.grid.codebooks != 1:

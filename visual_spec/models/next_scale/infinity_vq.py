@@ -164,11 +164,7 @@ class BitwiseVQModel(MultiscaleTokenizer):
 
 
 def check_scales(scales: Sequence[Side]) -> None:
-    """Refuse maps that are not ordered coarse to fine.
-
-    Raises:
-        ValueError: the maps are not so ordered, there are none, or a side is below 1.
-    """
+    """Refuse maps that are not ordered coarse to fine, or none, or a side below 1, by ValueError."""
     shapes = [shape_of(side) for side in scales]
     shrinks = any(a > c or b > d for (a, b), (c, d) in pairwise(shapes))
     if not shapes or min(map(min, shapes)) < 1 or shrinks:

@@ -275,11 +275,7 @@ def cache_bytes(
 
 
 def check_budget(budget: ScaleBudget, scales: Sequence[Side], num_layers: int) -> None:
-    """Refuse a budget that was made for another model.
-
-    Raises:
-        ValueError: scales or layers differ; the message names both.
-    """
+    """Refuse a budget that was made for another model, by ValueError."""
     if (budget.scales, budget.num_layers) != (sides_of(scales), num_layers):
         raise ValueError(
             f"a budget for scales {budget.scales} of {budget.num_layers} layers given, but the model has scales "

@@ -186,11 +186,7 @@ class ScaleTransformer(SavedModel):
                     six[2:] *= 0.5
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Refuse a condition that does not fit this model.
-
-        Raises:
-            TypeError, ValueError: the condition is of another kind, or does not fit.
-        """
+        """Refuse a condition of another kind (TypeError), or that does not fit this model (ValueError)."""
         raise NotImplementedError
 
     def read(

@@ -78,11 +78,7 @@ class VARBlock(nn.Module):
 
 
 def check_sizes(scales: Sequence[int], dim: int, num_heads: int) -> None:
-    """Refuse sizes that make no VAR.
-
-    Raises:
-        ValueError: the scales are not ordered coarse to fine, or the width is not a multiple of the heads.
-    """
+    """Refuse, by ValueError, scales that are not ordered coarse to fine, and heads that do not divide the width."""
     scales = tuple(scales)
     if not scales or scales[0] < 1 or any(a > b for a, b in pairwise(scales)):
         raise ValueError(

@@ -117,12 +117,8 @@ class ControlARTransformer(SavedModel):
     # -- decoding: the contract of next-token models ------------------------------------------------------------------
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Refuse a condition that does not fit this model.
-
-        Raises:
-            TypeError: it has no control picture.
-            ValueError: as in `LlamaGenTransformer.check_condition`; or a control of another shape, or a strength that
-                is no finite number.
+        """Refuse a condition without a control picture (TypeError), with one of another shape, or with a strength that
+        is no finite number (ValueError); or as `LlamaGenTransformer.check_condition`.
         """
         if not isinstance(condition, ControlledCondition):
             raise TypeError(

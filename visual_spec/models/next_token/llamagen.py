@@ -358,11 +358,7 @@ class LlamaGenTransformer(SavedModel):
     def check_call(
         self, slots: Tensor, seen: Tensor | None, predicted: Tensor | None, answers: Tensor | None
     ) -> None:
-        """Refuse a call that this model cannot answer.
-
-        Raises:
-            ValueError: as in `check_raster`; or a model that was trained for another order is not told `answers`.
-        """
+        """Refuse, by ValueError, a call that this model cannot answer: as in `check_raster`, or without `answers`."""
         if self.trained_order == RASTER_ORDER:
             check_raster(slots, predicted, self.grid.num_tokens)
         elif seen is None or answers is None:

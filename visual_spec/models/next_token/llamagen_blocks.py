@@ -208,15 +208,11 @@ def condition_of(tensors: tuple[Tensor, ...]) -> TextCondition | Tensor:
 
 
 def check_captions(condition: object, expected: tuple[int, int, int], *, left_padded: bool = True) -> None:
-    """Refuse what is no `TextCondition` of features [B, T, C] and masks [B, T].
+    """Refuse what is no `TextCondition` (TypeError) of features [B, T, C] and masks [B, T] (ValueError).
 
     Args:
         expected: B, T and C.
         left_padded: whether captions end at the last position.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: it has other shapes, or a caption that does not end there.
     """
     if not isinstance(condition, TextCondition):
         raise TypeError(f"{type(condition).__name__} given; this model takes a TextCondition(features, mask)")

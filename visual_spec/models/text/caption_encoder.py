@@ -78,11 +78,7 @@ class CaptionEncoder(SavedModel):
         return list(dict.fromkeys(word for word in words if word not in self._ids))
 
     def check_prompts(self, prompts: list[str]) -> None:
-        """Refuse prompts that say nothing.
-
-        Raises:
-            ValueError: a prompt has no word.
-        """
+        """Refuse prompts without a word, by ValueError."""
         for prompt in prompts:
             if not split_words(prompt):
                 raise ValueError(f"prompt {prompt!r} has no words; give at least one")

@@ -147,11 +147,7 @@ class T5Features(ModelMixin, ConfigMixin):
         return []
 
     def check_prompts(self, prompts: list[str]) -> None:
-        """Refuse prompts of which cleaning leaves nothing. (The official code draws something for them.)
-
-        Raises:
-            ValueError: a prompt has no words.
-        """
+        """Refuse, by ValueError, prompts of which cleaning leaves nothing. (The official code draws something.)"""
         for prompt in prompts:
             if not self._clean(prompt):
                 raise ValueError(f"prompt {prompt!r} has no words; give at least one")

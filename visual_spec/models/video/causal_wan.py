@@ -198,11 +198,7 @@ class CausalWan:
 
     @staticmethod
     def check_model(transformer: Any, policy: CachePolicy | HeadBudgets) -> None:
-        """Refuse a transformer that cannot be made causal, or a policy for another one.
-
-        Raises:
-            ValueError: names what was given and what is allowed.
-        """
+        """Refuse a transformer that cannot be made causal, or a policy for another one, by ValueError."""
         config = transformer.config
         if config.image_dim is not None or config.in_channels != config.out_channels:
             raise ValueError(
@@ -216,11 +212,7 @@ class CausalWan:
             )
 
     def check(self, embeds: Tensor, height: int, width: int, chunk: int) -> None:
-        """Refuse a prompt, a size in latent pixels or a chunk that the model or its policy cannot serve.
-
-        Raises:
-            ValueError: names what was given and what is allowed.
-        """
+        """Refuse a prompt, a size in latent pixels or a chunk that model or policy cannot serve, by ValueError."""
         wide = self.transformer.config.text_dim
         if embeds.ndim != 3 or embeds.shape[-1] != wide or not embeds.numel():
             raise ValueError(f"prompt_embeds are {list(embeds.shape)}; pass [B, T, {wide}].")

@@ -95,11 +95,7 @@ class CachePolicy(Protocol):
         ...
 
     def check(self, chunk: int) -> None:
-        """Refuse settings that cannot serve chunks of so many frames.
-
-        Raises:
-            ValueError: names the setting, its value and what is allowed.
-        """
+        """Refuse settings that cannot serve chunks of so many frames, by ValueError."""
         ...
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:

@@ -84,11 +84,7 @@ def requests_of(
 
 
 def check_whole(tokens: Sequence[int], length: int) -> None:
-    """Refuse a picture that the engine ended early.
-
-    Raises:
-        RuntimeError: it did; says at which slot.
-    """
+    """Refuse a picture that the engine ended early, by RuntimeError."""
     if len(tokens) != length:
         raise RuntimeError(
             f"the engine ended the picture at slot {len(tokens) - 1} of {length}: the two requests of a guided picture "

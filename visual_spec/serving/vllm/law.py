@@ -48,11 +48,7 @@ class PictureLaw(FirstInterface, SecondInterface):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuse a request, before it enters.
-
-        Raises:
-            ValueError: as `PictureRequest.of`; or a setting of vLLM would change the law.
-        """
+        """Refuse a request before it enters, by ValueError: as `PictureRequest.of`, or vLLM would change the law."""
         if PictureRequest.of(sampling_params.extra_args) is None:
             return
         params = sampling_params

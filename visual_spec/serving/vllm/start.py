@@ -50,10 +50,8 @@ def num_drafts_of(vllm_config: Any) -> int:
 
 
 def check_start(vllm_config: Any, served: Served) -> None:
-    """Refuse, before the model is loaded, settings under which pictures would be wrong or pairs would part.
-
-    Raises:
-        ValueError: names the setting, its value, and what to set.
+    """Refuse, before the model is loaded and by ValueError, settings under which pictures would be wrong or pairs would
+    part.
     """
     from vllm import __version__
 
@@ -107,10 +105,8 @@ def _check_drafts(vllm_config: Any) -> None:
 
 
 def check_cache(vllm_config: Any) -> None:
-    """Refuse a cache in which a request could be preempted: pairs would part. The size is known after loading only.
-
-    Raises:
-        ValueError: names the size of the cache, and what would do.
+    """Refuse, by ValueError, a cache in which a request could be preempted: pairs would part. The size is known after
+    loading only.
     """
     cache, most = vllm_config.cache_config, vllm_config.scheduler_config.max_num_seqs
     length = vllm_config.model_config.max_model_len
