@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from visual_spec.eval.arguments import Parser, add_machine, at_least, is_quiet
+from visual_spec.eval.arguments import MACHINE, Parser, add, at_least, is_quiet
 
 _PAUSE = 0.1  # seconds from one change of the page to the next
 _SIDE = 384  # pixels of the map
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", metavar="NAME", help="shown first: embedded name, folder, or Hub id")
     parser.add_argument("--port", type=at_least(1, 65535), default=7860)
-    add_machine(parser)
+    add(parser, *MACHINE)
     args = parser.parse_args(argv)
     if args.threads is not None:
         import torch

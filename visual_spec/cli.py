@@ -22,14 +22,7 @@ from typing import Any
 
 import visual_spec
 from visual_spec import families
-from visual_spec.eval.arguments import (
-    Parser,
-    add_law,
-    add_negative_prompt,
-    add_threads,
-    at_least,
-    show_warning,
-)
+from visual_spec.eval.arguments import Parser, add, at_least, show_warning
 from visual_spec.eval.tables import plain_table
 from visual_spec.records import LAW_SETTINGS
 from visual_spec.samplers.registry import names
@@ -100,7 +93,6 @@ def _add_generate(commands: Any) -> None:
         help="embedded name, folder, or Hub id; it says whether pictures, clips or music are made (default: shapes)",
     )
     generate.add_argument("--out", type=Path, default=Path("visual-spec-out"), metavar="DIR")
-    generate.add_argument("--overwrite", action="store_true", help="replace files that are already there")
     generate.add_argument(
         "--num-images", type=at_least(1), default=1, metavar="N", help="pictures per prompt"
     )
@@ -113,13 +105,11 @@ def _add_generate(commands: Any) -> None:
         default=0,
         help="of the first picture; the next ones have seed + 1, seed + 2 ...",
     )
-    generate.add_argument("--device", help="default: cuda where there is one, else cpu")
     generate.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as they were saved)")
-    add_threads(generate)
     generate.add_argument(
         "--compare", action="store_true", help="decode plainly too, check equality, draw a sheet and a page"
     )
-    generate.add_argument("--json", action="store_true", help="print a JSON document as the last line")
+    add(generate, "device", "threads", "negative_prompt", "overwrite", "json")
 
     _add_media(generate)
     _add_sampler_and_law(generate)
@@ -134,8 +124,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _add_media(generate: argparse.ArgumentParser) -> None:
-    """Return what only some models take: texts to avoid, pictures, and what music and clips have."""
-    add_negative_prompt(generate)
+    """Return what only some models take: pictures, and what music and clips have."""
     paint = generate.add_argument_group("painting into a picture (masked and any-order models)")
     paint.add_argument("--image", type=Path, metavar="FILE", help="of the size that the model draws")
     paint.add_argument("--mask", type=Path, metavar="FILE", help="white where --image is drawn anew")
@@ -191,7 +180,7 @@ def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
         "--drafter", metavar="NAME", help="embedded drafter or folder (default: the model's own)"
     )
 
-    add_law(generate.add_argument_group("law of a token"), LAW_SETTINGS)
+    add(generate.add_argument_group("law of a token"), *LAW_SETTINGS)
 
 
 def _add_convert(commands: Any) -> None:
@@ -223,8 +212,7 @@ def _add_convert(commands: Any) -> None:
         help="pixels (default: what the file or its name says)",
     )
     convert.add_argument("--dtype", choices=_DTYPES, help="of the weights written (default: as in the files)")
-    convert.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
-    convert.add_argument("--json", action="store_true", help="print a JSON document as the last line")
+    add(convert, "overwrite", "json")
     convert.set_defaults(run=_convert)
 
 

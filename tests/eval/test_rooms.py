@@ -7,8 +7,8 @@ import pytest
 
 from tests.helpers.package_imports import PACKAGE, ROOT, imported_modules
 from visual_spec.eval import words
+from visual_spec.eval.quality import report_command
 from visual_spec.eval.quality.figures import quality_table
-from visual_spec.eval.report import frontier
 from visual_spec.pipelines.loading import read_facts
 
 # `quality` and `speed` know nothing of each other: what both need lies in the files of `eval` itself.
@@ -45,7 +45,7 @@ def test_committed_results_are_still_read(name, unit, tmp_path):
     assert len(quality_table(document, extractor).splitlines()) == 3 + len(document["rows"])
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.html"
-    assert frontier.main([str(RESULTS / f"{name}.json"), "--out", str(page)]) == 0
+    assert report_command.main([str(RESULTS / f"{name}.json"), "--out", str(page)]) == 0
     text = page.read_text()
     assert all(Path(row["name"]).name.split(":")[0] in text for row in document["rows"])
 

@@ -114,28 +114,46 @@ def at_least(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    """Add `--threads`. A process starts all that it asks for, so more than the machine has use of are refused."""
-    parser.add_argument(
-        "--threads",
+# Options that several commands have.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": dict(default="shapes", help="embedded name, folder, or Hub id (default: shapes)"),
+    "samplers": dict(
+        nargs="+",
+        metavar="S",
+        help="name or name:setting=value,..., such as speculative-jacobi:window=32,coupling=maximal,acceptance=exact, "
+        "or scale-wise:num_draft_scales=6,cache_share=0.1,refiner=FOLDER, or column-jacobi:unit=codebook,"
+        "acceptance=exact; temperature, top_k, top_p, guidance_scale, seed and drafter may be set too (default: those "
+        "that the list of samplers names for the model; for next-scale models all that it has)",
+    ),
+    "masked": dict(metavar="MODEL", help="a masked model of the same tokens, measured beside --model"),
+    "negative_prompt": dict(metavar="TEXT", help="what guidance leads away from, in place of no prompt"),
+    "batch_size": dict(type=int, default=50, metavar="B", help="samples at once (default: 50)"),
+    "seed": dict(type=int, default=0, help="of sample 0; sample i has seed + i"),
+    "device": dict(help="default: cuda where there is one, else cpu"),
+    "dtype": dict(default="float32", choices=DTYPES),
+    # A process starts all that it asks for, so more than the machine has use of are refused.
+    "threads": dict(
         type=at_least(1, max(64, os.cpu_count() or 1)),
         metavar="N",
         help="processor threads (default: PyTorch's choice)",
-    )
+    ),
+    "rank": dict(type=int, metavar="R", help="share of this process (default: torchrun's, or 0)"),
+    "shards": dict(type=int, metavar="N", help="processes (default: torchrun's, or 1)"),
+    "overwrite": dict(action="store_true", help="replace files that are already there"),
+    "json": dict(action="store_true", help="print a JSON document as the last line"),
+}
+for _name, _setting in settings_of(LawSettings.__init__).items():
+    _help = cast(Help, _setting.help)
+    OPTIONS[_name] = dict(type=_setting.kinds[0], metavar=_help.letter, help=_help.text)
+LAW = ("temperature", "top_k", "top_p")
+MACHINE = ("device", "dtype", "threads")
+SHARE = ("rank", "shards")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add `--model`."""
-    parser.add_argument(
-        "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
-    )
-
-
-def add_negative_prompt(parser: argparse.ArgumentParser) -> None:
-    """Add `--negative-prompt`."""
-    parser.add_argument(
-        "--negative-prompt", metavar="TEXT", help="what guidance leads away from, in place of no prompt"
-    )
+def add(parser: Any, *names: str) -> None:
+    """Add options of `OPTIONS` to a parser or a group of it."""
+    for name in names:
+        parser.add_argument(f"--{name.replace('_', '-')}", **OPTIONS[name])
 
 
 def check_taken(pipe: Any, model: str, names: Iterable[str]) -> None:
@@ -150,22 +168,6 @@ def check_taken(pipe: Any, model: str, names: Iterable[str]) -> None:
             raise ValueError(f"{model} takes no --{name.replace('_', '-')}; leave it out.")
 
 
-def add_machine(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
-    """Add `--device`, `--dtype` unless it is not wanted, and `--threads`."""
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    if dtype:
-        parser.add_argument("--dtype", default="float32", choices=DTYPES)
-    add_threads(parser)
-
-
-def add_share(parser: argparse.ArgumentParser) -> None:
-    """Add `--rank` and `--shards`, see `share`."""
-    parser.add_argument(
-        "--rank", type=int, metavar="R", help="share of this process (default: torchrun's, or 0)"
-    )
-    parser.add_argument("--shards", type=int, metavar="N", help="processes (default: torchrun's, or 1)")
-
-
 def share(args: argparse.Namespace) -> dict[str, int]:
     """The `rank` of this process among `shards`: as the options say, else as torchrun does."""
     asked = {"rank": (args.rank, "RANK", 0), "shards": (args.shards, "WORLD_SIZE", 1)}
@@ -173,15 +175,6 @@ def share(args: argparse.Namespace) -> dict[str, int]:
         name: int(os.environ.get(variable, usual)) if value is None else value
         for name, (value, variable, usual) in asked.items()
     }
-
-
-def add_law(parser: Any, names: Iterable[str] = ("temperature", "top_k", "top_p")) -> None:
-    """Add settings of the law, names of `LAW_SETTINGS`, to a parser or a group of it."""
-    for name in names:
-        setting = settings_of(LawSettings.__init__)[name]
-        help = cast(Help, setting.help)
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=setting.kinds[0], metavar=help.letter, help=help.text)
 
 
 def progress(text: str) -> None:

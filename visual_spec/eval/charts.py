@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 INK, MUTED, GOOD, LOSSY = "#1c1e24", "#686a72", "#187642", "#b4430f"
@@ -35,6 +36,17 @@ def figure_class() -> Any:
     except ImportError as error:
         raise ImportError("charts need matplotlib: install visual-spec[eval]") from error
     return Figure
+
+
+def chart_ending(path: Path, option: str) -> str:
+    """The kind of a chart's file, "png" or "svg".
+
+    Raises:
+        ValueError: a name of another ending.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"{option} {path} given; the name must end in .png or .svg")
+    return path.suffix[1:]
 
 
 def image_bytes(figure: Any, kind: str) -> bytes:

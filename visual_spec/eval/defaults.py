@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product, zip_longest
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from visual_spec.samplers.registry import DISTILLED, MASKED, SAMPLERS, fitting
 
 if TYPE_CHECKING:
+    from visual_spec.eval.settings import Setting
     from visual_spec.records import PipelineFacts
     from visual_spec.samplers.core.law import TokenLaw
 
@@ -138,18 +139,11 @@ def listed_settings(facts: PipelineFacts, index: Mapping[str, Any], rows: Sequen
         part, question, text = row.rpartition("? ")
         if question and not _holds(index, part):
             continue
-        pieces = re.split(r"[{}]", text)  # text and choices by turns
         # Noise on the choice belongs to the order of confidence, which is not the saved one where that is fixed.
-        choices = [
-            [f"{saved.get('choice_temperature', 1.0)}"] if piece == "saved" else piece.split("|")
-            for piece in pieces[1::2]
-        ]
-        settings += ["".join(_by_turns(pieces[::2], values)) for values in product(*choices)]
+        text = text.replace("{saved}", f"{saved.get('choice_temperature', 1.0)}")
+        pieces = [piece.split("|") for piece in re.split(r"[{}]", text)]  # text and choices by turns
+        settings += ["".join(values) for values in product(*pieces)]
     return _beside_plain(facts, settings)
-
-
-def _by_turns(texts: Sequence[str], values: Sequence[str]) -> Iterable[str]:
-    return (piece for pair in zip_longest(texts, values, fillvalue="") for piece in pair)
 
 
 def _beside_plain(facts: PipelineFacts, others: Iterable[str]) -> ModelSettings:
@@ -180,6 +174,24 @@ def settings_beside(name: str | None, settings: ModelSettings) -> ModelSettings 
             "as --model shapes --masked shapes_masked or --model tunes --masked tunes_masked."
         )
     return known
+
+
+def settings_under(
+    texts: Iterable[str], known: ModelSettings, beside: ModelSettings | None, seed: int, **law: Any
+) -> list[Setting]:
+    """Settings as they are written, each once, under the law of their model but for what is asked for.
+
+    Args:
+        known: the settings of the model.
+        beside: of the masked model beside it, under its own law.
+
+    Raises:
+        ValueError: a setting that cannot be read, or a law out of range.
+    """
+    from visual_spec.eval.settings import parse_setting
+
+    laws = [one.law_with(**law) for one in (known, beside or known)]
+    return [parse_setting(text, laws[is_masked(text)], seed) for text in dict.fromkeys(texts)]
 
 
 def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:

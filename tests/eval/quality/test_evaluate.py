@@ -27,7 +27,7 @@ from visual_spec.data import shapes_classes, tunes
 from visual_spec.eval.draws import draw, stored_name
 from visual_spec.eval.media import show
 from visual_spec.eval.pair import MaskedPair
-from visual_spec.eval.quality import command, tasks
+from visual_spec.eval.quality import command, report_command, tasks
 from visual_spec.eval.quality.audio import kernel_audio_distance
 from visual_spec.eval.quality.evaluate import evaluate, folder_name
 from visual_spec.eval.quality.features import MelStatistics
@@ -149,7 +149,7 @@ def test_tables_and_pages_speak_of_the_medium(whole, tmp_path):
         assert ("head calls" in line) == (name == "vectors") and ("s/clip" in line) == (name == "columns")
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.html"
-    assert frontier.main([str(folder / "results.json"), "--out", str(page)]) == 0
+    assert report_command.main([str(folder / "results.json"), "--out", str(page)]) == 0
     text = page.read_text()
     assert ("6 clips a row" if name == "columns" else "6 pictures a row") in text
     assert ("pictures" in text) == (name != "columns") and "http" not in text.replace("http://www.w3.org", "")
@@ -344,7 +344,7 @@ def test_the_command(pictures, tmp_path, monkeypatch, capsys):
     assert document == json.loads((tmp_path / "out" / "results.json").read_text())
     assert [row["name"] for row in document["rows"]] == TOKENS  # plain decoding first, and once
     assert timeless(document)["rows"] == timeless(pictures[1])["rows"]
-    assert "block 1 of 1" in captured.err and "| autoregressive " in captured.out
+    assert "batch 1 of 1" in captured.err and "| autoregressive " in captured.out
     assert command.main(arguments) == 0  # everything is there already
     shown = capsys.readouterr().out
     assert "| autoregressive " in shown and "{" not in shown

@@ -7,6 +7,7 @@ import re
 import pytest
 from PIL import Image
 
+from visual_spec.eval.quality import report_command
 from visual_spec.eval.report import frontier
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -147,7 +148,7 @@ def test_the_page_stands_alone(document, tmp_path, capsys):
         one["processor_time"] = {**one["wall_clock"], "alone_speed_up": quantiles(6.54)}
     out = tmp_path / "report.html"
     arguments = [str(written(tmp_path, document)), "--out", str(out), "--title", "A & B"]
-    assert frontier.main([*arguments, "--chart", str(tmp_path / "chart.svg")]) == 0
+    assert report_command.main([*arguments, "--chart", str(tmp_path / "chart.svg")]) == 0
     page = out.read_text()
     links = re.findall(r"""(?:src|href)=["']([^"']*)""", page)
     (sheet,) = (link for link in links if not link.startswith("#"))
@@ -165,22 +166,22 @@ def test_the_page_stands_alone(document, tmp_path, capsys):
         assert text in page
     again = ["--out", str(tmp_path / "again.html"), "--title", "A & B"]
     capsys.readouterr()
-    assert frontier.main([arguments[0], *again]) == 0
+    assert report_command.main([arguments[0], *again]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'again.html'}\n"
-    assert frontier.main([arguments[0], *again, "--overwrite", "--json"]) == 0
+    assert report_command.main([arguments[0], *again, "--overwrite", "--json"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["page"] == str(tmp_path / "again.html") and said["chart"] is None
     assert (tmp_path / "again.html").read_text() == page  # to the last byte
     assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
     with pytest.raises(FileExistsError, match="--overwrite"):
-        frontier.main(arguments)
+        report_command.main(arguments)
 
 
 def test_charts_are_in_the_page_with_the_colours_of_the_page(document, tmp_path):
     other = copy.deepcopy(document)
     other["settings"]["seed"] = 1
     paths = [str(written(tmp_path, one, f"{index}.json")) for index, one in enumerate((document, other))]
-    assert frontier.main([*paths, "--out", str(tmp_path / "report.html")]) == 0
+    assert report_command.main([*paths, "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(charts) == 2
@@ -215,14 +216,14 @@ def test_results_of_one_setting_are_joined(document, tmp_path):
 def test_bad_input_is_refused(document, tmp_path):
     (tmp_path / "no.json").write_text("{")
     with pytest.raises(ValueError, match="JSON"):
-        frontier.main([str(tmp_path / "no.json")])
+        report_command.main([str(tmp_path / "no.json")])
     document["kind"] = "bench"
     with pytest.raises(ValueError, match=r"evaluation.*results\.json"):
-        frontier.main([str(written(tmp_path, document))])
+        report_command.main([str(written(tmp_path, document))])
     with pytest.raises(ValueError, match=r"chart\.pdf"):
-        frontier.main([str(written(tmp_path, document)), "--chart", "chart.pdf"])
+        report_command.main([str(written(tmp_path, document)), "--chart", "chart.pdf"])
     with pytest.raises(FileNotFoundError):
-        frontier.main([str(tmp_path / "absent.json")])
+        report_command.main([str(tmp_path / "absent.json")])
 
 
 def places(part, path=()):
@@ -251,4 +252,6 @@ def test_results_with_missing_parts_are_refused_in_one_line(document, tmp_path):
         *refused
     }
     with pytest.raises(ValueError, match="lacks 'rows'"):
-        frontier.main([str(written(tmp_path, {"kind": "quality"})), "--out", str(tmp_path / "page.html")])
+        report_command.main(
+            [str(written(tmp_path, {"kind": "quality"})), "--out", str(tmp_path / "page.html")]
+        )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from visual_spec.eval import charts
 from visual_spec.eval.speed import roofline
 
 ROWS = [
@@ -69,4 +70,4 @@ def test_the_chart_has_the_roof_and_a_numbered_point_a_row():
 
 def test_a_name_that_cannot_be_drawn_to_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"roof\.pdf"):
-        roofline.refuse_plot(tmp_path / "roof.pdf")
+        charts.chart_ending(tmp_path / "roof.pdf", "--plot")

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from visual_spec.eval.arguments import add_law, add_machine, add_model, add_share, command, progress, share
+from visual_spec.eval.arguments import LAW, MACHINE, SHARE, add, command, progress, share
 
 if TYPE_CHECKING:
     from visual_spec.eval.defaults import ModelSettings
@@ -27,19 +27,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec eval`."""
-    add_model(parser)
-    parser.add_argument(
-        "--samplers",
-        nargs="+",
-        metavar="S",
-        help="name or name:setting=value,..., such as speculative-jacobi:window=32,coupling=maximal,acceptance=exact, "
-        "or scale-wise:num_draft_scales=6,cache_share=0.1,refiner=FOLDER, or column-jacobi:unit=codebook,"
-        "acceptance=exact; temperature, top_k, top_p, guidance_scale, seed and drafter may be set too (default: those "
-        "that the list of samplers names for the model; for next-scale models all that it has)",
-    )
-    parser.add_argument(
-        "--masked", metavar="MODEL", help="a masked model of the same tokens, measured beside --model"
-    )
+    add(parser, "model", "samplers", "masked", "batch_size", "seed", *SHARE, *MACHINE, *LAW, "json")
     parser.add_argument(
         "--controls",
         nargs="*",
@@ -51,32 +39,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, default=2000, metavar="N", help="prompts (default: 2000)")
     parser.add_argument(
-        "--batch-size", type=int, default=50, metavar="B", help="pictures decoded together (default: 50)"
-    )
-    parser.add_argument(
         "--alone",
         type=int,
         default=8,
         metavar="N",
         help="pictures timed at batch 1 too (default: 8; 0: none)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of sample 0; sample i has seed + i")
-    add_share(parser)
-    add_machine(parser)
     parser.add_argument(
         "--guidance-scale",
         type=float,
         metavar="S",
         help="1 turns guidance off (default: the model's own)",
     )
-    add_law(parser)
     parser.add_argument(
         "--inception",
         type=Path,
         metavar="FILE",
         help="Inception weights, which add FID (default: torch-fidelity's, if in the cache)",
     )
-    parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
 
 
 def read_settings(
@@ -91,19 +71,16 @@ def read_settings(
     Raises:
         ValueError: a setting that cannot be read, or a law out of range.
     """
-    from visual_spec.eval.defaults import is_masked
-    from visual_spec.eval.settings import parse_setting
+    from visual_spec.eval.defaults import settings_under
     from visual_spec.records import LAW_DEFAULTS
 
-    asked = {name: getattr(args, name) for name in LAW_DEFAULTS}
-    law = known.law_with(**asked)
-    masked_law = law if beside is None else beside.law_with(**asked)
     controls = known.controls if args.controls is None else args.controls
     samplers = known.others if args.samplers is None else args.samplers
     more = () if beside is None else (beside.plain, *(beside.others if args.samplers is None else ()))
+    asked = {name: getattr(args, name) for name in LAW_DEFAULTS}
+    texts = (known.plain, *controls, *samplers, *more)
     settings: dict[str, Setting] = {}
-    for text in (known.plain, *controls, *samplers, *more):
-        setting = parse_setting(text, masked_law if is_masked(text) else law, args.seed)
+    for setting in settings_under(texts, known, beside, args.seed, **asked):
         settings.setdefault(json.dumps(setting.describe(), sort_keys=True), setting)
     return list(settings.values())
 
@@ -126,16 +103,15 @@ def run(args: argparse.Namespace) -> int:
             "a batch of at least 1"
         )
     from visual_spec.eval.machine import load, own_device
-    from visual_spec.eval.quality.evaluate import FEATURES, evaluate
+    from visual_spec.eval.quality.evaluate import evaluate
     from visual_spec.eval.quality.extractors import Setup
     from visual_spec.eval.quality.features import find_inception
+    from visual_spec.eval.quality.metric_table import OWN
     from visual_spec.eval.quality.tasks import task_of
 
     pipe = load(args.model, own_device(args.device), args.dtype, args.threads, args.masked)
     weights = args.inception or find_inception()
-    extractors = FEATURES[pipe.medium]
-    if pipe.medium == "image" and weights is not None:
-        extractors += ("inception",)
+    inception = ("inception",) if pipe.medium == "image" and weights is not None else ()
     document = evaluate(
         pipe,
         settings,
@@ -143,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         samples=args.samples,
         batch_size=args.batch_size,
-        extractors=extractors,
+        extractors=(OWN[pipe.medium], *inception),
         setup=Setup({} if weights is None else {"feature_weights": weights}, device=str(pipe.device)),
         alone=args.alone,
         model=args.model,

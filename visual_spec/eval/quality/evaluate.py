@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,21 +23,22 @@ from visual_spec.eval.machine import environment
 from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.figures import Judged, figures_of, picture_sheet, thumbnails
+from visual_spec.eval.quality.metric_table import OWN
 from visual_spec.eval.quality.prompt_files import PromptSet
-from visual_spec.eval.quality.sample_set import SampleSet, held, keep_true_samples, weights_of
+from visual_spec.eval.quality.sample_set import SampleSet, draw_share, held, keep_true_samples, weights_of
 from visual_spec.eval.quality.score import Scoring
 from visual_spec.eval.quality.set_files import read_times
 from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
+from visual_spec.eval.speed.timing import Decoded, decoded, time_rounds
 from visual_spec.eval.words import Words
 from visual_spec.files.reading import COUNT, LIST, read_object
 from visual_spec.files.whole import write_atomically
+from visual_spec.records import MEDIA
 
 Report = Callable[[str], Any]
 PARSER = "parser"
-# Features by which sets of a medium are compared, beside what the parser of the data reads.
-FEATURES = {"image": ("shapes",), "audio": ("mel",), "video": ("frames",)}
 FEWEST = 4  # samples whose figures have intervals
 _SHOWN = 8  # prompts on the sheet of samples
 
@@ -68,7 +68,7 @@ def evaluate(
         folder: a set of samples for each setting, the true samples and what the tokenizer makes of them, features,
             `alone.json`, and once complete `results.json` and `pictures.png`.
         samples: of each setting; may be raised later, not lowered.
-        extractors: names of `metric_table.EXTRACTORS` that sets are compared by; None: `FEATURES` of the medium.
+        extractors: names of `metric_table.EXTRACTORS` that sets are compared by; None: the medium's own.
         setup: what extractors are made of.
         rank, shards: this process takes every `shards`-th batch of `batch_size` samples, from batch `rank`.
         alone: time that many samples of each setting at batch 1 too, in turn.
@@ -81,15 +81,19 @@ def evaluate(
         ValueError: sizes out of range, too few prompts, or a folder with samples of other settings or prompts.
         OSError: another process is at this share.
     """
+    if samples < FEWEST or batch_size < 1 or alone < 0 or not 0 <= rank < shards:
+        raise ValueError(
+            f"samples={samples}, batch_size={batch_size}, alone={alone}, rank={rank} of {shards}; pass at least "
+            f"{FEWEST} samples, a batch of at least 1, and a rank from 0 to shards - 1"
+        )
     setup = setup or Setup(device=str(pipe.device))
-    extractors = FEATURES[pipe.medium] if extractors is None else tuple(extractors)
+    extractors = (OWN[pipe.medium],) if extractors is None else tuple(extractors)
     run = _Run(
         pipe, list(settings), task, Path(folder), samples, batch_size, extractors, setup, model, report
     )
-    run.check(rank, shards, alone)
     run.open()
     with held(run.folder / f".lock-{rank}"):
-        run.draw(rank, shards)
+        draw_share(run.sets, rank, shards, report)
         timings = run.timings(alone, measure=rank == 0)
         # Where only the timings are missing, process 0 is at it, and writes the document afterwards.
         finished = [one.finish() for one in run.sets]
@@ -119,11 +123,6 @@ class _Run:
     report: Report
     sets: list[SampleSet] = field(default_factory=list)
 
-    @property
-    def words(self) -> Words:
-        """Return what its samples are called."""
-        return Words(self.pipe.medium, self.pipe.unit)
-
     @cached_property
     def shared(self) -> dict[str, Any]:
         """Return what all sets have in common."""
@@ -136,22 +135,18 @@ class _Run:
         }
         return facts | ({"sampling_rate": self.pipe.sampling_rate} if self.pipe.medium == "audio" else {})
 
-    def check(self, rank: int, shards: int, alone: int) -> None:
-        """Refuse sizes out of range."""
-        if self.samples < FEWEST or self.batch_size < 1 or alone < 0 or not 0 <= rank < shards:
-            raise ValueError(
-                f"samples={self.samples}, batch_size={self.batch_size}, alone={alone}, rank={rank} of {shards}; pass "
-                f"at least {FEWEST} samples, a batch of at least 1, and a rank from 0 to shards - 1"
-            )
+    def open(self) -> None:
+        """Open the sets, which refuse samples of another model or of other settings.
+
+        Raises:
+            ValueError: too few prompts; as `SampleSet.open`.
+        """
         needed = -(-self.samples // self.batch_size) * self.batch_size
         if len(self.task.prompts) < needed:
             raise ValueError(
                 f"{len(self.task.prompts)} prompts for {self.samples} samples in batches of {self.batch_size}; pass "
                 f"{needed}"
             )
-
-    def open(self) -> None:
-        """Open the sets, which refuse samples of another model or of other settings."""
         check_samplers(self.pipe, self.settings)
         prompts = PromptSet(tuple(self.task.prompts), source=self.task.source)
         self.sets = [
@@ -164,18 +159,6 @@ class _Run:
         for one in self.sets:
             one.open()
 
-    def draw(self, rank: int, shards: int) -> None:
-        """Draw what is missing of this process's share."""
-        started, mine = time.monotonic(), self.sets[0].batches[rank::shards]
-        for number, first in enumerate(mine):
-            # Every second batch runs backwards, so that no setting always follows the same one.
-            for one in self.sets[:: (-1) ** number]:
-                if one.done(first) is None:
-                    one.draw(first)
-            spent = time.monotonic() - started
-            left = spent / (number + 1) * (len(mine) - number - 1)
-            self.report(f"block {number + 1} of {len(mine)}: {spent:.0f} s, about {left:.0f} s left")
-
     def timings(self, rounds: int, *, measure: bool) -> dict[str, Any] | None:
         """What `alone.json` holds, measured now if it is not there; {} for no rounds, None where it is not there yet.
 
@@ -187,7 +170,7 @@ class _Run:
         path, texts = self.folder / "alone.json", [setting.text for setting in self.settings]
         stored = _read_timings(path, texts, rounds)
         if stored is None and measure:
-            self.report(f"timing {rounds} {self.words.samples} of each setting at batch 1")
+            self.report(f"timing {rounds} {MEDIA[self.pipe.medium].samples} of each setting at batch 1")
             seconds = time_alone(self.pipe, self.settings, self.task.prompts, rounds)
             stored = {"settings": texts, "pictures": rounds, **seconds}
             write_atomically(path, json.dumps(stored, indent=1) + "\n", overwrite=True)
@@ -237,8 +220,8 @@ class _Run:
         first = self.settings[0]
         return {
             "kind": "quality",
-            "medium": self.words.medium,
-            "unit": self.words.units,
+            "medium": self.pipe.medium,
+            "unit": self.pipe.unit,
             "settings": {
                 **self.shared,
                 "samples": self.samples,
@@ -254,13 +237,13 @@ class _Run:
                 {name: self.features(self.true, name) for name in self.extractors},
                 timings,
                 on_processor=self.pipe.device.type == "cpu",
-                kernels=self.words.kernels,
+                kernels=Words(self.pipe.medium, self.pipe.unit).kernels,
             ),
         }
 
     def write_sheet(self) -> None:
         """Write `pictures.png`: the first samples of every setting below the true ones."""
-        names = {f"true {self.words.truth}": "true", "tokenizer alone": "tokenizer"}
+        names = {f"true {MEDIA[self.pipe.medium].truth}": "true", "tokenizer alone": "tokenizer"}
         folders = {title: self.folder / name for title, name in names.items()}
         folders |= {one.setting.text: one.folder for one in self.sets}
         shown = min(self.samples, _SHOWN)
@@ -279,19 +262,23 @@ def time_alone(
     """Draw one sample at batch 1 with every setting in every round, after a warm-up.
 
     Returns:
-        seconds and processor_seconds, both `[setting][round]`.
+        seconds and processor_seconds, see `timing.Rounds`.
     """
-    seconds: dict[str, list[list[float]]] = {
-        kind: [[] for _ in settings] for kind in ("seconds", "processor_seconds")
-    }
-    for number in range(-1, rounds):
-        index = max(number, 0)
-        for place in list(range(len(settings)))[:: -1 if number % 2 else 1]:
-            arrays = draws.draw(pipe, settings[place], prompts[index : index + 1], index)
-            for kind, values in seconds.items():
-                if number >= 0:
-                    values[place].append(float(arrays[kind]))
-    return seconds
+
+    def decode(index: int, chosen: Sequence[str], first: int) -> tuple[Decoded, float]:
+        drawn, trace = decoded(pipe, settings[index], chosen, first)
+        return drawn, trace.seconds
+
+    times = time_rounds(
+        len(settings),
+        lambda first: prompts[first : first + 1],
+        decode,
+        device=pipe.device,
+        batch_size=1,
+        runs=rounds,
+        warmup=1,
+    )
+    return {"seconds": times.seconds, "processor_seconds": times.processor_seconds}
 
 
 def _read_timings(path: Path, texts: list[str], rounds: int) -> dict[str, Any] | None:

@@ -249,6 +249,7 @@ EXTRACTORS: dict[str, Source] = {
     ),
     "tags": Source("tag_features", "tagger", "an audio classifier of transformers"),
 }
+OWN = {"image": "shapes", "audio": "mel", "video": "frames"}  # by medium: a metric that needs no files
 DISTANCES = tuple(metric.figure for metric in METRICS.values() if metric.distance)
 
 

@@ -16,17 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.eval.arguments import (
-    add_machine,
-    add_model,
-    add_negative_prompt,
-    add_share,
-    check_taken,
-    command,
-    is_quiet,
-    progress,
-    share,
-)
+from visual_spec.eval.arguments import MACHINE, SHARE, add, check_taken, command, is_quiet, progress, share
 
 if TYPE_CHECKING:
     from visual_spec.eval.quality.prompt_files import PromptSet
@@ -37,7 +27,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec sample`."""
-    add_model(parser)
+    add(parser, "model")
     parser.add_argument(
         "--prompts",
         required=True,
@@ -57,13 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="name or name:setting=value,... (default: plain decoding); temperature, top_k, top_p and guidance_scale "
         "may be set too",
     )
-    add_negative_prompt(parser)
+    add(parser, "negative_prompt")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="goes on if samples are there")
-    parser.add_argument(
-        "--batch-size", type=int, default=50, metavar="B", help="decoded together (default: 50)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of sample 0; sample i has seed + i")
-    add_share(parser)
+    add(parser, "batch_size", "seed", *SHARE)
     parser.add_argument(
         "--engine",
         default="processes",
@@ -76,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="actors of Ray (default: as many as its cluster has GPUs or cores)",
     )
-    add_machine(parser)
-    parser.add_argument("--json", action="store_true", help="print a JSON document as the last line")
+    add(parser, *MACHINE, "json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,9 +86,7 @@ def run(args: argparse.Namespace) -> int:
     ready_folder(args.out)
     prompts = None if args.prompts in CLASSES else read_prompts(args.prompts)  # before anything is loaded
     known = settings_of_model(args.model)
-    setting = parse_setting(
-        known.plain if args.sampler is None else args.sampler, known.law_with(), args.seed
-    )
+    setting = parse_setting(args.sampler or known.plain, known.law_with(), args.seed)
     summary = _by_ray(args, known.facts, setting, prompts) if by_ray else _here(args)
     if summary is None:
         print("this process is done; other processes have samples to draw", file=sys.stderr)
@@ -130,9 +113,7 @@ def sample_set(args: argparse.Namespace) -> SampleSet:
     from visual_spec.eval.settings import parse_setting
 
     known = settings_of_model(args.model)
-    setting = parse_setting(
-        known.plain if args.sampler is None else args.sampler, known.law_with(), args.seed
-    )
+    setting = parse_setting(args.sampler or known.plain, known.law_with(), args.seed)
     pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
     if args.negative_prompt is not None:
         check_taken(pipe, args.model, ("negative_prompt",))

@@ -269,25 +269,33 @@ def sample(
     if not 0 <= rank < shards:
         raise ValueError(f"rank={rank} of {shards}; pass a rank from 0 to shards - 1")
     work.open()
-    who = f"process {rank + 1} of {shards}: " if shards > 1 else ""
     with held(work.folder / f".lock-{rank}"):
-        mine = work.batches[rank::shards]
-        missing = [first for first in mine if work.done(first) is None]
-        if len(missing) < len(mine):
-            report(f"{who}{len(mine) - len(missing)} of {len(mine)} batches are there already")
-        if missing and (more := work.batches[-1] + work.batch_size - work.num):
-            report(
-                f"{who}the last batch is drawn whole, {work.batch_size} samples, of which {more} are not kept; so a "
-                "longer run has the same ones. --batch-size sets its size"
-            )
-        started = time.monotonic()
-        for number, first in enumerate(missing, 1):
-            with _told(report, f"{who}batch {number} of {len(missing)}"):
-                work.draw(first)
-            spent = time.monotonic() - started
-            left = spent / number * (len(missing) - number)
-            report(f"{who}batch {number} of {len(missing)}: {spent:.0f} s, about {left:.0f} s left")
+        draw_share([work], rank, shards, report)
     return work.finish()
+
+
+def draw_share(sets: Sequence[SampleSet], rank: int, shards: int, report: Report) -> None:
+    """Draw what is missing of a process's share of sets of one size, batch by batch of all in turn."""
+    who, one = f"process {rank + 1} of {shards}: " if shards > 1 else "", sets[0]
+    mine = one.batches[rank::shards]
+    missing = [first for first in mine if any(each.done(first) is None for each in sets)]
+    if len(missing) < len(mine):
+        report(f"{who}{len(mine) - len(missing)} of {len(mine)} batches are there already")
+    if missing and (more := one.batches[-1] + one.batch_size - one.num):
+        report(
+            f"{who}the last batch is drawn whole, {one.batch_size} samples, of which {more} are not kept; so a "
+            "longer run has the same ones. --batch-size sets its size"
+        )
+    started = time.monotonic()
+    for number, first in enumerate(missing, 1):
+        with _told(report, f"{who}batch {number} of {len(missing)}"):
+            # Every second batch runs backwards, so that no setting always follows the same one.
+            for each in sets[:: 1 if number % 2 else -1]:
+                if each.done(first) is None:
+                    each.draw(first)
+        spent = time.monotonic() - started
+        left = spent / number * (len(missing) - number)
+        report(f"{who}batch {number} of {len(missing)}: {spent:.0f} s, about {left:.0f} s left")
 
 
 @contextmanager

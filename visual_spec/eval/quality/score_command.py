@@ -16,9 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import add_machine, add_share, command, progress, share
-
-_DEFAULT = {"image": "shapes", "audio": "mel", "video": "frames"}
+from visual_spec.eval.arguments import SHARE, add, command, progress, share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,12 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-npz", type=Path, metavar="FILE", help="also write the pictures for ADM's evaluator"
     )
-    parser.add_argument(
-        "--batch-size", type=int, default=50, metavar="B", help="samples in a network (default: 50)"
-    )
-    add_share(parser)
-    add_machine(parser, dtype=False)
-    parser.add_argument("--json", action="store_true", help="print the document as the last line")
+    add(parser, "batch_size", *SHARE, "device", "threads", "json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from visual_spec.eval.machine import choose_device, own_device
     from visual_spec.eval.quality.extractors import Setup
     from visual_spec.eval.quality.feature_sets import SampleFiles
-    from visual_spec.eval.quality.metric_table import options
+    from visual_spec.eval.quality.metric_table import OWN, options
     from visual_spec.eval.quality.score import Scoring, score
     from visual_spec.eval.quality.score_tables import prompts_csv, scores_csv, scores_latex
     from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
@@ -115,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         drawn,
         None if args.reference is None else SampleFiles.open(args.reference),
         beside,
-        tuple(metrics or [_DEFAULT[drawn.medium]]),
+        tuple(metrics or [OWN[drawn.medium]]),
         features,
         Setup(networks, args.size, device, args.batch_size, args.trust_program, beside),
     )

@@ -1,4 +1,4 @@
-"""visual-spec report: speed-up against quality of all rows of an evaluation, as one self-contained page.
+"""Speed-up against quality of all rows of an evaluation, as one self-contained page.
 
 Plain decoding stands at (1, 1): speed-ups are over it, and qualities are shares of its own. A row that is worth
 something lies to the right of it and not below; a lossy row below must be compared with plain decoding at a lower
@@ -7,7 +7,6 @@ temperature, the squares at speed-up 1, which any sampler could have been traded
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import Parser
 from visual_spec.eval.charts import (
     BAND,
     GOOD,
@@ -25,13 +23,12 @@ from visual_spec.eval.charts import (
     MUTED,
     WHITE,
     figure_class,
-    image_bytes,
     inline_svg,
 )
 from visual_spec.eval.files import data_url, render_page
 from visual_spec.eval.words import words_of
 from visual_spec.files.reading import read_object
-from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
+from visual_spec.files.whole import write_atomically
 
 Row = dict[str, Any]
 _Point = tuple[float, float, str, str]  # x, y, number, colour
@@ -383,58 +380,3 @@ def write_page(
         sections.append(_section(document, charts))
     page = render_page("frontier.html.jinja", title=title, sections=sections, styles=STYLES)
     return write_atomically(path, page, overwrite=overwrite)
-
-
-def main(
-    argv: Sequence[str] | None = None, of_folders: Callable[[argparse.Namespace], int] | None = None
-) -> int:
-    """Parse arguments and draw; returns the exit status.
-
-    Args:
-        of_folders: draws the page of folders of samples; None: they are refused.
-
-    Raises:
-        ValueError, OSError: bad input; names it.
-    """
-    parser = Parser(
-        prog="visual-spec report",
-        description="Speed-up against quality, from results of visual-spec eval; or one page of sets of samples, from "
-        "folders that visual-spec sample wrote, of which the first is the one that others are compared with.",
-    )
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json|DIR")
-    parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)"
-    )
-    parser.add_argument("--chart", type=Path, metavar="FILE", help="write the charts as .png or .svg too")
-    parser.add_argument(
-        "--pictures",
-        type=int,
-        default=200,
-        metavar="N",
-        help="of folders: samples side by side (default: 200)",
-    )
-    parser.add_argument("--title", metavar="TEXT")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are already there")
-    parser.add_argument("--json", action="store_true", help="print a JSON document as the last line")
-    args = parser.parse_args(argv)
-    if missing := [str(path) for path in args.results if not path.exists()]:
-        raise FileNotFoundError(
-            f"there is nothing at {', '.join(missing)}; pass results.json of visual-spec eval, or folders of samples"
-        )
-    ready_folder(refuse_existing(args.out, args.overwrite).parent)
-    if of_folders is not None and any(path.is_dir() for path in args.results):
-        return of_folders(args)
-    if args.chart is not None:
-        if args.chart.suffix not in (".png", ".svg"):
-            raise ValueError(f"--chart {args.chart} given; the name must end in .png or .svg")
-        ready_folder(refuse_existing(args.chart, args.overwrite).parent)
-    documents = read_results(args.results)
-    if args.chart is not None:
-        content = image_bytes(draw_frontier(documents[0]), args.chart.suffix[1:])
-        write_atomically(args.chart, content, overwrite=args.overwrite)
-    write_page(documents, args.out, args.title or "Speed-up against quality", overwrite=args.overwrite)
-    print(f"wrote {args.out}" + (f" and {args.chart}" if args.chart else ""))
-    if args.json:
-        models = [document["settings"]["model"] for document in documents]
-        print(json.dumps({"page": str(args.out), "chart": args.chart and str(args.chart), "models": models}))
-    return 0

@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import add_law, add_machine, add_model, command, progress
+from visual_spec.eval.arguments import LAW, MACHINE, add, command, progress
 
 _RUNS = "visual_spec.eval.speed"
 # What measures a model, by what a call of it commits.
@@ -31,23 +31,8 @@ _HOME = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec bench`."""
-    add_model(parser)
+    add(parser, "model", "samplers", "masked", "seed", *LAW, *MACHINE, "overwrite", "json")
     parser.add_argument("--curve", action="store_true", help="count calls over settings; no timing")
-    _add_settings(parser)
-    _add_rounds(parser)
-    _add_sizes(parser)
-    _add_machine(parser)
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--samplers",
-        nargs="+",
-        metavar="S",
-        help="name or name:setting=value,..., such as speculative-jacobi:coupling=maximal,acceptance=exact, "
-        "scale-wise:num_draft_scales=6,cache_share=0.1, or masked:steps=20 (default: those that the list of samplers "
-        "names for the model; for next-scale models all that it has)",
-    )
     parser.add_argument(
         "--windows",
         type=int,
@@ -57,18 +42,26 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "samplers are named 16 32 64, for music 8 16 32, for a curve 4 8 16 32 64)",
     )
     parser.add_argument(
-        "--masked",
-        metavar="MODEL",
-        help="of music: a masked model of the same codec, measured beside --model",
-    )
-    parser.add_argument(
         "--guidance-scales",
         type=float,
         nargs="+",
         metavar="S",
         help="guidance scales to measure; 1 turns guidance off (default: the model's own)",
     )
-    add_law(parser)
+    _add_rounds(parser)
+    _add_sizes(parser.add_argument_group("official sizes without their weights"))
+    parser.add_argument(
+        "--fuse-projections",
+        action="store_true",
+        help="of next-token models: projections of one input as one matrix product, in all rows",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a JSON document here")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the rows against the roofline of the machine: .svg or .png",
+    )
 
 
 def _add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +80,9 @@ def _add_rounds(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-uncached", action="store_true", help="leave out the row that decodes without a cache"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the first sample; sample i has seed + i")
 
 
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    sizes = parser.add_argument_group("official sizes without their weights")
+def _add_sizes(sizes: Any) -> None:
     sizes.add_argument(
         "--random-weights",
         action="store_true",
@@ -118,24 +109,6 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    add_machine(parser)
-    parser.add_argument(
-        "--fuse-projections",
-        action="store_true",
-        help="of next-token models: projections of one input as one matrix product, in all rows",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a JSON document here")
-    parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the rows against the roofline of the machine: .svg or .png",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it is there")
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure, print a Markdown table and with `--json` a JSON document, which is also written to `--out`.
 
@@ -150,9 +123,10 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             ready_folder(refuse_existing(path, args.overwrite).parent)
     if args.plot is not None:
-        from visual_spec.eval.speed.roofline import refuse_plot
+        from visual_spec.eval.charts import chart_ending, figure_class
 
-        refuse_plot(args.plot)  # where there is no matplotlib
+        chart_ending(args.plot, "--plot")
+        figure_class()  # refuses where there is no matplotlib
 
     known = None
     kinds = {"var": "scales", "mar": "vectors"}

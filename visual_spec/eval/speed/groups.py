@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from visual_spec.eval.defaults import ModelSettings, is_masked, with_setting
-from visual_spec.eval.settings import Setting, parse_setting
+from visual_spec.eval.defaults import ModelSettings, settings_under, with_setting
+from visual_spec.eval.settings import Setting
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.registry import by_name, sampler_class
 
@@ -40,10 +40,7 @@ def read_groups(
     groups = []
     for scale in args.guidance_scales or [None]:
         options = dict(guidance_scale=scale, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-        laws = [one.law_with(**options) for one in (known, beside or known)]
-        groups.append(
-            [parse_setting(text, laws[is_masked(text)], args.seed) for text in dict.fromkeys(texts)]
-        )
+        groups.append(settings_under(texts, known, beside, args.seed, **options))
     return groups
 
 

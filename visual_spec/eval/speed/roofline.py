@@ -112,15 +112,3 @@ def write_roofline(document: dict[str, Any], path: Path, *, overwrite: bool = Fa
     figure = draw_roofline(points, bandwidth, peak, title)
     write_atomically(path, image_bytes(figure, path.suffix[1:]), overwrite=overwrite)
     return points
-
-
-def refuse_plot(path: Path) -> None:
-    """Refuse a chart that could not be written, before anything is measured.
-
-    Raises:
-        ValueError: a name that ends in neither .png nor .svg.
-        ImportError: matplotlib is missing.
-    """
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"--plot {path} given; the name must end in .png or .svg")
-    figure_class()

@@ -27,7 +27,7 @@ from visual_spec.eval import draws
 from visual_spec.eval.defaults import ModelSettings, settings_beside, with_setting
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.machine import environment, load
-from visual_spec.eval.media import medium_of, show
+from visual_spec.eval.media import show
 from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
 from visual_spec.eval.speed import measure, plain_loops
 from visual_spec.eval.speed.curve import curve
@@ -41,6 +41,7 @@ from visual_spec.eval.speed.timing import (
     add_floors,
     camera_note,
     coverage_note,
+    decoded,
     facts_of,
     mean_and_deviation,
     processor_figures,
@@ -196,11 +197,9 @@ def time_settings(
     def decode(index: int, asked: tuple[list[str], Any], start: int) -> tuple[Decoded, float]:
         if index == len(settings):
             return _timed_loop(plain_loops.straight_loop, pipe, first, asked[1], start, batch_size)
-        with settings[index].on(pipe):
-            output, busy = draws.decode(pipe, settings[index], asked[0], start)
-        traces[index].append(output.trace)
-        ids = getattr(output, medium_of(pipe).ids)
-        return Decoded(ids.cpu(), output.trace.target_calls, busy), output.trace.seconds
+        drawn, trace = decoded(pipe, settings[index], asked[0], start)
+        traces[index].append(trace)
+        return drawn, trace.seconds
 
     where = f"batch {batch_size}, guidance {first.law.guidance_scale:g}"
     rounds = time_rounds(
@@ -348,8 +347,7 @@ def _phases(pipe: Any, setting: Setting, traces: Sequence[Any], batch_size: int)
 def _without_cache(pipe: Any, plain: Setting, prompts: list[str]) -> dict[str, Any]:
     """The row of one plain decoding that keeps nothing from call to call."""
     count, device = len(prompts), pipe.device
-    with plain.on(pipe):
-        cached, _ = draws.decode(pipe, plain, prompts, 0)
+    cached, trace = decoded(pipe, plain, prompts, 0)
     drawn, seconds = _timed_loop(
         plain_loops.decode_without_cache, pipe, plain, _condition(pipe, prompts), 0, count
     )
@@ -360,9 +358,9 @@ def _without_cache(pipe: Any, plain: Setting, prompts: list[str]) -> dict[str, A
         "name": plain_loops.NO_CACHE,
         **dict(batch_size=count, tokens=length, samples=count),
         **dict(weight_bytes=None, cache_bytes=None, flops_per_call=None),
-        **summarise_row([seconds], [drawn.calls.tolist()], [cached.trace.seconds], length),
+        **summarise_row([seconds], [drawn.calls.tolist()], [trace.seconds], length),
         "processor_speed_up": None,
-        "identical_samples": int((drawn.tokens == cached.tokens.cpu()).all(1).sum()),
+        "identical_samples": int((drawn.tokens == cached.tokens).all(1).sum()),
         "peak_memory_bytes": measure.peak_memory(device),
     }
 
