@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visual_spec.eval.media import medium_of, show, stored_samples
+from visual_spec.eval.media import MEDIA, show
 from visual_spec.eval.settings import Setting
 from visual_spec.models.next_scale.scale_budget import CacheBytes, cache_bytes
 from visual_spec.samplers.core.trace import MEASURE
@@ -67,7 +67,9 @@ def draw(
     with setting.on(pipe):
         output, busy = decode(pipe, setting, prompts, first, **asked)
         # Whether ids tell the picture may depend on the sampler.
-        stored = _stored(pipe, stored_samples(pipe, output))
+        medium = MEDIA[pipe.medium]
+        kept = getattr(output, medium.finished if pipe.stored_as == "canvas" else medium.ids)
+        stored = _stored(pipe, kept)
         more = {**stored, **_scale_facts(pipe, setting, output.trace, len(prompts))}
     trace = output.trace
     if trace.peak_memory is not None:
@@ -132,7 +134,7 @@ def caches_of(
 
 def through_tokenizer(pipe: Any, samples: np.ndarray) -> np.ndarray:
     """Return what the tokenizer, or the codec, makes of true samples, as `media.show` gives them; no call is spent."""
-    arrays = _stored(pipe, medium_of(pipe).encode(pipe, samples))
+    arrays = _stored(pipe, MEDIA[pipe.medium].encode(pipe, samples))
     return show(pipe, arrays[stored_name(arrays)])
 
 

@@ -40,20 +40,9 @@ class Medium:
     encode: Callable[[Any, np.ndarray], Tensor]
 
 
-def medium_of(pipe: Any) -> Medium:
-    """The entry of a pipeline."""
-    return MEDIA[pipe.medium]
-
-
-def stored_samples(pipe: Any, output: Any) -> Tensor:
-    """What is kept of an output of a pipeline, drawn with output type "latent": ids, or canvases (`stored_as`)."""
-    medium = medium_of(pipe)
-    return getattr(output, medium.finished if pipe.stored_as == "canvas" else medium.ids)
-
-
 def show(pipe: Any, stored: np.ndarray) -> np.ndarray:
     """Return what stored samples look or sound like, as `Medium.show` gives it."""
-    return medium_of(pipe).show(pipe, stored)
+    return MEDIA[pipe.medium].show(pipe, stored)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from visual_spec.eval.media import medium_of
+from visual_spec.eval.media import MEDIA
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.samplers import registry
 from visual_spec.samplers.registry import MASKED
@@ -29,7 +29,7 @@ class MaskedPair:
                 "a pair is a model that decodes in order and a masked one of the same medium, in this order; pass "
                 "--model tunes --masked tunes_masked, or --model shapes --masked shapes_masked."
             )
-        medium = medium_of(first)
+        medium = MEDIA[first.medium]
         if fingerprint([medium.tokenizer(first)]) != fingerprint([medium.tokenizer(masked)]):
             raise ValueError(
                 "the two models have different tokenizers, so their tokens do not mean the same; measure each alone."

@@ -2,23 +2,32 @@
 
 import math
 import sys
+import wave
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import ClapFeatureExtractor, ClapModel
 from transformers.audio_utils import mel_filter_bank
 
-from tests.helpers.networks import save_clap
+from tests.helpers.networks import save_clap, with_manifest
 from visual_spec.eval.intervals import Z_95
-from visual_spec.eval.quality import audio, discrepancy
-from visual_spec.eval.quality.audio import ClapScorer, kernel_audio_distance, kernel_figure
+from visual_spec.eval.quality import audio, discrepancy, extractors
+from visual_spec.eval.quality.audio import kernel_figure
+from visual_spec.eval.quality.discrepancy import Sums, gaussian_kernel
+from visual_spec.eval.quality.extractors import Setup
+from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import MelStatistics
 
 
 def sample(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def kernel_audio_distance(reference, drawn, bandwidth: float | None = None) -> float:
+    """The value alone, also of sets too small for an interval."""
+    kernel = gaussian_kernel(bandwidth or audio.median_distance(reference))
+    return audio.KAD_SCALE * Sums.of(reference.double(), drawn.double(), kernel, paired=False).value()
 
 
 def test_the_kernel_distance_by_hand():
@@ -91,15 +100,13 @@ def test_the_bandwidth_of_a_large_reference_is_that_of_evenly_spaced_rows(monkey
 def test_sets_that_have_no_kernel_distance_are_refused():
     good = sample(5, 3, seed=5)
     with pytest.raises(ValueError, match=r"shapes \[5, 3\] and \[5, 2\]"):
-        kernel_audio_distance(good, good[:, :2])
+        kernel_figure(good, good[:, :2])
     with pytest.raises(ValueError, match="5 and 1"):
-        kernel_audio_distance(good, good[:1])
+        kernel_figure(good, good[:1])
     with pytest.raises(ValueError, match="not finite"):
-        kernel_audio_distance(good, good / 0)
+        kernel_figure(good, good / 0)
     with pytest.raises(ValueError, match="bandwidth 0.0"):
-        kernel_audio_distance(torch.ones(4, 3), good)
-    with pytest.raises(ValueError, match="bandwidth -1"):
-        kernel_audio_distance(good, good, bandwidth=-1)
+        kernel_figure(torch.ones(4, 3), good)
 
 
 @pytest.fixture(scope="module")
@@ -109,90 +116,67 @@ def clap(tmp_path_factory) -> Path:
     return folder
 
 
-def clip(seconds: float, seed: int) -> torch.Tensor:
-    return 0.2 * sample(int(48_000 * seconds), seed=seed).float()
+def clip(seconds: float, seed: int) -> np.ndarray:
+    """Of 16 bits at 48 kHz."""
+    return (6000 * sample(int(48_000 * seconds), seed=seed)).clamp(-32768, 32767).numpy().astype("<i2")
 
 
 PROMPTS = ["a slow organ melody", "fast bell", "a melody"]
 
 
-def test_clap_scores_are_the_cosines_of_the_model(clap):
-    scorer = ClapScorer(clap)
-    waves = [clip(1, 0), clip(2.5, 1), clip(10, 2)]
-    scores = scorer.score(waves, 48_000, PROMPTS)
-    model = ClapModel.from_pretrained(clap).eval()
-    for wave, prompt, score in zip(waves, PROMPTS, scores.tolist(), strict=True):
-        repeated = wave.numpy()
-        repeated = np.tile(repeated, 480_000 // len(repeated))
-        repeated = np.pad(repeated, (0, 480_000 - len(repeated)))
-        inputs = ClapFeatureExtractor(truncation="rand_trunc")(
-            repeated, sampling_rate=48_000, return_tensors="pt"
-        )
-        words = scorer.tokenizer(prompt, return_tensors="pt")
-        with torch.no_grad():
-            output = model(**inputs, **words)
-        cosine = output.logits_per_audio / model.logit_scale_a.exp()
-        assert score == pytest.approx(cosine.item(), abs=1e-5)
-    assert scores.std() > 0.01
-    assert torch.allclose(scorer.embed_audio(waves, 48_000).norm(dim=1), torch.ones(3), atol=1e-6)
-    assert scorer.embed_text(PROMPTS).shape == (3, 6)
+def embedded(clap: Path, folder: Path, clips: list[np.ndarray], *, rate: int = 48_000, batch_size: int = 16):
+    folder.mkdir()
+    for index, one in enumerate(clips):
+        with wave.open(str(folder / f"{index:03d}.wav"), "wb") as file:
+            file.setparams((1, 2, rate, 0, "NONE", ""))
+            file.writeframes(one.tobytes())
+    with_manifest(folder, PROMPTS[: len(clips)], "wav")
+    extract, _, _ = extractors.clap_features(Setup({"clap": clap}, batch_size=batch_size))
+    return extract(SampleFiles.open(folder), 0, len(clips))
 
 
-def test_clap_scores_do_not_depend_on_the_batch(clap):
-    waves = [clip(12, 3), clip(1, 4).numpy(), clip(11, 5)]
-    together = ClapScorer(clap, batch_size=3).score(waves, 48_000, PROMPTS, seed=5)
-    apart = ClapScorer(clap, batch_size=1).score(waves, 48_000, PROMPTS, seed=5)
-    torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
+def test_clap_scores_do_not_depend_on_the_batch(clap, tmp_path):
+    clips = [clip(12, 3), clip(1, 4), clip(11, 5)]
+    together, apart = (embedded(clap, tmp_path / f"{size}", clips, batch_size=size) for size in (3, 1))
+    for name in ("features", "scores"):
+        torch.testing.assert_close(together[name], apart[name], rtol=0, atol=1e-5)
+    assert torch.allclose(together["features"].norm(dim=1), torch.ones(3), atol=1e-6)
+    assert together["scores"].std() > 0.01
 
 
-def test_clap_cuts_long_clips_by_its_seed(clap):
-    scorer = ClapScorer(clap)
-    long = clip(25, 6)
+def test_clap_cuts_long_clips_by_their_place(clap, tmp_path):
+    long, exact = clip(25, 6), clip(10, 7)
     state = np.random.get_state()[1].copy()  # type: ignore[index]
-    first, again, other = (scorer.embed_audio([long], 48_000, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.allclose(first, other, atol=1e-4)
+    first, again = (embedded(clap, tmp_path / name, [long, long])["features"] for name in "ab")
+    assert torch.equal(first, again) and not torch.allclose(first[0], first[1], atol=1e-4)
     assert np.array_equal(state, np.random.get_state()[1])  # type: ignore[index]
-    start = int(np.random.default_rng((1, 0)).integers(15 * 48_000 + 1))
-    assert torch.equal(first, scorer.embed_audio([long[start : start + 480_000]], 48_000))
-    # Two equal clips of one call are cut at different places, an exact ten seconds nowhere.
-    twice = scorer.embed_audio([long, long], 48_000, seed=1)
-    assert not torch.allclose(twice[0], twice[1], atol=1e-4)
-    exact = [scorer.embed_audio([clip(10, 7)], 48_000, seed=seed) for seed in (1, 2)]
-    assert torch.equal(*exact)
+    starts = [int(np.random.default_rng((place, 0)).integers(15 * 48_000 + 1)) for place in (0, 1)]
+    cuts = [long[start : start + 480_000] for start in starts]
+    assert torch.equal(first, embedded(clap, tmp_path / "cut", cuts)["features"])
+    # An exact ten seconds is cut nowhere.
+    assert torch.equal(*embedded(clap, tmp_path / "exact", [exact, exact])["features"])
 
 
-def test_clap_resamples(clap):
+def test_clap_resamples(clap, tmp_path):
     functional = pytest.importorskip("torchaudio.functional")
-    scorer = ClapScorer(clap)
-    wave = clip(1, 8)[:16_000]
-    found = scorer.embed_audio([wave], 16_000)
-    resampled = functional.resample(wave, 16_000, 48_000)
-    assert torch.equal(found, scorer.embed_audio([resampled], 48_000))
-    assert not torch.allclose(found, scorer.embed_audio([wave], 48_000), atol=1e-4)
+    one = clip(1, 8)[:16_000]
+    found = embedded(clap, tmp_path / "slow", [one], rate=16_000)["features"]
+    raised = functional.resample(torch.from_numpy(one / np.float32(32768)), 16_000, 48_000)
+    as_file = (raised * 32768).round().clamp(-32768, 32767).numpy().astype("<i2")
+    assert torch.allclose(found, embedded(clap, tmp_path / "fast", [as_file])["features"], atol=1e-4)
+    assert not torch.allclose(found, embedded(clap, tmp_path / "as", [one])["features"], atol=1e-4)
 
 
 def test_clap_says_what_it_lacks(clap, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="CLAP.*nowhere"):
-        ClapScorer(tmp_path / "nowhere")
+        extractors.clap_features(Setup({"clap": tmp_path / "nowhere"}))
     save_clap(tmp_path / "fused", fusion=True)
     with pytest.raises(ValueError, match="fuses features"):
-        ClapScorer(tmp_path / "fused")
-    scorer = ClapScorer(clap)
-    with pytest.raises(ValueError, match="0.*48000 Hz"):
-        scorer.embed_audio([], 48_000)
-    with pytest.raises(ValueError, match="1 clips.*0 Hz"):
-        scorer.embed_audio([clip(1, 9)], 0)
-    for wrong in (clip(1, 9)[None], clip(1, 9)[:0], clip(1, 9) / 0):
-        with pytest.raises(ValueError, match=r"\[samples\]"):
-            scorer.embed_audio([wrong], 48_000)
-    with pytest.raises(ValueError, match="no prompts"):
-        scorer.embed_text([])
-    with pytest.raises(ValueError, match="1 clips.*2"):
-        scorer.score([clip(1, 9)], 48_000, PROMPTS[:2])
+        extractors.clap_features(Setup({"clap": tmp_path / "fused"}))
     monkeypatch.setitem(sys.modules, "torchaudio", None)
     monkeypatch.setitem(sys.modules, "torchaudio.functional", None)
     with pytest.raises(ImportError, match=r"\[audio\]"):
-        scorer.embed_audio([clip(1, 9)], 16_000)
+        embedded(clap, tmp_path / "slow", [clip(1, 9)], rate=16_000)
 
 
 def test_mel_statistics_by_hand():

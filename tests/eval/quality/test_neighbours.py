@@ -7,11 +7,17 @@ import pytest
 import torch
 
 from visual_spec.eval.quality import neighbours as quality
-from visual_spec.eval.quality.neighbours import density_coverage, kth_neighbour, precision_recall
+from visual_spec.eval.quality.neighbours import density_coverage, precision_recall
 
 
 def sample(count: int, width: int, seed: int, dtype=torch.float64) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def kth_neighbour(features, neighbours):
+    """Distance [N] of each sample to its k-th nearest other one."""
+    (points,), size = quality._prepared("cpu", features)
+    return quality._kth_squares(points, neighbours, print).sqrt() * size
 
 
 def loops(centres, points, neighbours):

@@ -42,8 +42,7 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
     runs = [read_run(one.path) for one in (drawn, other)]
     names = sorted({*runs[0], *runs[1]} - _SAMPLER)
     differing = [name for name in names if runs[0].get(name) != runs[1].get(name)]
-    pairs = zip(drawn.lines, other.lines, strict=True)
-    same = rate([(a["crc32"], a["bytes"]) == (b["crc32"], b["bytes"]) for a, b in pairs])
+    same = rate(drawn.same(other))
     promises = {line.get("promise", UNKNOWN) for line in drawn.lines}
     plain = {entry.class_name for entry in SAMPLERS if entry.plain}
     comparable = set(differing) <= {"batch_size"} and runs[1].get("sampler", {}).get("class") in plain

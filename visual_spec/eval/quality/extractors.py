@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from visual_spec.data import motion_parser, shapes_classes, shapes_parser, tunes, tunes_parser
 from visual_spec.eval.quality.accuracy import ATTRIBUTES
-from visual_spec.eval.quality.audio import ClapScorer, resampled
+from visual_spec.eval.quality.audio import resampled
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import (
     INCEPTION_FILE,
@@ -27,14 +27,15 @@ from visual_spec.eval.quality.features import (
     MelStatistics,
     features_of,
     find_inception,
-    load_inception,
     load_shapes_features,
 )
 from visual_spec.eval.quality.human_preference import load_preference, pixels
 from visual_spec.eval.quality.programs import VideoProgram, checksum
 from visual_spec.eval.quality.vggish import EMBEDDING_SIZE, SAMPLE_RATE, load_vggish, spectrograms
 from visual_spec.models.core.checkpoints import read_checkpoint
+from visual_spec.models.core.saved import check_finite
 
+_CLAP_RATE = 48_000  # Hz
 Extract = Callable[[SampleFiles, int, int], dict[str, Tensor]]
 Extractor = tuple[Extract, Sequence[nn.Module] | str, str]
 
@@ -71,15 +72,8 @@ def _in_parts(size: int, part: Extract) -> Extract:
 
 
 def _of_transformers(setup: Setup, option: str, missing: str, model: str, processor: str) -> tuple[Any, Any]:
-    """A model of transformers on the device, and its processor, of the folder that an option passes.
-
-    Args:
-        missing: what to say where there is no such folder, with `{}` for it.
-        model, processor: names of classes.
-
-    Raises:
-        FileNotFoundError: no such folder.
-    """
+    """A model of transformers on the device, and its processor, of the folder that an option passes; `missing` says
+    that there is none, with `{}` for it."""
     folder = setup.networks.get(option)
     if folder is None or not Path(folder).is_dir():
         raise FileNotFoundError(missing.format(folder))
@@ -135,17 +129,8 @@ def inception_maps(setup: Setup) -> Extractor:
 
 @torch.no_grad()
 def _inception(setup: Setup, outputs: list[str]) -> Any:
-    """The network of torch-fidelity that returns some of its features, named as torch-fidelity names them.
-
-    Its weights are the file that is passed, or else the one in PyTorch's cache.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file that holds more than tensors.
-        ImportError: torch-fidelity is missing (extra `eval`).
-    """
-    weights = setup.networks.get("feature_weights")
-    path = weights or find_inception()
+    """torch-fidelity's network with some of its features, by the file that is passed or the one in PyTorch's cache."""
+    path = setup.networks.get("feature_weights") or find_inception()
     if path is None or not Path(path).is_file():
         raise FileNotFoundError(
             f"no Inception weights{'' if path is None else f' at {path}'}; download {INCEPTION_FILE} of "
@@ -155,12 +140,19 @@ def _inception(setup: Setup, outputs: list[str]) -> Any:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as error:
         raise ImportError("Inception features need torch-fidelity: install visual-spec[eval]") from error
-    network = load_inception(
-        lambda: FeatureExtractorInceptionV3(
+    try:  # torch-fidelity itself would unpickle more than tensors
+        check_finite(read_checkpoint(path).weights, str(path))
+    except ValueError as error:
+        raise ValueError(f"{error} The file of this name is {INCEPTION_FILE}") from error
+    try:
+        network = FeatureExtractorInceptionV3(
             "inception-v3-compat", outputs, feature_extractor_weights_path=str(path)
-        ),
-        path,
-    )
+        )
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"{path} holds other weights than Inception's ({reason}); pass {INCEPTION_FILE}"
+        ) from error
     return network.eval().to(setup.device)
 
 
@@ -305,21 +297,46 @@ def vggish_features(setup: Setup) -> Extractor:
 
 
 def clap_features(setup: Setup) -> Extractor:
-    """Of a CLAP model: features of clips, and scores: the cosine with the prompt."""
-    folder = setup.networks.get("clap")
-    scorer = ClapScorer(str(folder), device=setup.device, batch_size=setup.batch_size)
+    """Of a CLAP model (Wu et al. 2023): features of clips, and scores: the cosine with the prompt.
 
-    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+    Clips are resampled to 48 kHz. One shorter than ten seconds is repeated as often as it fits, one longer is cut at a
+    place drawn for it alone, so nothing depends on the batch.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: a model with feature fusion, which takes other inputs.
+        ImportError: as `resampled`.
+    """
+    from transformers import AutoTokenizer
+
+    missing = "no CLAP model at {}; pass a folder such as laion/larger_clap_music holds"
+    model, extractor = _of_transformers(setup, "clap", missing, "ClapModel", "ClapFeatureExtractor")
+    tokenizer = AutoTokenizer.from_pretrained(setup.networks["clap"], local_files_only=True)
+    if model.config.audio_config.enable_fusion:
+        raise ValueError(
+            f"the CLAP model at {setup.networks['clap']} fuses features of several cuts; pass one that does not"
+        )
+    # Not the stored setting: "fusion", the default, makes four spectrograms of a clip where the model takes one.
+    extractor.truncation, extractor.padding = "rand_trunc", "repeatpad"
+    longest = extractor.nb_max_samples
+
+    def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         rows = []
-        for place, (clip, rate) in enumerate(samples.clips(first, end)):
-            # A long clip is cut at a place drawn for it alone.
-            rows.append(scorer.embed_audio([clip], rate, seed=first + place))
-        part = {"features": torch.cat(rows)}
+        for place, (clip, rate) in enumerate(samples.clips(first, end), first):
+            wave = resampled(clip, rate, _CLAP_RATE)
+            start = int(np.random.default_rng((place, 0)).integers(max(0, len(wave) - longest) + 1))
+            cut = [wave[start : start + longest]]
+            inputs = extractor(cut, sampling_rate=_CLAP_RATE, return_tensors="pt").to(setup.device)
+            rows.append(_pooled(model.get_audio_features(**inputs)).float().cpu())
+        features = {"features": torch.cat(rows)}
         if samples.prompts is not None:
-            part["scores"] = (part["features"] * scorer.embed_text(samples.prompts[first:end])).sum(-1)
-        return part
+            texts = samples.prompts[first:end]
+            tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(setup.device)
+            text = _pooled(model.get_text_features(**tokens)).float().cpu()
+            features["scores"] = (features["features"] * text).sum(-1)
+        return features
 
-    return extract, [scorer.model], ""
+    return _in_parts(setup.batch_size, part), [model], ""
 
 
 def mel_features(setup: Setup) -> Extractor:

@@ -88,6 +88,12 @@ class SampleFiles:
         """Return what each sample was asked for, as the manifest says."""
         return [line["prompt"] for line in self.lines] if self.lines else None
 
+    def same(self, other: SampleFiles) -> list[bool]:
+        """Whether each sample is, byte for byte, that of another set."""
+        names = ("crc32", "bytes")
+        pairs = zip(self.lines, other.lines, strict=True)
+        return [all(one[name] == two[name] for name in names) for one, two in pairs]
+
     def moments(self, names: tuple[str, ...]) -> Gaussian | None:
         """Return what an `.npz` file states under the names of a mean and of a covariance, where it does.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.data.waves import levels
-from visual_spec.models.core.checkpoints import read_checkpoint
-from visual_spec.models.core.saved import check_finite
 from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.pipelines.embedded import embedded_folder, missing_models
 
@@ -44,26 +41,6 @@ def find_inception() -> Path | None:
     """Return where PyTorch's cache keeps the Inception weights of torch-fidelity, if it does. Downloads nothing."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
     return path if path.exists() else None
-
-
-def load_inception(make: Callable[[], Any], weights: str | Path) -> Any:
-    """The network that `make` fills with the tensors of a file.
-
-    Raises:
-        ValueError: a file that is damaged, or holds more than tensors, which torch-fidelity itself would unpickle; the
-            tensors belong to another network.
-    """
-    try:
-        check_finite(read_checkpoint(weights).weights, str(weights))
-    except ValueError as error:
-        raise ValueError(f"{error} The file of this name is {INCEPTION_FILE}") from error
-    try:
-        return make()
-    except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ValueError(
-            f"{weights} holds other weights than Inception's ({reason}); pass {INCEPTION_FILE}"
-        ) from error
 
 
 class MelStatistics(nn.Module):

@@ -138,7 +138,8 @@ def setting_figures(setting: Setting, first: Setting, judged: Judged, plain: Jud
     own = _laws_of(setting.sampler) == _laws_of(first.sampler)
     same = setting.sampler.identical and exact and own
     # With `exact_width` the tokens equal plain decoding with `exact_width`.
-    kept = all(judged.batches("promises")) and _exact_width(setting) == _exact_width(first)
+    widths = {bool(one.sampler.config.get("exact_width")) for one in (setting, first)}
+    kept = all(judged.batches("promises")) and len(widths) == 1
     promised = same and (setting.law, setting.seed) == (first.law, first.seed)
     return {
         "name": setting.text,
@@ -152,12 +153,8 @@ def setting_figures(setting: Setting, first: Setting, judged: Judged, plain: Jud
         "head_calls": mean_figure(heads) if heads else None,
         "divergence": mean_figure(divergence) if divergence else None,
         "moved_mass": mean_figure(moved) if moved else None,
-        "identical_samples": same_samples(judged, plain) if promised else None,
+        "identical_samples": sum(judged.samples.same(plain.samples)) if promised else None,
     }
-
-
-def _exact_width(setting: Setting) -> bool:
-    return bool(setting.sampler.config.get("exact_width"))
 
 
 def clocks_of(
@@ -173,13 +170,6 @@ def clocks_of(
         "wall_clock": clocked("seconds"),
         "processor_time": clocked("processor_seconds") if on_processor else None,
     }
-
-
-def same_samples(judged: Judged, plain: Judged) -> int:
-    """Return how many samples are equal, byte for byte."""
-    names = ("crc32", "bytes")
-    pairs = zip(judged.samples.lines, plain.samples.lines, strict=True)
-    return sum(all(one[name] == other[name] for name in names) for one, other in pairs)
 
 
 def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:

@@ -73,23 +73,6 @@ class _Cover:
     alone: Tensor
 
 
-def kth_neighbour(
-    features: Tensor, neighbours: int, *, device: str = "cpu", report: Report = lambda text: None
-) -> Tensor:
-    """Distance [N] of each sample to its k-th nearest other one, in double precision.
-
-    Raises:
-        ValueError: unless 1 <= neighbours < N.
-    """
-    if not 1 <= neighbours < len(features):
-        raise ValueError(
-            f"neighbours={neighbours} of {len(features)} pictures; pass 1 to {len(features) - 1}"
-        )
-    (points,), size = _prepared(device, features)
-    with _full_precision():
-        return _kth_squares(points, neighbours, report).sqrt().cpu() * size
-
-
 def precision_recall(
     real: Tensor,
     drawn: Tensor,
@@ -112,7 +95,7 @@ def precision_recall(
         report: is called with how far the work is, of 10,000 samples or more.
 
     Raises:
-        ValueError: as `frechet_distance` and `kth_neighbour`.
+        ValueError: as `frechet_distance`; unless 1 <= neighbours < N.
     """
     check_features(real, drawn)
     (one, other), _ = _prepared(device, real, drawn)

@@ -108,26 +108,14 @@ def gaussian_distance(first: Gaussian, second: Gaussian) -> float:
     return max(0.0, distance.item())
 
 
-def frechet(drawn: Tensor, reference: Gaussian, strata: Sequence[str] | None = None) -> Figure:
-    """The distance of features [N, D] to a reference, and its interval over other samples; the reference is fixed.
-
-    Args:
-        strata: what each sample was asked for; see `deal`.
-
-    Raises:
-        ValueError: other features than the reference's, fewer than 2 samples a group, or values that are not finite.
-    """
-    figure = _jackknife(*_Groups(drawn, reference, strata).left_out)
-    return figure | {"low": max(0.0, figure["low"])}
-
-
 def frechet_with_limit(
     drawn: Tensor,
     reference: Gaussian,
     strata: Sequence[str] | None = None,
     owners: Tensor | None = None,
 ) -> tuple[Figure, Figure | None]:
-    """`frechet`, and the distance that it tends to for many samples (Chong and Forsyth 2020).
+    """The distance of features [N, D] to a reference that is fixed, with its interval over other samples; and the
+    distance that it tends to for many samples (Chong and Forsyth 2020).
 
     The distance of N samples lies above its limit by about a constant over N, so the limit is twice the distance of all
     samples less the mean distance of two halves. To first order it varies as the distance itself, and its interval has
@@ -135,6 +123,7 @@ def frechet_with_limit(
     83 % where it has 3. It may lie below 0. The reference's own moments count as exact.
 
     Args:
+        strata: what each sample was asked for; see `deal`.
         owners: the sample [N] that each row of features is of, from 0 on; rows of one sample are left out together.
             None: one row a sample.
 
@@ -142,7 +131,7 @@ def frechet_with_limit(
         the distance; its limit, None where a half has fewer than 2 samples a feature (`limit_size`).
 
     Raises:
-        ValueError: as `frechet`.
+        ValueError: other features than the reference's, fewer than 2 samples a group, or values that are not finite.
     """
     groups = _Groups(drawn, reference, strata, owners)
     whole, left_out = groups.left_out
@@ -162,7 +151,7 @@ def frechet_of_pairs(drawn: Tensor, other: Tensor, strata: Sequence[str] | None 
     Both are left out together, so the distance of a set to itself is known exactly.
 
     Raises:
-        ValueError: as `frechet`, or sets of different size.
+        ValueError: as `frechet_with_limit`, or sets of different size.
     """
     check_features(drawn, other)
     if len(drawn) != len(other):
@@ -197,7 +186,7 @@ def frechet_difference(
         owners: of the rows of both, as of `frechet_with_limit`.
 
     Raises:
-        ValueError: as `frechet`, or sets of different size.
+        ValueError: as `frechet_with_limit`, or sets of different size.
     """
     groups = _Groups(first, reference, strata, owners[0])
     others = _Groups(second, reference, strata, owners[1])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visual_spec.eval import draws
 from visual_spec.eval.intervals import quantiles
-from visual_spec.eval.media import medium_of
+from visual_spec.eval.media import MEDIA
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.speed import measure
 
@@ -37,7 +37,7 @@ def decoded(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> 
     """The samples from index `first` by the pipeline itself, and the trace of their decoding."""
     with setting.on(pipe):
         output, busy = draws.decode(pipe, setting, prompts, first)
-    ids = getattr(output, medium_of(pipe).ids)
+    ids = getattr(output, MEDIA[pipe.medium].ids)
     return Decoded(ids.cpu(), output.trace.target_calls, busy), output.trace
 
 
