@@ -10,7 +10,6 @@ import argparse
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +85,10 @@ def generate(args: argparse.Namespace) -> int:
     ready_folder(args.out)
     chosen, settings = _sampler(args), _chosen(args, LAW_SETTINGS)
     _check_before_loading(args, settings)
-    pipe = _load(args)
+    from visual_spec.eval.machine import load
+
+    pipe = load(args.model, args.device, args.dtype, args.threads, args.masked, args.drafter)
+    pipe.set_progress_bar_config(disable=is_quiet())
     name, sampler, refiner = chosen or _sampler(args, pipe)
     if args.compare and pipe.comparable and chosen is None and pipe.fast_sampler == pipe.plain_sampler:
         same = f"{args.model} decodes plainly by default, and --compare would compare that with itself"
@@ -374,6 +376,7 @@ def _lengths(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None:
     """Refuse a law out of range, and a masked model that does not belong to `--model`."""
+    from visual_spec.eval.defaults import refuse_unpaired
     from visual_spec.pipelines.loading import read_facts
     from visual_spec.samplers.core.law import TokenLaw
 
@@ -384,14 +387,7 @@ def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None
         raise ValueError(
             f"--masked {args.masked} given without --compare; pass both, or --model {args.masked} to play by it alone."
         )
-    ordered, masked = read_facts(args.model), read_facts(args.masked)
-    same = (ordered.medium, ordered.unit) == (masked.medium, masked.unit)
-    if not same or MASKED in ordered.calls or MASKED not in masked.calls:
-        raise ValueError(
-            f"--masked {args.masked} given with --model {args.model}; it takes a masked model beside one of the same "
-            "tokens that decodes in order, such as --model shapes --masked shapes_masked or --model tunes --masked "
-            "tunes_masked."
-        )
+    refuse_unpaired(args.masked, read_facts(args.model), read_facts(args.masked))
 
 
 def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
@@ -436,34 +432,6 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, inputs: dict[str, 
         raise ValueError(str(error)) from error
     finally:
         pipe.sampler = before
-
-
-def _load(args: argparse.Namespace) -> Any:
-    import torch
-    from diffusers.utils import logging
-    from transformers.utils import logging as transformers_logging
-
-    from visual_spec.eval.machine import choose_device
-    from visual_spec.pipelines.loading import load_drafter, load_pipeline
-
-    logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    place = {"device": choose_device(args.device)}
-    if args.dtype is not None:
-        place["dtype"] = getattr(torch, args.dtype)
-    start = time.perf_counter()
-    pipe = load_pipeline(args.model).to(**place)
-    pipe.set_progress_bar_config(disable=is_quiet())
-    logger.debug("%s loaded in %.1f s: %s", args.model, time.perf_counter() - start, type(pipe).__name__)
-    if args.drafter is not None:
-        pipe.drafter = load_drafter(args.drafter).to(**place)
-    if args.masked is not None:
-        from visual_spec.eval.pair import MaskedPair
-
-        return MaskedPair(pipe, load_pipeline(args.masked).to(**place))
-    return pipe
 
 
 def _facts(document: dict[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,11 @@ does not move keeps them.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 
-from visual_spec.data.shapes import BACKGROUND_COLOURS, CELL, OBJECT_COLOURS, SHAPES, paint_shape
+from visual_spec.data.shapes import BACKGROUND_COLOURS, CELL, OBJECT_COLOURS, SHAPES, is_held_out, paint_shape
 
 FRAME_SIZE = 64
 NUM_FRAMES = 16
@@ -121,11 +120,6 @@ def caption(clip: Clip) -> str:
 
 def _phrase(item: MovingShape) -> str:
     return f"a {item.size} {item.colour} {item.shape}"
-
-
-def is_held_out(text: str) -> bool:
-    """Return whether a caption is in the held-out tenth of all captions, which no trainer uses."""
-    return hashlib.sha256(text.encode()).digest()[0] < 26
 
 
 def sample_clip(rng: np.random.Generator) -> Clip:

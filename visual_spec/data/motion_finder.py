@@ -29,14 +29,20 @@ from visual_spec.data.motion import (
     path,
 )
 from visual_spec.data.shapes import BACKGROUND_COLOURS, CELL, OBJECT_COLOURS, SHAPES, signed_distance
-from visual_spec.data.shapes_finder import FILL_INSET, WHOLE_COLOURS, classify_pixels, colour_patches, shrink
+from visual_spec.data.shapes_finder import (
+    FILL_INSET,
+    WHOLE_COLOURS,
+    classify_pixels,
+    colour_patches,
+    ground_colour,
+    shrink,
+)
 
 _BACKGROUNDS, _COLOURS = tuple(BACKGROUND_COLOURS), tuple(OBJECT_COLOURS)
 _KINDS = tuple(product(SHAPES, SIZES))
 _STEP = 4  # pixels between the places tried
 _PLACES = np.arange(8, FRAME_SIZE - 7, _STEP)
 _MINIMUM_FIT = 0.55  # intersection over union below which a patch has no known shape
-_MINIMUM_BACKGROUND = 0.30  # share of the pixels of a frame
 _MINIMUM_CONTRAST = 0.03  # between light and dark stripes, in shades; painted ones have 0.12
 _LARGEST_REST = 0.05  # mean error in shades beyond which a background is neither plain nor striped
 _MINIMUM_SHARE = 0.2  # share of the frames in which an object is seen; fewer are a stain
@@ -212,10 +218,8 @@ def _sight(colour: int, mask: np.ndarray) -> _Sighting:
 
 def _read_ground(colour_of: np.ndarray, shade: np.ndarray) -> tuple[str | None, int | None]:
     """Return the background's colour, and the phase of its stripes: -1 if it is plain, None if it is neither."""
-    number = len(_BACKGROUNDS)
-    counts = np.bincount(colour_of[(colour_of >= 0) & (colour_of < number)], minlength=number)
-    colour = int(counts.argmax())
-    if counts[colour] < _MINIMUM_BACKGROUND * colour_of.size:
+    colour = ground_colour(colour_of)
+    if colour is None:
         return None, None
     inside = colour_of == colour
     columns = np.broadcast_to(np.arange(FRAME_SIZE) // CELL % STRIPE_PERIOD, inside.shape)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations
 
 import numpy as np
 from PIL import Image
@@ -17,6 +16,7 @@ from PIL import Image
 from visual_spec.data.motion import CAMERAS, DIRECTIONS, ENDINGS, SIZES, SPEEDS, TEXTURES
 from visual_spec.data.motion_finder import FoundMotion, MotionFacts, parse_clip
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
+from visual_spec.data.shapes_parser import Answers, best_assignment, compared
 
 __all__ = ["MotionFacts", "FoundMotion", "WantedClip", "WantedMotion", "parse_caption", "parse_clip", "score"]
 
@@ -109,30 +109,19 @@ def score(prompt: str, frames: np.ndarray | Sequence[Image.Image]) -> dict[str, 
 def score_facts(wanted: WantedClip, facts: MotionFacts) -> dict[str, bool]:
     """Score a caption and a clip that are already parsed; see `score`."""
     number = len(wanted.objects)
-    names = ["shape", "colour", "size"]
-    # None stands for a wanted object that was not found.
-    candidates: list[int | None] = [*range(len(facts.objects)), *[None] * number]
-    best: tuple[int, int] = (-1, -1)
-    hits: dict[str, bool] = {}
-    for assignment in dict.fromkeys(permutations(candidates, number)):
+
+    def judged(assignment: Sequence[int | None]) -> tuple[Answers, dict[str, bool]]:
         things = [None if i is None else facts.objects[i] for i in assignment]
-        each = {
-            name: [
-                getattr(thing, name, None) == getattr(want, name)
-                for want, thing in zip(wanted.objects, things, strict=True)
-            ]
-            for name in names
-        }
+        each = compared(wanted.objects, things, ("shape", "colour", "size"))
         each["direction"] = [
             _moves_so(want, thing) for want, thing in zip(wanted.objects, things, strict=True)
         ]
         if wanted.objects[0].direction is not None:
-            for name in ("speed", "ending"):
-                each[name] = [getattr(things[0], name, None) == getattr(wanted.objects[0], name)]
+            each |= compared(wanted.objects[:1], things[:1], ("speed", "ending"))
         each["consistency"] = [thing is not None and thing.consistency >= CONSISTENT for thing in things]
-        rank = (sum(all(values) for values in each.values()), sum(map(sum, each.values())))
-        if rank > best:
-            best, hits = rank, {name: all(values) for name, values in each.items()}
+        return each, {name: all(values) for name, values in each.items()}
+
+    hits = best_assignment(len(facts.objects), number, judged)
     hits["count"] = len(facts.objects) == number
     for name in ("background", "texture", "camera"):
         hits[name] = getattr(facts, name) == getattr(wanted, name)

@@ -143,10 +143,16 @@ def _texture_shades() -> np.ndarray:
     return (pictures / np.array(colour, np.float32)).mean(-1)
 
 
-def _read_background(colour_of: np.ndarray, shade: np.ndarray) -> tuple[str | None, str | None]:
+def ground_colour(colour_of: np.ndarray) -> int | None:
+    """The most frequent background colour, as its index in the palette; None if none covers enough."""
     counts = np.bincount(colour_of[(colour_of >= 0) & (colour_of < _FIRST)], minlength=_FIRST)
     colour = int(counts.argmax())
-    if counts[colour] < _MINIMUM_BACKGROUND * colour_of.size:
+    return None if counts[colour] < _MINIMUM_BACKGROUND * colour_of.size else colour
+
+
+def _read_background(colour_of: np.ndarray, shade: np.ndarray) -> tuple[str | None, str | None]:
+    colour = ground_colour(colour_of)
+    if colour is None:
         return None, None
     inside = colour_of == colour
     errors = shade[inside] - _texture_shades()[:, inside]  # [5, N]

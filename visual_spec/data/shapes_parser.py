@@ -7,10 +7,11 @@ in the prompt. `visual_spec.data.shapes_finder` finds the objects.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -119,19 +120,10 @@ def score(prompt: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
 def score_facts(wanted: WantedFacts, facts: PictureFacts) -> dict[str, bool]:
     """Score a caption and a picture that are already parsed; see `score`."""
     number = len(wanted.objects)
-    # None stands for a wanted object that was not found.
-    candidates: list[int | None] = [*range(len(facts.objects)), *[None] * number]
-    best: tuple[int, int] = (-1, -1)
-    best_hits: dict[str, bool] = {}
-    for assignment in dict.fromkeys(permutations(candidates, number)):
+
+    def judged(assignment: Sequence[int | None]) -> tuple[Answers, dict[str, bool]]:
         things = [None if i is None else facts.objects[i] for i in assignment]
-        each = {
-            name: [
-                getattr(thing, name, None) == getattr(want, name)
-                for want, thing in zip(wanted.objects, things, strict=True)
-            ]
-            for name in ("shape", "colour", "size")
-        }
+        each = compared(wanted.objects, things, ("shape", "colour", "size"))
         hits = {name: all(values) for name, values in each.items()}
         hits["count"] = len(facts.objects) == number
         if wanted.relation is not None:
@@ -143,12 +135,36 @@ def score_facts(wanted: WantedFacts, facts: PictureFacts) -> dict[str, bool]:
                 and known
                 and facts.relations.get((first, second)) == wanted.relation
             )
-        rank = (sum(hits.values()), sum(map(sum, each.values())))
-        if rank > best:
-            best, best_hits = rank, hits
-    best_hits["background"] = facts.background == wanted.background
-    best_hits["texture"] = facts.texture == wanted.texture
-    return best_hits
+        return each, hits
+
+    hits = best_assignment(len(facts.objects), number, judged)
+    hits["background"] = facts.background == wanted.background
+    hits["texture"] = facts.texture == wanted.texture
+    return hits
+
+
+Answers = dict[str, list[bool]]
+
+
+def compared(wanted: Sequence[Any], things: Sequence[Any], names: Iterable[str]) -> Answers:
+    """By attribute: whether each wanted object's is the one of the thing that it is assigned; None has none."""
+    pairs = list(zip(wanted, things, strict=True))
+    return {
+        name: [getattr(thing, name, None) == getattr(want, name) for want, thing in pairs] for name in names
+    }
+
+
+def best_assignment(
+    count: int, number: int, judged: Callable[[Sequence[int | None]], tuple[Answers, dict[str, bool]]]
+) -> dict[str, bool]:
+    """The hits of assigning `count` objects of a sample to `number` wanted ones so that most hold, then most answers.
+
+    Args:
+        judged: (the found object of each wanted one; None: not found) -> answers by object, and hits.
+    """
+    candidates: list[int | None] = [*range(count), *[None] * number]
+    answers = map(judged, dict.fromkeys(permutations(candidates, number)))
+    return max(answers, key=lambda one: (sum(one[1].values()), sum(map(sum, one[0].values()))))[1]
 
 
 def prompt_accuracy(hits: dict[str, bool]) -> float:

@@ -168,12 +168,22 @@ def settings_beside(name: str | None, settings: ModelSettings) -> ModelSettings 
     if name is None:
         return None
     known = settings_of_model(name)
-    if not known.masked or settings.masked or settings.facts.unit != known.facts.unit:
+    refuse_unpaired(name, settings.facts, known.facts)
+    return known
+
+
+def refuse_unpaired(name: str, first: PipelineFacts, masked: PipelineFacts) -> None:
+    """Refuse the model of `--masked` where it is not masked, or not of the tokens of a first one that is ordered.
+
+    Raises:
+        ValueError: says what it takes.
+    """
+    same = (first.medium, first.unit) == (masked.medium, masked.unit)
+    if not same or MASKED in first.calls or MASKED not in masked.calls:
         raise ValueError(
             f"--masked {name} given; it takes a masked model beside one of the same tokens that decodes in order, such "
             "as --model shapes --masked shapes_masked or --model tunes --masked tunes_masked."
         )
-    return known
 
 
 def settings_under(

@@ -11,14 +11,22 @@ from typing import Any
 
 import torch
 
+from visual_spec.eval.arguments import logger
+
 
 def load(
-    model: str, device: str | None, dtype: str, threads: int | None = None, masked: str | None = None
+    model: str,
+    device: str | None,
+    dtype: str | None,
+    threads: int | None = None,
+    masked: str | None = None,
+    drafter: str | None = None,
 ) -> Any:
-    """A silent pipeline for measuring, on `device` (default: a GPU if there is one), with weights of `dtype`.
+    """A silent pipeline on `device` (default: a GPU if there is one), with weights of `dtype` (None: as saved).
 
     Args:
-        masked: a masked model of the same tokens to measure beside it: the two come as a `MaskedPair`.
+        masked: a masked model of the same tokens beside it: the two come as a `MaskedPair`.
+        drafter: in place of the pipeline's own.
 
     Raises:
         ValueError: a model or a device that is not there.
@@ -27,15 +35,20 @@ def load(
     from transformers.utils import logging as transformers_logging
 
     from visual_spec.eval.pair import MaskedPair
-    from visual_spec.pipelines.loading import load_pipeline
+    from visual_spec.pipelines.loading import load_drafter, load_pipeline
 
     if threads is not None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    pipe = load_pipeline(model).to(choose_device(device), getattr(torch, dtype))
+    place = {"device": choose_device(device)} | ({} if dtype is None else {"dtype": getattr(torch, dtype)})
+    start = time.perf_counter()
+    pipe = load_pipeline(model).to(**place)
     pipe.set_progress_bar_config(disable=True)
-    return pipe if masked is None else MaskedPair(pipe, load(masked, device, dtype, threads))
+    logger.debug("%s loaded in %.1f s: %s", model, time.perf_counter() - start, type(pipe).__name__)
+    if drafter is not None:
+        pipe.drafter = load_drafter(drafter).to(**place)
+    return pipe if masked is None else MaskedPair(pipe, load(masked, device, dtype))
 
 
 def own_device(asked: str | None) -> str | None:

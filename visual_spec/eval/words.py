@@ -14,49 +14,29 @@ class Words:
     """The words for one kind of model, and which figures it has.
 
     Attributes:
-        medium: a key of `visual_spec.records.MEDIA`.
-        units: what a call commits, in the plural.
+        unit: what a call commits, in the singular.
+        samples, truth: what is drawn or played, and what the true samples are called, in the plural.
+        caches: whether settings differ in the size of caches rather than in calls.
+        whole: what is right if every attribute is.
+        kernels: whether kernel distances stand beside Frechet distances.
     """
 
-    medium: str
-    units: str
-
-    @property
-    def unit(self) -> str:
-        """Return what a call commits, in the singular."""
-        return self.units.removesuffix("s")
-
-    @property
-    def samples(self) -> str:
-        """Return what is drawn or played, in the plural."""
-        return MEDIA[self.medium].samples
-
-    @property
-    def truth(self) -> str:
-        """Return what the true samples are called."""
-        return MEDIA[self.medium].truth
-
-    @property
-    def caches(self) -> bool:
-        """Return whether settings differ in the size of caches rather than in calls."""
-        return self.units == "scales"
-
-    @property
-    def whole(self) -> str:
-        """Return what is right if every attribute is."""
-        return "class" if self.caches else "whole prompt"
-
-    @property
-    def kernels(self) -> bool:
-        """Return whether kernel distances stand beside Frechet distances."""
-        return self.medium == "audio"
+    unit: str
+    samples: str
+    truth: str
+    caches: bool
+    whole: str
+    kernels: bool
 
 
 def words_of(document: Mapping[str, Any]) -> Words:
     """The words for the results of an evaluation. Older results hold neither their medium nor their unit."""
     sound = "sampling_rate" in document.get("settings", {})
+    medium = document.get("medium", "audio" if sound else "image")
     units = document.get("unit")
     if units is None:
         units = "tokens" if document["rows"][0].get("cache") is None else "scales"
         units = "columns" if sound else units
-    return Words(document.get("medium", "audio" if sound else "image"), units)
+    caches, said = units == "scales", MEDIA[medium]
+    whole = "class" if caches else "whole prompt"
+    return Words(units.removesuffix("s"), said.samples, said.truth, caches, whole, medium == "audio")

@@ -32,7 +32,6 @@ from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.speed.timing import Decoded, decoded, time_rounds
-from visual_spec.eval.words import Words
 from visual_spec.files.reading import COUNT, LIST, read_object
 from visual_spec.files.whole import write_atomically
 from visual_spec.records import MEDIA
@@ -237,7 +236,7 @@ class _Run:
                 {name: self.features(self.true, name) for name in self.extractors},
                 timings,
                 on_processor=self.pipe.device.type == "cpu",
-                kernels=Words(self.pipe.medium, self.pipe.unit).kernels,
+                kernels=self.pipe.medium == "audio",
             ),
         }
 

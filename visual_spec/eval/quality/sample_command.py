@@ -19,10 +19,7 @@ from typing import TYPE_CHECKING, Any
 from visual_spec.eval.arguments import MACHINE, SHARE, add, check_taken, command, is_quiet, progress, share
 
 if TYPE_CHECKING:
-    from visual_spec.eval.quality.prompt_files import PromptSet
     from visual_spec.eval.quality.sample_set import SampleSet
-    from visual_spec.eval.settings import Setting
-    from visual_spec.records import PipelineFacts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +68,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: bad input; names it.
     """
-    from visual_spec.eval.defaults import settings_of_model
-    from visual_spec.eval.quality.prompt_files import CLASSES, read_prompts
-    from visual_spec.eval.settings import parse_setting
     from visual_spec.files.whole import ready_folder
 
     by_ray = args.engine == "ray"
@@ -84,10 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.workers is not None and not by_ray:
         raise ValueError(f"--workers {args.workers} counts actors of Ray; pass --engine ray too")
     ready_folder(args.out)
-    prompts = None if args.prompts in CLASSES else read_prompts(args.prompts)  # before anything is loaded
-    known = settings_of_model(args.model)
-    setting = parse_setting(args.sampler or known.plain, known.law_with(), args.seed)
-    summary = _by_ray(args, known.facts, setting, prompts) if by_ray else _here(args)
+    summary = _by_ray(args) if by_ray else _here(args)
     if summary is None:
         print("this process is done; other processes have samples to draw", file=sys.stderr)
         return 0
@@ -100,26 +91,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def sample_set(args: argparse.Namespace) -> SampleSet:
-    """The set that the options describe, with its pipeline loaded.
+def sample_set(args: argparse.Namespace, *, drawn_here: bool = True) -> SampleSet:
+    """The set that the options describe, with its pipeline loaded where it is drawn here, else with its facts.
 
     Raises:
         ValueError, OSError: bad input; names it.
     """
     from visual_spec.eval.defaults import settings_of_model
     from visual_spec.eval.machine import load, own_device
-    from visual_spec.eval.quality.prompt_files import read_prompts
+    from visual_spec.eval.quality.prompt_files import CLASSES, PromptSet, read_prompts
     from visual_spec.eval.quality.sample_set import SampleSet
     from visual_spec.eval.settings import parse_setting
 
+    # Before anything is loaded.
+    prompts = None if args.prompts in CLASSES else read_prompts(args.prompts)
     known = settings_of_model(args.model)
     setting = parse_setting(args.sampler or known.plain, known.law_with(), args.seed)
-    pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
-    if args.negative_prompt is not None:
-        check_taken(pipe, args.model, ("negative_prompt",))
-    prompts = read_prompts(args.prompts, class_names(pipe))
-    num = len(prompts) if args.num is None else args.num
-    sizes = num, args.batch_size, args.model
+    pipe: Any = known.facts
+    if drawn_here:
+        pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
+        if args.negative_prompt is not None:
+            check_taken(pipe, args.model, ("negative_prompt",))
+        prompts = prompts or read_prompts(args.prompts, class_names(pipe))
+    elif prompts is None and args.num is None:
+        raise ValueError(f"--prompts {args.prompts} with --engine ray: say how many samples by --num")
+    prompts = prompts or PromptSet(("",))
+    sizes = len(prompts) if args.num is None else args.num, args.batch_size, args.model
     return SampleSet(pipe, setting, prompts, args.out, *sizes, negative_prompt=args.negative_prompt)
 
 
@@ -132,25 +129,17 @@ def _here(args: argparse.Namespace) -> dict[str, Any] | None:
     return sample(drawn, report=progress, **share(args))
 
 
-def _by_ray(
-    args: argparse.Namespace, facts: PipelineFacts, setting: Setting, prompts: PromptSet | None
-) -> dict[str, Any] | None:
-    """Draw by actors of Ray. This process loads no model: it may have no GPU."""
-    from visual_spec.eval.quality.prompt_files import PromptSet
+def _by_ray(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Draw by actors of Ray, which have folders of their own. This process loads no model: it may have no GPU."""
+    from visual_spec.eval.quality.prompt_files import CLASSES
     from visual_spec.eval.quality.ray_engine import sample_with_ray
-    from visual_spec.eval.quality.sample_set import SampleSet
 
-    if prompts is None and args.num is None:
-        raise ValueError(f"--prompts {args.prompts} with --engine ray: say how many samples by --num")
-    args.out = args.out.absolute()  # actors have folders of their own
-    if prompts is not None:
+    args.out = args.out.absolute()
+    if args.prompts not in CLASSES:
         args.prompts = str(Path(args.prompts).absolute())
     if Path(args.model).is_dir():
         args.model = str(Path(args.model).absolute())
-    prompts = prompts or PromptSet(("",))
-    num = len(prompts) if args.num is None else args.num
-    sizes = num, args.batch_size, args.model
-    outline = SampleSet(facts, setting, prompts, args.out, *sizes, negative_prompt=args.negative_prompt)
+    outline = sample_set(args, drawn_here=False)
     return sample_with_ray(lambda: sample_set(args), outline, workers=args.workers, report=progress)
 
 
