@@ -23,7 +23,7 @@ from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.official_sizes import fill_at_random
 from visual_spec.eval.speed.timing import Report
 from visual_spec.models.video.causal_wan import CausalWan
-from visual_spec.pipelines.chunk_video import read_text
+from visual_spec.pipelines.chunk_video import read_policy
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -157,7 +157,7 @@ def _timed_chunks(
             torch.cuda.synchronize(piece.device)
         ends.append(time.perf_counter())
 
-    causal = CausalWan(model, read_text(policy))
+    causal = CausalWan(model, read_policy(policy))
     try:
         trace: Any = sampler(
             causal,

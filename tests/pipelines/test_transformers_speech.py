@@ -32,7 +32,7 @@ from tests.helpers.tiny_speech import (
 from tests.helpers.without_numbers import NoHost, without_numbers
 from visual_spec.models.continuous.dpm_solver import read_solver
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, VibeVoiceHead
-from visual_spec.pipelines.accelerate import pocket_tts, speech_model, vibevoice
+from visual_spec.pipelines.accelerate import speech, speech_model, vibevoice
 from visual_spec.samplers.core import graph
 
 END_OF_TEXT = END + 2
@@ -306,7 +306,7 @@ def test_nothing_in_the_loop_reads_or_writes_the_host():
         with NoHost():
             found = vibevoice._solve(heads[0], solver, 1.3, noise, condition, embedded)
             assert found.shape == noise.shape
-            found = pocket_tts._flow(heads[1], 10, noise, condition[:3], embedded[:, :24])
+            found = speech._flow(heads[1], 10, noise, condition[:3], embedded[:, :24])
             assert found.shape == noise.shape
 
 

@@ -24,7 +24,7 @@ from visual_spec.pipelines.decoders import AmusedDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.saved_index import read_index_file
-from visual_spec.pipelines.steps import Asked, StepCallback
+from visual_spec.pipelines.steps import Asked, StepCallback, listed
 from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.records import LawChoice
 from visual_spec.samplers.masked.masked import MaskedSampler
@@ -102,27 +102,14 @@ class AmusedImagePipeline(TokenImagePipeline):
             MaskedSampler(**PRESETS["amused"].settings),
         )
 
-    @classmethod
-    def _refuse_other_class(cls, name: str | os.PathLike) -> None:
-        folder = Path(name)
-        if (folder / "model_index.json").is_file() and read_index_file(folder)[
-            "_class_name"
-        ] == DIFFUSERS_CLASS:
-            return
-        super()._refuse_other_class(name)
-
     def _asked(self, args: Mapping[str, Any]) -> Asked:
         prompt, negative = args["prompt"], args["negative_prompt"]
         features = [args[name] for name in _FEATURES]
         if prompt is None and all(isinstance(part, torch.Tensor) for part in features):
             count = len(features[0])
         else:
-            prompts = [prompt] if isinstance(prompt, str) else prompt
-            if (
-                not isinstance(prompts, list)
-                or not prompts
-                or not all(isinstance(one, str) for one in prompts)
-            ):
+            prompts = listed(prompt)
+            if not prompts or not all(isinstance(one, str) for one in prompts):
                 raise TypeError(
                     f"prompt={prompt!r}; pass a text, a list of texts, or all of {', '.join(_FEATURES)}."
                 )
@@ -161,7 +148,7 @@ class AmusedImagePipeline(TokenImagePipeline):
                 negative_encoder_hidden_states,  # pyright: ignore[reportArgumentType]
             )
         else:
-            prompts = [prompt] if isinstance(prompt, str) else prompt
+            prompts = listed(prompt)
             with at_hand(self.text_encoder):
                 encoded = clip_condition(self.text_encoder, self.tokenizer, prompts, negative_prompt or "")
         reader = self.text_encoder if self.transformer is None else self.transformer

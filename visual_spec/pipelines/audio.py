@@ -31,7 +31,7 @@ from visual_spec.pipelines.audio_stream import ClipWindow, WaveStream, decode_wi
 from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.pipelines.steps import Asked, StepCallback, planned_steps
+from visual_spec.pipelines.steps import Asked, StepCallback, check_each, planned_steps
 from visual_spec.pipelines.texts import ReadsText, Texts, check_words, tokenized
 from visual_spec.records import LawChoice
 from visual_spec.samplers.registry import MASKED
@@ -172,10 +172,10 @@ class AudioPipeline(ReadsText):
         Raises:
             FileNotFoundError, OSError, ValueError: as `visual_spec.models.columns.musicgen_checkpoint.load_musicgen`.
         """
-        from visual_spec.pipelines.families.musicgen import official_musicgen
+        from visual_spec.models.columns.musicgen_checkpoint import load_musicgen
 
-        model, published = official_musicgen(source, text_encoder, codec=codec, dtype=dtype)
-        return cls.from_musicgen(model, tokenizer, sampler, **published | settings)
+        loaded = load_musicgen(source, text_encoder, codec=codec, dtype=dtype)
+        return cls.from_musicgen(loaded.model, tokenizer, sampler, **_published(loaded.settings) | settings)
 
     @classmethod
     def from_magnet(
@@ -202,10 +202,16 @@ class AudioPipeline(ReadsText):
         Raises:
             FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_audiocraft_codec`.
         """
-        from visual_spec.pipelines.families.musicgen import official_magnet
+        from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
+        from visual_spec.models.masked.magnet_checkpoint import load_magnet
+        from visual_spec.samplers.masked.presets import PRESETS
 
-        model, codec, sampler, published = official_magnet(source, codec=codec, dtype=dtype)
-        return cls(model, codec, text_encoder, sampler, tokenizer, **published | settings)
+        loaded = load_magnet(source, dtype=dtype)
+        own, codec = loaded.settings, load_audiocraft_codec(source) if codec is None else codec
+        steps = {"steps": own.steps, "span": own.span, "least_guidance": own.least_guidance}
+        sampler = make_sampler("masked", **PRESETS["magnet"].settings, **steps)
+        published = _published(own) | {"default_top_p": own.top_p, "masked": True, "reach": own.reach}
+        return cls(loaded.model, codec, text_encoder, sampler, tokenizer, **published | settings)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As `DiffusionPipeline.save_pretrained`.
@@ -285,11 +291,7 @@ class AudioPipeline(ReadsText):
         return round(self.config["max_audio_length_in_s"] * self.frame_rate)
 
     def _pattern(self, codebooks: int) -> CodebookPattern | None:
-        """The layout of the configuration; None: the model's own delay, where both channels of stereo lag alike.
-
-        Raises:
-            ValueError: as `CodebookPattern.named`.
-        """
+        """The layout of the configuration; None: the model's own delay, where both channels of stereo lag alike."""
         settings = dict(self.config["pattern_settings"] or {})
         pattern = CodebookPattern.named(self.config["pattern"], codebooks, **settings)
         return pattern if settings or self.config["pattern"] != "delay" else None
@@ -341,14 +343,10 @@ class AudioPipeline(ReadsText):
         if not (math.isfinite(stretch) and stretch > 0):
             raise ValueError(f"stretch_in_s={stretch}; pass the seconds that are made audible at once.")
         if args["melody_features"] is not None:
-            from visual_spec.pipelines.families.musicgen import check_melody
-
-            check_melody(args["melody_features"], self._model, asked.count)
+            _check_melody(args["melody_features"], self._model, asked.count)
         clip = asked.known = self._clip(args["audio"], args["sampling_rate"])
-        if clip is not None and len(clip) not in (1, asked.count):
-            raise ValueError(
-                f"audio holds {len(clip)} clips for {asked.count} prompts; pass one for all, or one for each prompt."
-            )
+        if clip is not None:
+            check_each(len(clip), "clips of audio", asked.count)
         frames = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
         asked.model = self.plan(args["audio_length_in_s"], args["extend_stride_in_s"], frames)
         return asked
@@ -526,3 +524,30 @@ def _with_melody(text: TextCondition, melody: Tensor | None) -> MusicCondition:
     if melody is not None:
         melody = melody.to(text.mask.device).repeat_interleave(len(text.mask) // len(melody), 0)
     return MusicCondition(text.features, text.mask, melody=melody, negative=text.negative)
+
+
+def _published(own: Any) -> dict[str, Any]:
+    """Settings that files of MusicGen and of MAGNeT name."""
+    return {
+        "default_guidance_scale": own.guidance_scale,
+        "default_temperature": own.temperature,
+        "default_top_k": own.top_k,
+        "max_audio_length_in_s": own.duration,
+        "padding": "zeros",
+    }
+
+
+def _check_melody(features: Tensor, model: Any, count: int) -> None:
+    """Refuse the chroma of tunes that the model does not follow, or of another number than `count` prompts."""
+    chroma = getattr(model.config, "num_chroma", None)
+    if chroma is None:
+        raise ValueError(
+            "melody_features given, but this model follows no tune; load a MusicgenMelodyForConditionalGeneration, "
+            "or leave them out."
+        )
+    shape = tuple(features.shape)
+    if len(shape) != 3 or shape[0] not in (1, count) or not shape[1] or shape[2] != chroma:
+        raise ValueError(
+            f"melody_features of shape {shape} for {count} prompts; pass [1 or {count}, L, {chroma}], the "
+            "input_features of the model's processor."
+        )

@@ -128,11 +128,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 
     @classmethod
     def _refuse_other_class(cls, name: str | os.PathLike) -> None:
-        """Refuse a pipeline on this disk that was saved as one of our other classes.
-
-        Raises:
-            ValueError: names the class that loads it.
-        """
+        """Refuse a pipeline on this disk that was saved as one of our other classes."""
         folder = Path(name) if Path(name).is_dir() else embedded_folder(os.fspath(name))
         if not (folder / "model_index.json").is_file():
             return  # of a Hub id diffusers says what it finds
@@ -194,11 +190,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 
     @classmethod
     def _saved_law(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The law's settings that the pipeline was saved with.
-
-        What was not saved is the default of the constructor's argument `default_<name>`, or of `TokenLaw` for a class
-        without such an argument.
-        """
+        """The law's settings that were saved, or the constructor's (`default_<name>`), or `TokenLaw`'s."""
         usual = inspect.signature(cls.__init__).parameters
         law = {}
         for name in LAW_DEFAULTS:
@@ -345,26 +337,26 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         else:
             super().__setattr__(name, value)
 
-    def enable_group_offload(self, *args: Any, **kwargs: Any) -> None:
+    def enable_group_offload(
+        self,
+        *args: Any,
+        offload_to_disk_path: str | os.PathLike | None = None,
+        exclude_modules: str | Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """As `DiffusionPipeline.enable_group_offload`; on disk with a folder for each component.
 
         diffusers names the files of all components alike, and one would read what another wrote.
         """
-        taken = (
-            inspect.signature(DiffusionPipeline.enable_group_offload).bind(self, *args, **kwargs).arguments
-        )
-        folder = taken.get("offload_to_disk_path")
-        if folder is None:
-            return super().enable_group_offload(*args, **kwargs)
-        taken = {name: value for name, value in taken.items() if name != "self"}
-        left_out = taken.get("exclude_modules") or []
-        left_out = [left_out] if isinstance(left_out, str) else list(left_out)
+        if offload_to_disk_path is None:
+            return super().enable_group_offload(*args, exclude_modules=exclude_modules, **kwargs)  # pyright: ignore[reportArgumentType]
+        left_out = [exclude_modules] if isinstance(exclude_modules, str) else list(exclude_modules or ())
         modules = [name for name, part in self.components.items() if isinstance(part, torch.nn.Module)]
         for name in modules:
-            others = [other for other in modules if other != name]
-            own = {"offload_to_disk_path": str(Path(folder) / name), "exclude_modules": left_out + others}
             if name not in left_out:
-                super().enable_group_offload(**taken | own)
+                others = left_out + [other for other in modules if other != name]
+                own: Any = {"offload_to_disk_path": str(Path(offload_to_disk_path) / name)}
+                super().enable_group_offload(*args, exclude_modules=others, **own, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move and cast all components, as `DiffusionPipeline.to`."""
@@ -428,19 +420,11 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         self._checked(call.arguments)
 
     def _checked(self, args: Mapping[str, Any]) -> Asked:
-        """What is asked for, read and checked: every pipeline says how.
-
-        Args:
-            args: of `__call__`, by name.
-        """
+        """What is asked for, read and checked: every pipeline says how. `args`: of `__call__`, by name."""
         raise NotImplementedError
 
     def _run(self, args: Mapping[str, Any]) -> Any:
-        """Draw or play: check, decode, and return what the call asks for.
-
-        Args:
-            args: of `__call__`, by name.
-        """
+        """Draw or play: check, decode, and return what the call asks for."""
         asked = self._checked(args)
         made = self._decode(args, asked, self._condition(args, asked))
         self.maybe_free_model_hooks()

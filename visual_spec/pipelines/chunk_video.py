@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +19,10 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import POLICIES, CachePolicy, HeadBudgets
 from visual_spec.pipelines.components import draws, registers
-from visual_spec.pipelines.output import ShownPictures, shown
+from visual_spec.pipelines.output import ShownPictures, VideoPipelineOutput, shown
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText
-from visual_spec.pipelines.video_files import pixels_of, write_video
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.continuous.chunks import ChunkTrace, ChunkWiseSampler
 
@@ -47,19 +44,7 @@ class ChunkVideoPipelineOutput(BaseOutput):
     trace: ChunkTrace
     frame_rate: float
 
-    def save(self, path: str | os.PathLike, index: int = 0, *, overwrite: bool = False) -> Path:
-        """Write one of the clips: mp4 (by PyAV), gif, or a png sheet of all frames, by the end of the name.
-
-        Raises:
-            ValueError: the clips are latents (`output_type="latent"`), or a name with another end.
-            FileExistsError: there is something at `path`, and `overwrite` is not set.
-            ImportError: mp4, and PyAV is missing (extra `video`).
-        """
-        if self.frames is self.latents:
-            raise ValueError(
-                "the clips are latents; draw them with output_type 'pil', 'np' or 'pt' to save them."
-            )
-        return write_video(path, pixels_of(self.frames[index]), self.frame_rate, overwrite=overwrite)
+    save: ClassVar[Any] = VideoPipelineOutput.save
 
 
 class ChunkVideoPipeline(ReadsText):
@@ -130,7 +115,7 @@ class ChunkVideoPipeline(ReadsText):
             raise ValueError(
                 f"the transformer draws latents of {channels} channels; pass one of 3, the colours of frames."
             )
-        CausalWan.check_model(self.transformer, read_text(self.config["default_policy"]))
+        CausalWan.check_model(self.transformer, read_policy(self.config["default_policy"]))
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
@@ -155,15 +140,13 @@ class ChunkVideoPipeline(ReadsText):
 
     def _rollout(self, args: Mapping[str, Any]) -> tuple[int, CachePolicy | HeadBudgets, ChunkWiseSampler]:
         """Frames, policy and sampler that a call asks for, checked."""
-        policy = self.config["default_policy"] if args["policy"] is None else args["policy"]
-        policy = read_text(policy) if isinstance(policy, str) else policy
+        policy = read_policy(self.config["default_policy"] if args["policy"] is None else args["policy"])
         changed = {name: args[name] for name in ("steps", "shift") if args[name] is not None}
         sampler = type(self.sampler).from_config(self.sampler.config, **changed) if changed else self.sampler
         chunk, num_frames = sampler.config["chunk"], args["num_frames"]
         if num_frames is None:
             num_frames = max(self.training_frames // chunk, 1) * chunk
         sampler.check_length(num_frames)
-        check_policy(policy)
         CausalWan.check_model(self.transformer, policy)
         return num_frames, policy, sampler
 
@@ -265,13 +248,20 @@ class ChunkVideoPipeline(ReadsText):
         return shown(clips, self.image_processor, output_type)
 
 
-def read_text(text: str) -> Any:
-    """The policy of a text: `name` or `name:setting=value,...`.
+def read_policy(policy: Any) -> Any:
+    """The policy of a text, `name` or `name:setting=value,...`; a policy as it is.
 
     Raises:
         ValueError: an unknown policy or setting; the message lists those there are.
+        TypeError: neither a text nor a policy; names the classes that are.
     """
-    name, settings = parse_sampler(text)
+    if not isinstance(policy, str):
+        for one in getattr(policy, "policies", (policy,)):
+            if not isinstance(one, tuple(POLICIES.values())):
+                names = ", ".join(kind.__name__ for kind in (*POLICIES.values(), HeadBudgets))
+                raise TypeError(f"policy is a {type(one).__name__}; pass its text, or one of {names}.")
+        return policy
+    name, settings = parse_sampler(policy)
     if name not in POLICIES:
         raise ValueError(
             f"unknown cache policy {name!r}; pass one of {', '.join(POLICIES)}.{meant(name, POLICIES)}"
@@ -283,15 +273,3 @@ def read_text(text: str) -> Any:
             f"the {name} policy has no setting {', '.join(unknown)}; it takes {', '.join(known) or 'none'}."
         )
     return POLICIES[name](**settings)
-
-
-def check_policy(policy: Any) -> None:
-    """Refuse what is no policy of a cache.
-
-    Raises:
-        TypeError: names those that are.
-    """
-    for one in getattr(policy, "policies", (policy,)):
-        if not isinstance(one, tuple(POLICIES.values())):
-            names = ", ".join(kind.__name__ for kind in (*POLICIES.values(), HeadBudgets))
-            raise TypeError(f"policy is a {type(one).__name__}; pass its text, or one of {names}.")

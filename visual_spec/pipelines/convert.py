@@ -128,11 +128,7 @@ def _read(path: Path) -> File:
 
 
 def _family(sources: Sequence[File]) -> Family:
-    """The family that a file is of.
-
-    Raises:
-        ValueError: no family has such a file; says what it holds.
-    """
+    """The family that a file is of."""
     known = [family for family in FAMILIES if family.layout is not None]
     # Files of other families have LlamaGen's keys, too.
     for family in sorted(known, key=lambda family: family.name == "LlamaGen"):
@@ -205,11 +201,7 @@ def _assemble(
 
 
 def _parts(family: Family, sources: Sequence[File]) -> dict[str, tuple[OfficialFile, File]]:
-    """The files of a family by their role; of two transformers where it takes two, the smaller one is the second.
-
-    Raises:
-        ValueError: a file of another family, or two of one kind.
-    """
+    """The files of a family by their role; of two transformers where it takes two, the smaller one is the second."""
     own: Any = family.layout
     by_role: dict[str, list[tuple[OfficialFile, File]]] = {}
     for source in sources:

@@ -100,7 +100,10 @@ def describe(folder: Path) -> dict[str, Any]:
         "parameters": {name: sum(map(_count_parameters, paths)) for name, paths in weights.items() if paths},
         "bytes": sum(path.stat().st_size for paths in weights.values() for path in paths),
         "image_size": _image_size(folder),
-        "sampling_rate": _sampling_rate(folder),
+        # Of a codec that is a component of its own, or a part of a whole MusicGen.
+        "sampling_rate": (
+            _settings(folder, "codec") or _settings(folder, "transformer").get("audio_encoder", {})
+        ).get("sampling_rate"),
         "calls": family_of(
             index["_class_name"], index, _settings(folder, "sampler", "sampler_config.json")
         ).calls,
@@ -128,12 +131,6 @@ def _image_size(folder: Path) -> int | None:
     if config and settings.get("num_frames", 1) > 1:
         return settings["grid_size"] * 2 ** (len(config["channel_multipliers"]) - 1)
     return config.get("image_size", config.get("sample_size"))
-
-
-def _sampling_rate(folder: Path) -> int | None:
-    """Samples per second of a codec, a component of its own or a part of a whole MusicGen."""
-    settings = _settings(folder, "codec") or _settings(folder, "transformer").get("audio_encoder", {})
-    return settings.get("sampling_rate")
 
 
 def _count_parameters(path: Path) -> int:

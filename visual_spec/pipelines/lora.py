@@ -43,19 +43,14 @@ def load_adapter(
             f"{type(model).__name__} takes no adapters here; merge them into it by PEFT before it is put into the "
             "pipeline."
         )
-    weights, settings = read_adapter(source, weight_name)
-    check_adapter(weights, model)
+    weights, settings = _read(source, weight_name)
+    _check(weights, model)
     # No prefix: the keys name the layers themselves.
     model.load_lora_adapter(weights, prefix=None, adapter_name=adapter_name, metadata=settings)  # pyright: ignore[reportArgumentType]
 
 
-def read_adapter(source: LoraSource, weight_name: str | None = None) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of an adapter, named by the layers of the model, and its settings, or None where it has none.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: a folder with no or with several such files, or a file that is no safetensors file.
-    """
+def _read(source: LoraSource, weight_name: str | None) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of an adapter, named by the layers of the model, and its settings, or None where it has none."""
     if isinstance(source, Mapping):
         return {_own_key(key): value for key, value in source.items()}, None
     path = Path(source)
@@ -88,12 +83,8 @@ def _own_key(key: str) -> str:
     return key
 
 
-def check_adapter(weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Refuse an adapter that does not fit the layers of a model.
-
-    Raises:
-        ValueError: names up to five keys, and what is wrong with them.
-    """
+def _check(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Refuse an adapter that does not fit the layers of a model; names up to five keys."""
     layers = dict(model.named_modules())
     wrong = []
     for key, tensor in weights.items():

@@ -41,7 +41,15 @@ from visual_spec.pipelines.audio_files import prepare_clip, write_audio
 from visual_spec.pipelines.base import VisualPipeline, check_sampler
 from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.pipelines.steps import Asked, DecodeProgress, StepCallback, StepListener, planned_steps
+from visual_spec.pipelines.steps import (
+    Asked,
+    DecodeProgress,
+    StepCallback,
+    StepListener,
+    check_each,
+    listed,
+    planned_steps,
+)
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import DecodeTrace
@@ -283,19 +291,15 @@ class MaskgctPipeline(VisualPipeline):
             raise ValueError(
                 "pass the prompt as prompt_audio, or as both prompt_semantic and prompt_acoustic."
             )
+        semantic, acoustic = listed(prompt_semantic), listed(prompt_acoustic)
         if audio is not None:
-            clips = list(audio) if isinstance(audio, list | tuple) else [audio]
-            pairs = [self.encode_clip(clip, sampling_rate) for clip in clips]
+            pairs = [self.encode_clip(clip, sampling_rate) for clip in listed(audio)]
             semantic, acoustic = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        else:
-            semantic, acoustic = (
-                list(one) if isinstance(one, list | tuple) else [one]
-                for one in (prompt_semantic, prompt_acoustic)
-            )
-        if not (len(semantic) == len(acoustic) and len(semantic) in (1, count)):
+        if len(semantic) != len(acoustic):
             raise ValueError(
-                f"{len(semantic)} prompts for {count} samples; pass one for all, or one for each sample."
+                f"{len(semantic)} semantic and {len(acoustic)} acoustic prompts; pass both of each."
             )
+        check_each(len(semantic), "prompts", count, "samples")
         semantic, acoustic = semantic * (count // len(semantic)), acoustic * (count // len(acoustic))
         books = self.acoustic_rest.config["codebooks"]
         if any(codes.ndim != 1 for codes in semantic) or any(
@@ -347,10 +351,7 @@ class MaskgctPipeline(VisualPipeline):
     def _prompt_phones(self, phones: Any, count: int) -> list[Tensor]:
         """Phone ids of the prompts, one a sample."""
         prompts = self.check_inputs(phones)
-        if len(prompts) not in (1, count):
-            raise ValueError(
-                f"{len(prompts)} prompt_phones for {count} samples; pass one list for all, or one for each."
-            )
+        check_each(len(prompts), "prompt_phones", count, "samples")
         return prompts * (count // len(prompts))
 
     def _asked(self, args: Mapping[str, Any]) -> Asked:

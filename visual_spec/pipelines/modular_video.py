@@ -21,7 +21,7 @@ from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec, In
 
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.pipelines.accelerate.video import latent_size
-from visual_spec.pipelines.chunk_video import check_policy, read_text
+from visual_spec.pipelines.chunk_video import read_policy
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -83,8 +83,7 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
     @torch.no_grad()
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
         asked: Any = self.get_block_state(state)
-        policy = read_text(asked.cache) if isinstance(asked.cache, str) else asked.cache
-        check_policy(policy)
+        policy = read_policy(asked.cache)
         sampler = ChunkWiseSampler(asked.chunk, asked.steps, asked.shift, asked.first_steps or None)
         frames, height, width = latent_size(
             components,

@@ -83,14 +83,15 @@ class VideoPipelineOutput(BaseOutput):
         """Write one of the clips: mp4 (by PyAV), gif, or a png sheet of all frames, by the end of the name.
 
         Raises:
-            ValueError: the clips are tokens (`output_type="latent"`), or a name with another end.
+            ValueError: the clips are tokens or latents (`output_type="latent"`), or a name with another end.
             FileExistsError: there is something at `path`, and `overwrite` is not set.
             ImportError: mp4, and PyAV is missing (extra `video`).
         """
-        clip = self.frames[index]
-        if isinstance(clip, torch.Tensor) and not clip.is_floating_point():
+        clip, kept = self.frames[index], self.to_tuple()[1]
+        if self.frames is kept or (isinstance(clip, torch.Tensor) and not clip.is_floating_point()):
+            kind = "latents" if kept.is_floating_point() else "tokens"
             raise ValueError(
-                "the clips are tokens; draw them with output_type 'pil', 'np' or 'pt' to save them."
+                f"the clips are {kind}; draw them with output_type 'pil', 'np' or 'pt' to save them."
             )
         from visual_spec.pipelines.video_files import pixels_of, write_video
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visual_spec.files.pictures import unit_pixels
 from visual_spec.models.core.offload import at_hand
+from visual_spec.pipelines.steps import check_each, listed
 from visual_spec.samplers.core.checks import open_id
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
 
@@ -63,10 +64,7 @@ def check_repainting(
         if value is None:
             continue
         pictures, white = listed(value), 0.0
-        if len(pictures) not in (1, count):
-            raise ValueError(
-                f"{len(pictures)} pictures as {name} for {count} prompts or classes; pass 1 or {count}."
-            )
+        check_each(len(pictures), f"pictures as {name}", count, "prompts or classes")
         for picture in pictures:
             pixels = unit_pixels(picture, name, mask=name == "mask")
             own, white = pixels.shape[-2:], max(white, float(pixels.max()))
@@ -123,8 +121,3 @@ def known_tokens(
         most = (drawn.sum(1) * strength).ceil()
         drawn = drawn & (chance.argsort(1).argsort(1) < most[:, None])
     return torch.where(drawn, open_id(pipe.transformer), tokens)
-
-
-def listed(pictures: Pictures) -> list[Picture]:
-    """One picture or several as a list."""
-    return list(pictures) if isinstance(pictures, list | tuple) else [pictures]  # pyright: ignore

@@ -7,7 +7,6 @@ error about something else or after minutes of work, is refused here by the name
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -33,7 +32,9 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "None": lambda value: value is None,
     "bool": lambda value: isinstance(value, bool),
     "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "float": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and _finite(value),
+    "float": lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    ),
     "str": lambda value: isinstance(value, str),
     "list[str]": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
     "dict[str, Any]": lambda value: isinstance(value, dict),
@@ -80,10 +81,8 @@ def read_index_file(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     index = read_settings(path)
     saved_as = index.get("_class_name")
-    if isinstance(saved_as, list) and saved_as[:1] == ["pipeline"]:  # with a pipeline.py beside it
-        index = resolved(index)
-    elif isinstance(saved_as, str):
-        index = resolved(index)
+    if isinstance(saved_as, str) or isinstance(saved_as, list) and saved_as[:1] == ["pipeline"]:
+        index = resolved(index)  # a pair has a pipeline.py beside it
     if not isinstance(index.get("_class_name"), str):
         raise ValueError(
             f"{path} says _class_name={shortened(index.get('_class_name'))}; it should name the class of a pipeline. "
@@ -121,7 +120,11 @@ def check_saved_pipeline(
             family.saved[name] for family in families if name in family.saved and not _is_setting(kinds)
         ]
         if _is_setting(kinds):
-            _check_setting(folder / INDEX, name, index.get(name), kinds, there=name in index)
+            if name in index and not any(_KINDS[kind](index[name]) for kind in kinds):
+                allowed = " or ".join("null" if one == "None" else one.partition("[")[0] for one in kinds)
+                raise ValueError(
+                    f"{folder / INDEX} says {name}={shortened(index[name])}; it should be {allowed}."
+                )
             continue
         if name not in index and parameter.default is inspect.Parameter.empty:
             raise ValueError(f"{folder / INDEX} names no {name}; copy or download it again.")
@@ -160,12 +163,6 @@ def _kinds(annotation: Any) -> list[str]:
 
 def _is_setting(kinds: list[str]) -> bool:
     return all(kind in _KINDS for kind in kinds)
-
-
-def _check_setting(path: Path, name: str, value: Any, kinds: list[str], *, there: bool) -> None:
-    if there and not any(_KINDS[kind](value) for kind in kinds):
-        allowed = " or ".join("null" if kind == "None" else kind.partition("[")[0] for kind in kinds)
-        raise ValueError(f"{path} says {name}={shortened(value)}; it should be {allowed}.")
 
 
 def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
@@ -230,13 +227,6 @@ def _check_law(path: Path, kind: Any, index: Mapping[str, Any], sampler: Mapping
         TokenLaw(**kind.facts_of(index, sampler).default_settings)
     except Exception as error:  # whatever is wrong with a value
         raise ValueError(f"{path}: {_reason(error)}") from error
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _reason(error: Exception) -> str:

@@ -43,6 +43,21 @@ class Asked:
     tensors: Sequence[str] = ()
 
 
+def listed(values: Any) -> list[Any]:
+    """One or several values as a list; None as an empty one."""
+    return [] if values is None else list(values) if isinstance(values, list | tuple) else [values]
+
+
+def check_each(number: int, what: str, count: int, of: str = "prompts") -> None:
+    """Refuse a number of values that is neither one for all prompts nor one for each.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    if number not in (1, count):
+        raise ValueError(f"{number} {what} for {count} {of}; pass 1 for all, or {count}, one for each.")
+
+
 def check_generator(generator: Any, pictures: int, noun: str = "picture") -> None:
     """Refuse what is neither None, one `torch.Generator`, nor a list of one per picture, or per what `noun` says.
 

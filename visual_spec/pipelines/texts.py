@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.steps import Asked
+from visual_spec.pipelines.steps import Asked, check_each, listed
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,17 @@ class Texts:
         _check_strings("negative_prompt", self.negative_prompt)
         _check_features("prompt", self.prompt_embeds, self.prompt_attention_mask)
         _check_features("negative_prompt", self.negative_prompt_embeds, self.negative_prompt_attention_mask)
-        if self.num_negatives not in (0, 1, self.count):
-            raise ValueError(
-                f"{self.num_negatives} negative prompts for {self.count} prompts; pass one for all of them, or one for "
-                "each."
-            )
+        check_each(self.num_negatives or 1, "negative prompts", self.count)
 
     @property
     def prompts(self) -> list[str]:
         """The prompts; none where features are given."""
-        return _listed(self.prompt)
+        return listed(self.prompt)
 
     @property
     def negatives(self) -> list[str]:
         """The negative prompts, one for all prompts or one for each; none where features are given."""
-        return _listed(self.negative_prompt)
+        return listed(self.negative_prompt)
 
     @property
     def count(self) -> int:
@@ -156,7 +152,7 @@ class ReadsText(VisualPipeline):
         self._check_words(asked.source)
 
     def _check_words(self, texts: Texts) -> None:
-        check_own_words(self.text_encoder, texts.prompts + texts.negatives)
+        check_words(self.text_encoder, None, texts.prompts + texts.negatives)
 
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
         return self._features(asked.source, asked.each)
@@ -167,7 +163,9 @@ class ReadsText(VisualPipeline):
         return texts.condition(self._encode, each, self._execution_device, reader.dtype)
 
     def _encode(self, texts: list[str]) -> TextCondition:
-        warn_unknown(self.text_encoder, texts, self._unseen)
+        if unknown := self.text_encoder.unknown_words(texts):
+            named = ", ".join(map(repr, unknown))
+            warnings.warn(f"the text encoder does not know {named}; {self._unseen}.", stacklevel=3)
         return self.text_encoder(texts)
 
     def make_condition(self, prompt: str | list[str] | None = None, **kwargs: Any) -> TextCondition:
@@ -204,11 +202,11 @@ class ReadsText(VisualPipeline):
         return prompt_embeds, prompt_attention_mask, negative_prompt_embeds, negative_prompt_attention_mask
 
 
-def check_own_words(text_encoder: Any, texts: list[str]) -> None:
-    """Refuse texts that a `CaptionEncoder` does not read, those without a word; and an encoder that is missing.
+def check_words(text_encoder: Any, tokenizer: Any, texts: list[str]) -> None:
+    """Refuse texts without a word, and an encoder, or the tokenizer of one of transformers, that is missing.
 
     Raises:
-        ValueError: names the text, or what to pass in place of the encoder.
+        ValueError: names the text, or what to pass in place of encoder or tokenizer.
     """
     if not texts:
         return
@@ -216,31 +214,13 @@ def check_own_words(text_encoder: Any, texts: list[str]) -> None:
         raise ValueError(
             "this pipeline was loaded without a text encoder; pass prompt_embeds, or set pipe.text_encoder."
         )
-    text_encoder.check_prompts(texts)
-
-
-def check_words(text_encoder: Any, tokenizer: Any, texts: list[str]) -> None:
-    """As `check_own_words`, or of an encoder of transformers: refuse texts without a word, and a missing tokenizer.
-
-    Raises:
-        ValueError: names the text, or what to pass in place of encoder or tokenizer.
-    """
-    if not texts or text_encoder is None or hasattr(text_encoder, "word_ids"):
-        return check_own_words(text_encoder, texts)
+    if hasattr(text_encoder, "check_prompts"):  # our own
+        return text_encoder.check_prompts(texts)
     if tokenizer is None:
         raise ValueError("the text encoder has no tokenizer; pass prompt_embeds, or set pipe.tokenizer.")
     for text in texts:
         if not text.strip():
             raise ValueError(f"prompt {text!r} has no words; give at least one.")
-
-
-def warn_unknown(encoder: Any, texts: list[str], effect: str) -> None:
-    """Name the words that a text encoder was not trained on; `effect` says what that means."""
-    unknown = encoder.unknown_words(texts)
-    if unknown:
-        warnings.warn(
-            f"the text encoder does not know {', '.join(map(repr, unknown))}; {effect}.", stacklevel=4
-        )
 
 
 def tokenized(tokenizer: Any, texts: list[str]) -> Any:
@@ -257,10 +237,6 @@ def tokenized(tokenizer: Any, texts: list[str]) -> Any:
             warn_cut(text, tokenizer.decode(cut), room, "tokens")
     has_limit = room < LARGE_INTEGER
     return tokenizer(texts, padding=True, truncation=has_limit, return_tensors="pt")
-
-
-def _listed(texts: str | Sequence[str] | None) -> list[str]:
-    return [] if texts is None else [texts] if isinstance(texts, str) else list(texts)
 
 
 def _check_strings(name: str, texts: Any) -> None:

@@ -157,30 +157,17 @@ def generate(
 
 
 def _decoder(model: Any) -> tuple[Adapter, Callable[..., Any], str]:
-    """The adapter that decodes with a model, its function, and its sampler that has a window.
-
-    Raises:
-        TypeError: there is none; names those that there are.
-    """
+    """The adapter that decodes with a model, its function, and its sampler that has a window."""
     decoders = (
         (MusicAdapter(), generate_audio, "column-jacobi"),
         (ImageAdapter(), generate_images, "speculative-jacobi"),
-        (CodeAdapter(), _generate_codes, "speculative-jacobi"),
+        (CodeAdapter(), generate_codes, "speculative-jacobi"),
     )
     for adapter, decode, windowed in decoders:
         if adapter.models(model):
             return adapter, decode, windowed
     takes = ", ".join(name for adapter, *_ in decoders for name in adapter.takes)
     raise TypeError(f"cannot decode a {type(model).__name__}; pass one of {takes}.")
-
-
-def _generate_codes(model: Any, *, codes: Any = None, end: int | None = None, **given: Any) -> Any:
-    if codes is None and "codes" not in vars(model):
-        raise TypeError(
-            f"cannot decode a {type(model).__name__} without the ids of its codes; pass codes=(first, last + 1), and "
-            "end=, the id that ends a text."
-        )
-    return generate_codes(model, codes=codes, end=end, **given)
 
 
 def save_custom_generate(folder: str | os.PathLike) -> Path:
@@ -228,11 +215,7 @@ def _negative_prompt(processors: Sequence[Any], rows: int) -> dict[str, Any]:
 
 
 def _check_processors(processors: Sequence[Any]) -> None:
-    """Refuse logits processors that are not of the generation config.
-
-    Raises:
-        TypeError: names them.
-    """
+    """Refuse logits processors that are not of the generation config."""
     strange = [type(part).__name__ for part in processors if type(part).__name__ not in _KNOWN]
     if strange:
         raise TypeError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.models.core.offload import loads_groups
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
+from visual_spec.models.core.transformers_cache import ImagePrompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, promise, unwrapped
 from visual_spec.pipelines.accelerate.arguments import (
@@ -29,7 +29,7 @@ from visual_spec.pipelines.accelerate.arguments import (
     returned,
 )
 from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
-from visual_spec.pipelines.accelerate.images import law_of
+from visual_spec.pipelines.accelerate.images import law_of, prompt_of
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.samplers.core.history import (
     HistoryRule,
@@ -79,11 +79,7 @@ class CodeAdapter(Adapter):
             ValueError: ids that the model does not have, or a sampler that lacks its drafter.
         """
         (model,) = self.models(thing)
-        if codes is None:
-            raise TypeError(
-                f"cannot accelerate a {type(model).__name__} without the ids of its codes; pass codes=(first, last + "
-                "1), and end=, the id that ends a text."
-            )
+        _check_codes(model, codes)
         check_sampler(sampler, self.calls)
         check_needs(sampler, None, "of which a language model takes none here; name another sampler")
         if not sampler.reads_text:
@@ -102,6 +98,14 @@ class CodeAdapter(Adapter):
 
     def expects(self, model: Any) -> str:
         return f"{promise(model.sampler)}, codes {model.codes} alone"
+
+
+def _check_codes(model: Any, codes: Any) -> None:
+    if codes is None:
+        raise TypeError(
+            f"cannot decode a {type(model).__name__} without the ids of its codes; pass codes=(first, last + 1), and "
+            "end=, the id that ends a text."
+        )
 
 
 @loads_groups
@@ -148,7 +152,7 @@ def generate_codes(
         return_dict_in_generate they are the `sequences` of a `GenerateDecoderOnlyOutput`.
 
     Raises:
-        TypeError: no prompt, or an input that is not known.
+        TypeError: no prompt, no ids of codes, or an input that is not known.
         ValueError: a setting out of range, or one that no sampler here knows.
         FloatingPointError: logits that define no law; names the slot.
     """
@@ -156,6 +160,7 @@ def generate_codes(
         raise TypeError("input_ids is missing; pass what the tokenizer makes, long [B, T].")
     own = vars(model)
     codes, end = (own.get("codes"), own.get("end")) if codes is None else (codes, end)
+    _check_codes(model, codes)
     request = read_request(
         model,
         generation_config,
@@ -176,15 +181,15 @@ def generate_codes(
     stage = CodeLanguageModel(
         model, codes, end, new_tokens=most, normalised=law.guided and bool(penalty != 1 or processors)
     )
-    check_places(model, input_ids.shape[1] + most)
+    _check_places(model, input_ids.shape[1] + most)
     law = _with_rules(law, config, stage, penalty, least, processors)
     count = config.num_return_sequences or 1
-    prompt = _prompt(input_ids, attention_mask)
+    prompt = prompt_of(input_ids, attention_mask)
     negative = None
     if law.guided:
         if negative_prompt_ids is None:
             negative_prompt_ids = input_ids[:, -1:]
-        negative = _prompt(negative_prompt_ids, negative_prompt_attention_mask)
+        negative = prompt_of(negative_prompt_ids, negative_prompt_attention_mask)
         # As in `generate`, whose guidance counts padding among the positions of these.
         length = negative_prompt_ids.shape[1]
         negative.positions = torch.arange(length, device=input_ids.device).expand(len(input_ids), -1)
@@ -211,12 +216,8 @@ def generate_codes(
     return returned(ids, config)
 
 
-def check_places(model: Any, length: int) -> None:
-    """Refuse texts that are longer than a model's table of positions, if it has one.
-
-    Raises:
-        ValueError: names the length, and the most places.
-    """
+def _check_places(model: Any, length: int) -> None:
+    """Refuse texts that are longer than a model's table of positions, if it has one."""
     most = getattr(model.config, "max_position_embeddings", None)
     table = model.get_input_embeddings()
     learned = any(
@@ -252,11 +253,7 @@ def _with_rules(
 
 
 def _lengths(asked: Mapping[str, Any], config: Any, given: int) -> tuple[int, int]:
-    """The most and the least tokens of a text after a prompt of `given`, as transformers reads them.
-
-    Raises:
-        ValueError: no room for a token, or more tokens at least than at most.
-    """
+    """The most and the least tokens of a text after a prompt of `given`, as transformers reads them."""
 
     def setting(new: str, whole: str, default: int) -> int:
         for source in (asked, vars(config)):
@@ -274,7 +271,3 @@ def _lengths(asked: Mapping[str, Any], config: Any, given: int) -> tuple[int, in
             "least 1, and not fewer than min_new_tokens."
         )
     return most, least
-
-
-def _prompt(ids: Tensor, mask: Tensor | None) -> Prompt:
-    return Prompt(ids, torch.ones_like(ids) if mask is None else mask.to(ids.device))

@@ -88,21 +88,6 @@ class DepthTrace:
         )
 
 
-def read_window(text: str) -> DepthWindow:
-    """The window of a text, `depth-window` or `depth-window:window=N`.
-
-    Raises:
-        TypeError: another name or setting.
-        ValueError: a window that is no number of slots.
-    """
-    name, settings = parse_sampler(text)
-    if name != WINDOW or settings.keys() - {"window"}:
-        raise TypeError(
-            f"{text!r} given; a depth decoder takes {WINDOW!r} or '{WINDOW}:window=N', or no sampler."
-        )
-    return DepthWindow(**settings)
-
-
 def check_window(sampler: Any, model: str) -> None:
     """Refuse what draws no frames.
 
@@ -129,7 +114,12 @@ class DepthAdapter(Adapter):
         return [model] if is_of(model, MODELS) and _decoder(model) is not None else []
 
     def read_text(self, text: str) -> DepthWindow:
-        return read_window(text)
+        name, settings = parse_sampler(text)
+        if name != WINDOW or settings.keys() - {"window"}:
+            raise TypeError(
+                f"{text!r} given; a depth decoder takes {WINDOW!r} or '{WINDOW}:window=N', or no sampler."
+            )
+        return DepthWindow(**settings)
 
     def accelerate(self, thing: Any, sampler: DepthWindow | None = None) -> Any:
         """Replace the `generate` of the depth decoder. Calling it again swaps the window.

@@ -162,13 +162,13 @@ def generate_images(
     request = read_request(model, generation_config, inputs, kind.family, known)
     config = request.config
     law = law_of(config, kind.guidance_scale)
-    prompt = _prompt(input_ids, attention_mask, config.pad_token_id)
+    prompt = prompt_of(input_ids, attention_mask, config.pad_token_id)
     if negative_prompt_ids is not None:
         if "negative" not in inspect.signature(kind.plan).parameters:
             raise TypeError(f"{kind.family} takes no negative prompt; leave negative_prompt_ids out.")
-        passed["negative"] = _prompt(negative_prompt_ids, negative_prompt_attention_mask, None)
+        passed["negative"] = prompt_of(negative_prompt_ids, negative_prompt_attention_mask)
     stage, condition = kind.plan(model, prompt, guided=law.guided, **passed)
-    check_length(request.asked, before=input_ids.shape[1], new=stage.new_tokens)
+    _check_length(request.asked, before=input_ids.shape[1], new=stage.new_tokens)
     count = config.num_return_sequences or 1
     condition = condition.repeat(count)
     helper, drafter = None, vars(model).get("drafter") if drafter is None else drafter
@@ -216,12 +216,8 @@ def _known(stage: CachedDecoder, condition: ImagePrompt, start: int, tokens: Ten
     return stage.output(condition, tokens)[:, start : before + stage.num_ids(ready)]
 
 
-def check_length(settings: Mapping[str, Any], *, before: int, new: int) -> None:
-    """Refuse lengths asked for in a call that are not the picture's: `before` tokens of a prompt, and `new` after them.
-
-    Raises:
-        ValueError: more tokens than there are, or fewer.
-    """
+def _check_length(settings: Mapping[str, Any], *, before: int, new: int) -> None:
+    """Refuse lengths asked for in a call that are not the picture's: `new` tokens after `before` ones of a prompt."""
     least = {"max_new_tokens": new, "max_length": before + new}
     most = {"min_new_tokens": new, "min_length": before + new}
     for name, tokens in (least | most).items():
@@ -341,7 +337,8 @@ def _most_new_tokens(settings: Mapping[str, Any], config: Any, before: int) -> i
     return 20 if length is None else length - before
 
 
-def _prompt(ids: Tensor, mask: Tensor | None, pad: int | None) -> Prompt:
+def prompt_of(ids: Tensor, mask: Tensor | None, pad: int | None = None) -> Prompt:
+    """Prompts [B, T]. Without a mask nothing is padding; `pad`: the id of padding that this refuses."""
     if mask is None:
         if pad is not None and bool((ids[..., :1] == pad).any()):
             raise ValueError("input_ids start with padding; pass the processor's attention_mask too.")

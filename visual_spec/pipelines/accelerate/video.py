@@ -25,7 +25,7 @@ from torch import Tensor
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_accelerated, is_of, take_off, unwrapped
 from visual_spec.pipelines.accelerate.arguments import check_neutral
-from visual_spec.pipelines.chunk_video import check_policy, read_text
+from visual_spec.pipelines.chunk_video import read_policy
 from visual_spec.pipelines.output import check_pixels
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -61,7 +61,7 @@ class VideoAdapter(Adapter):
         return [thing] if is_of(thing, ["WanTransformer3DModel"], "diffusers") else []
 
     def read_text(self, text: str) -> Any:
-        return read_text(text)
+        return read_policy(text)
 
     def accelerate(self, thing: Any, sampler: Any) -> Any:
         """`sampler` is a policy: one of `POLICIES`, or `HeadBudgets`.
@@ -71,7 +71,7 @@ class VideoAdapter(Adapter):
             ValueError: a Wan that takes pictures, or one of two transformers.
         """
         (transformer,) = self.models(thing)
-        check_policy(sampler)
+        read_policy(sampler)
         if getattr(thing, "transformer_2", None) is not None:
             raise ValueError("this pipeline has two transformers (Wan 2.2); pass one of Wan 2.1.")
         CausalWan.check_model(transformer, sampler)

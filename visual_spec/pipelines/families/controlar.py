@@ -7,7 +7,8 @@ import torch
 from visual_spec.files.pictures import unit_pixels
 from visual_spec.models.next_token.controlar import ControlledCondition
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.pipelines.repaint import Pictures, listed
+from visual_spec.pipelines.repaint import Pictures
+from visual_spec.pipelines.steps import check_each, listed
 
 
 def check_control(
@@ -27,8 +28,7 @@ def check_control(
     if not math.isfinite(strength):
         raise ValueError(f"control_strength={strength}; pass a finite number, 1 for the trained one.")
     pictures = listed(control)
-    if len(pictures) not in (1, count):
-        raise ValueError(f"{len(pictures)} control pictures for {count} prompts; pass 1 or {count}.")
+    check_each(len(pictures), "control pictures", count)
     sizes = {tuple(unit_pixels(picture, "control").shape[-2:]) for picture in pictures}
     if len(sizes) > 1:
         raise ValueError(f"control pictures of several sizes, {sorted(sizes)}; resize them to one.")
