@@ -23,7 +23,6 @@ from visual_spec.samplers.continuous.base import check_tokens
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import (
     check_allowed,
-    check_batch_size,
     check_guided,
     check_prefill,
     check_request,
@@ -112,7 +111,6 @@ class DistilledSampler(Sampler):
         return True
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_batch_size(batch_size)
         wanted, codebook = (model.vocab_size, model.token_dim), parts.get("codebook")
         if codebook is None or tuple(codebook.shape) != wanted:
             given = "none" if codebook is None else f"one of shape {tuple(codebook.shape)}"
@@ -124,11 +122,9 @@ class DistilledSampler(Sampler):
                     "TokenLaw(), or let the teacher draw some slots (steps=2, teacher_from=slot)."
                 )
         else:
-            self._check_teacher(model, law, batch_size, parts)
+            self._check_teacher(model, law, parts)
 
-    def _check_teacher(
-        self, model: DistilledModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> None:
+    def _check_teacher(self, model: DistilledModel, law: TokenLaw, parts: dict[str, Any]) -> None:
         start, last = self.config.teacher_from, min(model.restart - 1, model.first_continuous)
         teacher = parts.get("teacher")
         if teacher is None:
@@ -151,7 +147,7 @@ class DistilledSampler(Sampler):
             if parts.get("tokenizer") is None:
                 raise ValueError("no tokenizer given; pass the one of the teacher, which reads maps of it.")
         else:
-            check_request(teacher, law, batch_size)
+            check_request(teacher, law)
         if start not in model.starts or start > last:
             allowed = [slot for slot in model.starts if slot <= last]
             whole = allowed == [*range(last + 1)]

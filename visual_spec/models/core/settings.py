@@ -4,8 +4,8 @@
                  graph: Graph = AUTO, eta: Annotated[float, SHARE] = 0.0) -> None: ...
 
 `register_to_config` reads the declarations: it refuses what they do not allow, and makes Python numbers of numpy's, so
-that whatever draws can also be saved. Dataclasses call `read_fields`, functions `whole`. The command line reads the
-declarations too (`settings_of`).
+that whatever draws can also be saved. A mark that is a function refuses what does not go with the other settings.
+Dataclasses call `read_fields`, functions `whole`. The command line reads the declarations too (`settings_of`).
 
 Settings that several constructors have are the fields of a dataclass, declared there: `with_groups` adds them to the
 parameters of a constructor, and `group_of` reads them back from its configuration.
@@ -97,6 +97,8 @@ SEED = Within(0, 2**64 - 1)
 Count = Annotated[int, COUNT]
 Share = Annotated[float, SHARE]
 AUTO = "auto"
+# Refuses a setting by its name, its value and all settings of the constructor.
+Check = Callable[[str, Any, Mapping[str, Any]], None]
 Graph = Annotated[bool | str, OneOf((AUTO,))]
 
 
@@ -111,6 +113,7 @@ class DeclaredSetting:
         names: the words that are allowed; None: any.
         default: of the parameter.
         help: on the command line, if it is declared.
+        checks: what refuses values beside other settings.
     """
 
     name: str
@@ -119,6 +122,7 @@ class DeclaredSetting:
     names: tuple[str, ...] | None
     default: Any
     help: Help | None = None
+    checks: tuple[Check, ...] = ()
 
     def read(self, value: Any) -> Any:
         """Return the value with Python numbers in place of numpy's.
@@ -206,7 +210,8 @@ def _setting(parameter: inspect.Parameter, hint: Any) -> DeclaredSetting:
     within = next((mark for mark in marks if isinstance(mark, Within)), Within())
     names = next((tuple(mark.names) for mark in marks if isinstance(mark, OneOf)), None)
     help = next((mark for mark in marks if isinstance(mark, Help)), None)
-    return DeclaredSetting(parameter.name, kinds, within, names, parameter.default, help)
+    checks: tuple[Any, ...] = tuple(filter(callable, marks))
+    return DeclaredSetting(parameter.name, kinds, within, names, parameter.default, help, checks)
 
 
 def _kinds(hint: Any, marks: list[Any]) -> list[Any]:
@@ -238,11 +243,15 @@ def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def bound(self: Any, *args: Any, **kwargs: Any) -> None:
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        declared = settings_of(init)
-        registered(
-            **{key: declared[key].read(one) if key in declared else one for key, one in arguments.items()}
-        )
+        given, declared = signature.bind(self, *args, **kwargs), settings_of(init)
+        for name in given.arguments.keys() & declared:
+            given.arguments[name] = declared[name].read(given.arguments[name])
+        arguments = dict(given.arguments)
+        given.apply_defaults()
+        for name, setting in declared.items():
+            for check in setting.checks:
+                check(name, given.arguments[name], given.arguments)
+        registered(**arguments)
 
     return bound
 

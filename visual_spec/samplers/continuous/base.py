@@ -16,7 +16,7 @@ from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.denoising import ChainLaw
 from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_batch_size, check_vector_law
+from visual_spec.samplers.core.checks import check_vector_law
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
 from visual_spec.samplers.core.state import Run, State
@@ -128,7 +128,6 @@ class VectorSampler(Sampler):
     """
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_batch_size(batch_size)
         check_vector_law(law)
 
     def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:

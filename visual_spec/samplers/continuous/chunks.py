@@ -11,7 +11,7 @@ is neither model's: the reward decides about quality.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, Protocol
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from visual_spec.models.core.settings import Count, Within, register_to_config, whole
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_batch_size, check_returned
+from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
 from visual_spec.samplers.core.state import Run
@@ -29,7 +29,14 @@ from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 
 # Score of a drafted chunk [1, C, f, H, W], and the index of the chunk.
 Reward = Callable[[Tensor, int], float | Tensor]
-_STEPS = Within(above=0, most=1000)
+
+
+def _check_falling(name: str, timesteps: Any, settings: Mapping[str, Any]) -> None:
+    if isinstance(timesteps, Sequence) and any(now <= after for now, after in pairwise(timesteps)):
+        raise ValueError(f"{name}={timesteps}; pass timesteps that fall, from at most 1000 to above 0.")
+
+
+Timesteps = Annotated[int | Sequence[float], Within(above=0, most=1000), _check_falling]
 
 
 class ChunkModel(Protocol):
@@ -175,15 +182,11 @@ class ChunkWiseSampler(Sampler):
     def __init__(
         self,
         chunk: Count = 3,
-        steps: Annotated[int | Sequence[float], _STEPS] = 4,
+        steps: Timesteps = 4,
         shift: Annotated[float, Within(above=0)] = 5.0,
-        first_steps: Annotated[int | Sequence[float] | None, _STEPS] = None,
+        first_steps: Timesteps | None = None,
     ) -> None:
-        for name, timesteps in {"steps": steps, "first_steps": first_steps}.items():
-            if isinstance(timesteps, Sequence) and any(now <= after for now, after in pairwise(timesteps)):
-                raise ValueError(
-                    f"{name}={timesteps}; pass timesteps that fall, from at most 1000 to above 0."
-                )
+        pass
 
     def levels(self, index: int = 1) -> list[float]:
         """The share of noise at each step of a chunk, in [0, 1]; the model's timestep is 1000 times that."""
@@ -195,7 +198,6 @@ class ChunkWiseSampler(Sampler):
         return [shift * share / (1 + (shift - 1) * share) for share in shares]
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_batch_size(batch_size)
         if law != TokenLaw():
             raise ValueError(f"{law} given, but guidance is in the weights of the model; pass TokenLaw().")
         self.check_length(parts["num_frames"])

@@ -101,7 +101,7 @@ class Relaxation:
     """The settings of an acceptance rule, plain values only. `relaxed.rule_of` adds the tables.
 
     Args:
-        acceptance: "grouped", "clustered" or "lantern"; or "exact" or "identical", which relax nothing.
+        acceptance: "grouped", "clustered" or "lantern"; or "exact", "identical" or "block", which relax nothing.
         group_size: tokens of a group; for "clustered" the mean size.
         probability_gap, code_distance: filters of "grouped"; code_distance None needs no codebook.
         delta: mass that LANTERN lends a draft; with `bounded`, the most that any rule may move at a slot.
@@ -116,7 +116,7 @@ class Relaxation:
         ValueError: a value is out of its range.
     """
 
-    acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))]
+    acceptance: Annotated[str, OneOf(("identical", "exact", "block", *RELAXED))]
     group_size: Annotated[int, COUNT] = 14
     probability_gap: Annotated[float, SHARE] = 0.15
     code_distance: Annotated[float | None, Within(0, none="any distance")] = 0.5
@@ -198,3 +198,12 @@ class Relaxation:
             raise ValueError(
                 f"neighbours={self.neighbours}, but a code has {vocab_size - 1} others; pass at most that many."
             )
+
+
+def _check_numbers(name: str, numbers: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> None:
+    Relaxation.of(settings["acceptance"], numbers)
+
+
+# Settings of samplers that know relaxed rules.
+RelaxedAcceptance = Annotated[str, OneOf(("identical", "exact", *RELAXED))]
+RelaxedNumbers = Annotated[Mapping[str, Any] | None, _check_numbers]

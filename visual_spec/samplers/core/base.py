@@ -20,6 +20,7 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
+from visual_spec.models.core.settings import whole
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.checks import (
     CheckedLaw,
@@ -83,7 +84,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         Raises:
             ValueError, TypeError: the request cannot be decoded; the message says what can.
         """
-        check_request(model, law, batch_size)
+        check_request(model, law)
 
     def window_of(self, model: Any) -> int:
         """Return the most slots that one call of the model scores."""
@@ -311,6 +312,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
             ValueError, TypeError: the request cannot be served.
             FloatingPointError: logits that define no law.
         """
+        whole("batch_size", batch_size)
         check_parts(self, parts)
         check_text_law(self, model, law)
         self.check(model, law, batch_size, parts)

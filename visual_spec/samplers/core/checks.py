@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +16,7 @@ from visual_spec.models.core.protocol import (
     modules_of,
     trained_order,
 )
-from visual_spec.models.core.settings import AUTO, COUNT, OneOf, whole
+from visual_spec.models.core.settings import AUTO, COUNT, OneOf
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 from visual_spec.samplers.core.precision import EXACT_WIDTH
 
@@ -24,20 +24,58 @@ from visual_spec.samplers.core.precision import EXACT_WIDTH
 COUPLINGS = ("gumbel", "independent", "maximal")
 ACCEPTANCES = ("identical", "exact")
 WIDTHS = (1, 4, 8, 16, 32, 64)  # windows to choose from
-Window = Annotated[int | str, COUNT, OneOf((AUTO,))]
 
 
-def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int, *, any_order: bool = False) -> None:
+def _check_coupling(name: str, coupling: str, settings: Mapping[str, Any]) -> None:
+    if settings["acceptance"] == "identical" and coupling != "gumbel":
+        raise ValueError(
+            "acceptance='identical' compares a draft with the token that the slot's own noise draws, so it needs "
+            f"coupling='gumbel', got coupling={coupling!r}. Pass coupling='gumbel', or acceptance='exact'."
+        )
+
+
+def _check_window(name: str, window: int | str | None, settings: Mapping[str, Any]) -> None:
+    acceptance = settings["acceptance"]
+    if window == AUTO and acceptance != "identical":
+        raise ValueError(
+            f"window='auto' with acceptance={acceptance!r}: the window would depend on measured times, and with it the "
+            "tokens of a seed. Pass acceptance='identical', or a number."
+        )
+
+
+def _check_exact_width(name: str, exact_width: bool, settings: Mapping[str, Any]) -> None:
+    if not exact_width:
+        return
+    acceptance = settings.get("acceptance", "identical")
+    if acceptance != "identical":
+        raise ValueError(
+            f"exact_width=True with acceptance={acceptance!r}: it keeps the promise of acceptance='identical' where "
+            "numbers are rounded coarsely. Pass acceptance='identical', or leave exact_width out."
+        )
+    width = settings["num_drafts"] + 1 if "num_drafts" in settings else settings.get("window")
+    if isinstance(width, int) and width > EXACT_WIDTH:
+        raise ValueError(
+            f"exact_width=True and calls of up to {width} positions; with it every call has {EXACT_WIDTH}. Pass a "
+            f"window of at most {EXACT_WIDTH} (at most {EXACT_WIDTH - 1} drafts)."
+        )
+
+
+Acceptance = Annotated[str, OneOf(ACCEPTANCES)]
+Coupling = Annotated[str, OneOf(COUPLINGS), _check_coupling]
+Window = Annotated[int | str, COUNT, OneOf((AUTO,)), _check_window]
+ExactWidth = Annotated[bool, _check_exact_width]
+
+
+def check_request(model: NextTokenModel, law: TokenLaw, *, any_order: bool = False) -> None:
     """Refuse, before any compute, a request that a next-token sampler cannot decode.
 
     Args:
         any_order: whether the sampler decodes models that were trained for another order than raster order.
 
     Raises:
-        ValueError: the batch size is below 1, the grid has several codebooks, `allowed` exceeds the vocabulary, or the
-            model was trained for an order that the sampler does not follow.
+        ValueError: the grid has several codebooks, `allowed` exceeds the vocabulary, or the model was trained for an
+            order that the sampler does not follow.
     """
-    check_batch_size(batch_size)
     if model.grid.codebooks != 1:
         raise ValueError(
             f"the model has {model.grid.codebooks} codebooks a slot; this sampler decodes one token a slot. "
@@ -144,72 +182,6 @@ def check_text_law(sampler: Any, model: Any, law: Any) -> None:
         raise ValueError(f"graph=True with {given}: such calls are not recorded. Pass graph='auto'.")
     if law.end is not None and law.end >= model.vocab_size:
         raise ValueError(f"end={law.end}; pass a token of the vocabulary of {model.vocab_size}.")
-
-
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Refuse a setting that is not one of the allowed names.
-
-    Raises:
-        ValueError: the value is another one; the message lists the allowed names.
-    """
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}; pass one of {', '.join(allowed)}.")
-
-
-def check_batch_size(batch_size: int) -> None:
-    """Refuse a batch size below 1.
-
-    Raises:
-        ValueError: the batch size is not an integer of at least 1.
-    """
-    whole("batch_size", batch_size)
-
-
-def check_exact_width(exact_width: bool, acceptance: str, width: int | str | None) -> None:
-    """Refuse `exact_width` where it promises nothing, or where a call would be wider.
-
-    Args:
-        width: the most positions of a call; "auto" or None, then the width of all calls.
-
-    Raises:
-        ValueError: the value is set, and the acceptance is not "identical" or the width is too large.
-    """
-    if exact_width and acceptance != "identical":
-        raise ValueError(
-            f"exact_width=True with acceptance={acceptance!r}: it keeps the promise of acceptance='identical' where "
-            "numbers are rounded coarsely. Pass acceptance='identical', or leave exact_width out."
-        )
-    if exact_width and isinstance(width, int) and width > EXACT_WIDTH:
-        raise ValueError(
-            f"exact_width=True and calls of up to {width} positions; with it every call has {EXACT_WIDTH}. Pass a "
-            f"window of at most {EXACT_WIDTH} (at most {EXACT_WIDTH - 1} drafts)."
-        )
-
-
-def check_window(window: int | str, acceptance: str) -> None:
-    """Refuse the window "auto" if the tokens would depend on it.
-
-    Raises:
-        ValueError: the window is "auto" and the acceptance is not "identical".
-    """
-    if window == AUTO and acceptance != "identical":
-        raise ValueError(
-            f"window='auto' with acceptance={acceptance!r}: the window would depend on measured times, and with it the "
-            "tokens of a seed. Pass acceptance='identical', or a number."
-        )
-
-
-def check_coupled(coupling: str, acceptance: str) -> None:
-    """Refuse a coupling that the acceptance cannot use.
-
-    Raises:
-        ValueError: acceptance is "identical" and coupling is not "gumbel".
-    """
-    if acceptance == "identical" and coupling != "gumbel":
-        raise ValueError(
-            "acceptance='identical' compares a draft with the token that the slot's own noise draws, so it needs "
-            f"coupling='gumbel', got coupling={coupling!r}. Pass coupling='gumbel', or acceptance='exact'."
-        )
 
 
 def check_allowed(law: TokenLaw, vocab_size: int) -> None:

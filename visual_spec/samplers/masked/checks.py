@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
-from visual_spec.samplers.core.checks import check_allowed, check_batch_size
+from visual_spec.samplers.core.checks import check_allowed
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.policies import Ranking
 
 
-def check_masked_model(model: Any, law: TokenLaw, batch_size: int) -> None:
+def check_masked_model(model: Any, law: TokenLaw) -> None:
     """Refuse, before any compute, a request that no sampler of masked models can decode.
 
     Raises:
-        ValueError: a model that hides no tokens, a batch size below 1, ids beyond the vocabulary, or guidance up to a
-            slot.
+        ValueError: a model that hides no tokens, ids beyond the vocabulary, or guidance up to a slot.
     """
     if hasattr(model, "write"):
         raise ValueError(
@@ -26,10 +25,10 @@ def check_masked_model(model: Any, law: TokenLaw, batch_size: int) -> None:
             f"{type(model).__name__} hides no tokens; this sampler decodes masked models, such as MagnetModel. Use "
             "AutoregressiveSampler or ColumnAutoregressiveSampler."
         )
-    _check_masked_request(model, law, batch_size)
+    _check_masked_request(model, law)
 
 
-def check_frame_model(model: Any, law: TokenLaw, batch_size: int) -> None:
+def check_frame_model(model: Any, law: TokenLaw) -> None:
     """Refuse, before any compute, a request that cannot be decoded frame by frame.
 
     Raises:
@@ -40,11 +39,10 @@ def check_frame_model(model: Any, law: TokenLaw, batch_size: int) -> None:
             f"{type(model).__name__} does not fill in frames; this sampler decodes a FrameModel, such as "
             "FrameMaskedTransformer."
         )
-    _check_masked_request(model, law, batch_size)
+    _check_masked_request(model, law)
 
 
-def _check_masked_request(model: Any, law: TokenLaw, batch_size: int) -> None:
-    check_batch_size(batch_size)
+def _check_masked_request(model: Any, law: TokenLaw) -> None:
     check_allowed(law, model.vocab_size)
     if law.guidance_until is not None:
         raise ValueError(

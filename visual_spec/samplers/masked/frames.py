@@ -193,7 +193,7 @@ class FrameMaskedSampler(Sampler):
         self._later = self._first if later_noise else self._first.without_noise()
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_frame_model(model, law, batch_size)
+        check_frame_model(model, law)
         if parts.get("known_tokens") is not None:
             check_known_tokens(model, parts["known_tokens"], batch_size)
 

@@ -103,7 +103,7 @@ class MaskedSampler(Sampler):
         self._loop = Unmasking(schedule, ranking, by_step, reuse, span, span_score, rescorer_share)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_masked_model(model, law, batch_size)
+        check_masked_model(model, law)
         steps, grid, span = self.config.steps, model.grid, self.config.span
         if not isinstance(steps, int) and len(steps) != grid.codebooks:
             raise ValueError(

@@ -26,7 +26,7 @@ from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.models.core.settings import CALLS, OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import ACCEPTANCES, check_guided, check_returned
+from visual_spec.samplers.core.checks import Acceptance, check_guided, check_returned
 from visual_spec.samplers.core.drafts import Draft, Label, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import (
@@ -142,12 +142,12 @@ class SelfSpeculativeMaskedSampler(Sampler):
         schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "arccos",
         order: Annotated[str, OneOf(FIXED_ORDERS)] = "halton",
         num_drafts: Annotated[int | None, Within(0, none="all")] = None,
-        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "identical",
+        acceptance: Acceptance = "identical",
     ) -> None:
         pass
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_masked_model(model, law, batch_size)
+        check_masked_model(model, law)
         check_causal_layer(model, parts.get("causal_layer"))
 
     def prefill(

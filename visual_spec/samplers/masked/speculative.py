@@ -26,7 +26,7 @@ from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.settings import MOST_CALLS, OneOf, Within, register_to_config
-from visual_spec.samplers.core.checks import ACCEPTANCES, check_guided, check_returned
+from visual_spec.samplers.core.checks import Acceptance, check_guided, check_returned
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
@@ -147,12 +147,12 @@ class SpeculativeMaskedSampler(ChainSampler):
         self,
         num_drafts: Annotated[int, Within(0, MOST_CALLS)] = 7,
         order: Annotated[str, OneOf(FIXED_ORDERS)] = "halton",
-        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "identical",
+        acceptance: Acceptance = "identical",
     ) -> None:
         pass
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_masked_model(model, law, batch_size)
+        check_masked_model(model, law)
         check_in_order(model)
 
     def window_of(self, model: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -22,7 +22,16 @@ from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 
-SlotOrder = Annotated[str | Sequence[int], OneOf(FIXED_ORDERS), Within(0)]
+
+def _check_slots(name: str, order: str | Sequence[int], settings: Mapping[str, Any]) -> None:
+    if not isinstance(order, str) and sorted(order) != list(range(len(order))):
+        raise ValueError(
+            f"order={order!r}; pass one of {', '.join(FIXED_ORDERS)}, or all slots of the grid in the order of "
+            "decoding, each once."
+        )
+
+
+SlotOrder = Annotated[str | Sequence[int], OneOf(FIXED_ORDERS), Within(0), _check_slots]
 S = TypeVar("S", bound=State)
 GuidanceStart = Annotated[float | None, Within(0, LARGEST, none="the law's guidance at every place")]
 
@@ -165,7 +174,7 @@ class AlongOrderSampler(Sampler):
         return 1
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_any_order_model(model, law, batch_size)
+        check_any_order_model(model, law)
         if parts.get("known_tokens") is not None:
             check_known_tokens(model, parts["known_tokens"], batch_size)
         order, count = self.config.order, model.grid.num_tokens
@@ -229,25 +238,11 @@ def placed_in_grid(order: Tensor, tokens: Tensor, trace: dict[str, Any]) -> Samp
     return SampleResult(torch.empty_like(tokens).scatter_(1, order, tokens), DecodeTrace(**trace))
 
 
-def check_slot_order(order: str | Sequence[int]) -> None:
-    """Refuse numbers that are no order of slots.
-
-    Raises:
-        ValueError: they are not 0 to L - 1, each once.
-    """
-    if not isinstance(order, str) and sorted(order) != list(range(len(order))):
-        raise ValueError(
-            f"order={order!r}; pass one of {', '.join(FIXED_ORDERS)}, or all slots of the grid in the order of "
-            "decoding, each once."
-        )
-
-
-def check_any_order_model(model: Any, law: TokenLaw, batch_size: int) -> None:
+def check_any_order_model(model: Any, law: TokenLaw) -> None:
     """Refuse, before any compute, a request that no sampler of any-order models can decode.
 
     Raises:
-        ValueError: the model is of another kind, a batch size below 1, ids beyond the vocabulary, or guidance up to a
-            slot.
+        ValueError: the model is of another kind, ids beyond the vocabulary, or guidance up to a slot.
     """
     who = type(model).__name__
     if hasattr(model, "mask_id"):
@@ -262,7 +257,7 @@ def check_any_order_model(model: Any, law: TokenLaw, batch_size: int) -> None:
             "RandAR's. Use AutoregressiveSampler or SpeculativeJacobiSampler for raster order, OrderedSampler for "
             "others."
         )
-    check_request(model, law, batch_size, any_order=True)
+    check_request(model, law, any_order=True)
     if law.guidance_until is not None:
         raise ValueError(
             f"guidance_until={law.guidance_until} counts slots in raster order, and this sampler decodes in another; "

@@ -11,7 +11,7 @@ from torch import Tensor
 from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, trained_order
 from visual_spec.models.core.settings import OneOf, register_to_config
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_choice, check_request, check_returned
+from visual_spec.samplers.core.checks import check_request, check_returned
 from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run, State
@@ -72,14 +72,17 @@ class OrderedSampler(Sampler):
         return TRAINED if self.name_for(model) == trained_order(model) else APPROXIMATE
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_request(model, law, batch_size, any_order=True)
+        check_request(model, law, any_order=True)
         own = trained_order(model)
         if own == ANY_ORDER:
             raise ValueError(
                 f"{type(model).__name__} was trained for any order; use AnyOrderSampler(order=...)."
             )
         name = self.name_for(model)
-        check_choice(f"trained_order of {type(model).__name__}", own, tuple(ORDERS))
+        if own not in ORDERS:
+            raise ValueError(
+                f"trained_order of {type(model).__name__}={own!r}; pass one of {', '.join(ORDERS)}."
+            )
         asked, order = order_of(own, model.grid), self.order_for(model)
         who = f"{type(model).__name__} was trained for order {own!r}"
         if (asked.heads, asked.learned) != (order.heads, order.learned):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from visual_spec.models.core.settings import AUTO, Graph, register_to_config
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.state import Run, State
 
 
@@ -26,7 +25,7 @@ class AutoregressiveSampler(Sampler):
 
     @register_to_config
     def __init__(self, graph: Graph = AUTO, exact_width: bool = False) -> None:
-        check_exact_width(exact_width, "identical", 1)
+        pass
 
     def num_calls(self, run: Run) -> int | None:
         # The prefill has predicted slot 0. Where rows end early, those left decide.

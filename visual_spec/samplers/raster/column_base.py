@@ -17,7 +17,7 @@ from visual_spec.kernels.law import POINT_LAW
 from visual_spec.models.core.protocol import ColumnModel
 from visual_spec.samplers.core.acceptance import accepted_prefix, exact_acceptance, residual
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_returned
+from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_returned
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label, rows_of
 from visual_spec.samplers.core.law import TokenLaw
@@ -137,7 +137,7 @@ class ColumnSampler(Sampler):
         return ColumnView(model, self.window_of(model), device)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_column_request(model, law, batch_size)
+        check_column_request(model, law)
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         every = torch.arange(run.num_tokens, device=run.device)
@@ -231,13 +231,12 @@ class ColumnChainSampler(ColumnSampler, ChainSampler):
         return Verdict(tokens.scatter(1, where, column), kept, target), drawn
 
 
-def check_column_request(model: ColumnModel, law: TokenLaw, batch_size: int) -> None:
+def check_column_request(model: ColumnModel, law: TokenLaw) -> None:
     """Refuse, before any compute, a request that a column sampler cannot decode.
 
     Raises:
-        ValueError: the batch size is below 1, the model has no pattern, or `allowed` exceeds the vocabulary.
+        ValueError: the model has no pattern, or `allowed` exceeds the vocabulary.
     """
-    check_batch_size(batch_size)
     valid, size = getattr(model, "valid", None), (model.grid.num_tokens, model.grid.codebooks)
     if valid is None:
         raise ValueError(

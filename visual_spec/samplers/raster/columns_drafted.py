@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import torch
 
 from visual_spec.models.core.protocol import ColumnModel
-from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
-from visual_spec.samplers.core.checks import ACCEPTANCES, check_exact_width
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, register_to_config
+from visual_spec.samplers.core.checks import Acceptance, ExactWidth
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster.column_base import ColumnChainSampler, ColumnDraftState
@@ -50,11 +50,11 @@ class DraftedColumnSampler(ColumnChainSampler, DraftedSampler):
     def __init__(
         self,
         num_drafts: Annotated[int, COUNT] = 3,
-        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "exact",
+        acceptance: Acceptance = "exact",
         graph: Graph = AUTO,
-        exact_width: bool = False,
+        exact_width: ExactWidth = False,
     ) -> None:
-        check_exact_width(exact_width, acceptance, num_drafts + 1)
+        pass
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

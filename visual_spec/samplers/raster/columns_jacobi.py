@@ -6,15 +6,14 @@ one coin for all its tokens (unit "column"), or one coin for each token (unit "c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 
 from visual_spec.models.core.settings import AUTO, Graph, OneOf, register_to_config
-from visual_spec.samplers.core.acceptance import RELAXED, AcceptanceRule, Relaxation
-from visual_spec.samplers.core.checks import COUPLINGS, Window, check_coupled, check_exact_width, check_window
+from visual_spec.samplers.core.acceptance import RELAXED, AcceptanceRule, RelaxedAcceptance, RelaxedNumbers
+from visual_spec.samplers.core.checks import Coupling, ExactWidth, Window
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.column_base import (
@@ -68,22 +67,18 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
     def __init__(
         self,
         window: Window = 16,
-        coupling: Annotated[str, OneOf(COUPLINGS)] = "gumbel",
-        acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))] = "identical",
+        coupling: Coupling = "gumbel",
+        acceptance: RelaxedAcceptance = "identical",
         unit: Annotated[str, OneOf(UNITS)] = COLUMN,
         initial_draft: Annotated[str, OneOf(COLUMN_DRAFTS)] = LEFT,
-        relaxation: Mapping[str, Any] | None = None,
+        relaxation: RelaxedNumbers = None,
         graph: Graph = AUTO,
-        exact_width: bool = False,
+        exact_width: ExactWidth = False,
     ) -> None:
-        lossless = Relaxation.of(acceptance, relaxation).lossless
-        check_window(window, acceptance)
-        if not lossless and unit != CODEBOOK:
+        if acceptance in RELAXED and unit != CODEBOOK:
             raise ValueError(
                 f"acceptance={acceptance!r} tests each token, got unit={unit!r}; pass unit='codebook'."
             )
-        check_coupled(coupling, acceptance)
-        check_exact_width(exact_width, acceptance, window)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

@@ -8,7 +8,6 @@ rollback is only a change of a number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -19,8 +18,8 @@ from torch import Tensor
 from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.settings import AUTO, COUNT, SHARE, Graph, OneOf, register_to_config
-from visual_spec.samplers.core.acceptance import RELAXED, AcceptanceRule, Relaxation
-from visual_spec.samplers.core.checks import check_exact_width
+from visual_spec.samplers.core.acceptance import RELAXED, AcceptanceRule, RelaxedNumbers
+from visual_spec.samplers.core.checks import ExactWidth
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_drafter, draft_law, start_drafter
 from visual_spec.samplers.core.drafts import Draft, Label
@@ -29,8 +28,6 @@ from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.raster.block import BLOCK
-
-BLOCK_RULE = "block"
 
 
 @dataclass
@@ -102,20 +99,15 @@ class DraftedSampler(ChainSampler):
         self,
         num_drafts: Annotated[int, COUNT] = 5,
         stop_below: Annotated[float, SHARE] = 0.0,
-        acceptance: Annotated[str, OneOf(("identical", "exact", BLOCK_RULE, *RELAXED))] = "exact",
-        relaxation: Mapping[str, Any] | None = None,
+        acceptance: Annotated[str, OneOf(("identical", "exact", "block", *RELAXED))] = "exact",
+        relaxation: RelaxedNumbers = None,
         graph: Graph = AUTO,
-        exact_width: bool = False,
+        exact_width: ExactWidth = False,
     ) -> None:
-        _relaxation(acceptance, relaxation)
-        check_exact_width(exact_width, acceptance, num_drafts + 1)
-
-    @property
-    def relaxation(self) -> Relaxation:
-        return _relaxation(self.config.acceptance, self.config.get("relaxation"))
+        pass
 
     def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
-        return BLOCK if self.config.acceptance == BLOCK_RULE else super().rule(model, parts, device)
+        return BLOCK if self.config.acceptance == "block" else super().rule(model, parts, device)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
@@ -170,7 +162,3 @@ class DraftedSampler(ChainSampler):
 def nobody(going: Tensor) -> bool:
     """Whether no row drafts any more. Checked only on the CPU: elsewhere the check would stall the device."""
     return going.device.type == "cpu" and not going.any()
-
-
-def _relaxation(acceptance: str, numbers: Mapping[str, Any] | None) -> Relaxation:
-    return Relaxation.of("exact" if acceptance == BLOCK_RULE else acceptance, numbers)

@@ -7,7 +7,7 @@ a second source (`redrafting`) may draft these anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -17,15 +17,8 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
-from visual_spec.samplers.core.acceptance import RELAXED, Relaxation
-from visual_spec.samplers.core.checks import (
-    COUPLINGS,
-    WIDTHS,
-    Window,
-    check_coupled,
-    check_exact_width,
-    check_window,
-)
+from visual_spec.samplers.core.acceptance import RelaxedAcceptance, RelaxedNumbers
+from visual_spec.samplers.core.checks import WIDTHS, Coupling, ExactWidth, Window
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import (
     INITIAL_DRAFTS,
@@ -135,20 +128,15 @@ class SpeculativeJacobiSampler(ChainSampler):
     def __init__(
         self,
         window: Window | None = None,
-        coupling: Annotated[str, OneOf(COUPLINGS)] = "gumbel",
-        acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))] = "identical",
+        coupling: Coupling = "gumbel",
+        acceptance: RelaxedAcceptance = "identical",
         initial_draft: Annotated[str, OneOf(INITIAL_DRAFTS)] = "left",
-        relaxation: Mapping[str, Any] | None = None,
+        relaxation: RelaxedNumbers = None,
         graph: Graph = AUTO,
-        exact_width: bool = False,
+        exact_width: ExactWidth = False,
         drafts: Annotated[str | None, OneOf(DRAFTS)] = None,
         redrafts: Annotated[int, COUNT] = 12,
     ) -> None:
-        Relaxation.of(acceptance, relaxation)
-        if window is not None:
-            check_window(window, acceptance)
-        check_coupled(coupling, acceptance)
-        check_exact_width(exact_width, acceptance, window)
         if drafts == PICTURED and acceptance != "identical":
             raise ValueError(
                 f"drafts='pictured' with acceptance={acceptance!r}; a picture was drawn with the noise that tests it, "

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
-from visual_spec.samplers.core.checks import ACCEPTANCES, COUPLINGS, check_coupled
+from visual_spec.samplers.core.checks import Acceptance, Coupling
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft, rows_of, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
@@ -168,13 +168,12 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         window: Annotated[int, COUNT] = 32,
         siblings: Annotated[int, COUNT] = 4,
         depth: Annotated[int, COUNT] = 2,
-        coupling: Annotated[str, OneOf(COUPLINGS)] = "maximal",
-        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "exact",
+        coupling: Coupling = "maximal",
+        acceptance: Acceptance = "exact",
         initial_draft: Annotated[str, OneOf(INITIAL_DRAFTS)] = "left",
         sibling_rule: Annotated[str, OneOf(SIBLING_RULES)] = RECURSIVE,
         graph: Graph = AUTO,
     ) -> None:
-        check_coupled(coupling, acceptance)
         if sibling_rule == K_SEQ and acceptance == "identical":
             raise ValueError(
                 "sibling_rule='k-seq' is a test against chance, and acceptance='identical' makes no such test; pass "

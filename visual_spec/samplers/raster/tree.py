@@ -12,7 +12,6 @@ release removes all K neighbours of a refused draft from the target law; this sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, Within, register_to_config
-from visual_spec.samplers.core.acceptance import RELAXED, Relaxation
+from visual_spec.samplers.core.acceptance import RelaxedAcceptance, RelaxedNumbers
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_drafter, draft_law
 from visual_spec.samplers.core.drafts import rows_of
@@ -167,13 +166,24 @@ class TreeSampler(Sampler):
         width: Annotated[int, COUNT] = 8,
         num_nodes: Annotated[int | None, Within(1, none="all of them")] = None,
         siblings: Annotated[str, OneOf(SIBLINGS)] = WITHOUT_REPLACEMENT,
-        acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))] = "exact",
+        acceptance: RelaxedAcceptance = "exact",
         expected_acceptance: Annotated[float, Within(above=0, most=1)] = 0.6,
-        relaxation: Mapping[str, Any] | None = None,
+        relaxation: RelaxedNumbers = None,
         graph: Graph = AUTO,
     ) -> None:
-        Relaxation.of(acceptance, relaxation)
-        _check_nodes(num_nodes, depth * width, acceptance, siblings)
+        drafted = depth * width
+        if num_nodes is not None and num_nodes > drafted:
+            raise ValueError(
+                f"num_nodes={num_nodes!r}, but depth * width = {drafted} nodes are drafted; pass an integer from 1 to "
+                f"{drafted}, or None (score all of them)."
+            )
+        drawn = acceptance != "identical" and siblings == WITHOUT_REPLACEMENT
+        if num_nodes is not None and num_nodes < drafted and drawn:
+            raise ValueError(
+                f"num_nodes={num_nodes} would choose among drafts by what they turned out to be, and those that are "
+                "left no longer follow the law they were drawn from: not exact. Pass num_nodes=None and a smaller "
+                "width, siblings='top-k' (nothing is drawn), or acceptance='identical' (any draft will do)."
+            )
 
     @property
     def measures_at_least(self) -> bool:
@@ -331,22 +341,6 @@ class TreeSampler(Sampler):
             left[:, None], slots + kept[:, None], *final_noise(run.rule, state.round)
         )
         return Path(torch.cat(nodes, 1), kept, last)
-
-
-def _check_nodes(num_nodes: int | None, drafted: int, acceptance: str, siblings: str) -> None:
-    if num_nodes is None:
-        return
-    if num_nodes > drafted:
-        raise ValueError(
-            f"num_nodes={num_nodes!r}, but depth * width = {drafted} nodes are drafted; pass an integer from 1 to "
-            f"{drafted}, or None (score all of them)."
-        )
-    if num_nodes < drafted and acceptance != "identical" and siblings == WITHOUT_REPLACEMENT:
-        raise ValueError(
-            f"num_nodes={num_nodes} would choose among drafts by what they turned out to be, and those that are left "
-            "no longer follow the law they were drawn from: not exact. Pass num_nodes=None and a smaller width, "
-            "siblings='top-k' (nothing is drawn), or acceptance='identical' (any draft will do)."
-        )
 
 
 def _sibling_laws(tree: Tree, parent: Tensor, tokens: Tensor, like: Tensor) -> Tensor:

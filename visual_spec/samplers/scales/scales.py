@@ -298,7 +298,7 @@ class ScaleWiseSampler(Sampler):
     # -- before and after
 
     def check(self, model: Sequence[Stage], law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_stages(model, parts["tokenizer"], law, batch_size)
+        check_stages(model, parts["tokenizer"], law)
         drawn_stages(self, model)
 
     def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> Any:

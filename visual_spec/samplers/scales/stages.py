@@ -17,7 +17,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of
 from visual_spec.models.core.settings import Within, whole
-from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_guided
+from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_guided
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.schedule import ScaleSchedule
 
@@ -169,13 +169,12 @@ def prefill(
     return check_guided(cache, asked)
 
 
-def check_stages(stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenLaw, batch_size: int) -> None:
+def check_stages(stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenLaw) -> None:
     """Refuse stages that leave scales out or draw them twice, and models that do not fit the tokenizer.
 
     Raises:
         ValueError: says which stages or models fit.
     """
-    check_batch_size(batch_size)
     bounds = [(stage.scales.start, stage.scales.stop) for stage in stages]
     ends = [0, *(stop for _, stop in bounds)]
     count = len(tokenizer.scales)
