@@ -33,7 +33,7 @@ from visual_spec.samplers.core.noise import CHAIN, TOKEN
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
-from visual_spec.samplers.scales.reference import law_at_scale
+from visual_spec.samplers.scales.stages import law_at_scale
 
 
 @dataclass
@@ -85,9 +85,6 @@ class DistilledSampler(Sampler):
     guidance grows with the scales, as in `ScaleWiseSampler`. A student without a teacher takes none but
     `TokenLaw()`, for guidance is in its weights. It returns tokens float [B, L, D]. Noise belongs to a sample and a
     slot, so a picture depends on no batch; it is the same for one step and for two.
-
-    Raises:
-        ValueError: a setting out of its range.
     """
 
     takes = ("codebook", "teacher", "tokenizer")
@@ -278,10 +275,6 @@ class DistilledSampler(Sampler):
         run.lap("verify")
 
     def result(self, run: Run, state: StudentState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        """Tokens float [B, L, D].
-
-        Raises:
-            FloatingPointError: tokens that are not finite; names the first.
-        """
+        """Tokens float [B, L, D]."""
         check_tokens(tokens)
         return super().result(run, state, tokens, trace)

@@ -14,9 +14,8 @@ from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel, tiny_var
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.scales.reference import law_at_scale
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
-from visual_spec.samplers.scales.stages import Stage, code_stages
+from visual_spec.samplers.scales.stages import Stage, code_stages, law_at_scale
 from visual_spec.samplers.scales.trace import ScaleTrace
 
 

@@ -2,7 +2,7 @@
 
 VAR (Tian et al. 2024, section 3.2) draws all tokens of a scale at once, given the scales before it. Infinity (Han et
 al. 2024, section 3) draws all bits of its tokens at once and independently. `stages` says which model draws which
-scales (CoDe), `schedule` what is left out (SkipVAR, StageVAR, FastVAR), `reference` measures what both change.
+scales (CoDe) and measures what that changes, `schedule` what is left out (SkipVAR, StageVAR, FastVAR).
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE, SampleResult
-from visual_spec.samplers.scales.reference import Reference, law_at_scale
 from visual_spec.samplers.scales.schedule import SCHEDULES, ScaleSchedule
 from visual_spec.samplers.scales.stages import (
+    Reference,
     Stage,
     at_scales,
     check_alone,
     check_stages,
     drawn_stages,
     first_slots,
+    law_at_scale,
     of_one_model,
     prefill,
     stage_law,
@@ -114,10 +115,6 @@ class ScaleWiseSampler(Sampler):
             ten classes, with its default law; "off": uncompressed; None: the budgets of the pipeline.
         num_drafters: of these budgets, see `visual_spec.models.next_scale.scale_cache.calibrate`. With 0 the layers
             share alike, and nothing is calibrated.
-
-    Raises:
-        ValueError: a value of another kind or out of range, `num_drafters` without `cache_share`, or `ScaleSchedule`
-            refuses a value.
     """
 
     takes = ("tokenizer",)
@@ -148,19 +145,15 @@ class ScaleWiseSampler(Sampler):
         return ScaleSchedule.of(self.config["schedule"])
 
     @property
-    def lossless(self) -> bool:
-        """Whether samples of one model follow its law. Several models have no common law; see the trace.
+    def promise(self) -> str:
+        """What samples of one model follow: the model's sampling, token for token. Several models have no common law.
 
         With a schedule only if it leaves nothing out, whatever the number of scales. Not if the refiner draws alone,
         nor with scales in place of the model's own.
         """
         own = self.schedule.empty and self.config["scales"] is None
-        return not self.config["smooth"] and own and self.config["num_draft_scales"] != 0
-
-    @property
-    def identical(self) -> bool:
-        """As `lossless`: for one model, this sampler is the model's autoregressive sampling."""
-        return self.lossless
+        exact = not self.config["smooth"] and own and self.config["num_draft_scales"] != 0
+        return "identical" if exact else "lossy"
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -49,9 +49,6 @@ class ScaleSchedule:
             last entry of scale `stop_after`; scales before are whole. A number is a list of one. Scale 0 is whole.
             See `scale_pruning` for which places these are and what the others become.
         pruned_layers: the part of the depth that `keep_share` prunes: layer l of L if first <= l / L < stop.
-
-    Raises:
-        ValueError: a value of another kind or out of range.
     """
 
     stop_after: Annotated[int | None, Within(none="all scales")] = None

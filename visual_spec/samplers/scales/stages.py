@@ -1,4 +1,4 @@
-"""Stages of a next-scale decode: which model draws which scales, by which law, and what it refuses.
+"""Stages of a next-scale decode: which model draws which scales, by which law, how far from the first, and refusals.
 
 In collaborative decoding (CoDe: Chen et al. 2025, section 3.2) a large model draws the small scales, which decide what
 the picture shows, and a small model draws the large scales, which cost most. The small model starts from the input maps
@@ -7,18 +7,18 @@ so far, by one prefill that builds its own cache.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of
-from visual_spec.models.core.settings import Within, whole
-from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_guided
+from visual_spec.models.core.settings import Within, read_fields, whole
+from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_guided, check_returned
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.scales.schedule import ScaleSchedule
 
 # The numbers of the published figures. The official `cfg=1.5` is what the ramp adds to 1 at the last scale.
@@ -49,14 +49,13 @@ class Stage:
     model: ScaleModel
     scales: range
     law: TokenLaw | None = None
-    late_temperature: float = 1.0
+    late_temperature: Annotated[float, Within(above=0)] = 1.0
 
     def __post_init__(self) -> None:
+        read_fields(self)
         scales = self.scales
         if not isinstance(scales, range) or scales.step != 1 or not scales or scales.start < 0:
             raise ValueError(f"scales={scales!r}; pass range(first, stop) of at least one scale.")
-        if not math.isfinite(self.late_temperature) or self.late_temperature <= 0:
-            raise ValueError(f"late_temperature={self.late_temperature}; pass a finite number above 0.")
 
 
 def code_stages(
@@ -76,26 +75,17 @@ def code_stages(
     Raises:
         ValueError: N leaves one of the two models without scales.
     """
-    count = _check_split(large, num_draft_scales)
+    count = len(large.scales)
+    note = f": each of the two models draws at least one of the {count} scales"
+    whole("num_draft_scales", num_draft_scales, Within(1, count - 1), note)
     return [
         Stage(large, range(num_draft_scales), law),
         Stage(small, range(num_draft_scales, count), small_law),
     ]
 
 
-def _check_split(large: ScaleModel, num_draft_scales: int) -> int:
-    count = len(large.scales)
-    note = f": each of the two models draws at least one of the {count} scales"
-    whole("num_draft_scales", num_draft_scales, Within(1, count - 1), note)
-    return count
-
-
 def check_alone(sampler: Any) -> None:
-    """Refuse to divide the scales, or to compress a cache, where one model draws with the cache that it has.
-
-    Raises:
-        ValueError: names the settings.
-    """
+    """Refuse to divide the scales, or to compress a cache, where one model draws with the cache that it has."""
     divided = ("num_draft_scales", "cache_share")
     asked = [name for name in divided if sampler.config.get(name) not in (None, "all", "off")]
     if asked:
@@ -144,6 +134,11 @@ def stage_law(logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage) 
     return law if stage.late_temperature == 1 else (law / stage.late_temperature).log_softmax(-1)
 
 
+def law_at_scale(law: TokenLaw, ratio: float) -> TokenLaw:
+    """Return the law with guidance at `ratio` of the way from none, 0, to the law's own scale, 1."""
+    return replace(law, guidance_scale=1 + (law.guidance_scale - 1) * ratio) if law.guided else law
+
+
 def prefill(
     served: Sequence[Stage],
     condition: Any,
@@ -169,12 +164,56 @@ def prefill(
     return check_guided(cache, asked)
 
 
-def check_stages(stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenLaw) -> None:
-    """Refuse stages that leave scales out or draw them twice, and models that do not fit the tokenizer.
+@dataclass
+class Reference:
+    """The first model, which also scores the scales that others draw, or that a schedule changes.
 
-    Raises:
-        ValueError: says which stages or models fit.
+    Attributes:
+        stage: its last stage.
+        first: the first scale whose law differs from the first model's, guided and whole.
+        moved: float [B], total variation summed over the measured slots.
+        cache: its state. With a schedule that leaves something out it has its own prefill, at scale `first`; until then
+            None.
     """
+
+    stage: Stage
+    first: int
+    moved: Tensor
+    cache: Any
+
+    def measure(
+        self,
+        run: Run,
+        maps: Sequence[Tensor],
+        stage: Stage,
+        scale: int,
+        target: Tensor,
+        slots: Tensor,
+        grown: float,
+    ) -> None:
+        """Add the distance of the laws `target [B, n * n, V]`, which `stage` drew a scale from.
+
+        Args:
+            maps: [B, D, n, n] each, the input maps so far.
+            grown: the share of the guidance at this scale.
+        """
+        own, usual = stage.law or run.law_given, run.law_given
+        if scale >= self.stage.scales.stop:
+            # A refiner that learned guided laws draws without guidance, but the first model's law is guided.
+            own = replace(own, guidance_scale=(self.stage.law or usual).guidance_scale)
+        run.law.law = law_at_scale(own, grown)
+        if self.cache is None:
+            self.cache = prefill(run.model, run.condition, usual.guided, run.batch_size, maps)
+            logits = self.cache.logits
+        else:
+            logits = self.stage.model(self.cache, maps[-1], scale)
+        check_returned(logits, len(slots), self.cache.guided, slots.shape[1], stage.model.vocab_size)
+        other = stage_law(logits, slots, run.law, stage)
+        self.moved = self.moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
+
+
+def check_stages(stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenLaw) -> None:
+    """Refuse stages that leave scales out or draw them twice, and models that do not fit the tokenizer."""
     bounds = [(stage.scales.start, stage.scales.stop) for stage in stages]
     ends = [0, *(stop for _, stop in bounds)]
     count = len(tokenizer.scales)
@@ -206,12 +245,6 @@ def drawn_stages(sampler: Any, stages: Sequence[Stage]) -> list[Stage]:
     if not isinstance(schedule, ScaleSchedule):
         return list(stages)
     plan = schedule.at(stages[-1].scales.stop)
-    _check_pruning(plan, stages)
-    return plan.cut(stages)
-
-
-def _check_pruning(plan: ScaleSchedule, stages: Sequence[Stage]) -> None:
-    """Refuse parts of places for a model that cannot take them, or where they would change nothing."""
     for run in plan.pruned_runs(stages):
         model, first = run[0].model, run[0].scales.start
         if not getattr(model, "prunes", False):
@@ -231,3 +264,4 @@ def _check_pruning(plan: ScaleSchedule, stages: Sequence[Stage]) -> None:
                 f"keep_share={plan.keep_share[first]} for scale {first}, which the first forward of its model runs "
                 "whole with all scales before it; pass 1 there, or let one model draw all scales."
             )
+    return plan.cut(stages)
