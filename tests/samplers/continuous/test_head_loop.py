@@ -121,7 +121,7 @@ def test_modulations_are_computed_once_before_the_loop_or_in_stretches(monkeypat
     assert calls == [10] * 16
     calls.clear()
     monkeypatch.setattr(
-        head_loop, "_AT_ONCE", 4 * model.head.modulation_size * 8 * 6
+        head_loop, "AT_ONCE", 4 * model.head.modulation_size * 8 * 6
     )  # 4 levels of one token each
     parts = draw(sampler, model).tokens
     assert sum(calls) == 160 and calls[:3] == [4, 4, 2]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.continuous.conditions import checked, on_grid
 from visual_spec.samplers.continuous.coupling import keep_probability, log_density, rejected
 from visual_spec.samplers.continuous.denoising import Law
 from visual_spec.samplers.continuous.rules import ContinuousVerdict, Rule, Window
@@ -98,20 +97,6 @@ class CspdReleaseRule(Rule):
         tokens = rejected(tokens, ~kept & window.tested, residual, noise, window.drafts, 0, self.tries)
         moved = ratio.exp().clamp_max(1.0)
         return ContinuousVerdict(torch.cat([tokens, log.tokens[:, count:]], 1), kept, moved=moved)
-
-
-def block_conditions(
-    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, width: int
-) -> Tensor:
-    """As `window_conditions`, but all slots know only those before `lengths`. For masked models."""
-    length = model.grid.num_tokens
-    known = torch.zeros(len(places), length, dtype=torch.bool, device=places.device)
-    known.scatter_(1, places[:, :length], torch.arange(length, device=places.device) < lengths[:, None])
-    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known)  # [R, L, dim]
-    checked(model, z, cache, len(places), length)
-    slots = (lengths[:, None] + torch.arange(width, device=places.device)).clamp_max(length - 1)
-    at = places.gather(1, slots).repeat(len(z) // len(places), 1)
-    return z[torch.arange(len(z), device=z.device)[:, None], at]
 
 
 def _log_widths(sigma: Tensor) -> Tensor:

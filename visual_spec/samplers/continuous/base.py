@@ -16,7 +16,6 @@ from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.denoising import ChainLaw
 from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.checks import check_vector_law
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
 from visual_spec.samplers.core.state import Run, State
@@ -55,23 +54,7 @@ class ContinuousTrace(DecodeTrace):
         return f"{super().summary()}; {self.head_calls.float().mean():.0f} head calls{kept}"
 
 
-class Counts:
-    """What `ContinuousTrace` counts, for all samples of a batch, also those that have left it. Each long [B]."""
-
-    NAMES = ("head_calls", "tested", "kept", "draft_calls")
-
-    def __init__(self, batch_size: int, device: torch.device) -> None:
-        for name in self.NAMES:  # attributes, which a recorded call finds
-            setattr(self, name, torch.zeros(batch_size, dtype=torch.long, device=device))
-        self._samples = torch.arange(batch_size, device=device)
-
-    def select(self, samples: Tensor) -> None:
-        """Continue with the samples long [N] only. The counts of the others stay."""
-        self._samples = self._samples[samples]
-
-    def add(self, name: str, counts: Tensor) -> None:
-        """Add counts, long [samples still here]."""
-        getattr(self, name).index_add_(0, self._samples, counts)
+COUNTS = ("head_calls", "tested", "kept", "draft_calls")
 
 
 @dataclass
@@ -81,12 +64,15 @@ class ContinuousState(State):
     Attributes:
         places: long [B, L + scratch], where each slot stands on the grid; scratch slots stand past it.
         law: how tokens are drawn.
-        counts: of calls and drafts.
+        head_calls, tested, kept, draft_calls: long [B], see `ContinuousTrace`.
     """
 
     places: Tensor
     law: ChainLaw
-    counts: Counts
+    head_calls: Tensor
+    tested: Tensor
+    kept: Tensor
+    draft_calls: Tensor
 
     def put(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
         """Write the first `count`, long [B], of tokens [B, N, d] at slots long [B, N]."""
@@ -97,7 +83,7 @@ class ContinuousState(State):
 
     def count(self, name: str, calls: int | Tensor, num_tokens: int) -> None:
         """Add to a count of the samples that are not complete."""
-        self.counts.add(name, torch.where(self.lengths < num_tokens, calls, 0))
+        setattr(self, name, getattr(self, name) + torch.where(self.lengths < num_tokens, calls, 0))
 
 
 _OWN = "the model's own"
@@ -128,7 +114,19 @@ class VectorSampler(Sampler):
     """
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_vector_law(law)
+        off = TokenLaw()
+        for name in ("top_k", "top_p", "allowed", "guidance_until"):
+            if getattr(law, name) != getattr(off, name):
+                raise ValueError(
+                    f"{name}={getattr(law, name)} given, which is for tokens out of a vocabulary; the tokens of this "
+                    "model are vectors. Leave it out."
+                )
+
+    def prefill(
+        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> Any:
+        window = self.window_of(model)
+        return conditions.begin(model, condition, batch_size=batch_size, guided=law.guided, window=window)
 
     def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
         meter = getattr(state, "meter", None)
@@ -205,12 +203,6 @@ class ContinuousTokenSampler(VectorSampler):
     def view(self, model: Any, device: torch.device) -> None:
         return None
 
-    def prefill(
-        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        window = self.window_of(model)
-        return conditions.begin(model, condition, batch_size=batch_size, guided=law.guided, window=window)
-
     # -- what methods begin with
 
     def open(
@@ -235,7 +227,7 @@ class ContinuousTokenSampler(VectorSampler):
             meter=None if self.lossless else DivergenceMeter(size, device),
             places=places,
             law=self.chain_law(run, scratch, device),
-            counts=Counts(size, device),
+            **{name: torch.zeros(size, dtype=torch.long, device=device) for name in COUNTS},
             **more,
         )
         run.lap("model")
@@ -298,15 +290,11 @@ class ContinuousTokenSampler(VectorSampler):
         return torch.cat([every, past], 1)
 
     def trace_of(self, state: Any, trace: dict[str, Any]) -> ContinuousTrace:
-        return ContinuousTrace(**trace, **{name: getattr(state.counts, name).cpu() for name in Counts.NAMES})
+        return ContinuousTrace(**trace)
 
 
 def check_tokens(tokens: Tensor, places: Tensor | None = None) -> None:
-    """Refuse tokens [B, L, d], by slot, that are not finite. `places`: long [B, >= L], where they are not the slots.
-
-    Raises:
-        FloatingPointError: names the first.
-    """
+    """Refuse tokens [B, L, d], by slot, that are not finite. `places`: long [B, >= L], where they are not the slots."""
     bad = (~tokens.isfinite().all(-1)).nonzero()
     if len(bad):
         sample, slot = bad[0].tolist()

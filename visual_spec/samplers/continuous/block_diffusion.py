@@ -17,9 +17,7 @@ from visual_spec.models.core.continuous import guided
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import Within, register_to_config
 from visual_spec.samplers.continuous.base import VectorSampler
-from visual_spec.samplers.continuous.conditions import begin
 from visual_spec.samplers.core.checks import check_returned
-from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
 from visual_spec.samplers.core.state import Run, State
 
@@ -50,8 +48,7 @@ class BlockModel(Protocol):
     ) -> Tensor:
         """The prediction [R, n, d] at block number `block`, which is `noisy [B, n, d]`.
 
-        Args:
-            clean: [B, n, d], the block before it, in the first call of each block but block 0.
+        `clean`: [B, n, d], the block before it, in the first call of each block but block 0.
         """
         ...
 
@@ -80,9 +77,6 @@ class BlockDiffusionSampler(VectorSampler):
     A call takes the `law`'s guidance scale (1.5 in the release) and temperature, which multiplies the noise that a
     block starts from; the chain adds none. It returns tokens float [B, L, d] in raster order. The noise belongs to a
     sample and a place, so a sample depends neither on its batch nor, at its start, on the levels.
-
-    Raises:
-        ValueError: a number out of its range.
     """
 
     promise = "lossy"  # a law of its own
@@ -91,11 +85,6 @@ class BlockDiffusionSampler(VectorSampler):
 
     @register_to_config
     def __init__(self, levels: Annotated[int, Within(2, 999)] = 25) -> None: ...
-
-    def prefill(
-        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        return begin(model, condition, batch_size=batch_size, guided=law.guided, window=1)
 
     def planned_calls(self, model: BlockModel, parts: dict[str, Any]) -> int:
         return model.grid.num_tokens // model.block_size * self.config["levels"]

@@ -11,7 +11,7 @@ is neither model's: the reward decides about quality.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, Protocol
@@ -26,9 +26,6 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
-
-# Score of a drafted chunk [1, C, f, H, W], and the index of the chunk.
-Reward = Callable[[Tensor, int], float | Tensor]
 
 
 def _check_falling(name: str, timesteps: Any, settings: Mapping[str, Any]) -> None:
@@ -164,14 +161,12 @@ class ChunkWiseSampler(Sampler):
     is the prompts [B, T, E]; the law is `TokenLaw()`, for guidance is in the weights. It returns latents float
     [B, C, num_frames, height, width], float32, or float64 if the prompts are. `context`, [B or 1, C, n, H, W], holds
     clean frames before the clip: to go on with a clip, or as anchors; they are not returned. `draft_model` drafts all
-    chunks but the first, and a draft is kept if its `reward` is at least the `threshold` (0); samples then make their
-    calls one by one. The callback gets each chunk [B, C, f, H, W].
+    chunks but the first, and a draft is kept if its `reward`, a function of the chunk [1, C, f, H, W] and its index, is
+    at least the `threshold` (0); samples then make their calls one by one. The callback gets each chunk
+    [B, C, f, H, W].
 
     All noise is a function of a sample's key, the frame and the step, so a sample depends neither on the batch nor on
     the chunks that the smaller model drew.
-
-    Raises:
-        ValueError: a setting out of its range, or timesteps that do not fall.
     """
 
     takes = ("num_frames", "height", "width", "context", "draft_model", "reward", "threshold")
@@ -341,6 +336,5 @@ class ChunkWiseSampler(Sampler):
         return torch.ones_like(state.commit_call, dtype=torch.bool)  # all that there are
 
     def result(self, run: Run, state: ChunkState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        counted = ("draft_calls", "kept", "rewards", "cache_bytes")
-        more: dict[str, Any] = {name: getattr(state, name) for name in counted}
-        return SampleResult(tokens.transpose(1, 2).contiguous(), ChunkTrace(**trace, **more))
+        whole_trace = ChunkTrace(**trace, rewards=state.rewards, cache_bytes=state.cache_bytes)
+        return SampleResult(tokens.transpose(1, 2).contiguous(), whole_trace)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visual_spec.models.core.orders import guidance_scales, hidden_after
 from visual_spec.samplers.core.checks import check_guided, check_returned
+from visual_spec.samplers.core.drafts import rows_of
 
 
 class SlotGroup(NamedTuple):
@@ -70,31 +71,29 @@ def step_conditions(
     places: Tensor,
     lengths: Tensor,
     count: int,
-    room: int,
+    room: int | None,
     keep: bool = False,
 ) -> Tensor:
     """Conditions [R, count, dim] of the next slots, which all know the slots before `lengths`, long [B].
 
     Args:
         tokens: [B, S, d], by slot; places: long [B, S].
-        room: of a masked model, at least the number of known slots of any sample.
+        room: of a masked model, at least the number of known slots of any sample; None: not known.
         keep: a masked model holds what `group_conditions` needs.
     """
     if is_causal(model):
         assert count == 1, "a causal model draws one token a call"
         slots = lengths[:, None] - 1
-        fed = tokens.gather(1, slots[..., None].expand(-1, -1, tokens.shape[-1]))
-        return checked(model, model(cache, fed.to(model.dtype), slots), cache, len(slots), 1)
+        fed = rows_of(tokens, slots).to(model.dtype)
+        return checked(model, model(cache, fed, slots), cache, len(slots), 1)
     length, device = model.grid.num_tokens, places.device
     by_slot = torch.arange(length, device=device) < lengths[:, None]  # [B, L]
     known = torch.zeros_like(by_slot).scatter(1, places[:, :length], by_slot)
     kept = {"keep": True} if keep else {}
     z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, room, **kept)  # [R, L, dim]
     checked(model, z, cache, len(places), length)
-    at = places.gather(1, lengths[:, None] + torch.arange(count, device=device)).repeat(
-        len(z) // len(places), 1
-    )
-    return z.gather(1, at[..., None].expand(-1, -1, z.shape[-1]))
+    slots = (lengths[:, None] + torch.arange(count, device=device)).clamp_max(length - 1)
+    return rows_of(z, places.gather(1, slots).repeat(len(z) // len(places), 1))
 
 
 def group_conditions(
@@ -102,13 +101,12 @@ def group_conditions(
 ) -> Tensor:
     """Conditions [R, count, dim] of the next slots by a local call, which computes the places of a group only.
 
-    Args:
-        tokens, places, lengths: as for `step_conditions`.
+    `tokens`, `places`, `lengths`: as for `step_conditions`.
     """
     slots = lengths[:, None] + torch.arange(-group.past, group.ahead, device=places.device)
     at = places.gather(1, slots)  # [B, past + ahead]
     new = slice(group.past - group.fresh, group.past)
-    fed = tokens.gather(1, slots[:, new, None].expand(-1, -1, tokens.shape[-1])).to(model.dtype)
+    fed = rows_of(tokens, slots[:, new]).to(model.dtype)
     z = checked(model, model.again(cache, fed, at[:, new], at), cache, *at.shape)
     return z[:, group.past : group.past + count]
 
@@ -128,8 +126,8 @@ def window_conditions(
     if is_causal(model):
         slots = lengths[:, None] - 1 + torch.arange(-again, width, device=places.device)
         slots = slots.clamp_min(0)
-        fed = tokens.gather(1, slots[..., None].expand(-1, -1, tokens.shape[-1]))
-        return checked(model, model(cache, fed.to(model.dtype), slots), cache, *slots.shape)[:, again:]
+        fed = rows_of(tokens, slots).to(model.dtype)
+        return checked(model, model(cache, fed, slots), cache, *slots.shape)[:, again:]
     length, batch_size = model.grid.num_tokens, len(places)
     slots = (lengths[:, None] + steps).clamp_max(length - 1)  # [B, width]
     by_slot = torch.arange(length, device=places.device) < slots[..., None]  # [B, width, L]
@@ -157,9 +155,7 @@ def scales_of_slots(model: Any, scale: float, steps: int, *, linear: bool, scrat
     """The scale of guidance at each slot, float32 [L + scratch] on the CPU.
 
     Linear guidance grows with the share of the slots that are filled after a call (Li et al. 2024, appendix B).
-
-    Args:
-        steps: calls of a masked model.
+    `steps`: calls of a masked model.
     """
     length = model.grid.num_tokens
     if is_causal(model):

@@ -78,9 +78,6 @@ class ContinuousSampler(ContinuousTokenSampler):
     A call takes the `law`'s guidance scale and temperature; the temperature multiplies the noise of the chain's steps,
     or, if the chain is deterministic, its start. It returns tokens float [B, L, d] in raster order, with a
     `ContinuousTrace`. Noise belongs to a sample, a place and a level, so a token depends on no batch.
-
-    Raises:
-        ValueError: a setting out of its range.
     """
 
     promise = "identical"

@@ -123,9 +123,8 @@ def rejected(
         fresh = own.normal(at, result.shape[-1], RESIDUAL, rounds, result.dtype)
         points, chance = propose(rows, fresh)
         good = own.uniform(at, PROPOSAL, rounds, torch.float64) < chance  # [K, P]
-        good |= (
-            ~points.isfinite().all(-1) | chance.isnan()
-        )  # never kept; whoever reads the tokens refuses them
+        # These are never kept; whoever reads the tokens refuses them.
+        good |= ~points.isfinite().all(-1) | chance.isnan()
         hit, place = good.any(1), good.to(torch.uint8).argmax(1)
         done = tuple(part[hit] for part in rows)
         result[done] = points[hit, place[hit]]

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from visual_spec.kernels.head_step import head_step, takes
 from visual_spec.models.core.continuous import ChainSettings, ContinuousModel, LevelSchedule, guided
-from visual_spec.samplers.continuous.head_loop import HeadLoop
+from visual_spec.samplers.continuous.head_loop import AT_ONCE, HeadLoop
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, rounds_of
-
-# Bytes of the modulations that are computed at once; longer chains are computed in stretches of levels.
-_AT_ONCE = 2**28
 
 Law = tuple[Tensor, Tensor]  # mean and standard deviation
 
@@ -25,7 +22,7 @@ class ChainLaw:
 
     Attributes:
         settings: of the chain.
-        schedule: the target's; a drafter's has as many levels.
+        schedule: of the levels; a drafter's has as many as the target's.
         temperature: multiplies the noise of the chain's steps; of a deterministic chain, its start.
         guided: whether conditions hold unconditional rows.
         scales: [L + scratch], the scale of guidance at each slot.
@@ -47,11 +44,9 @@ class ChainLaw:
     def select(self, samples: Tensor) -> None:
         """Nothing here depends on the samples."""
 
-    def chains(
-        self, model: ContinuousModel, z: Tensor, slots: Tensor, schedule: LevelSchedule | None = None
-    ) -> Chains:
+    def chains(self, model: ContinuousModel, z: Tensor, slots: Tensor) -> Chains:
         """The chains of slots [B, N] with conditions `z [R, N, dim]`, as `model`'s head steers them."""
-        return Chains(self, model, schedule or self.schedule, z, self.scales[slots].to(z.dtype))
+        return Chains(self, model, self.schedule, z, self.scales[slots].to(z.dtype))
 
 
 @dataclass
@@ -120,20 +115,12 @@ class Chains:
             sigma = torch.full_like(mean, self.law.settings.final_noise)
         return mean, sigma * self.law.temperature
 
-    def walk(self, noise: CounterNoise, places: Tensor, stream: int = CHAIN) -> Tensor:
-        """Tokens [B, N, d] of places [B, N], each drawn with its own noise of a stream."""
-        x = self.start(noise, places, stream)
-        for level in reversed(range(self.law.levels)):
-            x = drawn(self.kernel(x, level), noise, places, level, stream)
-        return x
-
     def log(
         self, noise: CounterNoise, places: Tensor, stream: int, attempts: Tensor | None = None
     ) -> ChainLog:
-        """As `walk`, with a record of the chains.
+        """Draw tokens of places [B, N], each with its own noise of a stream, and return the record of the chains.
 
-        Args:
-            attempts: long, broadcasting to [B, N]: fresh noise for repeated chains of a place.
+        `attempts`: long, broadcasting to [B, N]: fresh noise for repeated chains of a place.
         """
         points, laws = [self.start(noise, places, stream, attempts)], []
         for level in reversed(range(self.law.levels)):
@@ -175,7 +162,7 @@ class Chains:
             return self._held[1][level - self._held[0]]
         flat, times = self.z.flatten(0, 1), self.schedule.times
         one = self.model.head.modulations(flat, times[level : level + 1])
-        first = max(0, level + 1 - max(1, _AT_ONCE // max(1, one.nbytes)))
+        first = max(0, level + 1 - max(1, AT_ONCE // max(1, one.nbytes)))
         if first < level:
             one = self.model.head.modulations(flat, times[first : level + 1])
         self._held = first, one

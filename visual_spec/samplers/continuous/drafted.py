@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.continuous import LevelSchedule
 from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, register_to_config, with_groups
 from visual_spec.samplers.continuous import conditions
-from visual_spec.samplers.continuous.as_released import CspdReleaseRule, CspdRule, block_conditions
+from visual_spec.samplers.continuous.as_released import CspdReleaseRule, CspdRule
 from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
-from visual_spec.samplers.continuous.checks import (
-    check_continuous_drafter,
-    check_drafts,
-    check_rule,
-)
 from visual_spec.samplers.continuous.coupling import keep_probability
 from visual_spec.samplers.continuous.denoising import ChainLog, Chains
 from visual_spec.samplers.continuous.rules import (
@@ -47,20 +41,10 @@ RULES: dict[str, type[Rule]] = {
 
 @dataclass
 class DraftedContinuousState(ContinuousState):
-    """A `ContinuousState` with the drafter's own state and chain."""
+    """A `ContinuousState` with the drafter's own state, and how its tokens are drawn."""
 
     drafter_cache: Any
-    drafter_chain: DraftChain
-
-
-@dataclass
-class DraftChain:
-    """The drafter's schedule, which has the levels of the target's. Nothing in it depends on the samples."""
-
-    schedule: LevelSchedule
-
-    def select(self, samples: Tensor) -> None:
-        """Nothing here depends on the samples."""
+    drafter_law: Any = None
 
 
 class SpeculativeContinuousSampler(ContinuousTokenSampler):
@@ -88,9 +72,6 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
             one token a call.
 
     A call takes a `drafter`, a smaller model of the same kind and tokens.
-
-    Raises:
-        ValueError: a setting out of its range.
     """
 
     takes = ("drafter", "drafter_condition")
@@ -115,12 +96,8 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         return RULES[self.config.rule](self.config.tolerance)
 
     @property
-    def lossless(self) -> bool:
-        return RULES[self.config.rule].lossless
-
-    @property
-    def identical(self) -> bool:
-        return False
+    def promise(self) -> str:
+        return "lossless" if RULES[self.config.rule].lossless else "lossy"
 
     @property
     def measures_at_least(self) -> bool:
@@ -130,17 +107,14 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
     def measures_at_most(self) -> bool:  # type: ignore[override]
         return self.config.rule == "cspd"  # it is measured given the noise that both chains share
 
-    def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> Any:
-        return None  # the rules of `visual_spec.samplers.core.acceptance` are for tokens out of a vocabulary
-
     def window_of(self, model: Any) -> int:
         again = self.config.num_drafts if self.config.rule == "aligned" else 0
         return self.config.num_drafts + 1 + again
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
-        check_continuous_drafter(self, model, parts.get("drafter"))
-        check_rule(self.rule_of_drafts, self.config.rule, self.chain_settings(model.chain), model, law)
+        _check_drafter(model, parts.get("drafter"))
+        self.rule_of_drafts.check(self.config.rule, self.chain_settings(model.chain), model, law)
 
     def prepare(self, run: Run) -> DraftedContinuousState:
         cache = conditions.begin(
@@ -151,10 +125,11 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
             window=self.config.num_drafts + 1,
         )
         settings = self.chain_settings(run.model.chain)
-        chain = DraftChain(run.drafter.schedule(settings.head_steps, settings.eta))
-        return self.open(
-            run, DraftedContinuousState, self.config.num_drafts + 1, drafter_cache=cache, drafter_chain=chain
+        state = self.open(run, DraftedContinuousState, self.config.num_drafts + 1, drafter_cache=cache)
+        state.drafter_law = replace(
+            state.law, schedule=run.drafter.schedule(settings.head_steps, settings.eta)
         )
+        return state
 
     def step(self, run: Run, state: DraftedContinuousState) -> None:
         assert isinstance(state.round, int)
@@ -174,7 +149,7 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         places = state.places.gather(1, slots)
         target = state.law.chains(run.model, z, slots)
         tested = slots[:, :count] < length
-        check_drafts(log.tokens, tested, places)
+        _check_drafts(log.tokens, tested, places)
         window = Window(target, draft, log, run.noise, places, tested)
         verdict = rule.verify(window)
         state.count("head_calls", target.calls[0], length)
@@ -197,7 +172,7 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         """Draft the next slots, write the drafts into the state, and return their chains."""
         count, drafter = self.config.num_drafts, run.drafter
         slots, logs, drawn_from = state.next_slots(count), [], []
-        schedule = state.drafter_chain.schedule
+        law = state.drafter_law
         for column in range(count):
             # Its cache lacks the last draft of the round before, and what replaced a draft.
             again = 1 if column == 0 else 0
@@ -206,24 +181,21 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
                 drafter, state.drafter_cache, state.tokens, state.places, lengths, 1, again=again
             )
             at = slots[:, column : column + 1]
-            one = state.law.chains(drafter, z, at, schedule).log(
-                run.noise, state.places.gather(1, at), rule.stream
-            )
+            one = law.chains(drafter, z, at).log(run.noise, state.places.gather(1, at), rule.stream)
             if not rule.truncates:  # as released
                 one.points[:, :, 0] = one.mean[:, :, 0]
             drawn_from.append(z)
             logs.append(one)
             state.put(at, one.tokens, torch.ones_like(lengths))
         state.count("draft_calls", count, run.num_tokens)
-        chains = state.law.chains(drafter, torch.cat(drawn_from, 1), slots, schedule)
-        return chains, ChainLog.joined(logs)
+        return law.chains(drafter, torch.cat(drawn_from, 1), slots), ChainLog.joined(logs)
 
     def _conditions(self, run: Run, state: DraftedContinuousState, rule: Rule) -> Tensor:
         """The target's conditions [R, N + 1, dim] of the drafts and the slot after them."""
         count, model = self.config.num_drafts, run.model
         known = (state.cache, state.tokens, state.places)
         if not rule.truncates:  # the published code: what was known before the block
-            return block_conditions(model, *known, state.lengths, count + 1)
+            return conditions.step_conditions(model, *known, state.lengths, count + 1, None)
         # Committed tokens that the cache holds only as the drafts they stand for.
         again = count if self.config.rule == "aligned" else 0
         return conditions.window_conditions(model, *known, state.lengths, count + 1, again=again)
@@ -254,3 +226,44 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         inside = torch.arange(count + 1, device=run.device) < committed[:, None]
         state.meter.count(moved, inside & (slots < run.num_tokens))
         run.lap(MEASURE)
+
+
+def _check_drafter(model: Any, drafter: Any) -> None:
+    """Refuse a drafter whose drafts the model could not score."""
+    grid, dim = model.grid, model.token_dim
+    fits = f"{grid.height} x {grid.width} tokens of {dim} numbers"
+    if drafter is None:
+        raise ValueError(
+            f"SpeculativeContinuousSampler needs a drafter, and got none; pass drafter=..., a smaller model of {fits}."
+        )
+    offered = getattr(drafter, "grid", None), getattr(drafter, "token_dim", None)
+    if offered != (grid, dim):
+        other = offered[0]
+        draws = (
+            "no such tokens"
+            if other is None
+            else f"{other.height} x {other.width} tokens of {offered[1]} numbers"
+        )
+        raise ValueError(
+            f"the drafter draws {draws}, but the model {fits}; pass a drafter for the model's tokens."
+        )
+    if conditions.is_causal(model) != conditions.is_causal(drafter):
+        own, other = ("causal" if conditions.is_causal(one) else "masked" for one in (model, drafter))
+        raise ValueError(
+            f"the drafter is a {other} model, and the model a {own} one; pass one of the same kind."
+        )
+    if conditions.is_causal(model) and model.places.tolist() != drafter.places.tolist():
+        raise ValueError(
+            "the drafter decodes the grid in another order than the model; pass one of the same order."
+        )
+
+
+def _check_drafts(tokens: Tensor, tested: Tensor, places: Tensor) -> None:
+    """Refuse drafts [B, N, d] that are not finite, where bool [B, N] `tested`. `places`: long [B, >= N]."""
+    bad = (tested & ~tokens.isfinite().all(-1)).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise FloatingPointError(
+            f"in the drafter: its token of place {int(places[row, column])} is not finite. Check its weights, or run "
+            "it in float32 or bfloat16 if it overflows in float16."
+        )

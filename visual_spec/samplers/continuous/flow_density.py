@@ -66,9 +66,7 @@ def _step(chains: Chains, x: Tensor, level: int) -> tuple[Tensor, Tensor]:
 
 def _inverted(chains: Chains, y: Tensor, level: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """The point whose next one is `y`, and the derivatives there."""
-    near = torch.finfo(y.dtype).eps ** (
-        2 / 3
-    )  # what rounding leaves of the last third of the digits is not settled
+    near = torch.finfo(y.dtype).eps ** (2 / 3)  # rounding leaves the last third of the digits unsettled
     x, length = y, torch.ones_like(y[..., :1])
     value, slope = _step(chains, x, level)
     error = (value - y).norm(dim=-1, keepdim=True)
@@ -96,11 +94,7 @@ def _inverted(chains: Chains, y: Tensor, level: int, wanted: Tensor) -> tuple[Te
 
 
 def _log_determinant(slope: Tensor, level: int, wanted: Tensor | None = None) -> Tensor:
-    """Logarithms of determinants, float64 [B, N].
-
-    Raises:
-        FloatingPointError: one is not positive: the map folds space, and is not one to one.
-    """
+    """Logarithms of determinants, float64 [B, N]."""
     sign, logarithm = torch.linalg.slogdet(slope.double())
     folded = ~(sign > 0) if wanted is None else wanted & ~(sign > 0)
     if folded.any():

@@ -87,9 +87,6 @@ class FlowScaleSampler(VectorSampler):
     returns tokens float [B, L, d] in raster order, with a `FlowScaleTrace`. The callback gets the places of the last
     map, long [B]; where it ends the decode, the tokens are that map, enlarged. Noise belongs to a sample and a place
     of a map, so a picture depends on no batch.
-
-    Raises:
-        ValueError: a setting out of its range.
     """
 
     promise = "lossy"  # a law of its own

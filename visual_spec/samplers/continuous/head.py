@@ -34,9 +34,6 @@ class HeadSpeculativeSampler(ContinuousSampler):
         groups: by their names, the settings of `LawSettings`. The chain's steps need noise.
 
     `ContinuousTrace.head_calls` counts what it saves; `target_calls` stay.
-
-    Raises:
-        ValueError: a setting out of its range.
     """
 
     promise = "lossless"

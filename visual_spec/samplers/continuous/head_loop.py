@@ -19,7 +19,7 @@ from visual_spec.models.core.continuous import ContinuousModel, LevelSchedule
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
 
 # Bytes of the modulations that are computed at once; longer chains are computed in stretches of levels.
-_AT_ONCE = 2**28
+AT_ONCE = 2**28
 
 
 class HeadLoop:
@@ -105,4 +105,4 @@ class HeadLoop:
     def _at_once(self, flat: Tensor) -> int:
         """Levels whose modulations are computed at once, of conditions [R N, dim]."""
         numbers = getattr(self.model.head, "modulation_size", flat.shape[-1])
-        return max(1, _AT_ONCE // (max(1, len(flat)) * numbers * flat.element_size()))
+        return max(1, AT_ONCE // (max(1, len(flat)) * numbers * flat.element_size()))

@@ -16,7 +16,6 @@ from torch import Tensor
 from visual_spec.models.core.settings import OneOf, Within, register_to_config, with_groups
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
-from visual_spec.samplers.continuous.checks import check_rule
 from visual_spec.samplers.continuous.denoising import ChainLog
 from visual_spec.samplers.continuous.rules import AlignedRule, ChainRule, Rule, Window
 from visual_spec.samplers.core.acceptance import accepted_prefix
@@ -48,9 +47,6 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
         tolerance: of rule "aligned".
         groups: by their names, the settings of `LawSettings`. Plain decoding has the same law with the same ones, and
             one token a call.
-
-    Raises:
-        ValueError: a setting out of its range.
     """
 
     @register_to_config
@@ -70,33 +66,24 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
         return kind(self.config.tolerance)
 
     @property
-    def lossless(self) -> bool:
-        return self._rule.lossless
-
-    @property
-    def identical(self) -> bool:
-        return False
-
-    def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> Any:
-        return None
+    def promise(self) -> str:
+        return "lossless" if self._rule.lossless else "lossy"
 
     def window_of(self, model: Any) -> int:
         return self.config.window if self.lossless else 2 * self.config.window
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
-        check_rule(self._rule, self.config.rule, self.chain_settings(model.chain), model, law)
+        self._rule.check(self.config.rule, self.chain_settings(model.chain), model, law)
 
     def prepare(self, run: Run) -> ContinuousJacobiState:
-        size, count, levels = (
-            run.batch_size,
-            self.config.window - 1,
-            self.chain_settings(run.model.chain).head_steps,
-        )
-        drafted = torch.zeros(size, count, dtype=torch.bool, device=run.device)
-        return self.open(
-            run, ContinuousJacobiState, self.config.window, log=_no_log(run, count, levels), drafted=drafted
-        )
+        count, levels = self.config.window - 1, self.chain_settings(run.model.chain).head_steps
+        dtype = torch.promote_types(run.model.dtype, torch.float32)
+        shape = run.batch_size, count, levels + 1, run.model.token_dim
+        points = torch.zeros(shape, dtype=dtype, device=run.device)
+        log = ChainLog(points, torch.zeros_like(points[:, :, 1:]), torch.ones_like(points[:, :, 1:]))
+        drafted = torch.zeros(shape[:2], dtype=torch.bool, device=run.device)
+        return self.open(run, ContinuousJacobiState, self.config.window, log=log, drafted=drafted)
 
     def step(self, run: Run, state: ContinuousJacobiState) -> None:
         assert isinstance(state.round, int)
@@ -132,12 +119,3 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
         state.log.points = torch.where(state.drafted[..., None, None], state.log.points, 0.0)
         state.commit(slots, prefix + 1, length)
         run.lap("verify")
-
-
-def _no_log(run: Run, count: int, levels: int) -> ChainLog:
-    """Records of nothing, of as many slots and levels."""
-    shape = run.batch_size, count, levels, run.model.token_dim
-    dtype = torch.promote_types(run.model.dtype, torch.float32)
-    nothing = torch.zeros(shape, dtype=dtype, device=run.device)
-    points = torch.zeros(*shape[:2], levels + 1, shape[3], dtype=dtype, device=run.device)
-    return ChainLog(points, nothing, torch.ones_like(nothing))

@@ -8,15 +8,18 @@ the points of the chain one by one (`ChainRule`), the whole chain (`PathRule`), 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.continuous import ChainSettings
+from visual_spec.samplers.continuous.conditions import is_causal
 from visual_spec.samplers.continuous.coupling import couple, keep_probability, log_density
 from visual_spec.samplers.continuous.denoising import ChainLog, Chains, drawn
 from visual_spec.samplers.continuous.flow_density import pulled, pushed
 from visual_spec.samplers.core.acceptance import accepted_prefix
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, CHAIN, DRAFT, PROPOSAL, RESIDUAL, CounterNoise, rounds_of
 
 _AT_ONCE = 4  # chains that a residual proposes at once
@@ -88,6 +91,35 @@ class Rule:
 
     def __init__(self, tolerance: float = 0.0) -> None:
         self.tolerance = tolerance
+
+    def check(self, name: str, settings: ChainSettings, model: Any, law: TokenLaw) -> None:
+        """Refuse chains whose densities the rule could not compare; `name` is its own, as in the settings."""
+        deterministic = model.schedule(settings.head_steps, settings.eta).deterministic
+        if self.final_noise and settings.final_noise == 0:
+            raise ValueError(
+                f"rule={name!r} compares laws of the last level, which adds no noise (final_noise=0), so it would keep "
+                "no draft; set final_noise, such as 0.05, of this sampler and of plain decoding, or of the model; or "
+                "take another rule."
+            )
+        if self.steps == "none" and (not deterministic or settings.final_noise):
+            raise ValueError(
+                f"rule={name!r} is for chains with noise at their start only, and this one has eta={settings.eta} "
+                f"and final_noise={settings.final_noise}; set eta=0 and final_noise=0 of this sampler and of plain "
+                "decoding, or take another rule."
+            )
+        if self.steps == "some" and deterministic:
+            raise ValueError(
+                f"rule={name!r} compares laws of every step, and the steps of this chain add no noise (eta="
+                f"{settings.eta}); set eta above 0, such as 1, of this sampler and of plain decoding, or take another "
+                "rule."
+            )
+        if self.lossless and law.temperature == 0:
+            raise ValueError(f"rule={name!r} has no densities at temperature 0; pass one above 0.")
+        if not self.truncates and is_causal(model):
+            raise ValueError(
+                f"rule={name!r} scores drafts without those before them, which a causal model cannot; pass a masked "
+                "model, or another rule."
+            )
 
     def verify(self, window: Window) -> ContinuousVerdict:
         """Test the drafts, and draw what replaces them."""
@@ -209,7 +241,7 @@ class OdeRule(WholeRule):
         tokens, draft = pushed(window.draft, window.log.points[:, :, -1])
         tested = torch.cat([window.tested, torch.zeros_like(window.tested[:, :1])], 1)
         target = pulled(window.target, _padded(tokens), tested)[:, :count]
-        return target - draft, window.target.walk(window.noise, window.places)[:, count:]
+        return target - draft, window.target.log(window.noise, window.places, CHAIN).tokens[:, count:]
 
     def propose(
         self, target: Chains, draft: Chains, noise: CounterNoise, places: Tensor, attempts: Tensor

@@ -200,8 +200,7 @@ class State:
     def commit(self, slots: Tensor, count: Tensor, num_tokens: int, near: Tensor | None = None) -> None:
         """Commit the first `count`, long [B], of the slots long [B, N] of a call; complete rows do not change.
 
-        Args:
-            near: bool [B, N], the near-ties among the slots, where they are counted.
+        `near`: bool [B, N], the near-ties among the slots, where they are counted.
         """
         if near is not None:
             assert self.near_ties is not None
@@ -231,8 +230,9 @@ class State:
 
 
 def counted(state: Any) -> dict[str, Tensor]:
-    """What a state counts beside its calls, by the names of the trace, each long [B]."""
-    counts = {name: getattr(state, name, None) for name in ("near_ties", "layer_calls", "known")}
+    """What a state counts beside its calls, by the names of the trace, each [B, ...]."""
+    names = ("near_ties", "known", "layer_calls", "head_calls", "tested", "kept", "draft_calls")
+    counts = {name: getattr(state, name, None) for name in names}
     return {name: here for name, here in counts.items() if here is not None}
 
 
@@ -255,7 +255,9 @@ class ActiveSamples:
     def can_shrink(self) -> bool:
         """Whether all parts of the state can `select` samples."""
         return all(
-            part is None or isinstance(part, Tensor | int | tuple) or _selects(part)
+            part is None
+            or isinstance(part, Tensor | int | tuple)
+            or getattr(type(part), "select", DecodeState.select) is not DecodeState.select
             for part in self._parts().values()
         )
 
@@ -282,10 +284,6 @@ class ActiveSamples:
 
     def _parts(self) -> dict[str, Any]:
         return {field.name: getattr(self.state, field.name) for field in fields(self.state)}
-
-
-def _selects(part: Any) -> bool:
-    return hasattr(type(part), "select") and type(part).select is not DecodeState.select
 
 
 class HostCopy:
