@@ -19,7 +19,7 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import masking
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.masked import policies
+from visual_spec.samplers.masked import policies, unmasking
 from visual_spec.samplers.masked.masked import MaskedSampler
 
 
@@ -231,7 +231,7 @@ def test_catches_a_schedule_that_is_a_step_behind(monkeypatch):
         counts = masking.hidden_counts(*given)
         return [counts[0], *counts[:-1]]
 
-    monkeypatch.setattr(policies, "hidden_counts", behind)
+    monkeypatch.setattr(unmasking, "hidden_counts", behind)
     assert check(monkeypatch, table(4, 2), dict(steps=3)) > 1e-3
 
 

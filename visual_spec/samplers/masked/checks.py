@@ -11,11 +11,7 @@ from visual_spec.samplers.masked.policies import Ranking
 
 
 def check_masked_model(model: Any, law: TokenLaw) -> None:
-    """Refuse, before any compute, a request that no sampler of masked models can decode.
-
-    Raises:
-        ValueError: a model that hides no tokens, ids beyond the vocabulary, or guidance up to a slot.
-    """
+    """Refuse, before any compute, a request that no sampler of masked models can decode."""
     if hasattr(model, "write"):
         raise ValueError(
             f"{type(model).__name__} fills in one frame after the other; use FrameMaskedSampler for such models."
@@ -29,11 +25,7 @@ def check_masked_model(model: Any, law: TokenLaw) -> None:
 
 
 def check_frame_model(model: Any, law: TokenLaw) -> None:
-    """Refuse, before any compute, a request that cannot be decoded frame by frame.
-
-    Raises:
-        ValueError: a model that writes no frames, or as `check_masked_model`.
-    """
+    """Refuse, before any compute, a request that cannot be decoded frame by frame."""
     if not (hasattr(model, "mask_id") and hasattr(model, "write")):
         raise ValueError(
             f"{type(model).__name__} does not fill in frames; this sampler decodes a FrameModel, such as "
@@ -52,11 +44,7 @@ def _check_masked_request(model: Any, law: TokenLaw) -> None:
 
 
 def check_rescorer(model: MaskedModel, rescorer: Rescorer, ranking: Ranking) -> None:
-    """Refuse a rescorer of other codes or clips, and scores that are no probabilities.
-
-    Raises:
-        ValueError: says which rescorer or score fits.
-    """
+    """Refuse a rescorer of other codes or clips, and scores that are no probabilities."""
     if rescorer.vocab_size != model.vocab_size:
         raise ValueError(
             f"the rescorer knows {rescorer.vocab_size} codes, and the model {model.vocab_size}; pass two models of the "
@@ -79,11 +67,7 @@ def check_rescorer(model: MaskedModel, rescorer: Rescorer, ranking: Ranking) -> 
 def check_reuse(model: Any, settings: Any, parts: dict[str, Any]) -> None:
     """Refuse reuse by a model that keeps nothing, beside a rescorer, or without its network.
 
-    Args:
-        settings: the configuration of a `MaskedSampler`.
-
-    Raises:
-        ValueError: says what to pass.
+    `settings`: the configuration of a `MaskedSampler`.
     """
     if not settings.reuse:
         return
@@ -106,11 +90,7 @@ def check_reuse(model: Any, settings: Any, parts: dict[str, Any]) -> None:
 
 
 def check_in_order(model: Any) -> None:
-    """Refuse a model that cannot be decoded in an order of tokens: of several codebooks, or one that reads the time.
-
-    Raises:
-        ValueError: says what to use.
-    """
+    """Refuse a model that cannot be decoded in an order of tokens: of several codebooks, or one that reads the time."""
     if model.grid.codebooks != 1:
         raise ValueError(
             f"the model has {model.grid.codebooks} codebooks; this sampler decodes one. Use MaskedSampler."
@@ -122,11 +102,7 @@ def check_in_order(model: Any) -> None:
 
 
 def check_causal_layer(model: Any, layer: Any) -> None:
-    """Refuse a model that keeps no features, and a layer that is missing or does not fit.
-
-    Raises:
-        ValueError: says what to pass.
-    """
+    """Refuse a model that keeps no features, and a layer that is missing or does not fit."""
     check_in_order(model)
     if not hasattr(model, "scores"):
         raise ValueError(

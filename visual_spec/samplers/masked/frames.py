@@ -44,9 +44,8 @@ from visual_spec.samplers.core.noise import CHOICE
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.checks import check_frame_model
-from visual_spec.samplers.masked.dependence import Dependence
 from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
-from visual_spec.samplers.masked.state import MaskedRunState, MaskedTrace
+from visual_spec.samplers.masked.state import Dependence, MaskedRunState, MaskedTrace
 from visual_spec.samplers.masked.unmasking import Unmasking
 
 PATTERNS = ("even", "random")
@@ -73,22 +72,12 @@ class FrameTrace(MaskedTrace):
         return f"{by_frame}, {self.divergence:.4f} a slot from one token a call"
 
 
-@dataclass
 class FrameView:
     """The next group of frames of a `FrameModel` as a `MaskedModel`."""
 
-    model: Any
-    grid: TokenGrid
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the model."""
-        return self.model.vocab_size
-
-    @property
-    def mask_id(self) -> int:
-        """The id of a hidden token."""
-        return self.model.mask_id
+    def __init__(self, model: Any, grid: TokenGrid) -> None:
+        self.model, self.grid = model, grid
+        self.vocab_size, self.mask_id = model.vocab_size, model.mask_id
 
     def __call__(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
         """Score the slots of the group, given its tokens [B, N, 1]: logits [R, N, V]."""
@@ -165,9 +154,6 @@ class FrameMaskedSampler(Sampler):
             cost the one call that writes them. None: no token is known.
 
     and returns tokens long [B, L] with a `FrameTrace`.
-
-    Raises:
-        ValueError: a name is unknown, a number is out of its range, or two settings exclude each other.
     """
 
     takes = ("known_tokens",)
@@ -190,7 +176,8 @@ class FrameMaskedSampler(Sampler):
     ) -> None:
         schedule, ranking = group_of(Schedule, self.config), group_of(Ranking, self.config)
         self._first = Unmasking(schedule, ranking, group_of(LawByStep, self.config))
-        self._later = self._first if later_noise else self._first.without_noise()
+        quiet = replace(self._first, ranking=replace(ranking, choice_temperature=0.0))
+        self._later = self._first if later_noise else quiet
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_frame_model(model, law)

@@ -40,9 +40,8 @@ from visual_spec.samplers.masked.checks import (
     check_rescorer,
     check_reuse,
 )
-from visual_spec.samplers.masked.dependence import Dependence
 from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
-from visual_spec.samplers.masked.state import MaskedRunState, MaskedTrace
+from visual_spec.samplers.masked.state import Dependence, MaskedRunState, MaskedTrace
 from visual_spec.samplers.masked.unmasking import Unmasking
 
 
@@ -73,9 +72,6 @@ class MaskedSampler(Sampler):
 
     and returns tokens long [B, L], or [B, L, K] for several codebooks, with a `MaskedTrace`. The callback gets the
     number of kept or given tokens of each sample, divided by the number of codebooks and rounded down.
-
-    Raises:
-        ValueError: a name is unknown, a number is out of its range, or two settings exclude each other.
     """
 
     takes = ("known_tokens", "rescorer", "rescorer_condition", "shortcut")

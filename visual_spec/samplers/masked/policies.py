@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.law import law_reference
-from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import SHARE, OneOf, Within
 from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import (
@@ -30,17 +29,11 @@ from visual_spec.samplers.core.masking import (
     FIXED_ORDERS,
     SCHEDULES,
     SCORES,
-    Spans,
     beyond_confidence,
     beyond_entropy_bound,
-    draw_and_score,
-    fixed_order,
-    hidden_counts,
-    hidden_shares,
     least_sure,
 )
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise
-from visual_spec.samplers.core.state import Run
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01
@@ -96,14 +89,6 @@ class Schedule:
     def reads(self) -> str | None:
         """What a rule reads of the laws, see `draw_and_score`."""
         return {"entropy_bound": "entropy", "commit_gaps": "gap"}.get(self.rule or "")
-
-    def shares(self, steps: int) -> list[float]:
-        """The share of all units that is hidden before each step."""
-        return hidden_shares(self.schedule, self.clock, steps)
-
-    def counts(self, shares: Sequence[float], units: Tensor) -> list[Tensor]:
-        """The number of hidden units before each step and after the last one, long [B] each, of `units`, long [B]."""
-        return [*hidden_counts(shares, self.clock, units), torch.zeros_like(units)]
 
     def stays(self, score: Tensor, hidden: Tensor, count: Tensor, done: float, read: Tensor | None) -> Tensor:
         """Which of the `hidden` units, bool [B, U], stay so: `count [B]` of least score, or what a rule refuses.
@@ -170,37 +155,6 @@ class Ranking:
     def probability(self, score: Tensor) -> Tensor:
         """The scores of draws, [B, U], as probabilities."""
         return score.exp() if self.score == "log_probability" else score
-
-    def order(self, grid: TokenGrid, spans: Spans, noise: CounterNoise, units: Tensor) -> Tensor | None:
-        """Scores [B, U] that keep units in a fixed order; None if draws are scored. `units`: long [B, U], counters."""
-        return fixed_order(self.score, grid, spans, noise, units) if self.score in FIXED_ORDERS else None
-
-    def draw(
-        self,
-        run: Run,
-        logits: Tensor,
-        slots: Tensor,
-        drawn: Tensor,
-        step: int,
-        *,
-        scored: bool,
-        reads: str | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Draw at every slot, see `draw_and_score`. Only logits of slots `drawn`, bool [B, L], are checked."""
-        return draw_and_score(
-            run.law,
-            run.noise,
-            logits,
-            slots,
-            torch.where(drawn, slots, run.num_tokens),
-            step,
-            score=self.score if scored else None,
-            filtered=self.filtered_score,
-            score_temperature=self.score_temperature,
-            reads=reads,
-            greedy=self.greedy,
-            second=self.second_draw,
-        )
 
     def with_noise(self, score: Tensor, noise: CounterNoise, units: Tensor, step: int, left: float) -> Tensor:
         """Scores [B, U] with Gumbel noise, where `left` of the steps is left."""
@@ -280,8 +234,7 @@ class LawByStep:
     def earned(self, law: TokenLaw, logits: Tensor, hidden: Tensor, before: Tensor | None) -> Tensor:
         """What tokens earned up to a call, [B, L, V], from its logits `[R, L, V]` and what they earned `before`.
 
-        Args:
-            hidden: bool [B, L], the slots that are drawn.
+        `hidden`: bool [B, L], the slots that are drawn.
         """
         numbers = law.numbers(law.guided, logits.shape[-1])._replace(temperature=1.0, top_k=0, top_p=1.0)
         best = law_reference(logits, None, numbers).max(-1)

@@ -27,7 +27,7 @@ from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.models.core.settings import CALLS, OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import Acceptance, check_guided, check_returned
-from visual_spec.samplers.core.drafts import Draft, Label, with_bonus
+from visual_spec.samplers.core.drafts import Draft, Label, rows_of, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import (
     FIXED_ORDERS,
@@ -38,10 +38,11 @@ from visual_spec.samplers.core.masking import (
     hidden_shares,
 )
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 from visual_spec.samplers.core.verification import verify
 from visual_spec.samplers.masked.checks import check_causal_layer, check_masked_model
+from visual_spec.samplers.orders.along_order import placed_in_grid
 
 
 @dataclass
@@ -86,31 +87,20 @@ class Group(MaskedState):
 
 
 @dataclass
-class SelfSpeculativeState:
-    """A batch between two passes of the layer. Places count along the order.
+class SelfSpeculativeState(State):
+    """A `State` between two passes of the layer, by place along the order; `round` counts them.
 
     Attributes:
-        cache: the model's own state.
-        group: None before the first call.
-        tokens: long [B, L + G + 1], by place: committed tokens, then drafts, then scratch.
         order: long [B, L], the slot of the grid at each place.
-        lengths: long [B], committed tokens.
         bounds: where the groups end, in order.
-        target_calls, layer_calls: long [B].
-        commit_call: long [B, L + G + 1], by place.
-        round: index of the last pass of the layer, from 1.
+        layer_calls: long [B].
+        group: None before the first call.
     """
 
-    cache: Any
-    tokens: Tensor
     order: Tensor
-    lengths: Tensor
     bounds: tuple[int, ...]
-    target_calls: Tensor
     layer_calls: Tensor
-    commit_call: Tensor
     group: Group | None = None
-    round: int = 0
 
 
 class SelfSpeculativeMaskedSampler(Sampler):
@@ -125,9 +115,6 @@ class SelfSpeculativeMaskedSampler(Sampler):
         acceptance: "identical" (the tokens of `num_drafts=0` for the same generator) or "exact" (the same law).
 
     A call takes `causal_layer`, a `CausalLayer` made for the model.
-
-    Raises:
-        ValueError: a setting has a value that is not listed here.
     """
 
     takes = ("causal_layer",)
@@ -165,16 +152,7 @@ class SelfSpeculativeMaskedSampler(Sampler):
         width = max(end - start for start, end in zip((0, *bounds), bounds, strict=False))
         tokens = torch.zeros(run.batch_size, length + width + 1, dtype=torch.long, device=device)
         zero = torch.zeros_like(tokens[:, 0])
-        return SelfSpeculativeState(
-            cache=run.cache,
-            tokens=tokens,
-            order=order,
-            lengths=zero,
-            bounds=bounds,
-            target_calls=zero.clone(),
-            layer_calls=zero.clone(),
-            commit_call=torch.zeros_like(tokens),
-        )
+        return SelfSpeculativeState.blank(run, tokens, order=order, bounds=bounds, layer_calls=zero)
 
     def step(self, run: Run, state: SelfSpeculativeState) -> None:
         """One pass of the layer over all groups; samples whose group is complete first take a call of the model."""
@@ -190,13 +168,12 @@ class SelfSpeculativeMaskedSampler(Sampler):
         places = self._places(run, state, count + 1)  # [B, N + 1], those past the group are past the grid
         draft = with_bonus(self._draft(run, state, places[:, :-1]))
         at = (places - group.start[:, None]).clamp(max=width - 1)
-        laws = self._laws(run, state)  # [R, G, V]
-        rows = at.repeat(len(laws) // len(at), 1)[..., None].expand(-1, -1, laws.shape[-1])
+        logits = _at(self._logits(run, state), at)  # [R, N + 1, V]
         run.lap("model")
         verdict = verify(
             run.law,
             run.noise,
-            laws.gather(1, rows),
+            logits,
             places,
             draft,
             run.guided,
@@ -255,14 +232,13 @@ class SelfSpeculativeMaskedSampler(Sampler):
         there = places < run.num_tokens
         rows = (places - group.start[:, None]).clamp(max=group.slots.shape[1] - 1)
         if not run.rule.identical:
-            laws = group.laws.gather(1, rows[..., None].expand(-1, -1, group.laws.shape[-1]))
-            drawn = run.noise.categorical(laws, places, DRAFT, state.round)
+            drawn = run.noise.categorical(rows_of(group.laws, rows), places, DRAFT, state.round)
             state.tokens.scatter_(1, places, drawn)
         tokens = state.tokens.gather(1, places).masked_fill(~there, -1)
         label = Label(group.laws, rows.masked_fill(~there, NO_DRAFT), (0, run.model.vocab_size))
         return Draft(tokens, label, "the masked model")
 
-    def _laws(self, run: Run, state: SelfSpeculativeState) -> Tensor:
+    def _logits(self, run: Run, state: SelfSpeculativeState) -> Tensor:
         """Logits `[R, G, V]` of the groups' tokens, each given the committed tokens and drafts before it."""
         group = state.group
         assert group is not None
@@ -280,28 +256,13 @@ class SelfSpeculativeMaskedSampler(Sampler):
         counts = [int(count) for count in hidden_counts(shares, "halton", torch.tensor([length]))]
         return tuple(sorted({length - count for count in counts[1:]} | {length}))
 
-    def progress(self, run: Run, state: SelfSpeculativeState) -> Tensor:
-        return state.lengths
-
-    def committed(self, run: Run, state: SelfSpeculativeState) -> Tensor:
-        return torch.arange(run.num_tokens, device=run.device) < state.lengths[:, None]
-
-    def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
-        return None, None
-
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        """Put what was decoded along the order into the grid."""
-        order = run.tables["order"]
-        calls = trace["commit_call"]
-        trace["commit_call"] = torch.empty_like(calls).scatter_(1, order.cpu(), calls)
-        grid = torch.empty_like(tokens).scatter_(1, order, tokens)
-        return SampleResult(grid, SelfSpeculativeTrace(**trace))
+        return placed_in_grid(run.tables["order"], tokens, trace, SelfSpeculativeTrace)
 
 
 def _at(values: Tensor, slots: Tensor) -> Tensor:
     """Values `[R, L, D]` at slots, long [N, G], of which R holds one or two halves: `[R, G, D]`."""
-    index = slots.repeat(len(values) // len(slots), 1)[..., None]
-    return values.gather(1, index.expand(-1, -1, values.shape[-1]))
+    return rows_of(values, slots.repeat(len(values) // len(slots), 1))
 
 
 def _put(group: Group, fresh: Group, samples: Tensor) -> None:

@@ -135,9 +135,6 @@ class SpeculativeMaskedSampler(ChainSampler):
             row more than that for each sample. 0 drafts nothing: one token a call.
         order: one of `masking.FIXED_ORDERS`, the order of the slots.
         acceptance: "identical" (the tokens of `num_drafts=0` for the same generator) or "exact" (the same law).
-
-    Raises:
-        ValueError: a setting has a value that is not listed here.
     """
 
     takes = ()

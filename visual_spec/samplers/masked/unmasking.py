@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +12,21 @@ from torch import Tensor
 from visual_spec.models.core.masked_protocol import Rescorer
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masking import Spans, mixed
+from visual_spec.samplers.core.masking import (
+    FIXED_ORDERS,
+    Spans,
+    draw_and_score,
+    fixed_order,
+    hidden_counts,
+    hidden_shares,
+    mixed,
+)
 from visual_spec.samplers.core.recap import scattered
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE
 from visual_spec.samplers.masked.calls import Reuse
-from visual_spec.samplers.masked.dependence import Dependence
 from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
-from visual_spec.samplers.masked.state import CodebookStage, MaskedRunState
+from visual_spec.samplers.masked.state import CodebookStage, Dependence, MaskedRunState
 
 
 @dataclass(frozen=True)
@@ -154,16 +161,19 @@ class Unmasking:
             return state.first + slots.expand(run.batch_size, -1)
 
         unknown = state.tokens[..., codebook] == run.model.mask_id
-        hidden, shares, units = spans.any(unknown), self.schedule.shares(steps), counters(spans.count)
+        hidden, units = spans.any(unknown), counters(spans.count)
+        clock, score = self.schedule.clock, self.ranking.score
+        shares = hidden_shares(self.schedule.schedule, clock, steps)
+        in_order = score in FIXED_ORDERS
         return CodebookStage(
             codebook=codebook,
             unknown=unknown,
             hidden=hidden,
             shares=shares,
-            counts=self.schedule.counts(shares, hidden.sum(1)),
+            counts=[*hidden_counts(shares, clock, hidden.sum(1)), torch.zeros_like(hidden.sum(1))],
             entries=counters(grid.num_tokens),
             units=units,
-            order=self.ranking.order(grid, spans, run.noise, units),
+            order=fixed_order(score, grid, spans, run.noise, units) if in_order else None,
             full=self.reuse.full(steps),
             room=self.reuse.room(shares, spans),
         )
@@ -204,8 +214,20 @@ class Unmasking:
             at = places.clamp(max=drawing.shape[1] - 1)
             entries = entries.gather(1, at)
             checked = drawing.gather(1, at) & (places < drawing.shape[1])
-        drawn, score, read = self.ranking.draw(
-            run, logits, entries, checked, stage.step, scored=scored, reads=reads
+        ranking = self.ranking
+        drawn, score, read = draw_and_score(
+            run.law,
+            run.noise,
+            logits,
+            entries,
+            torch.where(checked, entries, run.num_tokens),
+            stage.step,
+            score=ranking.score if scored else None,
+            filtered=ranking.filtered_score,
+            score_temperature=ranking.score_temperature,
+            reads=reads,
+            greedy=ranking.greedy,
+            second=ranking.second_draw,
         )
         if places is not None:
             drawn, drawing = (
@@ -250,7 +272,3 @@ class Unmasking:
         if self.ranking.score == "log_probability":
             return mixed(score, other, share)
         return share * score + (1 - share) * other.exp()
-
-    def without_noise(self) -> Unmasking:
-        """The same without noise on the score."""
-        return replace(self, ranking=replace(self.ranking, choice_temperature=0.0))
