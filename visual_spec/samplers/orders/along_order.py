@@ -81,10 +81,8 @@ class AlongOrder(nn.Module):
     def begin_with(self, known_tokens: Tensor) -> None:
         """Put the known slots of each row first, in their order among themselves; the prefill then feeds them.
 
-        `known` is their number, long [B], and `known_tokens` the tokens by place, long [B, L].
-
-        Args:
-            known_tokens: long [B, L] by slot, -1 where a token is to be decoded.
+        `known` is their number, long [B], and `known_tokens` the tokens by place, long [B, L]. `known_tokens`: long [B,
+        L] by slot, -1 where a token is to be decoded.
         """
         known_tokens = known_tokens.to(self.order.device)
         is_open = (known_tokens < 0).gather(1, self.order)
@@ -109,14 +107,12 @@ class AlongOrder(nn.Module):
         if self.known is not None and self.known_tokens is not None:
             known = self.known.to(device)[:, None]
             fed = torch.arange(int(known.max()), device=device).expand(batch_size, -1)  # [B, F]
-            fed = torch.where(
-                fed < known, fed, length
-            )  # a row that knows fewer repeats a place past the grid
+            # A row that knows fewer repeats a place past the grid.
+            fed = torch.where(fed < known, fed, length)
             tokens = F.pad(self.known_tokens.to(device), (0, 1)).gather(1, fed)
             seen = torch.cat([fed.clamp(max=known), known.expand(-1, self.first)], 1)
-            state.logits = self.ask(state, tokens, torch.cat([fed, known + places], 1), seen)[
-                :, fed.shape[1] :
-            ]
+            logits = self.ask(state, tokens, torch.cat([fed, known + places], 1), seen)
+            state.logits = logits[:, fed.shape[1] :]
         return state
 
     def ask(
@@ -174,7 +170,25 @@ class AlongOrderSampler(Sampler):
         return 1
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_any_order_model(model, law)
+        who = type(model).__name__
+        if hasattr(model, "mask_id"):
+            raise ValueError(
+                f"{who} is a masked model: every hidden token is predicted from all known ones, so its predictions "
+                "along an order come from as many calls and need not agree with one joint law, and one call cannot "
+                "verify drafts. Use SpeculativeMaskedSampler, which scores them in rows, or MaskedSampler."
+            )
+        if trained_order(model) != ANY_ORDER:
+            raise ValueError(
+                f"{who} was trained for order {trained_order(model)!r}; this sampler decodes any-order models, such as "
+                "RandAR's. Use AutoregressiveSampler or SpeculativeJacobiSampler for raster order, OrderedSampler for "
+                "others."
+            )
+        check_request(model, law, any_order=True)
+        if law.guidance_until is not None:
+            raise ValueError(
+                f"guidance_until={law.guidance_until} counts slots in raster order, and this sampler decodes in "
+                "another; pass guidance_until=None."
+            )
         if parts.get("known_tokens") is not None:
             check_known_tokens(model, parts["known_tokens"], batch_size)
         order, count = self.config.order, model.grid.num_tokens
@@ -214,8 +228,7 @@ class AlongOrderSampler(Sampler):
 def slots_in_order(order: SlotOrder, grid: TokenGrid, keys: Tensor) -> Tensor:
     """Return the slots of each sample in the order of decoding, long [B, L], on the device of the keys.
 
-    Args:
-        keys: int64 [B], the keys of the samples: a random order depends on its sample only.
+    `keys`: int64 [B], the keys of the samples: a random order depends on its sample only.
     """
     if not isinstance(order, str):
         return torch.tensor(order, device=keys.device).expand(len(keys), -1)
@@ -225,7 +238,9 @@ def slots_in_order(order: SlotOrder, grid: TokenGrid, keys: Tensor) -> Tensor:
     return score.sort(dim=1, descending=True, stable=True).indices
 
 
-def placed_in_grid(order: Tensor, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+def placed_in_grid(
+    order: Tensor, tokens: Tensor, trace: dict[str, Any], kind: type[DecodeTrace] = DecodeTrace
+) -> SampleResult:
     """Return the result of what was decoded by place, by slot.
 
     Args:
@@ -235,31 +250,4 @@ def placed_in_grid(order: Tensor, tokens: Tensor, trace: dict[str, Any]) -> Samp
     """
     order, calls = order.to(tokens.device), trace["commit_call"]
     trace["commit_call"] = torch.empty_like(calls).scatter_(1, order.cpu(), calls)
-    return SampleResult(torch.empty_like(tokens).scatter_(1, order, tokens), DecodeTrace(**trace))
-
-
-def check_any_order_model(model: Any, law: TokenLaw) -> None:
-    """Refuse, before any compute, a request that no sampler of any-order models can decode.
-
-    Raises:
-        ValueError: the model is of another kind, ids beyond the vocabulary, or guidance up to a slot.
-    """
-    who = type(model).__name__
-    if hasattr(model, "mask_id"):
-        raise ValueError(
-            f"{who} is a masked model: every hidden token is predicted from all known ones, so its predictions along "
-            "an order come from as many calls and need not agree with one joint law, and one call cannot verify "
-            "drafts. Use SpeculativeMaskedSampler, which scores them in rows, or MaskedSampler."
-        )
-    if trained_order(model) != ANY_ORDER:
-        raise ValueError(
-            f"{who} was trained for order {trained_order(model)!r}; this sampler decodes any-order models, such as "
-            "RandAR's. Use AutoregressiveSampler or SpeculativeJacobiSampler for raster order, OrderedSampler for "
-            "others."
-        )
-    check_request(model, law, any_order=True)
-    if law.guidance_until is not None:
-        raise ValueError(
-            f"guidance_until={law.guidance_until} counts slots in raster order, and this sampler decodes in another; "
-            "pass guidance_until=None."
-        )
+    return SampleResult(torch.empty_like(tokens).scatter_(1, order, tokens), kind(**trace))

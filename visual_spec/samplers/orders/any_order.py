@@ -43,9 +43,6 @@ class AnyOrderSampler(AlongOrderSampler):
             one token, and the number grows from call to call by a cosine. (The paper decodes 256 tokens in 88 calls.)
         guidance_start: guidance at the first place, which rises linearly along the order up to the law's; all tokens of
             a call have the guidance of its first place. None: the law's at every place. (The public code: from 1 to 4.)
-
-    Raises:
-        ValueError: a setting has another value.
     """
 
     @register_to_config
@@ -58,12 +55,8 @@ class AnyOrderSampler(AlongOrderSampler):
         pass
 
     @property
-    def identical(self) -> bool:
-        return self.config.steps is None
-
-    @property
-    def lossless(self) -> bool:
-        return self.config.steps is None
+    def promise(self) -> str:
+        return "identical" if self.config.steps is None else "lossy"
 
     def bounds(self, num_tokens: int) -> tuple[int, ...]:
         """Return how many places are decoded before each call and after the last: 0 to `num_tokens`."""

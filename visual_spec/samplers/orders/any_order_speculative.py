@@ -54,9 +54,6 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
             order of decoding.
         acceptance: "identical" (the tokens of `AnyOrderSampler` for the same generator) or "exact" (its law).
         guidance_start: as in `AnyOrderSampler`.
-
-    Raises:
-        ValueError: a setting has another value.
     """
 
     @register_to_config

@@ -99,9 +99,6 @@ class BlockJacobiSampler(ColumnJacobiSampler):
         window: blocks scored by one call, at least 1; or "auto", as in `SpeculativeJacobiSampler`.
         coupling, unit, initial_draft: as in `ColumnJacobiSampler`.
         acceptance: "identical" (needs coupling "gumbel") or "exact".
-
-    Raises:
-        ValueError: a setting has a value that is not listed here.
     """
 
     @register_to_config

@@ -41,12 +41,7 @@ class OrderedSampler(Sampler):
             regions), "blocks2" or "blocks4" (blocks of 2 x 2 or 4 x 4 tokens); None: the order that the model was
             trained for.
         allow_approximate: also decode models in an order that they were not trained for.
-
-    Raises:
-        ValueError: a setting has another value.
     """
-
-    promise = "lossless"
 
     @register_to_config
     def __init__(
@@ -55,9 +50,9 @@ class OrderedSampler(Sampler):
         pass
 
     @property
-    def lossless(self) -> bool:
-        """Whether every run that is not refused follows the model's own law. The trace says it of one run."""
-        return not self.config.allow_approximate
+    def promise(self) -> str:
+        """Of every run that is not refused. The trace says it of one run."""
+        return "lossy" if self.config.allow_approximate else "lossless"
 
     def name_for(self, model: Any) -> str:
         """Return the name of the order in which this model is decoded."""
@@ -86,10 +81,14 @@ class OrderedSampler(Sampler):
         asked, order = order_of(own, model.grid), self.order_for(model)
         who = f"{type(model).__name__} was trained for order {own!r}"
         if (asked.heads, asked.learned) != (order.heads, order.learned):
+            advice = ", or a model trained for this one."
+            if own == RASTER_ORDER:
+                advice = (
+                    ", or order='diagonal' with allow_approximate=True: raster models along anti-diagonals."
+                )
             raise ValueError(
                 f"{who}, and order {name!r} needs heads or learned tokens that it lacks (heads {_listed(order)}; it "
-                f"has {_listed(asked)}). Pass order=None for its own order"
-                + (", or a model trained for this one." if own != RASTER_ORDER else _RASTER_ADVICE)
+                f"has {_listed(asked)}). Pass order=None for its own order{advice}"
             )
         if self.fidelity(model) == APPROXIMATE and not self.config.allow_approximate:
             raise ValueError(
@@ -180,11 +179,6 @@ def whole_picture(run: Run, first: Tensor) -> Tensor:
     except FloatingPointError as error:
         raise FloatingPointError(f"in the drafter: {error}") from error
     return state.tokens[:, : run.num_tokens]
-
-
-_RASTER_ADVICE = (
-    ", or order='diagonal' with allow_approximate=True, which runs raster models along anti-diagonals."
-)
 
 
 def _listed(order: TokenOrder) -> str:

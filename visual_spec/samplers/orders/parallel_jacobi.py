@@ -63,9 +63,6 @@ class ParallelJacobiSampler(RowSampler):
         initial_draft: the draft of a slot that enters a window: a copy of the newest token to the "left", of the token
             above, "up", or "uniform" over the allowed ids.
         measure: as in `ZipARSampler`.
-
-    Raises:
-        ValueError: a setting has a value that is not listed here.
     """
 
     @register_to_config

@@ -46,8 +46,7 @@ class RowState(State):
     def advance(self, order: RowOrder, plan: RowPlan, target: Tensor, count: Tensor) -> None:
         """Commit the first `count` [B, A] predictions of each window. Their tokens are already written.
 
-        Args:
-            target: [B, N, V], the laws of the predictions.
+        `target`: [B, N, V], the laws of the predictions.
         """
         offset = torch.arange(order.drafts + 1, device=count.device)
         chosen = (offset < count[..., None]).flatten(1)  # [B, N]
@@ -155,11 +154,7 @@ def raster_divergence(
 
 
 def check_order_model(model: Any, sampler: str) -> None:
-    """Refuse a model that feeds tokens in raster order only.
-
-    Raises:
-        TypeError: its calls do not take `seen`.
-    """
+    """Refuse a model that feeds tokens in raster order only."""
     parameters = inspect.signature(getattr(model, "forward", model.__call__)).parameters.values()
     if not any(p.name == "seen" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         raise TypeError(

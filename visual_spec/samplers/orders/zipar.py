@@ -60,9 +60,6 @@ class ZipARSampler(RowSampler):
             rows above. There a position also attends to slots without a token, as zeros; here it never does.
         measure: report the distance between the laws that tokens were drawn from and the raster laws. Keeps the law of
             every token, [B, L, V], and feeds the finished tokens once more.
-
-    Raises:
-        ValueError: the window is not an integer of at least 1.
     """
 
     @register_to_config
