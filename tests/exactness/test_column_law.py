@@ -28,10 +28,14 @@ from visual_spec.samplers.core.relaxed import rule_of
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster import column_base
 from visual_spec.samplers.raster.column_base import UNITS, ColumnView
-from visual_spec.samplers.raster.column_relaxation import join_rules
 from visual_spec.samplers.raster.column_residual import draw_product_residual, product_acceptance
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler, ColumnJacobiState
+from visual_spec.samplers.raster.columns_jacobi import (
+    COLUMN_DRAFTS,
+    ColumnJacobiSampler,
+    ColumnJacobiState,
+    join_rules,
+)
 
 EXACT_ROWS = [(coupling, "exact", unit) for coupling in COUPLINGS for unit in UNITS]
 ROWS = [("gumbel", "identical", "column"), *EXACT_ROWS]

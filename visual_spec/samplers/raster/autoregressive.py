@@ -15,9 +15,6 @@ class AutoregressiveSampler(Sampler):
             replays them wherever possible.
         exact_width: call the model with the 32 positions of which every call with this setting has, though one counts:
             the reference for samplers with `exact_width` (see `SpeculativeJacobiSampler`).
-
-    Raises:
-        ValueError: a setting has another value.
     """
 
     promise = "identical"

@@ -137,7 +137,18 @@ class ColumnSampler(Sampler):
         return ColumnView(model, self.window_of(model), device)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_column_request(model, law)
+        valid, size = getattr(model, "valid", None), (model.grid.num_tokens, model.grid.codebooks)
+        if valid is None:
+            raise ValueError(
+                f"{type(model).__name__} has no codebook pattern; this sampler decodes columns of several codebooks. "
+                "Use AutoregressiveSampler or SpeculativeJacobiSampler."
+            )
+        if tuple(valid.shape) != size or valid.dtype != torch.bool:
+            raise ValueError(
+                f"the model's pattern is {valid.dtype} of shape {tuple(valid.shape)}; its grid asks for bool {size}, "
+                "[steps, codebooks]."
+            )
+        check_allowed(law, model.vocab_size)
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         every = torch.arange(run.num_tokens, device=run.device)
@@ -229,23 +240,3 @@ class ColumnChainSampler(ColumnSampler, ChainSampler):
         )
         state.refused_law = refused_law
         return Verdict(tokens.scatter(1, where, column), kept, target), drawn
-
-
-def check_column_request(model: ColumnModel, law: TokenLaw) -> None:
-    """Refuse, before any compute, a request that a column sampler cannot decode.
-
-    Raises:
-        ValueError: the model has no pattern, or `allowed` exceeds the vocabulary.
-    """
-    valid, size = getattr(model, "valid", None), (model.grid.num_tokens, model.grid.codebooks)
-    if valid is None:
-        raise ValueError(
-            f"{type(model).__name__} has no codebook pattern; this sampler decodes columns of several codebooks. "
-            "Use AutoregressiveSampler or SpeculativeJacobiSampler."
-        )
-    if tuple(valid.shape) != size or valid.dtype != torch.bool:
-        raise ValueError(
-            f"the model's pattern is {valid.dtype} of shape {tuple(valid.shape)}; its grid asks for bool {size}, "
-            "[steps, codebooks]."
-        )
-    check_allowed(law, model.vocab_size)

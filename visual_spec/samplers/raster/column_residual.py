@@ -25,6 +25,7 @@ exact and only time is lost.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import accepted_prefix
@@ -89,12 +90,8 @@ def draw_product_residual(
     ).view(batch_size, tries, codebooks)
 
     by_codebook = tokens.transpose(1, 2)  # [B, K, T]
-    ratio = (draft_mass.gather(-1, by_codebook) / target_mass.gather(-1, by_codebook)).transpose(
-        1, 2
-    )  # [B, T, K]
-    before = torch.cat(
-        [torch.ones_like(ratio[..., :1]), ratio.cumprod(-1)], -1
-    )  # [B, T, K + 1]; the last is Q / P
+    ratio = (draft_mass.gather(-1, by_codebook) / target_mass.gather(-1, by_codebook)).mT  # [B, T, K]
+    before = F.pad(ratio.cumprod(-1), (1, 0), value=1.0)  # [B, T, K + 1]; the last is Q / P
     residual = (1 - before[..., -1]).clamp(min=0)  # (P - Q)+ / P
     cover = (before[..., :-1] * (1 - ratio)).clamp(min=0).sum(-1)  # D / P
     keep = torch.where(split, residual / cover, residual)

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import torch
 
-from visual_spec.models.core.protocol import ColumnModel
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, register_to_config
 from visual_spec.samplers.core.checks import Acceptance, ExactWidth
 from visual_spec.samplers.core.law import TokenLaw
@@ -39,9 +38,6 @@ class DraftedColumnSampler(ColumnChainSampler, DraftedSampler):
             which returns the tokens of `ColumnAutoregressiveSampler` for the same generator but keeps fewer drafts.
         graph: as in `SpeculativeJacobiSampler`.
         exact_width: as in `SpeculativeJacobiSampler`, with acceptance "identical"; for at most 31 drafts.
-
-    Raises:
-        ValueError: a setting has a value that is not listed here.
     """
 
     takes = ("drafter", "drafter_condition")
@@ -58,33 +54,25 @@ class DraftedColumnSampler(ColumnChainSampler, DraftedSampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
-        check_column_drafter(model, parts.get("drafter"))
+        drafter = parts.get("drafter")
+        fits = f"{model.grid.codebooks} codebooks of {model.vocab_size} codes"
+        if drafter is None:
+            raise ValueError(
+                "DraftedColumnSampler needs a drafter, and got none; pass drafter=..., a ColumnEagleDrafter trained "
+                f"for this model (python -m visual_spec.training.column_drafter), or a smaller model of {fits} in the "
+                "same steps."
+            )
+        if hasattr(drafter, "follow"):
+            return drafter.check_target(model)
+        if (drafter.grid, drafter.vocab_size) != (model.grid, model.vocab_size) or not torch.equal(
+            drafter.valid.cpu(), model.valid.cpu()
+        ):
+            raise ValueError(
+                f"the drafter predicts {drafter.grid.codebooks} codebooks of {drafter.vocab_size} codes in "
+                f"{drafter.grid.num_tokens} steps, but the model {fits} in {model.grid.num_tokens}, and in its own "
+                "pattern; pass a drafter of the model's columns."
+            )
 
     def prepare(self, run: Run) -> DraftedColumnState:
         window, scale = self.window_of(run.model), run.law.law.guidance_scale
         return begin_drafted(run, window, window, DraftedColumnState, guidance_scale=scale)
-
-
-def check_column_drafter(model: ColumnModel, drafter: Any) -> None:
-    """Refuse, before any compute, a drafter whose columns the model cannot score.
-
-    Raises:
-        ValueError: there is no drafter, or its codebooks, steps or codes differ; the message says what fits.
-    """
-    fits = f"{model.grid.codebooks} codebooks of {model.vocab_size} codes"
-    if drafter is None:
-        raise ValueError(
-            "DraftedColumnSampler needs a drafter, and got none; pass drafter=..., a ColumnEagleDrafter trained for "
-            f"this model (python -m visual_spec.training.column_drafter), or a smaller model of {fits} in the same "
-            "steps."
-        )
-    if hasattr(drafter, "follow"):
-        return drafter.check_target(model)
-    if (drafter.grid, drafter.vocab_size) != (model.grid, model.vocab_size) or not torch.equal(
-        drafter.valid.cpu(), model.valid.cpu()
-    ):
-        raise ValueError(
-            f"the drafter predicts {drafter.grid.codebooks} codebooks of {drafter.vocab_size} codes in "
-            f"{drafter.grid.num_tokens} steps, but the model {fits} in {model.grid.num_tokens}, and in its own "
-            "pattern; pass a drafter of the model's columns."
-        )

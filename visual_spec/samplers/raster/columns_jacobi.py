@@ -2,20 +2,33 @@
 
 Drafts, couplings and proofs are as with one codebook (`jacobi`). The test of a column is new. It has two exact forms:
 one coin for all its tokens (unit "column"), or one coin for each token (unit "codebook").
+
+Relaxed rules come from `relaxed`, one for each codebook, with the tables of its codes. Yanuka et al., "Principled
+coarse-grained acceptance for speculative decoding in speech", 2025 (arXiv 2511.13732), relax the test for audio tokens
+by groups of similar codes: a draft is kept as often as its group allows. They also replace a refused draft through the
+groups, which may overlap. Here `relaxed` replaces it, at a cost that the divergence meter can measure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 from visual_spec.models.core.settings import AUTO, Graph, OneOf, register_to_config
-from visual_spec.samplers.core.acceptance import RELAXED, AcceptanceRule, RelaxedAcceptance, RelaxedNumbers
+from visual_spec.samplers.core.acceptance import (
+    RELAXED,
+    AcceptanceRule,
+    RelaxedAcceptance,
+    RelaxedNumbers,
+)
 from visual_spec.samplers.core.checks import Coupling, ExactWidth, Window
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.relaxed import rule_of
 from visual_spec.samplers.raster.column_base import (
     CODEBOOK,
     COLUMN,
@@ -23,7 +36,6 @@ from visual_spec.samplers.raster.column_base import (
     ColumnChainSampler,
     ColumnDraftState,
 )
-from visual_spec.samplers.raster.column_relaxation import check_codebooks, rule_by_codebook
 from visual_spec.samplers.raster.jacobi import JacobiState, SpeculativeJacobiSampler
 
 COLUMN_DRAFTS = (UNIFORM, LEFT, LAST_LAW)
@@ -42,7 +54,7 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
     of `ColumnAutoregressiveSampler` for the same generator. "exact" tests a column with one coin, unit "column", or
     each token with a coin of its own, unit "codebook"; the former never keeps a column less often. All are lossless.
 
-    The relaxed acceptances are lossy. They test each token together with tokens of similar sound (`relaxed_columns`),
+    The relaxed acceptances are lossy. They test each token together with tokens of similar sound (`relaxed`),
     so they need unit "codebook". The trace measures their cost per token.
 
     Args:
@@ -56,9 +68,6 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
         relaxation: the numbers of a relaxed acceptance, by name, such as {"delta": 0.2}; see `Relaxation`. A call then
             takes `codebook`, [K, V, D], the codes of each codebook as the decoder sees them.
         graph, exact_width: as in `SpeculativeJacobiSampler`.
-
-    Raises:
-        ValueError: a setting has a value that is not listed here.
     """
 
     state_kind = ColumnJacobiState
@@ -82,9 +91,34 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
-        check_codebooks(self.relaxation, parts.get("codebook"), model.grid.codebooks, model.vocab_size)
+        books, count = parts.get("codebook"), model.grid.codebooks
+        if books is not None and self.relaxation.needs_codebook:
+            if books.dim() != 3 or len(books) != count:
+                raise ValueError(
+                    f"codebook of shape {tuple(books.shape)} for a model of {count} codebooks; pass the codes of each, "
+                    f"[{count}, {model.vocab_size}, D]."
+                )
+            books = books[0]
+        self.relaxation.check(books, model.vocab_size)
 
     def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
         if self.lossless:
             return super().rule(model, parts, device)
-        return rule_by_codebook(self.relaxation, parts.get("codebook"), model.grid.codebooks, device)
+        books = parts.get("codebook")
+        codes = [None] * model.grid.codebooks if books is None else books
+        return join_rules([rule_of(self.relaxation, one, device) for one in codes])
+
+
+def join_rules(rules: Sequence[AcceptanceRule]) -> AcceptanceRule:
+    """Join one rule for each codebook to one for windows of N * K entries; entry i belongs to codebook i % K."""
+
+    def by_codebook(calls: Sequence[Callable[..., Tensor]], *window: Tensor) -> Tensor:
+        count = len(calls)
+        answers = [call(*(part[:, k::count] for part in window)) for k, call in enumerate(calls)]
+        return torch.stack(answers, 2).flatten(1, 2)
+
+    return AcceptanceRule(
+        lambda *window: by_codebook([rule.probability for rule in rules], *window),
+        lambda *window: by_codebook([rule.refused_target for rule in rules], *window),
+        lossless=all(rule.lossless for rule in rules),
+    )

@@ -76,9 +76,7 @@ class DepthWindow:
             is_open = slots >= final[:, None]
             stands = ~is_open | (made == codes[:, first:last])
             final = first + stands.long().cumprod(1).sum(1)
-            final = torch.where(
-                final < last, final + 1, final
-            )  # the first slot whose draft fell has its code now
+            final += final < last  # the first slot whose draft fell has its code now
             if not calls:
                 states = scored.new_zeros(batch, steps, scored.shape[-1])
             codes[:, first:last] = torch.where(is_open, made, codes[:, first:last])

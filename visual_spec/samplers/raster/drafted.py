@@ -83,12 +83,8 @@ class DraftedSampler(ChainSampler):
             rule: "grouped", "clustered" or "lantern".
         relaxation: the numbers of a relaxed rule, by name, such as {"delta": 0.2}; see `Relaxation`. Each rule
             documents its guarantee for drawn drafts.
-        graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
-            replays them wherever possible.
+        graph: as in `SpeculativeJacobiSampler`.
         exact_width: as in `SpeculativeJacobiSampler`, with acceptance "identical"; for at most 31 drafts.
-
-    Raises:
-        ValueError: a setting has a value that is not listed here.
     """
 
     takes = ("drafter", "drafter_condition", "codebook")

@@ -116,9 +116,6 @@ class SpeculativeJacobiSampler(ChainSampler):
             `visual_spec.samplers.raster.redrafting`. None: "repaired" with acceptance "identical", else "carried".
         redrafts: how many slots, from the first open one on, may be drafted anew; at least 1. With "chosen" each
             costs a drafter call.
-
-    Raises:
-        ValueError: a setting has a value that is not listed here.
     """
 
     reads_text = True
@@ -152,8 +149,16 @@ class SpeculativeJacobiSampler(ChainSampler):
 
             drafter = parts.get("drafter")
             check_drafter(self, model, drafter)
+            if self.drafts == PICTURED and hasattr(drafter, "follow"):
+                raise ValueError(
+                    "drafts='pictured' needs a drafter that draws whole samples, and "
+                    f"{type(drafter).__name__} reads the target's features; pass a model of the same tokens, such as "
+                    "a near-to-far one, or drafts='chosen'."
+                )
             if self.drafts == PICTURED:
-                _check_painter(drafter, law, batch_size)
+                from visual_spec.samplers.orders.ordered import OrderedSampler
+
+                OrderedSampler().check(drafter, law, batch_size, {})
 
     def width(self, model: Any) -> int:
         """The most slots that a call drafts and scores: the window, or the grid if it is smaller."""
@@ -280,9 +285,8 @@ class SpeculativeJacobiSampler(ChainSampler):
         """
         view = run.view
         slots = state.next_slots(self.width(run.model) - 1)
-        source = advance[:, None] + torch.arange(
-            slots.shape[1], device=slots.device
-        )  # the position that scored a slot
+        # The position that scored a slot.
+        source = advance[:, None] + torch.arange(slots.shape[1], device=slots.device)
         # If the last column is forced and the next is not, "last_law" drafts token 0 with certainty: a poor draft,
         # correctly labelled.
         reached, rows = source < width, view.places(source.clamp(max=width - 1))
@@ -332,8 +336,7 @@ def window_of_rows(rows: int) -> int:
 def by_rows(advance: Callable[[], None], state: Any, guided: bool) -> Callable[[], None]:
     """Return `advance`, one step on `state`, with the window of the rows that are left in every call.
 
-    Args:
-        state: has `width`, which is set, and `lengths`, long `[B]`.
+    `state`: has `width`, which is set, and `lengths`, long `[B]`.
     """
 
     def step() -> None:
@@ -341,19 +344,3 @@ def by_rows(advance: Callable[[], None], state: Any, guided: bool) -> Callable[[
         advance()
 
     return step
-
-
-def _check_painter(drafter: Any, law: TokenLaw, batch_size: int) -> None:
-    """Refuse a drafter that draws no whole samples.
-
-    Raises:
-        ValueError: it reads the target's features, or has an order that is unknown.
-    """
-    if hasattr(drafter, "follow"):
-        raise ValueError(
-            f"drafts='pictured' needs a drafter that draws whole samples, and {type(drafter).__name__} reads the "
-            "target's features; pass a model of the same tokens, such as a near-to-far one, or drafts='chosen'."
-        )
-    from visual_spec.samplers.orders.ordered import OrderedSampler
-
-    OrderedSampler().check(drafter, law, batch_size, {})

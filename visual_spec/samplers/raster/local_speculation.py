@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
 from visual_spec.models.core.settings import COUNT, Within, register_to_config
-from visual_spec.samplers.core.acceptance import residual
+from visual_spec.samplers.core.acceptance import exact_acceptance, residual
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided, check_returned
 from visual_spec.samplers.core.drafters import draft_law
@@ -82,14 +82,10 @@ class MultiscaleSampler(Sampler):
 
     The divergence in the trace is the mass that pooling moves at the tested slots, a mean over them. It does not count
     the effect on a slot whose earlier tokens changed outside `radius` or after `max_rounds`.
-
-    Raises:
-        ValueError: a value is out of its range.
     """
 
     takes = ("drafter", "codebook")
     needs_drafter = True
-    promise = "lossy"  # except with some settings, see `lossless`
 
     @register_to_config
     def __init__(
@@ -101,11 +97,10 @@ class MultiscaleSampler(Sampler):
         pass
 
     @property
-    def lossless(self) -> bool:
-        """Whether the output law is the model's: no pooling, and every slot after a refusal is verified again."""
-        return (
-            self.config["pool"] == 1 and self.config["radius"] is None and self.config["max_rounds"] is None
-        )
+    def promise(self) -> str:
+        """Lossless without pooling, if every slot after a refusal is verified again."""
+        config = self.config
+        return "lossless" if (config.pool, config.radius, config.max_rounds) == (1, None, None) else "lossy"
 
     @property
     def needs_codebook(self) -> bool:
@@ -181,15 +176,10 @@ class MultiscaleSampler(Sampler):
         run.lap("model")
         state.round += 1
         target = run.law(logits, slots, run.guided)  # [B, L, V]
-        at = state.tokens[..., None]
-        exact = (target.gather(-1, at) - state.label.gather(-1, at)).exp().squeeze(-1)  # [B, L]
-        probability = exact.clamp(max=1)
+        probability = exact = exact_acceptance(target, state.label, state.tokens)  # [B, L]
         if self.config.pool > 1:
-            neighbours = run.tables["neighbours"]
-            probability = pooled(target, state.tokens, neighbours) / pooled(
-                state.label, state.tokens, neighbours
-            )
-            probability = probability.clamp(max=1)
+            masses = [pooled(law, state.tokens, run.tables["neighbours"]) for law in (target, state.label)]
+            probability = (masses[0] / masses[1]).clamp(max=1)
         if state.meter is not None:
             state.meter.add(probability, exact, state.open)
         refused = state.open & ~run.noise.bernoulli(probability, slots, ACCEPT, state.round)

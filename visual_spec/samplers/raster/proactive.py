@@ -153,9 +153,6 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         sibling_rule: "recursive" (different siblings, tested by recursive rejection), or "k-seq" (independent
             siblings, K-SEQ of SpecTr). Both are exact; not used by acceptance "identical".
         graph: as in `SpeculativeJacobiSampler`.
-
-    Raises:
-        ValueError: a setting has a value that is not listed here, or the tree has more than 1024 nodes.
     """
 
     takes = ()

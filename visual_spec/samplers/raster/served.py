@@ -118,8 +118,7 @@ class WindowMemory:
     def begin(cls, batch_size: int, num_tokens: int, window: int, device: torch.device | str = "cpu") -> Self:
         """Return the memory of pictures that have no token yet.
 
-        Args:
-            window: W, the most slots that a call predicts. Calls may predict up to 3 W slots past the picture.
+        `window`: W, the most slots that a call predicts. Calls may predict up to 3 W slots past the picture.
         """
         tokens = torch.zeros(batch_size, num_tokens + 3 * window + 1, dtype=torch.long, device=device)
         lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -151,8 +150,7 @@ class WindowMemory:
     def drafts(self, count: int, grid: TokenGrid, redrafts: int = 12) -> Tensor:
         """Return drafts for the `count` slots after the committed ones, long [B, count].
 
-        Args:
-            redrafts: how many of the first slots may be drafted anew; see `SpeculativeJacobiSampler`.
+        `redrafts`: how many of the first slots may be drafted anew; see `SpeculativeJacobiSampler`.
         """
         slots = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
         known = slots < self.reached[:, None]

@@ -170,8 +170,7 @@ def sibling_tests(
 def first_kept(probability: Tensor, noise: CounterNoise, slots: Tensor, round: int | Tensor) -> Tensor:
     """Make the tests [B, K] in turn. Returns the index of the first sibling that passes, long [B]; K for none.
 
-    Args:
-        noise, slots, round: slots is long [B, 1]; sibling j is tested with noise of `sibling_stream(ACCEPT, j)`.
+    `noise`, `slots`, `round`: slots is long [B, 1]; sibling j is tested with noise of `sibling_stream(ACCEPT, j)`.
     """
     accept = [
         noise.bernoulli(test, slots, sibling_stream(ACCEPT, sibling), round)
@@ -222,9 +221,8 @@ def recursive_rejection(
 
 def committed_law(probability: Tensor, drafts: Tensor, left: Tensor) -> Tensor:
     """The law of the token that tests [B, K] of siblings [B, K] commit, with `left` [B, V] after the last: [B, V]."""
-    reached = F.pad(
-        (1 - probability).cumprod(1), (1, 0), value=1.0
-    )  # [B, K + 1], each test and the final residual
+    # [B, K + 1], each test and the final residual
+    reached = F.pad((1 - probability).cumprod(1), (1, 0), value=1.0)
     law = left.exp() * reached[:, -1:]
     return law.scatter_add_(1, drafts, reached[:, :-1] * probability)
 

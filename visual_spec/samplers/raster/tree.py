@@ -149,11 +149,7 @@ class TreeSampler(Sampler):
         expected_acceptance: estimate, above 0 and at most 1, of how often the first of drawn siblings is kept if the
             drafter's law is flat. It shapes the tree (1: a chain, lower: more siblings), not the output law.
         relaxation: the numbers of a relaxed rule, by name, such as {"delta": 0.2}; see `Relaxation`.
-        graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
-            replays them wherever possible.
-
-    Raises:
-        ValueError: a setting has a value that is not listed here.
+        graph: as in `SpeculativeJacobiSampler`.
     """
 
     takes = ("drafter", "drafter_condition", "codebook")
@@ -197,7 +193,12 @@ class TreeSampler(Sampler):
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         check_drafter(self, model, parts.get("drafter"))
-        check_trees(model, parts["drafter"])
+        for role, network in (("model", model), ("drafter", parts["drafter"])):
+            if not hasattr(network, "keep") and not hasattr(network, "follow"):
+                raise TypeError(
+                    f"the {role}, a {type(network).__name__}, cannot score a tree of drafts; use DraftedSampler, which "
+                    "drafts a chain."
+                )
         self.relaxation.check(parts.get("codebook"), model.vocab_size)
         if self.config.width > model.vocab_size:
             raise ValueError(
@@ -209,7 +210,12 @@ class TreeSampler(Sampler):
         return max(self.num_scored, self.config.depth + 1)
 
     def prepare(self, run: Run) -> DraftedState:
-        check_room(self.num_scored, run.cache.window)
+        if self.num_scored > run.cache.window:
+            raise ValueError(
+                f"a tree of {self.num_scored} nodes (the root among them) does not fit the model's cache, which has "
+                f"room for {run.cache.window}; pass num_nodes, or depth and width, for at most "
+                f"{run.cache.window - 1} nodes after the root."
+            )
         depth, width = self.config.depth, self.config.width
         # The most nodes of a drafter call: all levels but the last, or the depth + 1 tokens of a catch-up.
         return begin_drafted(run, depth + 1, max((depth - 1) * width, depth + 1))
@@ -304,8 +310,7 @@ class TreeSampler(Sampler):
     def walk(self, run: Run, state: DraftedState, tree: Tree, target: Tensor) -> Path:
         """Walk from the root: test the children of the reached node, until none is kept or the tree ends.
 
-        Args:
-            target: [B, N, V], the target law after every node.
+        `target`: [B, N, V], the target law after every node.
         """
         width, slots = self.config.width, state.lengths[:, None]
         at = torch.zeros_like(slots)  # [B, 1], the reached node
@@ -353,33 +358,3 @@ def _sibling_laws(tree: Tree, parent: Tensor, tokens: Tensor, like: Tensor) -> T
     for sibling in range(tokens.shape[1] - 1):
         laws.append(without(laws[-1], tokens[:, sibling, None, None]))
     return torch.cat(laws, 1)
-
-
-def check_trees(model: Any, drafter: Any) -> None:
-    """Refuse models that cannot score trees.
-
-    Raises:
-        TypeError: the model or drafter scores chains only; the message names it, and a sampler that fits it.
-    """
-    for role, network in (("model", model), ("drafter", drafter)):
-        if not hasattr(network, "keep") and not hasattr(network, "follow"):
-            raise TypeError(
-                f"the {role}, a {type(network).__name__}, cannot score a tree of drafts; use DraftedSampler, which "
-                "drafts a chain."
-            )
-
-
-def check_room(nodes: int, window: int) -> None:
-    """Refuse a tree that is larger than the cache's scratch room.
-
-    Args:
-        nodes: nodes of the target call, including the root.
-
-    Raises:
-        ValueError: the tree is too large; the message gives the sizes.
-    """
-    if nodes > window:
-        raise ValueError(
-            f"a tree of {nodes} nodes (the root among them) does not fit the model's cache, which has room for "
-            f"{window}; pass num_nodes, or depth and width, for at most {window - 1} nodes after the root."
-        )

@@ -21,9 +21,8 @@ from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.state import HostCopy
 
 START = 32  # the window of the first calls
-_GAIN = (
-    0.31  # c of the embedded `shapes`, where W = 4, 8, 16, 32, 64 keep .8, 1.5, 2.4, 3.7, 4.5 drafts a call
-)
+# c of the embedded `shapes`, where W = 4, 8, 16, 32, 64 keep .8, 1.5, 2.4, 3.7, 4.5 drafts a call.
+_GAIN = 0.31
 _SHAPE = np.log2(WIDTHS) ** 1.5
 _BELIEF = 50.0  # calls that the shape of all widths weighs against what one width showed
 _MEMORY = 0.998  # weight of a call relative to the next one, in the measured gain
