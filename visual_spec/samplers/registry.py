@@ -23,13 +23,9 @@ SCALES = "scales"  # ScaleModel: all tokens of a scale at once
 COLUMNS = "columns"  # ColumnModel: columns of several codebooks
 MASKED = "masked"  # MaskedModel: all hidden tokens at once
 FRAMES = "frames"  # FrameModel: all hidden tokens of a frame at once, one frame after the other
-CHUNKS = "chunks"  # ChunkModel of `visual_spec.samplers.continuous.chunks`: chunks of frames
-CONTINUOUS = (
-    "continuous"  # CausalContinuousModel, MaskedContinuousModel: conditions of tokens that are vectors
-)
-DENOISED = (
-    "denoised"  # BlockModel of `visual_spec.samplers.continuous.block_diffusion`: blocks of noisy vectors
-)
+CHUNKS = "chunks"  # ChunkModel of `continuous.chunks`: chunks of frames
+CONTINUOUS = "continuous"  # CausalContinuousModel, MaskedContinuousModel: conditions of vectors
+DENOISED = "denoised"  # BlockModel of `continuous.block_diffusion`: blocks of noisy vectors
 FLOW_SCALES = "flow scales"  # FlowScaleModel: a map of vectors at once, by flow matching
 VECTORS = (CONTINUOUS, DENOISED, FLOW_SCALES)  # kinds whose tokens are vectors
 DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise

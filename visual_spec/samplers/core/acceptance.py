@@ -111,9 +111,6 @@ class Relaxation:
             as the tokenizer stores them (LANTERN's code).
         bounded: limit the rule to `delta` by `relaxed.bounded_acceptance`; replace refused drafts from `residual`. The
             siblings of a slot share the budget.
-
-    Raises:
-        ValueError: a value is out of its range.
     """
 
     acceptance: Annotated[str, OneOf(("identical", "exact", "block", *RELAXED))]

@@ -58,6 +58,8 @@ STOP = "stop"  # what a callback returns to end the decode
 class Sampler(SchedulerMixin, ConfigMixin):
     """A decoding method: a frozen configuration without tensors, swapped like a scheduler of diffusers.
 
+    The settings of a constructor are declared with their limits; it refuses others by a `ValueError`.
+
     Attributes:
         takes: names of the arguments of a call beside the model, its condition and the law, such as "drafter".
         needs_drafter: whether the sampler drafts with a second model.
@@ -71,7 +73,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     config: Any
     takes: tuple[str, ...] = ()
     needs_drafter: bool = False
-    promise: ClassVar[str | None] = None
+    promise: Any = None
     counts_prefill: ClassVar[bool] = True
     records_steps: bool = True
     reads_text: ClassVar[bool] = False
@@ -79,11 +81,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     # -- what a method must write
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        """Refuse, before any compute, a request that cannot be decoded.
-
-        Raises:
-            ValueError, TypeError: the request cannot be decoded; the message says what can.
-        """
+        """Refuse, before any compute, a request that cannot be decoded, by an error that says what can."""
         check_request(model, law)
 
     def window_of(self, model: Any) -> int:
@@ -234,7 +232,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         run = Run(model, condition, len(keys), cache, checked, given, noise, watch, rule, parts)
         run.end, run.view = getattr(given, "end", None), self.view(model, device)
         run.fixed_width = self.fixed_width
-        if rule is not None and rule.identical and self.fixed_width is None:
+        if rule.identical and self.fixed_width is None:
             low = low_precision_of(model)
             run.unit = rounding_unit(low) if low else None
         return run
@@ -353,9 +351,8 @@ def decode(
 ) -> SampleResult:
     """Call `advance`, one step on `state`, until every sample is complete; then build the result.
 
-    Args:
-        shrinks: whether completed samples leave the batch. False for steps that were recorded for the whole batch, and
-            where all calls have one shape.
+    `shrinks`: whether completed samples leave the batch. False for steps that were recorded for the whole batch, and
+    where all calls have one shape.
     """
     active, num_tokens = ActiveSamples(state), run.num_tokens
     shrinks, on_host = shrinks and active.can_shrink, HostCopy()

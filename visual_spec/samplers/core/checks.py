@@ -1,4 +1,7 @@
-"""Checks of next-token samplers: requests that cannot be served, and logits that define no law."""
+"""Checks: settings that do not go together, requests that cannot be served, and logits that define no law.
+
+The errors, `ValueError` if nothing else is said, name what was passed, what is allowed, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +72,7 @@ ExactWidth = Annotated[bool, _check_exact_width]
 def check_request(model: NextTokenModel, law: TokenLaw, *, any_order: bool = False) -> None:
     """Refuse, before any compute, a request that a next-token sampler cannot decode.
 
-    Args:
-        any_order: whether the sampler decodes models that were trained for another order than raster order.
-
-    Raises:
-        ValueError: the grid has several codebooks, `allowed` exceeds the vocabulary, or the model was trained for an
-            order that the sampler does not follow.
+    `any_order`: whether the sampler decodes models that were trained for another order than raster order.
     """
     if model.grid.codebooks != 1:
         raise ValueError(
@@ -96,11 +94,7 @@ def check_request(model: NextTokenModel, law: TokenLaw, *, any_order: bool = Fal
 
 
 def check_guided(cache: Any, guided: bool) -> Any:
-    """Return the state of a prefill, refused if it did not do what `guided` asked for: guidance would be off unseen.
-
-    Raises:
-        ValueError: names what was asked for and what was made.
-    """
+    """Return the state of a prefill, refused if it did not do what `guided` asked for: guidance would be off unseen."""
     made = getattr(cache, "guided", guided)
     if bool(made) != guided:
         raise ValueError(
@@ -119,9 +113,6 @@ def check_returned(
         returned: [R, *sizes], R = B, or 2B when guided.
         sizes: None where any size will do.
         who: what returned it, for the message.
-
-    Raises:
-        ValueError: names both shapes.
     """
     wanted = ((2 if guided else 1) * batch_size, *sizes)
     shape = tuple(returned.shape)
@@ -148,11 +139,7 @@ def check_prefill(cache: Any, batch_size: int, guided: bool, vocab_size: int, wh
 
 
 def check_parts(sampler: Any, parts: Mapping[str, object]) -> None:
-    """Refuse arguments that the sampler does not take.
-
-    Raises:
-        TypeError: an argument is unknown; the message names those that the sampler takes.
-    """
+    """Refuse arguments that the sampler does not take."""
     unknown = [name for name in parts if name not in sampler.takes]
     if unknown:
         takes = ", ".join(sampler.takes) or "nothing else"
@@ -163,12 +150,7 @@ def check_parts(sampler: Any, parts: Mapping[str, object]) -> None:
 
 
 def check_text_law(sampler: Any, model: Any, law: Any) -> None:
-    """Refuse a law that reads the tokens before the slot where the sampler cannot show them to it.
-
-    Raises:
-        ValueError: the sampler decodes no such laws, drafts with a second model, or records its calls; or the end is
-            outside the vocabulary.
-    """
+    """Refuse a law that reads the tokens before the slot where the sampler cannot show them to it."""
     if not getattr(law, "reads_text", False):
         return
     given = f"history={law.history!r}, end={law.end!r}"
@@ -185,31 +167,12 @@ def check_text_law(sampler: Any, model: Any, law: Any) -> None:
 
 
 def check_allowed(law: TokenLaw, vocab_size: int) -> None:
-    """Refuse a law that allows ids outside the vocabulary.
-
-    Raises:
-        ValueError: the range reaches beyond the vocabulary.
-    """
+    """Refuse a law that allows ids outside the vocabulary."""
     if law.allowed is not None and law.allowed[1] > vocab_size:
         raise ValueError(
             f"allowed={law.allowed} reaches beyond the vocabulary of {vocab_size} tokens; "
             f"pass a range within (0, {vocab_size})."
         )
-
-
-def check_vector_law(law: TokenLaw) -> None:
-    """Refuse settings of a law that tokens which are vectors have no use for.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    off = TokenLaw()
-    for name in ("top_k", "top_p", "allowed", "guidance_until"):
-        if getattr(law, name) != getattr(off, name):
-            raise ValueError(
-                f"{name}={getattr(law, name)} given, which is for tokens out of a vocabulary; the tokens of this "
-                "model are vectors. Leave it out."
-            )
 
 
 def wants_graph(graph: bool | str, model: Any) -> bool:
@@ -324,11 +287,7 @@ def open_id(model: Any) -> int:
 
 
 def check_known_tokens(model: Any, known_tokens: Tensor, batch_size: int) -> None:
-    """Refuse known tokens of a wrong shape or range, or none to decode.
-
-    Raises:
-        ValueError: says which tokens can be known.
-    """
+    """Refuse known tokens of a wrong shape or range, or none to decode."""
     grid, hidden = model.grid, open_id(model)
     shapes = [(batch_size, grid.num_tokens, grid.codebooks)]
     shapes += [shapes[0][:2]] if grid.codebooks == 1 else []

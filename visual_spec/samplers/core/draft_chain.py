@@ -28,11 +28,7 @@ class ChainSampler(Sampler):
         raise NotImplementedError
 
     def settle(self, run: Run, state: Any, slots: Tensor, verdict: Verdict) -> None:
-        """Update the state after a call.
-
-        Args:
-            slots: long [B, N + 1], the slots that the call scored.
-        """
+        """Update the state after a call. `slots`: long [B, N + 1], the slots that the call scored."""
         run.view.write(state.tokens, slots, verdict.tokens)
         state.commit(slots, verdict.advance, run.num_tokens, verdict.near)
 
@@ -61,9 +57,8 @@ class ChainSampler(Sampler):
         slots = state.next_slots(draft.tokens.shape[1] // view.codebooks)  # the slots that this call scores
         newest = view.read(state.tokens, slots[:, :1] - 1)
         inputs = torch.cat([newest, draft.tokens[:, : -view.codebooks].clamp(min=0)], 1)
-        logits = run.score(
-            state.cache, view.fed(inputs, slots - 1), slots - 1
-        )  # [R, N + 1, V], or [.., K, V]
+        # [R, N + 1, V], or [R, N + 1, K, V]
+        logits = run.score(state.cache, view.fed(inputs, slots - 1), slots - 1)
         run.lap("model")
         state.round += 1
         self.settle(run, state, slots, self.verify(run, state, logits, slots, draft))

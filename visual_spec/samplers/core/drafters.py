@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,9 +10,7 @@ from torch import Tensor
 from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
 from visual_spec.samplers.core.checks import CheckedLaw, check_prefill, check_returned
 from visual_spec.samplers.core.drafts import rows_of
-
-if TYPE_CHECKING:
-    from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.state import Run
 
 
 class FeatureDrafter(Protocol):
@@ -53,11 +51,7 @@ class FeatureDrafter(Protocol):
 
 
 def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
-    """Refuse a drafter whose drafts the model could not score.
-
-    Raises:
-        ValueError: there is no drafter, or its grid or vocabulary differs; the message says what fits.
-    """
+    """Refuse a drafter whose drafts the model could not score."""
     grid, vocab_size = model.grid, model.vocab_size
     fits = f"{grid.frames} x {grid.height} x {grid.width} tokens out of {vocab_size}"
     if drafter is None:
@@ -97,9 +91,6 @@ def ask_drafter(drafter: Any, cache: Any, tokens: Tensor, slots: Tensor, *visibl
         cache: the drafter's own state.
         tokens: long [B, W], or [B, W, K] columns.
         slots: long [B, W].
-
-    Raises:
-        ValueError: the shape differs; names both.
     """
     logits = drafter(cache, tokens, slots, *visible)
     sizes = (*tokens.shape[1:], drafter.vocab_size)

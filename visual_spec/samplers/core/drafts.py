@@ -52,8 +52,7 @@ class Label:
     def dense(self, tokens: Tensor) -> Tensor:
         """Return the law of each draft, [B, N, V] log-probabilities; -inf everywhere where there is no draft.
 
-        Args:
-            tokens: long [B, N], the drafts.
+        `tokens`: long [B, N], the drafts.
         """
         rows = self.rows
         dense = rows_of(self.laws, rows.clamp(min=0))  # [B, N, V]
@@ -102,8 +101,7 @@ class Draft:
 def with_bonus(draft: Draft, group: int = 1) -> Draft:
     """Return the draft with one more position that has no draft: the last scored position, whose token is a bonus.
 
-    Args:
-        group: tokens per position.
+    `group`: tokens per position.
     """
     label = draft.label
     if label is not None:
@@ -125,8 +123,7 @@ def uniform_tokens(
 ) -> Tensor:
     """Return ids drawn uniformly from the allowed ones, for slots long [B, N]: long [B, N].
 
-    Args:
-        allowed: half-open range of token ids.
+    `allowed`: half-open range of token ids.
     """
     first, stop = allowed
     # float64: float32 would draw some ids of a large vocabulary 0.1% more often than the label says.

@@ -136,39 +136,21 @@ def prefilled(
     known, held = recording.prefill, recording.parts[0].cache
 
     def run() -> None:
-        _prefill_in_place(known.fields, lambda: model.run_prompt(known.prompt, **given, held=held))
+        """Write the cache in place, and copy all else that the prompt leaves to where it is held."""
+        new = vars(model.run_prompt(known.prompt, **given, held=held))
+        for name, fixed in known.fields.items():
+            if isinstance(fixed, Tensor) and new[name] is not fixed:
+                fixed.copy_(new[name])
 
     if not known.tried:
         known.tried = True
         if None not in recording.replays.values():  # a machine that records no calls records no prefill
-            known.replay = _record_prefill(run, recording, strict)
+            known.replay, recording.memory = _tried(run, recording.memory, "a prefill", strict)
     for fixed, new in zip(known.prompt, prompt, strict=True):
         fixed.copy_(new)
     (known.replay or run)()
     vars(held).update(known.fields)
     return key, held, None
-
-
-def _prefill_in_place(fields: dict[str, Any], run: Callable[[], DecodeState]) -> None:
-    """Run a prompt that writes the cache of a state, and copy all else that it returns to the tensors in `fields`."""
-    new = vars(run())
-    for name, fixed in fields.items():
-        if isinstance(fixed, Tensor) and new[name] is not fixed:
-            fixed.copy_(new[name])
-
-
-def _record_prefill(run: Callable[[], Any], recording: Recording, strict: bool) -> Callable[[], Any] | None:
-    """Return a function that replays a prefill; None if it cannot be recorded. Computes nothing."""
-    try:
-        replay, recording.memory = capture(run, recording.memory)
-    except RuntimeError as error:
-        if strict:
-            raise
-        warnings.warn(
-            f"a prefill could not be recorded as a CUDA graph ({error}); going on without.", stacklevel=3
-        )
-        return None
-    return replay
 
 
 def recorded(
@@ -250,19 +232,17 @@ def step_in_place(step: Step, parts: Parts) -> None:
 
 def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any] | None:
     """Return a function that replays a step of the recording; None if it cannot be recorded. Computes nothing."""
-    before = list(_places(recording.parts))
+    before, replay = list(_places(recording.parts)), None
     try:
-        replay, recording.memory = capture(lambda: step_in_place(step, recording.parts), recording.memory)
-    except RuntimeError as error:
-        for path, fixed in before:
-            setattr(_follow(recording.parts, path[:-1]), path[-1], fixed)
-        if strict:
-            raise
-        warnings.warn(
-            f"a call could not be recorded as a CUDA graph ({error}); going on without.", stacklevel=2
+        replay, recording.memory = _tried(
+            lambda: step_in_place(step, recording.parts), recording.memory, "a call", strict
         )
-        return None
-    recording.steps.append(step)
+    finally:
+        if replay is None:
+            for path, fixed in before:
+                setattr(_follow(recording.parts, path[:-1]), path[-1], fixed)
+    if replay is not None:
+        recording.steps.append(step)
     return replay
 
 
@@ -310,22 +290,15 @@ class RecordedFunction:
             return output
         if not known.tried:
             known.tried = True
-            known.replay = self._record(known)
+            known.replay, _ = _tried(
+                lambda: known.output.copy_(self.function(*known.inputs)), None, "a function"
+            )
         if known.replay is None:
             return self.function(*inputs)
         for fixed, new in zip(known.inputs, inputs, strict=True):
             fixed.copy_(new)
         known.replay()
         return known.output.clone()
-
-    def _record(self, known: _Fixed) -> Callable[[], Any] | None:
-        try:
-            return capture(lambda: known.output.copy_(self.function(*known.inputs)), None)[0]
-        except RuntimeError as error:
-            warnings.warn(
-                f"a function could not be recorded as a CUDA graph ({error}); going on without.", stacklevel=3
-            )
-            return None
 
 
 def capture(run: Callable[[], Any], memory: Any) -> tuple[Callable[[], Any], Any]:
@@ -334,6 +307,21 @@ def capture(run: Callable[[], Any], memory: Any) -> tuple[Callable[[], Any], Any
     with torch.cuda.graph(graph, pool=memory):
         run()
     return graph.replay, graph.pool()
+
+
+def _tried(
+    run: Callable[[], Any], memory: Any, what: str, strict: bool = False
+) -> tuple[Callable[[], Any] | None, Any]:
+    """As `capture`; if `run` cannot be recorded, raise if `strict`, else warn and return None. Computes nothing."""
+    try:
+        return capture(run, memory)
+    except RuntimeError as error:
+        if strict:
+            raise
+        warnings.warn(
+            f"{what} could not be recorded as a CUDA graph ({error}); going on without.", stacklevel=3
+        )
+        return None, memory
 
 
 # -- the tensors of a decode -------------------------------------------------------------------------------------------

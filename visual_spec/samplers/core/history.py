@@ -76,9 +76,6 @@ class RepetitionPenalty:
     Args:
         penalty: above 0; 1 is none.
         window: the number of last tokens that count, prompt included; None: all.
-
-    Raises:
-        ValueError: a value is out of its range.
     """
 
     penalty: Annotated[float, Within(above=0)]
@@ -98,14 +95,7 @@ class RepetitionPenalty:
 
 @dataclass(frozen=True)
 class NoRepeatNgram:
-    """Forbid a token that would close an n-gram which the text holds already (Paulus et al. 2018, section 2.5).
-
-    Args:
-        size: n, at least 1.
-
-    Raises:
-        ValueError: the size is out of its range.
-    """
+    """Forbid a token that would close an n-gram of `size` that the text holds (Paulus et al. 2018, section 2.5)."""
 
     size: Annotated[int, COUNT]
 
@@ -129,15 +119,7 @@ class NoRepeatNgram:
 
 @dataclass(frozen=True)
 class NotBefore:
-    """Forbid a token, such as the end, at the first `count` slots.
-
-    Args:
-        token: in the sampler's vocabulary.
-        count: at least 0.
-
-    Raises:
-        ValueError: the count is out of its range.
-    """
+    """Forbid a token of the sampler's vocabulary, such as the end, at the first `count` slots."""
 
     token: int
     count: Annotated[int, Within(0)]

@@ -165,9 +165,8 @@ class CounterNoise:
     def categorical(self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
         """Draw tokens from laws by the Gumbel-max rule: argmax(log_probs + gumbel), LongTensor [B, W].
 
-        Args:
-            log_probs: [B, W, V] float32 or float64, -inf outside the support; need not be normalised. The
-                noise of the two types agrees up to rounding.
+        `log_probs`: [B, W, V] float32 or float64, -inf outside the support; need not be normalised. The noise of the
+        two types agrees up to rounding.
         """
         own = stream == TOKEN and isinstance(round, int) and round == 0
         times = self._own_times(log_probs, slots) if own else None

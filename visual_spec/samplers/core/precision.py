@@ -40,17 +40,7 @@ _FLOAT4_EPS = 2.0**-1
 _INT8_EPS = 2.0**-7  # steps of 1/127 of the largest value
 # Operations of these name spaces say by their dtypes what they compute in; of other operations it is not known.
 _KNOWN = {"aten", "prim", "prims", "mkldnn", "mkldnn_prepacked", "c10d", "_c10d_functional", "profiler"}
-_ROUNDING = (
-    "round",
-    "floor",
-    "ceil",
-    "trunc",
-    "fix",
-    "fake_quantize",
-    "_fake_quantize",
-    "quantize_per",
-    "_int_mm",
-)
+_ROUNDING = tuple("round floor ceil trunc fix fake_quantize _fake_quantize quantize_per _int_mm".split())
 # Of each model: what its weights and modules were when it was watched, and the narrowest type that was met.
 _WATCHED: WeakKeyDictionary[Any, tuple[Any, str | None]] = WeakKeyDictionary()
 
@@ -144,7 +134,11 @@ def _stored_precision(model: Any) -> str | None:
     modules = modules_of(model)
     dtypes = {part.dtype for module in modules for part in module.parameters() if part.is_floating_point()}
     devices = {part.device.type for module in modules for part in module.parameters()}
-    dtypes |= {torch.get_autocast_dtype(kind) for kind in devices if _autocasts(kind)}
+    dtypes |= {
+        torch.get_autocast_dtype(kind)
+        for kind in devices
+        if kind != "meta" and torch.is_autocast_enabled(kind)
+    }
     low = [dtype for dtype in dtypes if dtype.itemsize < torch.float32.itemsize]
     if not low:
         return _TF32 if torch.float32 in dtypes and any(map(_shortens_products, devices)) else None
@@ -202,10 +196,6 @@ def _shortens_products(device_type: str) -> bool:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:
         return torch.backends.mkldnn.matmul.fp32_precision in ("tf32", "bf16")  # type: ignore[attr-defined]
-
-
-def _autocasts(device_type: str) -> bool:
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def _by_batch(layer: nn.Module) -> bool:

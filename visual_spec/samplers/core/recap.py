@@ -65,8 +65,7 @@ def group_width(shares: Sequence[float], num_units: int, span: int, first: int, 
 def places_of(group: Tensor, width: int) -> Tensor:
     """Return the slots of a group, long [B, width], in order, and after them places past the grid, L and up.
 
-    Args:
-        group: bool [B, L], at most `width` true in a row.
+    `group`: bool [B, L], at most `width` true in a row.
     """
     length = group.shape[1]
     order = torch.sort((~group).long(), dim=1, stable=True).indices[:, :width]

@@ -71,16 +71,8 @@ def grouped_acceptance(
     size 14, gap 0.15 and distance 0.5 are the release's. The release measures the distance between input embeddings
     of the language model, and falls back to the exact rule near the low end of the order; this function compares codes.
 
-    Args:
-        target, draft_law: [B, N, V] log-probabilities.
-        drafts: long [B, N].
-        size: tokens of a group, x included.
-        gap: a member y has |target(y) - target(x)| < gap.
-        distance: the squared distance between the codes of y and x is < distance. None: no limit.
-        codebook: [V, D], required with `distance`.
-
-    Returns:
-        [B, N], of the laws' dtype.
+    Arguments and result as of `kernels.grouped_mass`: a member y has |target(y) - target(x)| < gap, and a squared
+    distance of codes < distance.
     """
     return grouped_mass(target, draft_law, drafts, size=size, gap=gap, distance=distance, codebook=codebook)
 
@@ -88,8 +80,7 @@ def grouped_acceptance(
 def clustered_acceptance(target: Tensor, draft_law: Tensor, drafts: Tensor, *, clusters: Tensor) -> Tensor:
     """As `grouped_acceptance`, with fixed groups: the static clusters that GSD is compared with.
 
-    Args:
-        clusters: long [V], the cluster of every token, from `cluster_table`.
+    `clusters`, long [V], are from `cluster_table`.
     """
     return clustered_mass(target, draft_law, drafts, clusters=clusters)
 
@@ -118,15 +109,8 @@ def lantern_acceptance(
     Jang et al., "LANTERN: Accelerating visual autoregressive models with relaxed speculative decoding", ICLR 2025,
     section 4; Park et al., "LANTERN++", 2025. Distances are between the codes that the decoder sees.
 
-    Args:
-        target, draft_law: [B, N, V] log-probabilities.
-        drafts: long [B, N].
-        neighbours: int [V, K], the nearest codes of each code, from `neighbour_table`.
-        delta: most mass lent to a draft, if `factor` is None.
-        factor: lambda of LANTERN++: merged(x) is at most factor * target(x).
-
-    Returns:
-        [B, N], of the laws' dtype.
+    Arguments and result as of `kernels.lantern_mass`; `neighbours` int [V, K] are from `neighbour_table`, `factor` is
+    the lambda of LANTERN++.
     """
     return lantern_mass(target, draft_law, drafts, neighbours=neighbours, delta=delta, factor=factor)
 

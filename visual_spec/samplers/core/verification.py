@@ -293,10 +293,7 @@ def draw_near(
     """As `draw_tokens`, and the near-ties, bool [B, N]: rounding may exchange the two best tokens of the slot.
 
     That is where their scores, law plus noise, lie closer than twice `rounding_of`: each may be off by that much. A
-    token that rounding moves across the threshold of top-k or top-p is not looked for.
-
-    Args:
-        unit: from `rounding_unit`.
+    token that rounding moves across the threshold of top-k or top-p is not looked for. `unit`: from `rounding_unit`.
     """
     if fits(logits) and noise.keyed:
         from visual_spec.kernels.draw import draw
