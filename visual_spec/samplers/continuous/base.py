@@ -90,7 +90,7 @@ _OWN = "the model's own"
 
 
 @dataclass(frozen=True)
-class LawSettings:
+class ContinuousLaw:
     """Settings that are part of the law: a sampler is lossless with respect to plain decoding with the same ones.
 
     Attributes:
@@ -154,7 +154,7 @@ class VectorSampler(Sampler):
 
 
 class ContinuousTokenSampler(VectorSampler):
-    """The base of samplers of continuous tokens, whose settings include `LawSettings`."""
+    """The base of samplers of continuous tokens, whose settings include `ContinuousLaw`."""
 
     takes: ClassVar[tuple[str, ...]] = ()
 

@@ -25,7 +25,7 @@ from visual_spec.models.core.settings import (
     with_groups,
 )
 from visual_spec.samplers.continuous import conditions
-from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
+from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState, ContinuousTokenSampler
 from visual_spec.samplers.continuous.conditions import SlotGroup
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.state import Run
@@ -73,7 +73,7 @@ class ContinuousSampler(ContinuousTokenSampler):
         local_levels: share of their levels that the chains of local calls have, rounded down. (ReCAP's scripts: 0.4.)
         graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible,
             and never with reuse.
-        groups: by their names, the settings of `LawSettings`.
+        groups: by their names, the settings of `ContinuousLaw`.
 
     A call takes the `law`'s guidance scale and temperature; the temperature multiplies the noise of the chain's steps,
     or, if the chain is deterministic, its start. It returns tokens float [B, L, d] in raster order, with a
@@ -83,7 +83,7 @@ class ContinuousSampler(ContinuousTokenSampler):
     promise = "identical"
 
     @register_to_config
-    @with_groups(LawSettings)
+    @with_groups(ContinuousLaw)
     def __init__(
         self,
         steps: Annotated[int | None, Within(1, MOST_CALLS, none="one a token")] = None,

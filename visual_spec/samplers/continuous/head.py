@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.settings import MOST_CALLS, Within, register_to_config, with_groups
-from visual_spec.samplers.continuous.base import ContinuousState, LawSettings
+from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.continuous.coupling import couple
 from visual_spec.samplers.continuous.denoising import Chains, Law, drawn
@@ -31,7 +31,7 @@ class HeadSpeculativeSampler(ContinuousSampler):
     Args:
         levels: of a chain that one call of the head scores, at least 2.
         steps: as `ContinuousSampler`, whose law this has with the same settings.
-        groups: by their names, the settings of `LawSettings`. The chain's steps need noise.
+        groups: by their names, the settings of `ContinuousLaw`. The chain's steps need noise.
 
     `ContinuousTrace.head_calls` counts what it saves; `target_calls` stay.
     """
@@ -39,7 +39,7 @@ class HeadSpeculativeSampler(ContinuousSampler):
     promise = "lossless"
 
     @register_to_config
-    @with_groups(LawSettings)
+    @with_groups(ContinuousLaw)
     def __init__(
         self,
         levels: Annotated[int, Within(2)] = 8,

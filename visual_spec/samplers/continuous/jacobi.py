@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visual_spec.models.core.settings import OneOf, Within, register_to_config, with_groups
 from visual_spec.samplers.continuous import conditions
-from visual_spec.samplers.continuous.base import ContinuousState, ContinuousTokenSampler, LawSettings
+from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState, ContinuousTokenSampler
 from visual_spec.samplers.continuous.denoising import ChainLog
 from visual_spec.samplers.continuous.rules import AlignedRule, ChainRule, Rule, Window
 from visual_spec.samplers.core.acceptance import accepted_prefix
@@ -45,12 +45,12 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
             itself, and a draft within the tolerance stays as the context of those after it
             (`visual_spec.samplers.continuous.rules`).
         tolerance: of rule "aligned".
-        groups: by their names, the settings of `LawSettings`. Plain decoding has the same law with the same ones, and
+        groups: by their names, the settings of `ContinuousLaw`. Plain decoding has the same law with the same ones, and
             one token a call.
     """
 
     @register_to_config
-    @with_groups(LawSettings)
+    @with_groups(ContinuousLaw)
     def __init__(
         self,
         window: Annotated[int, Within(2)] = 4,
