@@ -15,7 +15,6 @@ from torch import Tensor
 
 from visual_spec.models.core.orders import guidance_scales, hidden_after
 from visual_spec.samplers.core.checks import check_guided, check_returned
-from visual_spec.samplers.core.drafts import rows_of
 
 
 class SlotGroup(NamedTuple):
@@ -84,7 +83,7 @@ def step_conditions(
     if is_causal(model):
         assert count == 1, "a causal model draws one token a call"
         slots = lengths[:, None] - 1
-        fed = rows_of(tokens, slots).to(model.dtype)
+        fed = tokens.take_along_dim(slots[..., None], 1).to(model.dtype)
         return checked(model, model(cache, fed, slots), cache, len(slots), 1)
     length, device = model.grid.num_tokens, places.device
     by_slot = torch.arange(length, device=device) < lengths[:, None]  # [B, L]
@@ -93,7 +92,8 @@ def step_conditions(
     z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, room, **kept)  # [R, L, dim]
     checked(model, z, cache, len(places), length)
     slots = (lengths[:, None] + torch.arange(count, device=device)).clamp_max(length - 1)
-    return rows_of(z, places.gather(1, slots).repeat(len(z) // len(places), 1))
+    at = places.gather(1, slots).repeat(len(z) // len(places), 1)
+    return z.take_along_dim(at[..., None], 1)
 
 
 def group_conditions(
@@ -106,7 +106,7 @@ def group_conditions(
     slots = lengths[:, None] + torch.arange(-group.past, group.ahead, device=places.device)
     at = places.gather(1, slots)  # [B, past + ahead]
     new = slice(group.past - group.fresh, group.past)
-    fed = rows_of(tokens, slots[:, new]).to(model.dtype)
+    fed = tokens.take_along_dim(slots[:, new, None], 1).to(model.dtype)
     z = checked(model, model.again(cache, fed, at[:, new], at), cache, *at.shape)
     return z[:, group.past : group.past + count]
 
@@ -126,7 +126,7 @@ def window_conditions(
     if is_causal(model):
         slots = lengths[:, None] - 1 + torch.arange(-again, width, device=places.device)
         slots = slots.clamp_min(0)
-        fed = rows_of(tokens, slots).to(model.dtype)
+        fed = tokens.take_along_dim(slots[..., None], 1).to(model.dtype)
         return checked(model, model(cache, fed, slots), cache, *slots.shape)[:, again:]
     length, batch_size = model.grid.num_tokens, len(places)
     slots = (lengths[:, None] + steps).clamp_max(length - 1)  # [B, width]
