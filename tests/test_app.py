@@ -1,7 +1,5 @@
 """The page of `visual-spec app`: what it draws, and, where Gradio is installed, what its server answers."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The nodes for ComfyUI, by the contract of its documentation: a workflow is run as its executor runs it."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The pages as they stand: their links lead somewhere, their snippets run, and the site builds without a warning."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

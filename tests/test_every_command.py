@@ -181,24 +181,3 @@ def test_a_closed_output_is_no_error(closed: str) -> None:
     script = f'"{sys.executable}" -m visual_spec models {closed}'
     process = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, timeout=300)
     assert (process.returncode, process.stderr) == (0, b"")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [
-        ("genrate x", "generate"),
-        ("generate x --smapler zipar", "--sampler"),
-        ("generate x --tempreature=1", "--temperature"),
-        ("convert x --out y --image-sice 3", "--image-size"),
-        ("generate x --nothing-like-it", ""),
-    ],
-)
-def test_a_misspelt_command_or_option_is_answered_by_the_nearest_one(
-    arguments: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main(arguments.split())
-    said = capsys.readouterr().err
-    assert exit.value.code == 2 and (
-        f"did you mean {meant}?" in said if meant else "did you mean" not in said
-    )

@@ -1,7 +1,5 @@
 """Seeded damage to bytes, JSON files and weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 import struct

@@ -1,7 +1,5 @@
 """The undamaged pipelines, checkpoints and samples that malformed ones are made of."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Malformed inputs of every kind, seeded: files, configurations, prompts, flags, samples of an evaluation."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -3,8 +3,6 @@
 The work runs in children of this process that share what is imported, so a kill hits work and not the start of Python.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What becomes of a malformed input: refused in one line, accepted rightly, or not as it should."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """What somebody may send: damaged autoencoders, sets of samples, arrays as pictures, bombs and pipes, and programs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

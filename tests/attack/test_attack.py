@@ -1,7 +1,5 @@
 """A small attack in every run of the tests, and planted faults that the large one must see (`scripts/attack.py`)."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Malformed inputs that are typed or named: prompts, flags, results for `report`, and what is no regular file."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

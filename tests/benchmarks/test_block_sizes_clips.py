@@ -1,7 +1,5 @@
 """ACDiT without its cache draws the same clips, and rows hold what the parser reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

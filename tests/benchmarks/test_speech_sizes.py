@@ -1,7 +1,5 @@
 """The rows of a speech model with random weights: calls by hand, bytes against the weights, both sides alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The rows of a causal Wan with random weights: calls by hand, arithmetic against PyTorch's counter, bounded caches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -1,7 +1,5 @@
 """What is measured of models of continuous tokens: rivals and rules that suit the model, and what each of them is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

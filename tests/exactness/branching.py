@@ -1,7 +1,5 @@
 """Noise that takes every outcome: a sampler that draws through it is run on all of them, one draw more each time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

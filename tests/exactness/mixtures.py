@@ -3,8 +3,6 @@
 The laws of whole pictures are known as well, so samplers can be judged by what comes out of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

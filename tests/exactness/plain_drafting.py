@@ -3,8 +3,6 @@
 Nothing here is shared with the samplers but the settings. Laws are lists of probabilities.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

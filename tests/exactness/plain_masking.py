@@ -3,8 +3,6 @@
 Nothing of the library is used but the numbers in the model's table. Every outcome of every draw is a branch.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator

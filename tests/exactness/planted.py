@@ -4,8 +4,6 @@ Each is a drop-in for `SpeculativeJacobiSampler.step`: it runs the real step, th
 would.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

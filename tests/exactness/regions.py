@@ -5,8 +5,6 @@ direction of E only. With V = 3 that is uniform on a triangle. A draw cuts the t
 whoever goes on with the same noise carries the polygon in which it must lie.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

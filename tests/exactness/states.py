@@ -3,8 +3,6 @@
 Scratch is scrubbed: wherever no token stands that was committed and fed, an absurd one is put: reading it shows.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """Any-order models: the exact law of the real steps, against a joint law that is written down."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from typing import Any

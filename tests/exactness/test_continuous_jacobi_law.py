@@ -4,8 +4,6 @@ Six tokens, each shifted by those before it, in windows of four and six slots. S
 are written out (`straight_chain`): slot by slot, and neighbour by neighbour. Three broken samplers fail the same test.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

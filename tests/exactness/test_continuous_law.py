@@ -4,8 +4,6 @@ The reference is the target's chain written out (`straight_chain`). Distances ar
 once in a thousand runs, so 1 is the limit.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

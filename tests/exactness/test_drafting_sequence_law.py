@@ -1,7 +1,5 @@
 """Loop level: the exact law of whole sequences of chain and tree sampler, by enumeration of their real steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

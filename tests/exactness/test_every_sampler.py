@@ -1,7 +1,5 @@
 """Every lossless sampler of the registry, by enumeration. A sampler that is added to the registry is enumerated too."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any

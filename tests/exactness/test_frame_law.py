@@ -1,8 +1,6 @@
 """The exact law of frame-by-frame decoding: the real sampler on every outcome of its draws, against a second writing of
 the recursion over frames in plain Python, whose steps within a frame are those of `plain_masking`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import permutations

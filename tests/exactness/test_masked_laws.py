@@ -1,8 +1,6 @@
 """The exact law of what the masked sampler returns: the real sampler on every outcome of its draws, against a second
 writing of the algorithm in plain Python."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

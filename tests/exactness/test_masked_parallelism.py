@@ -1,7 +1,5 @@
 """What masked decoding says of its own parallelism, against exact sums over groups, orders and outcomes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

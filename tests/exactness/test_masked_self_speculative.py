@@ -1,7 +1,5 @@
 """Self-speculative masked decoding: the exact law of its real steps, against the product of the conditionals."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Speculative masked decoding: the exact law of its real steps, against that of one token a call, written in Python."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

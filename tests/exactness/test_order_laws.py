@@ -1,7 +1,5 @@
 """The law of samples drawn in an order, by enumeration: the product of the laws of its steps, written out by hand."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Laws that read the tokens before the slot, and ends that come early: exact laws of whole sequences by enumeration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import cast
 

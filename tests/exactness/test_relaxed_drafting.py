@@ -1,7 +1,5 @@
 """Relaxed rules on chains and trees of drafts: laws, bounds and the meter, against `plain_drafting`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import permutations
 from typing import Any

@@ -4,8 +4,6 @@ They are not lossless, but what they are is exact: where a model ignores the tok
 see, the law is the autoregressive one, and elsewhere it is the one that the papers' rules define.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The exact law of whole pictures of the next-scale sampler, by enumeration of its real steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Official files of audiocraft: random weights in its layout, and plain functions that compute in that layout."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

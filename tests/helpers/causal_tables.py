@@ -1,7 +1,5 @@
 """A masked model and a causal layer as tables, so that the law of groups can be written out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

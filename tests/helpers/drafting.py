@@ -1,7 +1,5 @@
 """What the tests of chain and tree sampler share: models that draft for each other, and ways to watch a decode."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A model of frames whose logits are sums of table entries: every token that a slot sees moves them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The head of NextStep with the names of its public code, written anew, and its sampling step by step."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

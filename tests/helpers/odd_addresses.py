@@ -1,7 +1,5 @@
 """Files whose weights stand at odd addresses when they are mapped, as any writer of safetensors may leave them."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings of samplers, as the tests write them down."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """How often the rules for several drafts of one slot keep one, beside the best that any exact rule could do."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

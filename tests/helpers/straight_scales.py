@@ -1,7 +1,5 @@
 """VAR and Infinity with pruned maps, by the definition of FastVAR: every row and every place by itself, no caches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The exactness proofs run on it, and it is the cheapest model to try a sampler with.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

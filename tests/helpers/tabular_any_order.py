@@ -1,7 +1,5 @@
 """An any-order model small enough to know its law exactly: the table of one joint law over all tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """A tiny random `ContinuousImagePipeline`: 4 x 4 tokens of 4 numbers, 5 classes, pictures of 8 x 8 pixels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A tiny ControlAR in the released layout, written from its description, with random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CSM, Moshi, Qwen3-Omni's talker and MiniMax-Music 3: real classes, tiny and random. Nothing is downloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

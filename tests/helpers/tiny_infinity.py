@@ -1,7 +1,5 @@
 """A tiny Infinity: transformer, tokenizer and captions, with weights so large that nothing is alike by accident."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A tiny autoencoder of pictures of 32 pixels: 4 x 4 tokens of 3 numbers."""
 
-from __future__ import annotations
-
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 

@@ -1,7 +1,5 @@
 """Parts for tests of next-scale prediction: a tokenizer that is a formula, a model that is a table, a tiny VAR."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

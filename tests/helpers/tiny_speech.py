@@ -1,7 +1,5 @@
 """VibeVoice and PocketTTS of transformers, real classes but tiny and random. Nothing is downloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

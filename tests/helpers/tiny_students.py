@@ -1,7 +1,5 @@
 """Tiny students in the released layouts, written from their description, with random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """diffusers' Wan at a tiny size, with random weights: 4 latent channels, patches of 2 x 2, 2 heads of 12."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

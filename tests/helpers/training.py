@@ -1,7 +1,5 @@
 """What every trainer promises: a run that is killed ends as one that is not, and leaves what it says it leaves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

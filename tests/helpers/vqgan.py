@@ -1,7 +1,5 @@
 """A VQGAN in straight lines, by the official key layout, and the keys and shapes of its releases."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

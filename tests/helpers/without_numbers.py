@@ -1,7 +1,5 @@
 """Tensors that have a CUDA device and no numbers: what reads them, or mixes them with the host's, is noticed."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

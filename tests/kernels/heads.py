@@ -1,7 +1,5 @@
 """Heads at one level: random, with what kernel and definition must return, computed row by row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

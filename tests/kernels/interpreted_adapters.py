@@ -1,7 +1,5 @@
 """Adapters of transformers models by the kernels of window attention, in Triton's interpreter; tests/models runs it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of `draw` and `masked_sample` in Triton's interpreter; `test_draw.py` runs this file."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

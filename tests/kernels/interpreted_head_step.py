@@ -3,8 +3,6 @@
 In float16 in place of bfloat16, whose products the interpreter computes wrongly.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Products in float16 in place of bfloat16, which the interpreter computes wrongly.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """LlamaGen by the kernels of its layers, in Triton's interpreter; tests/models/next_token runs this file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of relaxed acceptance in Triton's interpreter; `test_neighbour_mass.py` runs this file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Decodes by the kernels of masked and relaxed samplers, in Triton's interpreter; run by tests/samplers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

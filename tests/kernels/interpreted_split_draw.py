@@ -1,7 +1,5 @@
 """The two kernels of `split_draw` in Triton's interpreter; `test_split_draw.py` runs this file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

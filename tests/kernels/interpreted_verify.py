@@ -1,7 +1,5 @@
 """The kernel of `verify` in Triton's interpreter, and a decode by the kernels; `test_verify.py` runs this file."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What the tests of the law kernels share: laws, windows of random logits, and the law computed by `TokenLaw`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Cases for the kernels of transformer layers, and what they compute, by loops in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What the tests of relaxed acceptance share: laws with ties and forbidden tokens, drafts of every kind, and codes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

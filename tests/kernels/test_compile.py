@@ -1,7 +1,5 @@
 """For a GPU that need not be there: the kernels compile, without spilling registers, and the operators are traced."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

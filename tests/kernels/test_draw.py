@@ -3,8 +3,6 @@
 That the law itself is right is the matter of tests/samplers/core/test_law.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One level of a diffusion head: definition, operator and kernels against a computation row by row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels, and what runs by them, in Triton's interpreter on the CPU: the tests of files `interpreted_*.py`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Kernels of transformer layers: definitions, operators and kernels against loops in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The papers' rules in plain Python are in tests/exactness/test_relaxed_rules.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -7,8 +7,6 @@ Device and definition add up in different orders, so sums differ by rounding. A 
 two tokens' scores lie closer than that, which does not occur in these few draws; the seeds are fixed.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

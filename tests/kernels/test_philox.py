@@ -1,7 +1,5 @@
 """Philox4x32-10: published vectors, and one set of bits from PyTorch, NumPy and Triton."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Drawing with the vocabulary split over programs: the kernels, when they are taken, and how often they launch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

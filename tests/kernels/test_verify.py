@@ -2,8 +2,6 @@
 the fused step against the step without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

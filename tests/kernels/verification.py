@@ -1,7 +1,5 @@
 """What the tests of the verification kernel share: windows with drafts and their laws, and the test step by step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

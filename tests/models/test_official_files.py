@@ -1,7 +1,5 @@
 """What every reader of official files refuses: keys, shapes and values that are not those of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

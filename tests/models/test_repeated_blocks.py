@@ -1,7 +1,5 @@
 """`compile_repeated_blocks` of every model compiles what decoding runs: each block that it names is called."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ delays, and sequences built and reverted by loops over a layout. audiocraft's la
 start, and allow clips of no frames, which ours refuse.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

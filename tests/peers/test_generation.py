@@ -4,8 +4,6 @@ Restated from huggingface/transformers, `tests/generation/test_utils.py`, whose 
 holds for both; where it compares ids, they are those of transformers under a processor that allows codes only.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

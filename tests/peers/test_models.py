@@ -5,8 +5,6 @@ wheel. What those of attention, cache, compile, parallelism and quantization ask
 our models do not have.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -6,8 +6,6 @@ diffusers' unconditional pipelines; a batch of MaskGCT is a list of each input, 
 cannot hold: `test_callback_inputs` writes zeros into "latents" at the last step, and committed tokens stay.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ is expected; filters; the distribution; replacements), `test_rejection_sampler_b
 has no tree. Where vLLM is installed, its own sampler gets the same inputs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

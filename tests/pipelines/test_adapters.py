@@ -1,7 +1,5 @@
 """LoRA adapters: what a pipeline draws with one is what it draws with the product of its matrices in the weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """aMUSEd's folders as diffusers writes them: loaded, drawn with, and equal ids for equal noise."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shutil

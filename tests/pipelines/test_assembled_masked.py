@@ -1,7 +1,5 @@
 """The folder of `shapes_masked` as its script assembles it, of a random model: loaded, drawn with, compared, judged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of audiocraft: the pipeline around an official MusicGen, and what convert makes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

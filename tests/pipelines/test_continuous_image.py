@@ -10,7 +10,6 @@ import torch
 import visual_spec
 from tests.helpers.continuous_image import generators, tiny_model, tiny_vae
 from tests.helpers.tiny import quiet
-from visual_spec.eval.settings import sampler_settings
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
@@ -52,20 +51,7 @@ def test_pictures_are_the_decoded_tokens_of_the_sampler(kind):
     canvas = pipe(["blue square", 0], generator=generators(3, 4), output_type="latent").images
     assert torch.equal(canvas, tokens.mT.reshape(2, 3, 4, 4))
     assert np.allclose(pipe.decode_canvas(canvas, "np"), found.images)
-
-
-@pytest.mark.parametrize("kind", ["mar", "causal"])
-def test_saved_and_loaded_it_draws_the_same(kind, tmp_path):
-    pipe = tiny_pipeline(kind, drafter=True, sampler="speculative-continuous", rule="chain", final_noise=0.1)
-    pipe.save_pretrained(tmp_path / "saved")
-    loaded = quiet(load_pipeline(tmp_path / "saved"))
-    assert type(loaded) is ContinuousImagePipeline
-    assert sampler_settings(loaded.sampler) == sampler_settings(pipe.sampler)
-    one: Any = pipe("red circle", generator=generators(1), output_type="latent")
-    two: Any = loaded("red circle", generator=generators(1), output_type="latent")
-    assert torch.equal(one.images, two.images)
-    assert one.trace.draft_calls.item() > 0
-    assert loaded.facts.stored_as == "canvas" and loaded.image_size == (16, 16)
+    assert pipe.facts.stored_as == "canvas" and pipe.image_size == (16, 16)
 
 
 def test_pictures_are_encoded_as_they_are_decoded():

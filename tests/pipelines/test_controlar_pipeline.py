@@ -1,7 +1,5 @@
 """Pictures along a control picture: what the sampler draws for it; files converted, saved and loaded; refusals."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Accelerated depth decoders against the models' own `generate`: CSM, Moshi, Qwen3-Omni's talker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A Wan of diffusers, accelerated: clips of a pipeline and of a transformer, and the way back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Pictures by students: what the sampler draws, decoded; files converted, saved, shared and loaded; refusals."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

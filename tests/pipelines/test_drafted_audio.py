@@ -1,7 +1,5 @@
 """Music with a drafter: in the pipeline, over windows and streams, saved, and on a MusicGen of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The noise of `torch.multinomial`, asked for out of order: the tokens of a plain loop, and no draw too many."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

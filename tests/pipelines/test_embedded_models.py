@@ -1,7 +1,5 @@
 """What holds for the embedded models beside `shapes`: what they share, how small they are, what their prompts get."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Emu3's documented `generate`, whose layout is a function of the caller: accelerated where it lays out a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -59,35 +59,6 @@ def test_unknown_words_are_named_and_still_drawn(pipe):
         pipe(PROMPT)
 
 
-def test_callback_sees_every_target_call(pipe):
-    pipe.sampler = SpeculativeJacobiSampler(window=4)
-    seen = []
-
-    def callback(given, step, timestep, kwargs):
-        assert given is pipe
-        seen.append((step, timestep, kwargs["lengths"].tolist()))
-
-    output = pipe([PROMPT] * 2, generator=seeded(1, 2), callback_on_step_end=callback)
-    assert [step for step, _, _ in seen] == list(range(int(output.trace.target_calls.max())))
-    assert all(timestep == min(lengths) for _, timestep, lengths in seen)
-    assert seen[0][2] == [1, 1] and min(16, seen[-1][1]) == 16
-    pipe(
-        PROMPT, callback_on_step_end=lambda *args: seen.append(args[3]), callback_on_step_end_tensor_inputs=[]
-    )
-    assert seen[-1] == {}
-
-
-def test_progress_advances_by_committed_tokens():
-    shown = io.StringIO()
-    pipe = tiny_pipeline(SpeculativeJacobiSampler(window=4))
-    pipe.set_progress_bar_config(disable=False, file=shown, mininterval=0)
-    output = pipe([PROMPT] * 2, generator=seeded(1, 2))
-    text = shown.getvalue()
-    assert "32/32" in text
-    rate = 16 / float(output.trace.target_calls.max())
-    assert f"{rate:.2f} tokens per call" in text
-
-
 def test_progress_counts_no_scratch_slots():
     bar = tqdm(total=8, file=io.StringIO())
     progress = DecodeProgress(bar, 4)
@@ -108,19 +79,17 @@ def test_compiled_transformer_survives(pipe, tmp_path):
 # -- bad input, refused before any computation --
 
 
-def test_a_prompt_without_a_known_sign_is_refused(pipe):
-    with pytest.raises(ValueError, match=r"' !\? '.*words"):
-        pipe([PROMPT, " !? "])
-
-
-def test_another_size_is_refused_with_the_own_one(pipe):
-    with pytest.raises(ValueError, match="height=512.*8 x 8 pixels.*4 x 4"):
-        pipe(PROMPT, height=512)
-
-
-def test_embeds_of_another_width_are_refused(pipe):
-    with pytest.raises(ValueError, match=r"features \(1, 6, 9\) .* takes \(1, 6, 8\)"):
-        pipe(prompt_embeds=torch.zeros(1, 6, 9))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(prompt=[PROMPT, " !? "]), r"' !\? '.*words"),  # no known sign
+        (dict(prompt=PROMPT, height=512), "height=512.*8 x 8 pixels.*4 x 4"),
+        (dict(prompt_embeds=torch.zeros(1, 6, 9)), r"features \(1, 6, 9\) .* takes \(1, 6, 8\)"),
+    ],
+)
+def test_what_the_model_does_not_read_or_draw_is_refused(pipe, given, message):
+    with pytest.raises(ValueError, match=message):
+        pipe(**given)
 
 
 def test_tokenizer_of_another_model_is_refused():

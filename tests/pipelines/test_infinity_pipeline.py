@@ -1,7 +1,5 @@
 """InfinityPipeline on a tiny model: what reaches the sampler, what comes back, what is kept, what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A streamer under `accelerate` hears tokens while they are drawn: in order, each as soon as every row has it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """MAGE's tokenizer and pipeline: the official layout, against a straight-line computation, and converted files."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pipelines of masked image models: whole pictures, pictures drawn into, and official files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

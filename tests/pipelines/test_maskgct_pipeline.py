@@ -1,7 +1,5 @@
 """MaskGCT's pipeline: phones to waves, stage by stage, saved, converted, and bad input."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

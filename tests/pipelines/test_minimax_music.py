@@ -1,7 +1,5 @@
 """MiniMax-Music 3 of diffusers, tiny and random: its block of codes, accelerated and as it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The block of a causal Wan in diffusers' modular pipeline: clips of an accelerated `WanPipeline`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """MusicGen Melody, whose condition is a prefix of the codes: against its own `generate`, and in the pipeline."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

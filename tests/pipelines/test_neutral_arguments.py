@@ -1,7 +1,5 @@
 """Under `accelerate` a model takes every argument of its own `generate` that changes nothing, and gives the same."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any

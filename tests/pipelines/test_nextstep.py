@@ -1,7 +1,5 @@
 """The accelerated head of a NextStep against its sampling step by step, and against numbers of the public code."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Without a GPU these tests are skipped. `python -m pytest -m gpu` runs them together with those of the kernels.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Pipelines without some components: they load, say what is missing, encode prompts, and draw from features."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

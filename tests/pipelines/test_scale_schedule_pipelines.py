@@ -1,7 +1,5 @@
 """Schedules in the pipelines of VAR and Infinity and on the command line: what is drawn, saved, shown and refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

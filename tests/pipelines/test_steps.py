@@ -14,6 +14,7 @@ from tests.helpers.pipelines import ALL, KINDS
 from tests.helpers.tiny import seeded, tiny_masked_pipeline
 from tests.helpers.tiny_audio import FRAMES, HOP
 from visual_spec.models.columns.encodec import decode_codes
+from visual_spec.pipelines.sampler_text import read_sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 
@@ -90,6 +91,31 @@ def test_a_callback_sees_the_tokens_so_far(name):
     assert torch.equal(shown, whole.frames if pipe.medium == "video" else whole.images)
     with pytest.raises(ValueError, match="changed tokens"):
         kind.ask(pipe, callback_on_step_end=lambda *told: {"tokens": told[3]["tokens"] + 1}, **asked)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_callback_and_the_bar_see_every_call(name):
+    """With the fast sampler where there is one, which commits other numbers of tokens for each sample."""
+    kind, seen, shown = KINDS[name], [], io.StringIO()
+    pipe: Any = kind.make()
+    pipe.sampler = read_sampler(pipe.fast_sampler)
+    pipe.set_progress_bar_config(disable=False, file=shown, mininterval=0)
+    settings: dict[str, Any] = {"generator": seeded(1, 2), kind.each: 2}
+    trace = pipe(kind.asked, callback_on_step_end=lambda *told: seen.append(told), **settings).trace
+    assert all(told[0] is pipe for told in seen)
+    assert [told[1] for told in seen] == list(range(int(trace.target_calls.max())))
+    own = pipe._callback_tensor_inputs[0]
+    assert all(set(told[3]) == {own} for told in seen)
+    if own == "lengths":
+        assert all(told[2] == min(told[3]["lengths"].tolist()) for told in seen)
+    total = trace.commit_call.numel()
+    last = "4 of 4 scales" if name in SCALES else f"{total / 2 / len(seen):.2f} {pipe.unit} per call"
+    assert f"{total}/{total}" in shown.getvalue() and last in shown.getvalue()
+    silent: list[Any] = []
+    kind.ask(
+        pipe, callback_on_step_end=lambda *told: silent.append(told[3]), callback_on_step_end_tensor_inputs=[]
+    )
+    assert silent[-1] == {}
 
 
 @pytest.mark.parametrize("name", KINDS)

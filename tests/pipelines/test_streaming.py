@@ -1,7 +1,5 @@
 """Samples that are looked at while they grow: what they show, what they end with, and that they stop."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

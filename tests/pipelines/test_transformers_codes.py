@@ -1,7 +1,5 @@
 """Language models of codes beside transformers' own `generate`: greedy ids equal, sampled ids of its law."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

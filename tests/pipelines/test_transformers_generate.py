@@ -1,7 +1,5 @@
 """`custom_generate` of transformers: the ids of an accelerated model, by a callable, a folder, and a saved model."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`accelerate` on transformers models: what the user calls, what comes back, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`accelerate` on transformers' VibeVoice and PocketTTS: the latents of their own `generate`, in fewer calls."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

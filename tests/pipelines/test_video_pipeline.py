@@ -92,19 +92,6 @@ def test_the_next_frame_starts_early_in_row_orders(sampler, count):
         assert found.trace.target_calls.tolist() == [2 + (2 * count - 1) * 1]
 
 
-def test_callback_and_interruption():
-    pipe, calls = tiny_video_pipeline(), []
-
-    def callback(pipe, step, timestep, tensors):
-        calls.append((step, timestep, sorted(tensors)))
-        pipe._interrupt = step == 5
-        return tensors
-
-    found = pipe(PROMPT, generator=seeded(0), output_type="latent", callback_on_step_end=callback)
-    assert calls == [(step, step + 1, ["lengths"]) for step in range(6)]
-    assert (found.trace.commit_call >= 0).sum() == 6
-
-
 @pytest.mark.parametrize("frames", [0, 4, -1, 2.0, True, "2"])
 def test_frames_outside_the_grid_are_refused(frames):
     pipe = tiny_video_pipeline()

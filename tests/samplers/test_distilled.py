@@ -1,7 +1,5 @@
 """Students decoded in one call, in two, and with the teacher in between: against the forward called by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What holds for all samplers, asked of each one that is registered."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -4,8 +4,6 @@ Logits [R, 1, V] for [R, W, V], or rows of another batch, are spread over what w
 prefill that ignores `guided` switches guidance off. None of that is an error of PyTorch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the bench of layers compares is the same computation, and the bytes are those that must move."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

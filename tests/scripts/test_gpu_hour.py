@@ -1,7 +1,5 @@
 """The commands for a borrowed GPU: the runner on commands of the tests, and whether each real command can be read."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

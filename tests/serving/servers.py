@@ -1,7 +1,5 @@
 """A server of ours in a process of its own, for tests; and whether it could start."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

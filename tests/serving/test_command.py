@@ -1,7 +1,5 @@
 """What `visual-spec serve` refuses before anything is loaded, and what a folder for vLLM holds. Needs no vLLM."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

@@ -1,7 +1,5 @@
 """`visual-spec serve` as a stranger meets it: a server of `shapes` by vLLM, and requests over HTTP."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

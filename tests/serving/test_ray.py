@@ -1,7 +1,5 @@
 """`visual-spec serve --engine ray`: pictures of a model that vLLM cannot hold, and a replica that is killed."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

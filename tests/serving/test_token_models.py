@@ -1,7 +1,5 @@
 """Emu3, Janus and GLM-Image through vLLM, tiny and random: tokens of `visual_spec.accelerate` for the same seeds."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Pictures of `shapes` through vLLM, by both of its model runners: tokens and calls of the pipeline."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

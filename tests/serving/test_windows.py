@@ -1,7 +1,5 @@
 """The pictures in an engine, without an engine: the tokens of the sampler, whatever the batches are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

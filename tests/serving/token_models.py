@@ -4,8 +4,6 @@ python -m tests.serving.token_models FOLDER NAME GUIDED WINDOW RUNNER [IMPLEMENT
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training an ACDiT at a tiny size: the loss is the published one, it learns, resumes, and is judged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

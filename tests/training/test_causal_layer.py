@@ -1,7 +1,5 @@
 """The causal layer of a masked model: what it sees, what it learns from, that it learns, and that pipelines hold it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clips by class: their tokens are squares of small frames, and the parser reads what the class says."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Training a drafter of columns on a tiny MusicGen: it learns, resumes to the same weights, says what it reached."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every trainer as a command: its options are those of its dataclasses, and its run and record those of the loop."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import dataclass, fields

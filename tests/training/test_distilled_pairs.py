@@ -1,7 +1,5 @@
 """The teacher's pairs: the flow of a law against fine integration and quadrature, and pictures redrawn from noise."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

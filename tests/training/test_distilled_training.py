@@ -1,7 +1,5 @@
 """Training a student at a tiny size: where it starts, what it reads, its loss by hand, and that it resumes."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training a drafter on a tiny target: it learns, resumes to the same weights, and says what it reached."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

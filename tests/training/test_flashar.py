@@ -1,7 +1,5 @@
 """Training FlashAR's second head at a tiny size: where it starts, what it learns from, and that it resumes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training FlowAR at a tiny size: the loss is the one written out, and a run that was interrupted goes on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps under one rate are those of plain loops, and a run that was interrupted goes on where it was."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training the KL tokenizer and the continuous models at a tiny size: they learn, resume, and report what is true."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Training the masked model of pictures at a tiny size: it learns, resumes, and hides what it says it hides."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """The trainers of the codec and of the music models, at tiny sizes on a few clips."""
 
-from __future__ import annotations
-
 import functools
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """The shortcut of a masked model: what it learns from, that it learns, and that decoding uses it as it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

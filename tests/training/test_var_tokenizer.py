@@ -1,7 +1,5 @@
 """The multi-scale tokenizer's start from a LlamaGen tokenizer is that tokenizer, up to a shift and a scale."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Training VAR and its tokenizer at a tiny size: they learn, resume to the same weights, and report what is true."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

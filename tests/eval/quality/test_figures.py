@@ -1,7 +1,5 @@
 """What the rows of an evaluation say about a setting."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The rows of MAR at official size: which calls are timed, and what they cannot but read and do."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

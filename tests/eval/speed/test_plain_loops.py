@@ -1,7 +1,5 @@
 """The straight loop of the bench draws what plain decoding draws, whatever the law, the batch and the prefix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The EnCodec of audiocraft's files: computed by plain functions in the official layout, against the module."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """EnCodec as codes and waves: against transformers' own `encode` and `decode`, whole and in stretches."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

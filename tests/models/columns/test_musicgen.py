@@ -1,7 +1,5 @@
 """MusicGen as a model of columns: against `generate` of transformers, and against plain forwards of its decoder."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

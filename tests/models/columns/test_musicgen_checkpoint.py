@@ -1,8 +1,6 @@
 """Official MusicGen files: random weights in audiocraft's layout, computed by plain functions that read that layout,
 against transformers' model that they become."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

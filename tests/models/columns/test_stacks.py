@@ -1,7 +1,5 @@
 """The stack pattern: calls of the model beside a forward written out, position by position, without cache or mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Straight-line computations of the continuous models: one row at a time, from weights by their official names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

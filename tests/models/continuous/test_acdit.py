@@ -1,7 +1,5 @@
 """ACDiT: numbers of the public code (thunlp/ACDiT at 135ff06), its cache, what each token sees, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Official files of ACDiT: the weights under 'model', and sizes out of the arguments beside them."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The causal model of continuous tokens: its cache against a straight-line computation of whole rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

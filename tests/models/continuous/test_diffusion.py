@@ -1,7 +1,5 @@
 """The chains against Bayes' rule in double precision, and against laws that are known."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The solver read off diffusers' scheduler takes the scheduler's steps, and what cannot be read is left to it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FlowAR beside the code of DiSA, which loads the released weights; its maps, its cache, and its files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

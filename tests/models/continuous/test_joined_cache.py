@@ -1,7 +1,5 @@
 """Texts of several caches in one call, against a call for each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """MAR and its head against a straight-line computation, row by row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Official files of MAR and KL-16: every key is accounted for, and KL-16 computes what latent diffusion's names say."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from typing import Any

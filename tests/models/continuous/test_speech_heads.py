@@ -1,7 +1,5 @@
 """The heads of transformers' speech models, split in two, against the heads in one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models of continuous tokens that are real but tiny and random: 4 x 4 tokens of 3 numbers, 5 classes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Weights are moved to aligned memory: which ones, what they go on sharing, and how much memory that takes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches of keys and values: every policy against full attention with an explicit mask, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

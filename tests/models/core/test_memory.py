@@ -1,7 +1,5 @@
 """A batch that does not fit the GPU is refused by the bytes that its cache takes; memory is stood in for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

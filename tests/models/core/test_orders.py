@@ -1,7 +1,5 @@
 """MAR's schedule of slots and guidance against the published loop, written out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

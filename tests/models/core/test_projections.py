@@ -1,7 +1,5 @@
 """Joined projections: the outputs of separate ones, in fewer products, without a second copy, under the same keys."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections import Counter

@@ -3,8 +3,6 @@
 By torchao, and by int8 layers of our own: weights that are no parameters, and no floating numbers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

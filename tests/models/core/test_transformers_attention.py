@@ -1,7 +1,5 @@
 """Attention of windows inside transformers' decoders: by the kernels, and with the configuration left as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

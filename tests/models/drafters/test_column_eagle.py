@@ -1,7 +1,5 @@
 """The drafter of columns: against a straight-line computation, its own unrolled training, and a MusicGen's laws."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """EAGLE against a straight-line computation; cached decoding, trees and unrolled training against each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

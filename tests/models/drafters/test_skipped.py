@@ -1,7 +1,5 @@
 """A target without some of its blocks, as a drafter: its weights, its logits, and the tokens it leaves alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

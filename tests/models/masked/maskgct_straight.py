@@ -1,7 +1,5 @@
 """MaskGCT written a second time: single samples, two calls where there is guidance, from weights by official names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """aMUSEd through diffusers' modules: the sampler's ids are those of diffusers' scheduler for equal noise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MaskGIT of the Halton sampler and MAGE: official layouts, against straight-line computations of single pictures."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """Official MAGNeT files: random weights in audiocraft's layout, computed by plain functions that read that layout,
 against the modules they are loaded into."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MaskGCT: official layouts and decoding, against straight-line computations of single samples with the same noise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

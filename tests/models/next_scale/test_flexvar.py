@@ -1,7 +1,5 @@
 """FlexVAR: a straight-line computation, numbers recorded from its public code, official files, scales at run time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

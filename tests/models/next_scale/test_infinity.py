@@ -1,7 +1,5 @@
 """Infinity's transformer against a straight-line computation from the formulas of the paper, and its loader."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

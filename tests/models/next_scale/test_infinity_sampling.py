@@ -1,7 +1,5 @@
 """Infinity under the next-scale sampler: every bit follows its own law, with one model, two, or a compressed cache."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Infinity's tokenizer: its schedules, the official key layout, and all that it computes against plain loops."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ScaleKV: budgets by the paper's rule, eviction against plain loops, memory to the byte."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

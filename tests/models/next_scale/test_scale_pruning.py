@@ -1,7 +1,5 @@
 """Maps of which a part goes through the layers (FastVAR), against every place computed by itself, without caches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

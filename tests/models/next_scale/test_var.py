@@ -1,7 +1,5 @@
 """The next-scale transformer against a straight-line computation from the formulas of the paper, and its loader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

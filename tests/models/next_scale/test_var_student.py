@@ -1,7 +1,5 @@
 """VAR's students: the released layout, and its forward written out for one picture, place by place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """VAR's tokenizer: the official key layout, and all that it computes against plain loops."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """LlamaGen's layers in straight lines, for one row without a cache, from weights by their official names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What all adapters share: windows, rollback, trees, any order, batches. Each family has tests of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Chameleon, Anole and Lumina-mGPT against transformers' own `generate`, once its ban on image tokens is lifted."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ControlAR: the released layout, its forward written out in one row, and every sampler of LlamaGen on it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

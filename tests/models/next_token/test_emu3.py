@@ -1,7 +1,5 @@
 """Emu3 against its own `generate`, constrained as its documentation does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

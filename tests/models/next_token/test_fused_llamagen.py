@@ -3,8 +3,6 @@
 The kernels run in Triton's interpreter. Launches are counted on tensors that have a CUDA device and no numbers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

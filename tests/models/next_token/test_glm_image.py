@@ -1,7 +1,5 @@
 """GLM-Image's autoregressive stage against its own `generate`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Janus against its own `generate`; see `test_cached_decoder` for what all families share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

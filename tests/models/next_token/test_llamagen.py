@@ -1,7 +1,5 @@
 """The transformer against a straight-line computation from the formulas of research notes and paper."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """LlamaGen's students: the released layout, and its forward written out in one row, slot by slot."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

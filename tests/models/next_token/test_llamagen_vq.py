@@ -1,7 +1,5 @@
 """The tokenizer's official key layout, and its quantiser against a plain search."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

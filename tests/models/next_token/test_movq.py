@@ -1,7 +1,5 @@
 """MoVQGAN's decoder: keys of the releases, a straight line in float64, and pixels of the public code."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

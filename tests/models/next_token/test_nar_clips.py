@@ -1,7 +1,5 @@
 """NAR over clips: its three heads beside straight lines, and its tokens beside those of the public code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """NAR and FlashAR: their official layouts, beside their own forward written out, whole and step by step."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PAR's official layout: what a file gives, beside its own forward over the reordered sequence, written out."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RandAR's layout: what calls in any order give, beside the forward of its whole sequence, written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Token-Shuffle: what calls give, beside the whole computation written out, and what the model refuses."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tree calls: a node is scored as a chain of its ancestors would be, and `keep` makes a path the cached text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

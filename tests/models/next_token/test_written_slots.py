@@ -1,7 +1,5 @@
 """Calls out of raster order: a column is scored from the slots that it sees, whatever the other slots hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Causal language models of transformers, real classes but tiny and random, in float64. Nothing is downloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

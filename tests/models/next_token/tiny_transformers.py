@@ -1,7 +1,5 @@
 """transformers' image generators, real classes but tiny and random, in float64. Nothing is downloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

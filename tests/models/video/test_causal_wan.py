@@ -1,7 +1,5 @@
 """Wan made causal from outside, against whole-sequence passes of the untouched model under a mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Policies of a frame cache, against plain lists of frames."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

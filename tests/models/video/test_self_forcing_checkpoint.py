@@ -1,7 +1,5 @@
 """Self-Forcing's layout, read into diffusers' Wan: every key, compared with diffusers' own table of names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers

@@ -1,7 +1,5 @@
 """The sampler of blocks: the published loop written out, its calls, its ends, and what it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Clips drawn chunk by chunk: against a straight-line loop, over batches, over long clips, with a drafter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

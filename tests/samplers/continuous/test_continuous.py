@@ -1,7 +1,5 @@
 """Plain decoding of continuous tokens beside a straight-line computation, and what all such samplers refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

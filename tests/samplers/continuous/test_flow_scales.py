@@ -1,7 +1,5 @@
 """Maps drawn by flow matching beside the loop written out, and how such a decode is stopped and refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

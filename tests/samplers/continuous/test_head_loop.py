@@ -1,7 +1,5 @@
 """The chains of a call: equal to a walk level by level, without copies or waiting, and recorded once for each shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

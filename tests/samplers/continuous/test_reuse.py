@@ -1,7 +1,5 @@
 """Local calls of MAR: what they compute, against explicit keys and values by place, and the whole loop around them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

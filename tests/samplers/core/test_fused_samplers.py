@@ -3,8 +3,6 @@
 Here the operators' references stand in for the kernels; at the end the kernels run in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

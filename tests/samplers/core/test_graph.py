@@ -5,8 +5,6 @@ what is kept at which address; and that nothing in a step reads the device, or c
 have a CUDA device and no numbers.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

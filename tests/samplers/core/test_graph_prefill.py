@@ -4,8 +4,6 @@ Without a GPU a recorded call is stood in for by Python, as in `test_graph.py`, 
 operations: what these read and write is fixed, as it is in a graph, and no Python runs at a replay.
 """
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable, Iterator

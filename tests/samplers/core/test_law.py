@@ -1,7 +1,5 @@
 """The law of a token, against the plain definition written out below."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

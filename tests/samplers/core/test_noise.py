@@ -1,7 +1,5 @@
 """The noise: right laws, and values that depend on key, slot, token id, stream and round alone."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """Functions recorded as CUDA graphs. Without a GPU a recording is stood in for by the traced operations: what they read
 and write is fixed then, as it is in a graph, and no Python runs at a replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The one verification against loops over single tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

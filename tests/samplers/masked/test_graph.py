@@ -1,7 +1,5 @@
 """Calls of masked models recorded as CUDA graphs. Without a GPU, traced operations stand in for a recording."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

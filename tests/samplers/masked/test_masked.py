@@ -1,7 +1,5 @@
 """Masked decoding: its pieces, MAGNeT against a plain loop over single clips, and bad input."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

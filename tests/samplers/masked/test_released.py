@@ -1,7 +1,5 @@
 """Recipes of masked decoding as their public code computes them: plain loops, and tokens recorded from that code."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reuse between the calls of a masked decoder: which calls are full, what local calls compute, and the whole loop."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

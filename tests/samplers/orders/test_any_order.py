@@ -1,7 +1,5 @@
 """Samplers of any-order models: tokens, numbers of calls, refusals. Laws: tests/exactness/test_any_order_law.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`OrderedSampler`: what it equals, what it refuses, what it reports. Laws: tests/exactness/test_order_laws.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

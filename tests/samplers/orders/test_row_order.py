@@ -1,7 +1,5 @@
 """Row orders against a simulation written from their definition, one row and one slot at a time."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

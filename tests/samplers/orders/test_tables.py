@@ -1,7 +1,5 @@
 """Every order of the table: each slot once, nothing before it is there, and as many steps as the closed form says."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

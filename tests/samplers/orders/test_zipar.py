@@ -1,7 +1,5 @@
 """ZipAR and parallel Jacobi decoding against loops that know neither batch nor cache. Laws: tests/exactness."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What holds for every sampler that tests chains of drafts, of tokens and of columns, under each of its settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

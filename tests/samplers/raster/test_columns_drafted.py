@@ -1,7 +1,5 @@
 """The drafted column sampler as an object: identity, traces, drafters, refusals. Its laws: tests/exactness."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

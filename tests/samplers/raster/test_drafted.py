@@ -1,7 +1,5 @@
 """The chain sampler as an object: caches, raggedness, early stop, configuration, refusals. Its law: tests/exactness."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

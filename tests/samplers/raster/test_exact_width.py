@@ -1,7 +1,5 @@
 """The promise of equal tokens below float32: calls of one width, and the count of near-ties without them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

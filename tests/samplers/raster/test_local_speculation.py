@@ -1,7 +1,5 @@
 """Multi-scale drafting: exact without pooling and locality, else equal to the definition written out in loops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

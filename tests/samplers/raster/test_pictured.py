@@ -1,7 +1,5 @@
 """Drafts from a whole picture: the plain tokens whatever the drafter is, what the picture is, where it is read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

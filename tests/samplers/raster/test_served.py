@@ -1,7 +1,5 @@
 """The window of a serving engine against the samplers: its tokens, and its calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

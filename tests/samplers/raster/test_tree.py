@@ -1,7 +1,5 @@
 """The tree sampler as an object: the shape of its trees, caches, raggedness, refusals. Its law: tests/exactness."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

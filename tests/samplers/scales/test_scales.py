@@ -1,7 +1,5 @@
 """Next-scale sampling on real small transformers: what is drawn, by whom, from what, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schedules of a next-scale decode: what is left out, against decodes without caches, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
