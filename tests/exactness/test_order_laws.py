@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
+from tests.helpers.column_laws import with_tries
 from tests.helpers.nar import gated, straight_line
 from tests.helpers.order_laws import blocks_of_two, product_law
 from tests.helpers.tabular import TabularModel, TabularOrderModel, TabularState
@@ -17,6 +18,7 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders import ordered
 from visual_spec.samplers.orders import tables as orders
+from visual_spec.samplers.orders.blocks import BlockJacobiSampler
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.orders.zipar import ZipARSampler
 
@@ -213,3 +215,27 @@ def test_catches(bug, name, grid, monkeypatch):
         ordered, "steps_on", lambda name, grid, device: tuple(orders.ORDERS[name].build(grid).steps)
     )
     assert distance(name, grid, 2, PLAIN) > 1e-3
+
+
+BLOCK_GRID = TokenGrid(2, 4)
+BLOCKS = TabularOrderModel(BLOCK_GRID, 2, "blocks2", first=(0, 1, 4, 5))
+ROWS = [
+    ("gumbel", "identical", "column"),
+    ("gumbel", "exact", "codebook"),
+    ("independent", "exact", "codebook"),
+    ("maximal", "exact", "column"),
+]
+
+
+def block_distance(law: TokenLaw, sampler: BlockJacobiSampler) -> float:
+    found = Enumerator(with_tries(sampler, 1), BLOCKS, law).run()
+    want = product_law(BLOCKS, law, blocks_of_two, law.guided)
+    assert float(found.law.sum()) == pytest.approx(1, abs=1e-10)
+    by_block = want.view([2] * 8).permute(0, 1, 4, 5, 2, 3, 6, 7).flatten()
+    return float(total_variation(found.law, by_block))
+
+
+@pytest.mark.parametrize(("coupling", "acceptance", "unit"), ROWS)
+@pytest.mark.parametrize("law", [PLAIN, GUIDED], ids=["plain", "guided"])
+def test_every_setting_follows_the_law_of_one_block_a_call(coupling, acceptance, unit, law):
+    assert block_distance(law, BlockJacobiSampler(2, coupling, acceptance, unit)) < 1e-10

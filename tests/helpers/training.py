@@ -90,17 +90,9 @@ def shrink_pictures(monkeypatch: pytest.MonkeyPatch, trainer: Any, judge: str) -
     monkeypatch.setattr(trainer, judge, partial(getattr(trainer, judge), count=8))
 
 
-def tiny_raster() -> LlamaGenTransformer:
+def tiny_raster(seed: int = 2, **changes: Any) -> LlamaGenTransformer:
     """A LlamaGen of captions over 4 x 4 tokens, the same at every call, that others start from."""
-    torch.manual_seed(2)
-    return LlamaGenTransformer(
-        vocab_size=16,
-        dim=16,
-        num_layers=2,
-        num_heads=2,
-        grid_size=4,
-        prefix_length=20,
-        num_classes=None,
-        caption_dim=8,
-        zero_prefix_keys=False,
-    ).eval()
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = dict(vocab_size=16, dim=16, num_layers=2, num_heads=2, grid_size=4)
+    words: dict[str, Any] = dict(prefix_length=20, num_classes=None, caption_dim=8, zero_prefix_keys=False)
+    return LlamaGenTransformer(**sizes | words | changes).eval()

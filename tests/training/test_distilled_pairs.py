@@ -12,6 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from tests.helpers.tiny import tiny_readers
+from tests.helpers.training import tiny_raster
 from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -27,18 +28,7 @@ LAW = torch.tensor([0.35, 0.05, 0.3, 0.0, 0.2, 0.1], dtype=torch.float64)
 @pytest.fixture(scope="module")
 def models() -> tuple[LlamaGenTransformer, CaptionEncoder, VQModel]:
     """A random teacher of 4 x 4 tokens, its caption encoder and its tokenizer, in float64."""
-    torch.manual_seed(0)
-    teacher = LlamaGenTransformer(
-        vocab_size=16,
-        dim=16,
-        num_layers=2,
-        num_heads=2,
-        grid_size=4,
-        prefix_length=20,
-        num_classes=None,
-        caption_dim=8,
-        zero_prefix_keys=False,
-    )
+    teacher = tiny_raster(0)
     for parameter in teacher.parameters():
         torch.nn.init.normal_(parameter, std=0.6)
     encoder, vq_model = tiny_readers()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.training import check_training
+from tests.helpers.training import check_training, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -27,19 +27,7 @@ CODES = torch.nn.functional.normalize(torch.randn(16, 4, generator=torch.Generat
 
 
 def teacher(**changes: Any) -> LlamaGenTransformer:
-    torch.manual_seed(1)
-    size: dict[str, Any] = dict(
-        vocab_size=16,
-        dim=16,
-        num_layers=2,
-        num_heads=2,
-        grid_size=4,
-        prefix_length=20,
-        num_classes=None,
-        caption_dim=8,
-        zero_prefix_keys=False,
-    )
-    return LlamaGenTransformer(**size | changes)
+    return tiny_raster(1, **changes)
 
 
 def student() -> LlamaGenStudent:

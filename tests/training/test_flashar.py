@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers.training import check_training, shrink_pictures
+from tests.helpers.training import check_training, shrink_pictures, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.samplers.orders.tables import order_of
 from visual_spec.training import flashar
@@ -17,17 +17,6 @@ from visual_spec.training.flashar import FlashTraining, Pass, start_from_raster,
 
 SHORT = FlashTraining(
     steps=24, branch_steps=8, batch_size=8, scenes=16, branch_rate=0.03, learning_rate=0.03, compile=False
-)
-SIZES: dict[str, Any] = dict(
-    vocab_size=16,
-    dim=16,
-    num_layers=2,
-    num_heads=2,
-    grid_size=4,
-    prefix_length=20,
-    num_classes=None,
-    caption_dim=8,
-    zero_prefix_keys=False,
 )
 
 
@@ -37,8 +26,7 @@ def small_pictures(monkeypatch):
 
 
 def raster(**more: Any) -> LlamaGenTransformer:
-    torch.manual_seed(1)
-    return LlamaGenTransformer(**SIZES | more)
+    return tiny_raster(1, **more)
 
 
 def tiny() -> LlamaGenTransformer:

@@ -17,7 +17,7 @@ from scripts.train.motion import (
     store,
     train_motion,
 )
-from tests.helpers.training import check_training
+from tests.helpers.training import check_training, tiny_raster
 from visual_spec.data.motion import Clip, MovingShape, sample_clips
 from visual_spec.data.motion_parser import parse_caption
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
@@ -192,17 +192,7 @@ def decoded(model: Any, tokens: torch.Tensor, condition: Any) -> torch.Tensor:
 def test_the_start_knows_the_words_and_layers_of_shapes(tmp_path, vq_model):
     torch.manual_seed(9)
     known_words = CaptionEncoder(["red", "of", "star"], dim=128, num_layers=0, num_heads=4, max_words=20)
-    known: Any = LlamaGenTransformer(
-        vocab_size=200,
-        dim=16,
-        num_layers=1,
-        num_heads=2,
-        grid_size=16,
-        prefix_length=20,
-        num_classes=None,
-        caption_dim=128,
-        zero_prefix_keys=False,
-    )
+    known: Any = tiny_raster(9, vocab_size=200, num_layers=1, grid_size=16, caption_dim=128)
     known.save_pretrained(tmp_path / "transformer")
     known_words.save_pretrained(tmp_path / "text_encoder")
     model, encoder = tiny(vq_model)
