@@ -170,25 +170,7 @@ def escape_cases(ground: Ground, rng: Random, count: int) -> Iterator[Case]:
 
 # -- pictures as arrays ------------------------------------------------------------------------------------------------
 
-_TYPES = (
-    "u1",
-    "i1",
-    "u2",
-    "i2",
-    "i4",
-    "i8",
-    "u8",
-    "f2",
-    "f4",
-    "f8",
-    "c8",
-    "?",
-    ">f4",
-    ">u2",
-    "M8[s]",
-    "S1",
-    "O",
-)
+_TYPES = "u1 i1 u2 i2 i4 i8 u8 f2 f4 f8 c8 ? >f4 >u2 M8[s] S1 O".split()
 _RANGES = ((0, 1), (0, 255), (-1, 1), (0, 65_535), (0, 2), (0.2, 0.8), (7, 7), (0, 0), (-0.1, 1.1))
 
 _SHAPES: dict[bool, tuple[tuple[int, ...], ...]] = {  # of masks and of pictures; the first ones fit

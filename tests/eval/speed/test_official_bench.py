@@ -17,18 +17,7 @@ from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import by_name
 
 CPU = torch.device("cpu")
-SMALL = [
-    "--random-weights",
-    "--device",
-    "cpu",
-    "--image-size",
-    "64",
-    "--batch-sizes",
-    "1",
-    "--windows",
-    "3",
-    "5",
-]
+SMALL = "--random-weights --device cpu --image-size 64 --batch-sizes 1 --windows 3 5".split()
 
 
 @pytest.fixture(autouse=True)
