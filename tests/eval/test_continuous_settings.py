@@ -1,5 +1,6 @@
 """What is measured of models of continuous tokens: rivals and rules that suit the model, and what each of them is."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,34 +29,16 @@ def test_rivals_and_rules_of_a_masked_model():
     found = settings_of(model)
     assert found.plain == "continuous"
     assert found.controls == ("continuous:temperature=0.9", "continuous:seed=1000000")
+    fewer, noise, still = "head_steps=50,last_head_steps=5", "final_noise=0.05", "eta=0,final_noise=0"
+    aligned = [f"rule=aligned,tolerance={one}" for one in (0.05, 0.1, 0.2)]
+    plain = ["steps=32", "steps=16", *(f"head_steps={one}" for one in (50, 25, 10, 5))]
+    plain += [fewer, f"steps=32,{fewer}", f"steps=16,{fewer}", "reuse=1", "reuse=3", noise, still]
+    rules = [f"rule=chain,{noise}", f"rule=path,{noise}", f"rule=ode,{still}", *aligned]
     assert found.others == (
-        "continuous:steps=32",
-        "continuous:steps=16",
-        "continuous:head_steps=50",
-        "continuous:head_steps=25",
-        "continuous:head_steps=10",
-        "continuous:head_steps=5",
-        "continuous:head_steps=50,last_head_steps=5",
-        "continuous:steps=32,head_steps=50,last_head_steps=5",
-        "continuous:steps=16,head_steps=50,last_head_steps=5",
-        "continuous:reuse=1",
-        "continuous:reuse=3",
-        "continuous:final_noise=0.05",
-        "continuous:eta=0,final_noise=0",
-        "head-speculation:levels=8",
-        "head-speculation:levels=16",
-        "continuous-jacobi:rule=chain,final_noise=0.05",
-        "continuous-jacobi:rule=aligned,tolerance=0.05",
-        "continuous-jacobi:rule=aligned,tolerance=0.1",
-        "continuous-jacobi:rule=aligned,tolerance=0.2",
-        "speculative-continuous:rule=chain,final_noise=0.05",
-        "speculative-continuous:rule=path,final_noise=0.05",
-        "speculative-continuous:rule=ode,eta=0,final_noise=0",
-        "speculative-continuous:rule=aligned,tolerance=0.05",
-        "speculative-continuous:rule=aligned,tolerance=0.1",
-        "speculative-continuous:rule=aligned,tolerance=0.2",
-        "speculative-continuous:rule=cspd,final_noise=0.05",
-        "speculative-continuous:rule=cspd-release",
+        *(f"continuous:{text}" for text in plain),
+        *(f"head-speculation:levels={levels}" for levels in (8, 16)),
+        *(f"continuous-jacobi:{text}" for text in (rules[0], *aligned)),
+        *(f"speculative-continuous:{text}" for text in (*rules, f"rule=cspd,{noise}", "rule=cspd-release")),
     )
     alone = settings_of(model, {}).others
     assert alone == tuple(text for text in found.others if not text.startswith("speculative"))
@@ -73,14 +56,12 @@ def test_settings_of_the_saved_sampler_stay():
 
 
 MODELS = {
-    "mar": lambda **more: tiny_mar(head_kind="velocity", head_steps=6, **more),
-    "mar, final noise": lambda **more: tiny_mar(head_kind="velocity", head_steps=6, final_noise=0.1, **more),
-    "mar, eta 0": lambda **more: tiny_mar(head_kind="velocity", head_steps=6, eta=0, **more),
-    "causal": lambda **more: tiny_causal(head_kind="velocity", head_steps=6, final_noise=0.1, **more),
-    "causal, flow": lambda **more: tiny_causal(head_kind="flow", head_steps=6, **more),
-    "causal, flow, eta": lambda **more: tiny_causal(
-        head_kind="flow", head_steps=6, eta=0.5, final_noise=0.1, **more
-    ),
+    "mar": partial(tiny_mar, head_kind="velocity", head_steps=6),
+    "mar, final noise": partial(tiny_mar, head_kind="velocity", head_steps=6, final_noise=0.1),
+    "mar, eta 0": partial(tiny_mar, head_kind="velocity", head_steps=6, eta=0),
+    "causal": partial(tiny_causal, head_kind="velocity", head_steps=6, final_noise=0.1),
+    "causal, flow": partial(tiny_causal, head_kind="flow", head_steps=6),
+    "causal, flow, eta": partial(tiny_causal, head_kind="flow", head_steps=6, eta=0.5, final_noise=0.1),
 }
 
 

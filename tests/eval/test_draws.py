@@ -29,13 +29,8 @@ def test_a_row_as_it_is_written():
     assert (setting.law, setting.seed) == (LAW, 7)
     other = parse_setting("autoregressive:temperature=0.5,top_k=0,seed=100", LAW, 7)
     assert other.law == TokenLaw(guidance_scale=2.0, temperature=0.5) and other.seed == 100
-    assert other.pipeline_law == {
-        "guidance_scale": 2.0,
-        "guidance_until": None,
-        "temperature": 0.5,
-        "top_k": 0,
-        "top_p": 1.0,
-    }
+    law = dict(guidance_scale=2.0, guidance_until=None, temperature=0.5, top_k=0, top_p=1.0)
+    assert other.pipeline_law == law
     assert json.loads(json.dumps(other.describe())) == other.describe()
     assert parse_setting("autoregressive", LAW, 0).text == "autoregressive"
 
@@ -46,17 +41,7 @@ def test_values_of_all_kinds(monkeypatch):
         "visual_spec.eval.settings.make_sampler", lambda name, **settings: found.update(settings)
     )
     parse_setting("x:a=3,b=-0.5,c=true,d=None,e=word,f=4/2/2,g=4/,h=1e-3,i=a/2.5", LAW, 0)
-    assert found == {
-        "a": 3,
-        "b": -0.5,
-        "c": True,
-        "d": None,
-        "e": "word",
-        "f": [4, 2, 2],
-        "g": [4],
-        "h": 1e-3,
-        "i": ["a", 2.5],
-    }
+    assert found == dict(a=3, b=-0.5, c=True, d=None, e="word", f=[4, 2, 2], g=[4], h=1e-3, i=["a", 2.5])
     assert isinstance(found["a"], int)
 
 

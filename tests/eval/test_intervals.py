@@ -25,13 +25,8 @@ def test_the_wilson_interval_solves_its_equation(hits, total):
         if 0 < end < 1:
             assert abs(share - end) / math.sqrt(end * (1 - end) / total) == pytest.approx(1.959964, rel=1e-5)
     assert (low == 0) == (hits == 0) and (high == 1) == (hits == total)
-    assert rate([True] * hits + [False] * (total - hits)) == {
-        "value": share,
-        "low": low,
-        "high": high,
-        "hits": hits,
-        "total": total,
-    }
+    figure = {"value": share, "low": low, "high": high, "hits": hits, "total": total}
+    assert rate([True] * hits + [False] * (total - hits)) == figure
 
 
 @pytest.mark.parametrize(("hits", "total"), [(0, 0), (-1, 5), (6, 5)])

@@ -1,6 +1,7 @@
 """Small networks in the layouts of published judges, and distances in float64."""
 
 import json
+import wave
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import ClapConfig, ClapFeatureExtractor, ClapModel, PreTrained
 from visual_spec.cli import main
 
 _WORDS = ("a", "slow", "fast", "organ", "bell", "melody")
+PROMPTS = ("a slow organ melody", "fast bell", "a melody", "a fast fast organ")
 
 
 def words_tokenizer(special: Sequence[str], most: int) -> PreTrainedTokenizerFast:
@@ -64,28 +66,40 @@ def scores(capsys: Any, *arguments: Any) -> dict[str, Any]:
 def save_clap(folder: Path, *, fusion: bool = False) -> ClapModel:
     """A CLAP model of real architecture, tiny and random, saved with its tokenizer and a default extractor."""
     torch.manual_seed(0)
-    text = dict(
-        vocab_size=12,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=12,
-    )
-    sound = dict(
-        patch_embeds_hidden_size=8,
-        depths=[1, 1],
-        num_attention_heads=[1, 2],
-        hidden_size=16,
-        enable_fusion=fusion,
-        fusion_type="channel_map" if fusion else None,
-    )
+    text = dict(vocab_size=12, max_position_embeddings=12)
+    text |= dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    sound: dict[str, Any] = dict(patch_embeds_hidden_size=8, depths=[1, 1], num_attention_heads=[1, 2])
+    sound |= dict(hidden_size=16, enable_fusion=fusion, fusion_type="channel_map" if fusion else None)
     model = ClapModel(ClapConfig(text_config=text, audio_config=sound, projection_dim=6)).eval()
     spread(model)
     model.save_pretrained(folder)
     words_tokenizer(("<s>", "<pad>", "</s>", "<unk>"), 10).save_pretrained(folder)
     ClapFeatureExtractor().save_pretrained(folder)  # the default truncation, as released models have it
     return model
+
+
+def write_clips(folder: Path, seconds: Sequence[float], seed: int, rate: int = 16_000) -> list[np.ndarray]:
+    """Noisy tones of 16 bits as files; their samples."""
+    folder.mkdir()
+    rng, clips = np.random.default_rng(seed), []
+    for index, length in enumerate(seconds):
+        time = np.arange(int(length * rate)) / rate
+        sound = 0.4 * np.sin(2 * np.pi * rng.uniform(100, 4000) * time) + 0.1 * rng.standard_normal(len(time))
+        clips.append(np.clip(np.round(32767 * sound), -32768, 32767).astype("<i2"))
+        with wave.open(str(folder / f"{index:03d}.wav"), "wb") as file:
+            file.setparams((1, 2, rate, 0, "NONE", ""))
+            file.writeframes(clips[-1].tobytes())
+    return clips
+
+
+def mean_colours(setup: Any) -> Any:
+    """In the place of an extractor: the mean colours of pictures."""
+
+    def extract(samples: Any, first: int, end: int) -> dict[str, torch.Tensor]:
+        rows = torch.from_numpy(samples.pictures(first, end, setup.size)).double().mean((1, 2)) / 255
+        return {"features": rows, "logits": rows}
+
+    return extract, [], ""
 
 
 def make_pictures(folder, count, seed, size=24):

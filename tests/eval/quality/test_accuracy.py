@@ -20,13 +20,8 @@ def test_the_summary_is_a_plain_count():
 def test_the_table_has_a_line_for_each_sampler_and_a_column_for_each_attribute():
     table = accuracy_table({"one": summarise([{"a": True}]), "two": summarise([{"a": False, "b": True}])})
     header, _, first, second = table.splitlines()
-    assert [cell.strip() for cell in header.split("|")[1:-1]] == [
-        "sampler",
-        "a",
-        "b",
-        "mean of these",
-        "whole prompt",
-    ]
+    cells = [cell.strip() for cell in header.split("|")[1:-1]]
+    assert cells == ["sampler", "a", "b", "mean of these", "whole prompt"]
     assert "100.0 (20.7-100.0)" in first and "-" in first.split("|")[3]
     assert "50.0 (-19.3-119.3)" not in first and "0.0 (0.0-79.3)" in second
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.networks import exact_distance, make_pictures, scores, with_manifest
+from tests.helpers.networks import (
+    exact_distance,
+    make_pictures,
+    mean_colours,
+    scores,
+    spread,
+    with_manifest,
+)
 from visual_spec.cli import main
 from visual_spec.eval.quality import published
 from visual_spec.eval.quality.feature_sets import SampleFiles
@@ -117,14 +124,11 @@ def test_dino_distances_are_those_of_its_class_token(tmp_path, capsys):
             patch_size=14,
         )
     ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    spread(model)
     model.save_pretrained(tmp_path / "dino")
-    mean, spread = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    BitImageProcessor(
-        size={"shortest_edge": 32}, crop_size={"height": 28, "width": 28}, image_mean=mean, image_std=spread
-    ).save_pretrained(tmp_path / "dino")
+    mean, deviation = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    size = dict(size={"shortest_edge": 32}, crop_size={"height": 28, "width": 28})
+    BitImageProcessor(**size, image_mean=mean, image_std=deviation).save_pretrained(tmp_path / "dino")
     drawn, true = make_pictures(tmp_path / "drawn", 8, 0), make_pictures(tmp_path / "true", 9, 1)
     found = scores(capsys, drawn, "--reference", true, "--metrics", "dino", "--dino", tmp_path / "dino")[
         "fd_dinov2"
@@ -132,7 +136,7 @@ def test_dino_distances_are_those_of_its_class_token(tmp_path, capsys):
     rows = []
     for folder, count in ((drawn, 8), (true, 9)):
         pictures = SampleFiles.open(folder).pictures(0, count, 28) / 255
-        values = torch.from_numpy((pictures - mean) / spread).permute(0, 3, 1, 2).float()
+        values = torch.from_numpy((pictures - mean) / deviation).permute(0, 3, 1, 2).float()
         with torch.no_grad():
             rows.append(model(pixel_values=values).last_hidden_state[:, 0])
     assert found["value"] == pytest.approx(exact_distance(*rows), rel=1e-4) and found["extractor"] == "dino"
@@ -143,20 +147,13 @@ def test_cmmd_is_its_formula(tmp_path, monkeypatch):
     from visual_spec.eval.quality.extractors import Setup
     from visual_spec.eval.quality.score import Scoring, score
 
-    def means(setup):
-        def extract(samples, first, end):
-            rows = torch.from_numpy(samples.pictures(first, end)).float().mean((1, 2))
-            return {"features": rows / rows.norm(dim=1, keepdim=True)}
-
-        return extract, [], ""
-
-    monkeypatch.setattr(extractors, "clip_features", means)
+    monkeypatch.setattr(extractors, "clip_features", mean_colours)
     sets = [SampleFiles.open(make_pictures(tmp_path / name, n, n)) for name, n in (("drawn", 9), ("true", 7))]
     work = Scoring(sets[0], sets[1], None, ("cmmd",), tmp_path / "s", Setup({"clip": tmp_path}))
     document = score(work)
     assert document is not None
     found = document["figures"]["cmmd"]
-    one, other = (means(None)[0](files, 0, len(files))["features"].double().numpy() for files in sets)
+    one, other = (mean_colours(Setup())[0](files, 0, len(files))["features"].numpy() for files in sets)
 
     def kernel(a, b):
         return np.exp(-((a[:, None] - b[None]) ** 2).sum(-1) / (2 * 10**2))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.networks import exact_distance
 from visual_spec.eval.quality import published
 from visual_spec.eval.quality.neighbours import precision_recall
 from visual_spec.eval.quality.published import (
@@ -17,6 +18,7 @@ from visual_spec.eval.quality.published import (
 from visual_spec.models.shapes_features import ShapesFeatures
 
 WIDTH = 6
+STANDARD = Gaussian.of_moments(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
 
 
 def frechet(*sets):
@@ -65,13 +67,9 @@ def test_fewer_samples_than_features_are_no_less_exact():
     generator = torch.Generator().manual_seed(14)
     drawn = torch.randn(20, 300, generator=generator).double() * torch.logspace(0, -4, 300).double()
     true = 0.5 + torch.randn(24, 300, generator=generator).double()
-    first, second = ((one - one.mean(0)) / (len(one) - 1) ** 0.5 for one in (drawn, true))
-    inner = torch.linalg.svdvals(first @ second.T).sum()
-    shift = (drawn.mean(0) - true.mean(0)).square().sum()
-    expected = shift + first.square().sum() + second.square().sum() - 2 * inner
+    expected = exact_distance(drawn, true)
     for one, other in ((drawn, true), (true, drawn)):
-        found = frechet(one, Gaussian.of(other))["value"]
-        assert found == pytest.approx(expected.item(), rel=1e-10)
+        assert frechet(one, Gaussian.of(other))["value"] == pytest.approx(expected, rel=1e-10)
 
 
 def test_the_distance_of_gaussians_in_general():
@@ -148,23 +146,22 @@ def test_small_spreads_count_beside_large_ones(count):
 
 def test_the_interval_of_a_paired_difference_is_that_of_a_paired_bootstrap():
     """Pairs are drawn again with repetition, 400 times, and both distances computed from scratch."""
-    reference = Gaussian.of_moments(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
     first = normal(600, 20, mean=0.3)
     second = torch.where(torch.arange(600)[:, None] % 3 == 0, normal(600, 21, mean=0.4), first)
     generator, values = torch.Generator().manual_seed(22), []
     for _ in range(400):
         chosen = torch.randint(600, (600,), generator=generator)
         one, other = (
-            published.gaussian_distance(Gaussian.of(part), reference)
+            published.gaussian_distance(Gaussian.of(part), STANDARD)
             for part in (second[chosen], first[chosen])
         )
         values.append(one - other)
-    found = frechet_difference(second, first, reference)
+    found = frechet_difference(second, first, STANDARD)
     reach = 1.96 * float(np.std(values))
     assert found["high"] - found["value"] == pytest.approx(reach, rel=0.35)
     # Unpaired, the interval would be far wider.
     apart = sum(
-        (frechet(one, reference)["high"] - frechet(one, reference)["value"]) ** 2 for one in (first, second)
+        (one["high"] - one["value"]) ** 2 for one in (frechet(first, STANDARD), frechet(second, STANDARD))
     )
     assert reach < 0.8 * apart**0.5
 
@@ -181,8 +178,7 @@ def test_the_moments_without_a_group_are_those_of_the_others():
 
 def test_intervals_hold_what_they_say():
     """Of 200 sets of one law, the interval holds the law's expected distance at this size about 95 % of the time."""
-    reference = Gaussian.of_moments(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
-    figures = [frechet(normal(400, 100 + seed, mean=0.4), reference) for seed in range(200)]
+    figures = [frechet(normal(400, 100 + seed, mean=0.4), STANDARD) for seed in range(200)]
     expected = float(np.mean([figure["value"] for figure in figures]))
     held = sum(figure["low"] <= expected <= figure["high"] for figure in figures)
     assert 180 <= held <= 199
@@ -253,50 +249,21 @@ def test_the_limit_of_many_samples_is_extrapolated():
 
 
 def test_a_paired_difference_resolves_what_single_distances_do_not():
-    reference = Gaussian.of_moments(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
     first = normal(400, 7, mean=0.4)
     second = first + 0.01  # sample by sample a little further off
-    difference = frechet_difference(second, first, reference)
-    single = frechet(first, reference)
+    difference = frechet_difference(second, first, STANDARD)
+    single = frechet(first, STANDARD)
     assert difference["low"] > 0
     assert difference["high"] - difference["low"] < 0.1 * (single["high"] - single["low"])
     assert difference["value"] == pytest.approx(
-        frechet(second, reference)["value"] - single["value"], rel=1e-9
+        frechet(second, STANDARD)["value"] - single["value"], rel=1e-9
     )
-    same = frechet_difference(first, first.clone(), reference)
+    same = frechet_difference(first, first.clone(), STANDARD)
     assert (same["value"], same["low"], same["high"]) == (0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="400 and 399 samples"):
-        frechet_difference(first, first[1:], reference)
+        frechet_difference(first, first[1:], STANDARD)
     with pytest.raises(ValueError, match="5 features.*6"):
-        frechet(first[:, :5], reference)
-
-
-def test_kernel_distance_and_inception_score_are_what_their_papers_define():
-    pytest.importorskip("torch_fidelity")
-    drawn, true = normal(40, 8).float(), normal(50, 9, mean=0.5).float()
-    found = published.kernel_inception_distance(drawn, true, subset_size=40)
-
-    def kernel(a, b):
-        return (a.double() @ b.double().T / WIDTH + 1) ** 3
-
-    # Every subset holds all that was drawn, and some of the true samples. Each estimate by its formula:
-    chosen = np.random.RandomState(2020)
-    values = []
-    for _ in range(100):
-        one, other = drawn[chosen.choice(40, 40, False)], true[chosen.choice(50, 40, False)]
-        within = sum(k.sum() - k.trace() for k in (kernel(one, one), kernel(other, other))) / (40 * 39)
-        values.append(float(within - 2 * kernel(one, other).mean()))
-    assert found["value"] == pytest.approx(np.mean(values), rel=1e-4)
-    assert found["subset_spread"] == pytest.approx(np.std(values), rel=1e-3)
-    sure = torch.full((40, 4), -50.0)
-    sure[torch.arange(40), torch.arange(40) % 4] = (
-        50.0  # four classes, each as often as the others, and no doubt
-    )
-    score = published.inception_score(torch.cat([sure] * 25))
-    assert score["value"] == pytest.approx(4.0, rel=0.02) and score["low"] < score["value"] <= score["high"]
-    assert published.inception_score(torch.zeros(100, 4))["value"] == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="9 samples given"):
-        published.inception_score(sure[:9])
+        frechet(first[:, :5], STANDARD)
 
 
 def discrepancy(one, other):
@@ -309,6 +276,27 @@ def discrepancy(one, other):
         (k.sum() - k.trace()) / (len(k) * (len(k) - 1)) for k in (kernel(one, one), kernel(other, other))
     )
     return float(within - 2 * kernel(one, other).mean())
+
+
+def test_kernel_distance_and_inception_score_are_what_their_papers_define():
+    pytest.importorskip("torch_fidelity")
+    drawn, true = normal(40, 8).float(), normal(50, 9, mean=0.5).float()
+    found = published.kernel_inception_distance(drawn, true, subset_size=40)
+    # Every subset holds all that was drawn, and some of the true samples.
+    chosen, values = np.random.RandomState(2020), []
+    for _ in range(100):
+        one, other = drawn[chosen.choice(40, 40, False)], true[chosen.choice(50, 40, False)]
+        values.append(discrepancy(one, other))
+    assert found["value"] == pytest.approx(np.mean(values), rel=1e-4)
+    assert found["subset_spread"] == pytest.approx(np.std(values), rel=1e-3)
+    # Four classes, each as often as the others, and no doubt.
+    sure = torch.full((40, 4), -50.0)
+    sure[torch.arange(40), torch.arange(40) % 4] = 50.0
+    score = published.inception_score(torch.cat([sure] * 25))
+    assert score["value"] == pytest.approx(4.0, rel=0.02) and score["low"] < score["value"] <= score["high"]
+    assert published.inception_score(torch.zeros(100, 4))["value"] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="9 samples given"):
+        published.inception_score(sure[:9])
 
 
 def test_the_interval_of_a_kernel_distance_leaves_every_sample_out():

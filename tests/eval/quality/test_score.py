@@ -12,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.helpers.networks import exact_distance, make_pictures
+from tests.helpers.command import check_refused
+from tests.helpers.evaluation import tiny_network
+from tests.helpers.networks import exact_distance, make_pictures, mean_colours
 from tests.helpers.sample_sets import work_in
 from visual_spec.cli import main
 from visual_spec.eval.quality import extractors, feature_sets, features, score_command, statistics
@@ -25,17 +27,19 @@ from visual_spec.eval.quality.prompt_files import PromptSet
 from visual_spec.eval.quality.published import frechet_distance
 from visual_spec.eval.quality.sample_set import sample
 from visual_spec.eval.quality.score import Scoring
-from visual_spec.models.shapes_features import ShapesFeatures
 
 score: Any = scoring.score  # one process finds a document, never None
+
+
+def work_of(drawn: Path, true: Path, metrics: tuple[str, ...], out: Path, beside=None, **networks) -> Scoring:
+    sets = [path and SampleFiles.open(path) for path in (drawn, true, beside)]
+    return Scoring(*sets, metrics, out, Setup(networks))
 
 
 @pytest.fixture
 def small_network(monkeypatch):
     """In place of the embedded network a small one, which takes pictures of any size."""
-    torch.manual_seed(3)
-    network = ShapesFeatures({"a": 2}, num_features=4, image_size=16, channels=2).eval()
-    network.spread.fill_(0.01)
+    network = tiny_network()
     monkeypatch.setattr(extractors, "load_shapes_features", lambda: network)
     return network
 
@@ -44,30 +48,16 @@ def small_network(monkeypatch):
 def test_the_figures_are_torch_fidelitys_for_the_same_files(tmp_path, inception):
     fidelity = pytest.importorskip("torch_fidelity")
     drawn, true = make_pictures(tmp_path / "drawn", 20, 0), make_pictures(tmp_path / "true", 24, 1)
-    work = Scoring(
-        SampleFiles.open(drawn),
-        SampleFiles.open(true),
-        None,
-        ("fid", "kid", "is", "prc"),
-        tmp_path / "s",
-        Setup({"feature_weights": inception}),
-    )
+    metrics = ("fid", "kid", "is", "prc")
+    work = work_of(drawn, true, metrics, tmp_path / "s", feature_weights=inception)
     figures = score(work)["figures"]
-    theirs = fidelity.calculate_metrics(
-        input1=str(drawn),
-        input2=str(true),
-        fid=True,
-        kid=True,
-        isc=True,
-        prc=True,
-        feature_extractor="inception-v3-compat",
-        feature_layer_prc="2048",
-        feature_extractor_weights_path=str(inception),
-        kid_subset_size=20,
-        cuda=False,
-        cache=False,
-        verbose=False,
+    asked = dict.fromkeys(("fid", "kid", "isc", "prc"), True) | dict.fromkeys(
+        ("cuda", "cache", "verbose"), False
     )
+    theirs = fidelity.calculate_metrics(
+        **asked, input1=str(drawn), input2=str(true), feature_extractor="inception-v3-compat", kid_subset_size=20,
+        feature_layer_prc="2048", feature_extractor_weights_path=str(inception),
+    )  # fmt: skip
     sets = [work.features("inception", samples) for samples in (work.drawn, SampleFiles.open(true))]
     # Of 2,048 eigenvalues 2,028 are 0 but for rounding. Ours leaves them out; torch-fidelity's sums up their roots.
     exact = exact_distance(*sets)
@@ -91,11 +81,7 @@ def test_any_number_of_processes_gives_the_same_document(tmp_path, small_network
         folder, found = tmp_path / str(shards), None
         for rank in range(shards):
             assert found is None
-            found = score(
-                Scoring(SampleFiles.open(drawn), SampleFiles.open(true), None, ("shapes",), folder),
-                rank=rank,
-                shards=shards,
-            )
+            found = score(work_of(drawn, true, ("shapes",), folder), rank=rank, shards=shards)
         documents.append(json.dumps(found))
     assert len(set(documents)) == 1
     figures = json.loads(documents[0])["figures"]
@@ -109,9 +95,7 @@ def test_damaged_features_are_extracted_again_and_new_pictures_too(tmp_path, sma
     drawn, true = make_pictures(tmp_path / "drawn", 6, 0), make_pictures(tmp_path / "true", 6, 1)
 
     def run():
-        return score(
-            Scoring(SampleFiles.open(drawn), SampleFiles.open(true), None, ("shapes",), tmp_path / "s")
-        )
+        return score(work_of(drawn, true, ("shapes",), tmp_path / "s"))
 
     before = run()
     for path in (tmp_path / "s").glob("*.npz"):
@@ -138,34 +122,18 @@ def test_adms_files_are_written_and_read(tmp_path, small_network):
 def test_a_reference_of_moments_alone_serves_fid(tmp_path, monkeypatch):
     drawn, true = make_pictures(tmp_path / "drawn", 8, 0), make_pictures(tmp_path / "true", 9, 1)
 
-    def means(setup):
-        def extract(samples, first, end):
-            rows = torch.from_numpy(samples.pictures(first, end, setup.size)).double().mean((1, 2))
-            return {"features": rows, "logits": rows}
-
-        return extract, [], ""
-
-    monkeypatch.setattr(extractors, "inception_features", means)
-    rows = SampleFiles.open(true).pictures(0, 9).astype(np.float64).mean((1, 2))
-    np.savez(tmp_path / "stats.npz", mu=rows.mean(0), sigma=np.cov(rows, rowvar=False))
-    whole = Scoring(SampleFiles.open(drawn), SampleFiles.open(true), None, ("fid",), tmp_path / "a")
-    stated = Scoring(
-        SampleFiles.open(drawn), SampleFiles.open(tmp_path / "stats.npz"), None, ("fid",), tmp_path / "b"
+    monkeypatch.setattr(extractors, "inception_features", mean_colours)
+    rows = SampleFiles.open(true).pictures(0, 9).astype(np.float64).mean((1, 2)) / 255
+    stats = tmp_path / "stats.npz"
+    np.savez(stats, mu=rows.mean(0), sigma=np.cov(rows, rowvar=False))
+    expected, found = (
+        score(work_of(drawn, reference, ("fid",), tmp_path / name))["figures"]["fid"]
+        for name, reference in (("a", true), ("b", stats))
     )
-    expected, found = score(whole)["figures"]["fid"], score(stated)["figures"]["fid"]
-    assert (
-        found["value"] == pytest.approx(expected["value"], rel=1e-10) and found["reference_samples"] is None
-    )
+    assert found["value"] == pytest.approx(expected["value"], rel=1e-10)
+    assert found["reference_samples"] is None
     with pytest.raises(ValueError, match=r"stats\.npz.*arr_0"):
-        score(
-            Scoring(
-                SampleFiles.open(drawn),
-                SampleFiles.open(tmp_path / "stats.npz"),
-                None,
-                ("fid", "kid"),
-                tmp_path,
-            )
-        )
+        score(work_of(drawn, stats, ("fid", "kid"), tmp_path))
 
 
 def test_sets_for_the_same_seeds_are_compared_sample_by_sample(tmp_path, small_network):
@@ -176,8 +144,7 @@ def test_sets_for_the_same_seeds_are_compared_sample_by_sample(tmp_path, small_n
     true = make_pictures(tmp_path / "true", 9, 1, size=8)
 
     def compared(folder):
-        drawn, reference, beside = (SampleFiles.open(path) for path in (folder, true, plain))
-        return score(Scoring(drawn, reference, beside, ("shapes",), tmp_path / "s"))
+        return score(work_of(folder, true, ("shapes",), tmp_path / "s", plain))
 
     same = compared(fast)
     assert same["comparison"]["same_samples"]["hits"] == 7 and same["comparison"]["kept"] is True
@@ -195,14 +162,10 @@ def test_sets_for_the_same_seeds_are_compared_sample_by_sample(tmp_path, small_n
     lossy = compared(tmp_path / "lossy")
     lines = [json.loads(line) for line in (tmp_path / "lossy" / "manifest.jsonl").read_text().splitlines()]
     assert lossy["comparison"]["promise"] == "lossy"
-    moved = [line["moved_mass"] for line in lines]
-    assert (
-        lossy["comparison"]["moved_mass"]["value"] == pytest.approx(sum(moved) / 7, rel=1e-12)
-        and sum(moved) > 0
-    )
-    assert f"{lossy['comparison']['divergence']['value']:.4f} of a tested token" in score_command.score_table(
-        lossy
-    )
+    moved = sum(line["moved_mass"] for line in lines)
+    assert lossy["comparison"]["moved_mass"]["value"] == pytest.approx(moved / 7, rel=1e-12) and moved > 0
+    measured = f"{lossy['comparison']['divergence']['value']:.4f} of a tested token"
+    assert measured in score_command.score_table(lossy)
     # Of plain decoding at another temperature nothing is promised.
     sample(work_in(tmp_path / "cool", batch_size=4, text="autoregressive:temperature=0.5"))
     cool = compared(tmp_path / "cool")["comparison"]
@@ -220,10 +183,8 @@ def test_a_broken_promise_is_told_and_fails(tmp_path, small_network, capsys):
     asked = ["score", str(fast), "--reference", str(true), "--compare-to", str(plain)]
     assert main(asked) == 0
     lines = (fast / "manifest.jsonl").read_text().splitlines()
-    line = json.loads(lines[2])
-    (fast / "manifest.jsonl").write_text(
-        "\n".join([*lines[:2], json.dumps(line | {"crc32": 1}), *lines[3:]]) + "\n"
-    )
+    lines[2] = json.dumps(json.loads(lines[2]) | {"crc32": 1})
+    (fast / "manifest.jsonl").write_text("\n".join(lines) + "\n")
     assert main(asked) == 1
     assert "6 of 7 samples" in (printed := capsys.readouterr().out) and "promise is broken" in printed
 
@@ -268,9 +229,7 @@ def test_bad_input_is_refused_before_a_network_is_loaded(tmp_path, capsys):
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 nothing")
     cases.append(([str(drawn), "--reference", str(tmp_path / "bad.npz")], "is no .npz file"))
     for arguments, message in cases:
-        assert main(["score", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1, error
+        check_refused(main(["score", *arguments]), message, capsys)
 
 
 def test_pictures_of_16_bits_are_refused_and_not_cut_off(tmp_path):
@@ -295,7 +254,7 @@ def test_a_truncated_picture_is_named(tmp_path, small_network):
     data = (drawn / "001.png").read_bytes()
     (drawn / "001.png").write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match="png.*whole"):
-        score(Scoring(SampleFiles.open(drawn), SampleFiles.open(drawn), None, ("shapes",), tmp_path / "s"))
+        score(work_of(drawn, drawn, ("shapes",), tmp_path / "s"))
 
 
 def test_prompts_of_a_class_model_are_its_names():
@@ -317,17 +276,8 @@ def test_every_metric_of_inception_features_has_its_figures(tmp_path, monkeypatc
     pytest.importorskip("torch_fidelity")
     drawn, true = make_pictures(tmp_path / "drawn", 12, 0), make_pictures(tmp_path / "true", 14, 1)
 
-    def means(setup):
-        def extract(samples, first, end):
-            rows = torch.from_numpy(samples.pictures(first, end)).float().mean((1, 2)) / 255
-            return {"features": rows, "logits": rows}
-
-        return extract, [], ""
-
-    monkeypatch.setattr(extractors, "inception_features", means)
-    asked = ("fid", "kid", "is", "prc")
-    work = Scoring(SampleFiles.open(drawn), SampleFiles.open(true), None, asked, tmp_path / "s")
-    figures = score(work)["figures"]
+    monkeypatch.setattr(extractors, "inception_features", mean_colours)
+    figures = score(work_of(drawn, true, ("fid", "kid", "is", "prc"), tmp_path / "s"))["figures"]
     assert list(figures) == ["fid", "kid", "inception_score", "precision", "recall"]
     for figure in figures.values():
         assert figure["low"] <= figure["value"] <= figure["high"] and figure["low"] < figure["high"]

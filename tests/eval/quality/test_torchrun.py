@@ -42,25 +42,13 @@ def test_any_number_of_processes_draws_the_same_files_and_finds_the_same_scores(
         drawn = tmp_path / f"drawn{count}"
         asked = ["--prompts", tmp_path / "prompts.txt", "--num", 7, "--batch-size", 3, "--threads", 1]
         asked += ["--sampler", f"autoregressive:guidance_scale={LAW.guidance_scale}"]
-        launched(
-            tmp_path / "command.py", count, "sample", "--model", tmp_path / "model", *asked, "--out", drawn
-        )
+        command, scores = tmp_path / "command.py", tmp_path / f"s{count}"
+        launched(command, count, "sample", "--model", tmp_path / "model", *asked, "--out", drawn)
         files.append(content(drawn))
-        score = [
-            "score",
-            drawn,
-            "--reference",
-            true,
-            "--size",
-            128,
-            "--threads",
-            1,
-            "--out",
-            tmp_path / f"s{count}",
-        ]
-        launched(tmp_path / "command.py", count, *score)
-        assert len(list((tmp_path / f"s{count}").glob("*.npz"))) == 6  # chunks of both sets
-        found.append(json.loads((tmp_path / f"s{count}" / "scores.json").read_text())["figures"])
+        asked = ["--reference", true, "--size", 128, "--threads", 1, "--out", scores]
+        launched(command, count, "score", drawn, *asked)
+        assert len(list(scores.glob("*.npz"))) == 6  # chunks of both sets
+        found.append(json.loads((scores / "scores.json").read_text())["figures"])
     assert files[0] == files[1] == files[2]
     pictures = {name: data for name, data in content(tmp_path / "whole").items() if name.endswith(".png")}
     assert len(pictures) == 7 and pictures.items() <= files[0].items()

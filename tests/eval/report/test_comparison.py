@@ -55,12 +55,8 @@ def test_two_models_are_compared_with_the_first_one_alone():
         plain = pipe(label, generator=seeded(seed), num_draft_scales=4, top_k=5)
         assert row.plain.tobytes() == plain.images[0].tobytes() != row.fast.tobytes()
         assert row.scales.plain_cache == plain.trace.cache_bytes[0] > row.scales.fast_cache
-        assert (row.scales.sides, row.scales.drafted, row.plain_calls, row.fast_calls) == (
-            (1, 2, 3, 4),
-            2,
-            4,
-            4,
-        )
+        assert (row.scales.sides, row.scales.drafted) == ((1, 2, 3, 4), 2)
+        assert row.plain_calls == row.fast_calls == 4
         assert not row.identical and not row.promised
         assert row.headline == (f"{row.speed_up:.2f}x", "as fast")
         assert row.map_caption.startswith("2 of 4 scales; cache 7 -> ")

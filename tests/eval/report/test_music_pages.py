@@ -19,18 +19,9 @@ def tone(hertz: float, seconds: float = 1.0) -> np.ndarray:
 
 
 def row(**changes) -> ComparisonRow:
-    values: dict = dict(
-        prompt="a <slow> organ",
-        plain=tone(440),
-        fast=tone(440),
-        rate=RATE,
-        commit_call=torch.tensor([0, 1, 1, 1, 2]),
-        plain_calls=5,
-        fast_calls=3,
-        plain_seconds=2.0,
-        fast_seconds=1.0,
-        identical=True,
-    )
+    values: dict = dict(prompt="a <slow> organ", plain=tone(440), fast=tone(440), rate=RATE, identical=True)
+    values |= dict(plain_calls=5, fast_calls=3, plain_seconds=2.0, fast_seconds=1.0)
+    values["commit_call"] = torch.tensor([0, 1, 1, 1, 2])
     return ComparisonRow(**values | changes)
 
 
@@ -72,13 +63,8 @@ def test_the_page_holds_players_pictures_and_figures(tmp_path):
 
 def test_a_filled_in_clip_is_shown_with_its_own_words(tmp_path):
     entry = torch.tensor([[0, 2], [1, 2], [0, 3], [-1, 7]])  # [S, K]
-    filled = row(
-        entry_call=entry,
-        commit_call=entry.amax(-1),
-        identical=False,
-        drafts=False,
-        output_law="a law of its own",
-    )
+    own = dict(identical=False, drafts=False, output_law="a law of its own")
+    filled = row(entry_call=entry, commit_call=entry.amax(-1), **own)
     page = write_html([filled], tmp_path / "page.html").read_text()
     assert "a law of its own" in page and "fills in hidden codes" in page and "a row is a codebook" in page
     assert "paid" not in page.split("<main>")[1] and "codes differ" not in page

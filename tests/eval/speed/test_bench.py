@@ -86,12 +86,8 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
     # Plain, two methods and the straight loop; without a cache at the first batch size.
     assert len(rows) == len(table) == 2 * 4 + 1
     for row, shown in zip(rows, table, strict=True):
-        group = [
-            r
-            for r in rows
-            if (r["batch_size"], r["guidance_scale"]) == (row["batch_size"], row["guidance_scale"])
-        ]
-        plain = group[0]
+        same = ("batch_size", "guidance_scale")
+        plain = next(one for one in rows if all(one[name] == row[name] for name in same))
         assert plain["name"] == "autoregressive"
         batch, seconds, calls = row["batch_size"], row["seconds"], row["calls_per_sample"]
         assert len(seconds) == len(calls) == (1 if row["name"] == NO_CACHE else 5)
@@ -103,13 +99,12 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
         if row["name"] != NO_CACHE:
             floor = (row["weight_bytes"] + row["cache_bytes"]) / 1e9 * 1000
             assert row["floor_ms_per_call"] == pytest.approx(floor)
-    identical = [shown["same as plain"] for shown in table if shown["sampler"] == IDENTICAL]
-    assert identical == ["5 of 5", "10 of 10"]
-    assert [shown["same as plain"] for shown in table if shown["sampler"] == NO_CACHE] == ["1 of 1"]
-    assert [shown["same as plain"] for shown in table if shown["sampler"] == STRAIGHT] == [
-        "5 of 5",
-        "10 of 10",
-    ]
+
+    def same_as_plain(name):
+        return [shown["same as plain"] for shown in table if shown["sampler"] == name]
+
+    assert same_as_plain(IDENTICAL) == same_as_plain(STRAIGHT) == ["5 of 5", "10 of 10"]
+    assert same_as_plain(NO_CACHE) == ["1 of 1"]
     assert all(shown["same as plain"] == "-" for shown in table if "exact" in shown["sampler"])
 
 
@@ -217,15 +212,7 @@ def test_a_curve_has_samplers_with_and_without_windows(model, capsys):
     document, table = run(capsys, model, *arguments, "--samplers", *asked)
     windows = [row["window"] for row in document["rows"]]
     assert windows == [3, 12, None, 5]
-    assert list(table[0]) == [
-        "guidance",
-        "tokens per call",
-        "W=3",
-        "W=5",
-        "W=12",
-        "no window",
-        "same as plain",
-    ]
+    assert [*table[0]] == "guidance|tokens per call|W=3|W=5|W=12|no window|same as plain".split("|")
     measured = [[name for name, cell in line.items() if "+-" in cell] for line in table]
     assert measured == [["W=3", "W=12"], ["no window"], ["W=5"]]
     assert [line["same as plain"] for line in table] == ["4 of 4", "-", "-"]
@@ -266,11 +253,8 @@ def test_the_floor_of_a_model_of_someone_else_is_left_out(model, capsys, monkeyp
     class Foreign(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.dtype, self.device = (
-                TabularModel(TokenGrid(4, 4), 12, order=2),
-                torch.float32,
-                CPU,
-            )
+            self.inner, self.device = TabularModel(TokenGrid(4, 4), 12, order=2), CPU
+            self.dtype = torch.float32
             self.grid, self.vocab_size = self.inner.grid, self.inner.vocab_size
             self.scale = torch.nn.Parameter(torch.ones(()))
 
@@ -289,13 +273,8 @@ def test_the_floor_of_a_model_of_someone_else_is_left_out(model, capsys, monkeyp
     document, table = run(capsys, model, *arguments)
     assert len(document["rows"]) == 3 and [line["floor"] for line in table] == ["-"] * 3
     for row in document["rows"]:
-        assert (
-            row["weight_bytes"]
-            is row["floor_ms_per_call"]
-            is row["floor_share"]
-            is row["flops_per_call"]
-            is None
-        )
+        measured = ("weight_bytes", "floor_ms_per_call", "floor_share", "flops_per_call")
+        assert all(row[name] is None for name in measured)
         assert len(row["seconds"]) and math.isfinite(row["ms_per_call"])
     assert document["rows"][2]["identical_samples"] == 5
 
@@ -308,13 +287,8 @@ def test_any_registered_sampler_can_be_named(model, capsys, tmp_path):
     rows = document["rows"]
     # `--windows` is for samplers that are not told one.
     assert [row["window"] for row in rows] == [None, 2, None, 5, None]
-    assert [row["name"] for row in rows] == [
-        "autoregressive",
-        "zipar",
-        asked[1],
-        "speculative-jacobi",
-        STRAIGHT,
-    ]
+    names = ["autoregressive", "zipar", asked[1], "speculative-jacobi", STRAIGHT]
+    assert [row["name"] for row in rows] == names
     assert rows[1]["calls"] < 16 and not rows[1]["lossless"] and rows[2]["lossless"]
     assert [line["sampler"] for line in table] == [row["name"] for row in rows]
     for row, text in zip(rows[1:-1], [*asked[:2], "speculative-jacobi:window=5"], strict=True):

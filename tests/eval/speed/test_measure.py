@@ -228,8 +228,7 @@ def test_the_rows_of_a_gpu_are_measured_twice_where_its_model_can_be_recorded(mo
         "autoregressive:graph=false",
         plain_loops.NO_CACHE,
         "autoregressive:graph=true",
-        "speculative-jacobi:graph=false",
-        "speculative-jacobi:graph=true",
+        *(f"speculative-jacobi:graph={word}" for word in ("false", "true")),
         plain_loops.STRAIGHT,
     ]
     plain = [rows[0]["seconds"], rows[2]["seconds"]]

@@ -120,43 +120,23 @@ def test_the_table_follows_from_the_raw_numbers(models, capsys, tmp_path):
     assert document["kind"] == "music-bench" and "codes to waves" in text.splitlines()[0]
     rows = document["rows"]
     assert len(rows) == len(table) == 2 * 7
-    assert [row["name"] for row in rows[:7]] == [
-        "columns",
-        *["column-jacobi"] * 2,
-        *[INDEPENDENT] * 2,
-        "masked:steps=2",
-        MASKED,
-    ]
+    names = ["columns", *2 * ["column-jacobi"], *2 * [INDEPENDENT], "masked:steps=2", MASKED]
+    assert [row["name"] for row in rows[:7]] == names
     for place, (row, shown) in enumerate(zip(rows, table, strict=True)):
         check_times(row, shown, rows[place - place % 7], "clip")
         assert shown["columns/call"] == f"{row['columns_per_call']:.2f} +- {row['deviation']:.2f}"
         assert row["peak_memory_bytes"] > 0
     # The laws are those of the models: a masked one has its own.
-    assert (rows[0]["law"]["top_k"], rows[0]["law"]["temperature"]) == (6, 1.0)
-    assert (
-        (rows[5]["law"]["top_k"], rows[5]["law"]["temperature"])
-        == (0, 1.7)
-        == tuple(rows[6]["law"][name] for name in ("top_k", "temperature"))
-    )
+    laws = [(row["law"]["top_k"], row["law"]["temperature"]) for row in rows]
+    assert (laws[0], laws[5], laws[6]) == ((6, 1.0), (0, 1.7), (0, 1.7))
     assert rows[5]["calls"] == 6 and rows[6]["calls"] == 8 and table[1]["same as plain"] == "5 of 5"
     assert document["environment"]["masked_parameters"] == document["environment"]["transformer_parameters"]
 
 
 def test_the_curve_counts_calls(models, capsys):
     samplers = ["column-jacobi", INDEPENDENT]
-    arguments = [
-        "--model",
-        models[0],
-        "--curve",
-        "--prompts",
-        3,
-        "--batch-sizes",
-        2,
-        "--guidance-scales",
-        1,
-        2,
-    ]
-    document, table, _ = benched(capsys, *arguments, "--samplers", *samplers, "--windows", 2, 5)
+    asked = "--curve --prompts 3 --batch-sizes 2 --guidance-scales 1 2 --windows 2 5".split()
+    document, table, _ = benched(capsys, "--model", models[0], *asked, "--samplers", *samplers)
     assert document["kind"] == "music-curve" and len(document["rows"]) == 2 * 2 * 2
     pipe = tiny_audio_pipeline()
     for row in document["rows"]:

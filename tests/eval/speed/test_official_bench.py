@@ -46,10 +46,8 @@ def test_measured_calls_and_stated_acceptance_give_the_picture(capsys, name):
     assert document["acceptance"]["measured"] is False and document["acceptance"]["probability"] == 0.6
     assert "* not measured: random weights; follows from the stated acceptance of 0.6" in text
     defaults = (7.5, 1000) if name.endswith("t2i") else (2.0, 0)
-    assert (document["settings"]["guidance_scales"], document["settings"]["top_k"]) == (
-        [defaults[0]],
-        defaults[1],
-    )
+    asked = document["settings"]
+    assert (asked["guidance_scales"], asked["top_k"]) == ([defaults[0]], defaults[1])
     rows = document["rows"]
     assert [(row["name"], row["window"]) for row in rows] == [
         ("autoregressive", 1),
@@ -149,13 +147,8 @@ def test_a_baseline_that_fails_costs_its_row_only(capsys, monkeypatch):
 def test_speed_ups_are_over_the_fastest_row_that_draws_a_token_a_call():
     def row(plain, prefill, calls, *per_call) -> dict[str, Any]:
         quantiles = dict(zip(("p20", "p50", "p80"), per_call, strict=True))
-        return dict(
-            autoregressive=plain,
-            prefill_ms=prefill,
-            calls_per_image=calls,
-            ms_per_call=quantiles,
-            batch_size=2,
-        )
+        times = {"ms_per_call": quantiles, "batch_size": 2}
+        return dict(autoregressive=plain, prefill_ms=prefill, calls_per_image=calls, **times)
 
     rows = [row(True, 4.0, 11, 2, 3, 4), row(True, 2.0, 9, 1, 2, 5), row(False, 2.0, 5, 1, 1, 1)]
     official_bench.add_picture_times(rows)
@@ -227,11 +220,8 @@ def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch, gigabytes, 
 @pytest.mark.parametrize("free", range(0, 400, 7))
 def test_what_is_said_to_fit_fits_and_nothing_larger(free):
     def needed(batch_size, window):
-        return {
-            "weights": 50,
-            "cache": 9 * batch_size + batch_size * window,
-            "logits": 2 * batch_size * window,
-        }
+        fed = batch_size * window
+        return {"weights": 50, "cache": 9 * batch_size + fed, "logits": 2 * fed}
 
     found = measure.what_fits(needed, free, 10, 12)
     fits = [(b, w) for b in range(1, 11) for w in range(1, 13) if sum(needed(b, w).values()) <= free]

@@ -16,16 +16,8 @@ ROWS = [
     ),
     dict(name="no cache", batch_size=1, window=None, flops_per_call=None, weight_bytes=1, cache_bytes=1, ms_per_call=1),
 ]  # fmt: skip
-DOCUMENT = {
-    "rows": ROWS,
-    "settings": {"model": "shapes"},
-    "environment": {
-        "copy_bandwidth": 5e11,
-        "matmul_flops": 2e13,
-        "dtype": "float32",
-        "device_name": "a chip",
-    },
-}
+MACHINE = dict(copy_bandwidth=5e11, matmul_flops=2e13, dtype="float32", device_name="a chip")
+DOCUMENT = {"rows": ROWS, "settings": {"model": "shapes"}, "environment": MACHINE}
 
 
 def test_points_lie_where_arithmetic_puts_them():

@@ -123,9 +123,8 @@ def test_the_rows_of_a_model_that_names_none(model, capsys):
         "num_draft_scales=2,cache_share=1.0",
         "num_draft_scales=3,cache_share=1.0",
     ]
-    guided = benched(capsys, "--model", model, "--count-only", "--batch-sizes", 1, "--guidance-scales", 1, 3)[
-        0
-    ]["rows"]
+    arguments = ["--model", model, "--count-only", "--batch-sizes", 1, "--guidance-scales", 1, 3]
+    guided = benched(capsys, *arguments)[0]["rows"]
     assert [row["guidance_scale"] for row in guided] == [1.0] * 8 + [3.0] * 8
     assert guided[0]["cache_bytes_per_image"] == guided[8]["cache_bytes_per_image"] / 2
 
@@ -193,13 +192,9 @@ def test_what_does_not_fit_the_device_is_refused_before_it_is_made(monkeypatch):
 
 
 def test_a_model_is_timed_under_its_own_law(tmp_path, capsys):
-    tiny_scale_pipeline(default_guidance_scale=1.7, default_top_k=3, default_top_p=0.8).save_pretrained(
-        tmp_path
-    )
-    pipe = scale_cost.like_on_meta(
-        tiny_scale_pipeline(default_guidance_scale=1.7, default_top_k=3, default_top_p=0.8)
-    )
-    law = pipe.make_law()
+    pipe = tiny_scale_pipeline(default_guidance_scale=1.7, default_top_k=3, default_top_p=0.8)
+    pipe.save_pretrained(tmp_path)
+    law = scale_cost.like_on_meta(pipe).make_law()
     assert (law.guidance_scale, law.top_k, law.top_p) == (1.7, 3, 0.8)
     document, table, _ = benched(capsys, "--model", tmp_path, "--count-only", "--samplers", ROWS[1])
     assert {row["guidance_scale"] for row in document["rows"]} == {1.7} and table[0]["guidance"] == "1.7"
