@@ -238,10 +238,7 @@ class DistilledSampler(Sampler):
         run.lap("model")
         at = torch.full_like(state.lengths[:, None], slot)
         drawn = draw_tokens(run.law, run.noise, logits, at, run.guided)  # [B, 1]
-        state.ids[:, slot : slot + 1] = drawn
-        state.tokens[:, slot : slot + 1] = run.parts["codebook"].to(state.tokens)[drawn]
-        state.commit_call[:, slot].fill_(state.round)
-        run.lap("verify")
+        self._commit(run, state, slice(slot, slot + 1), drawn)
 
     def _teach_scale(self, run: Run, state: StudentState, slot: int) -> None:
         """Draw one scale with the teacher, given the scales before it, as `ScaleWiseSampler` draws it."""
@@ -269,9 +266,12 @@ class DistilledSampler(Sampler):
         log_probs = run.law(logits if law.guided else logits[: len(slots)], slots, law.guided)
         drawn = run.noise.categorical(log_probs, slots, TOKEN)  # [B, n * n]
         cache.canvas = tokenizer.accumulate(cache.canvas, scale, drawn)
-        state.ids[:, slot:end] = drawn
-        state.tokens[:, slot:end] = run.parts["codebook"].to(state.tokens)[drawn]
-        state.commit_call[:, slot:end].fill_(state.round)
+        self._commit(run, state, slice(slot, end), drawn)
+
+    def _commit(self, run: Run, state: StudentState, slots: slice, drawn: Tensor) -> None:
+        state.ids[:, slots] = drawn
+        state.tokens[:, slots] = run.parts["codebook"].to(state.tokens)[drawn]
+        state.commit_call[:, slots].fill_(state.round)
         run.lap("verify")
 
     def result(self, run: Run, state: StudentState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:

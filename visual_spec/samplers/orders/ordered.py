@@ -103,7 +103,7 @@ class OrderedSampler(Sampler):
         return self.order_for(model).width
 
     def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
-        return ORDERS[self.name_for(model)].num_steps(model.grid)
+        return len(self.order_for(model).steps)
 
     def prepare(self, run: Run) -> OrderedState:
         learned = self.order_for(run.model).learned

@@ -219,35 +219,16 @@ def diagonal(grid: TokenGrid, window: int = 1) -> TokenOrder:
     return TokenOrder(("next",), tuple(steps))
 
 
-@dataclass(frozen=True)
-class OrderRecipe:
-    """How an order is made over a grid, and its number of steps there, prefill included."""
-
-    build: Callable[[TokenGrid], TokenOrder]
-    num_steps: Callable[[TokenGrid], int]
-
-
-def _diagonals(grid: TokenGrid) -> int:
-    return grid.frames + grid.height + grid.width - 2
-
-
-def _regions(count: int) -> OrderRecipe:
-    return OrderRecipe(partial(regions, count=count), lambda grid: count + grid.num_tokens // count - 1)
-
-
-def _blocks(side: int) -> OrderRecipe:
-    return OrderRecipe(partial(blocks, side=side), lambda grid: grid.num_tokens // side**2)
-
-
-ORDERS: dict[str, OrderRecipe] = {
-    RASTER_ORDER: OrderRecipe(raster, lambda grid: grid.num_tokens),
-    "diagonal": OrderRecipe(diagonal, lambda grid: RowOrder.over(grid, 1).calls),
-    "nar": OrderRecipe(near_to_far, _diagonals),
-    "flashar": OrderRecipe(near_to_far, _diagonals),
-    "par4": _regions(4),
-    "par16": _regions(16),
-    "blocks2": _blocks(2),
-    "blocks4": _blocks(4),
+# How each order is made over a grid.
+ORDERS: dict[str, Callable[[TokenGrid], TokenOrder]] = {
+    RASTER_ORDER: raster,
+    "diagonal": diagonal,
+    "nar": near_to_far,
+    "flashar": near_to_far,
+    "par4": partial(regions, count=4),
+    "par16": partial(regions, count=16),
+    "blocks2": partial(blocks, side=2),
+    "blocks4": partial(blocks, side=4),
 }
 
 
@@ -259,7 +240,7 @@ def order_of(name: str, grid: TokenGrid) -> TokenOrder:
         KeyError: the name is unknown.
         ValueError: the order does not fit the grid.
     """
-    return ORDERS[name].build(grid)
+    return ORDERS[name](grid)
 
 
 @cache
