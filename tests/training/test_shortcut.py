@@ -12,8 +12,8 @@ from tests.helpers.training import check_training
 from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.recap import full_calls
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.recap import full_calls
 
 SAMPLER = MaskedSampler(steps=4, choice_temperature=1.0)
 PROMPTS = ["a red circle", "a blue square", "a"]

@@ -13,9 +13,8 @@ from tests.models.masked.maskgct_straight import DIM, HEADS, LAYERS, PHONES, SEM
 from visual_spec.models.core import cache
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.maskgct import SemanticCondition, SemanticDecoder, SemanticNetwork
-from visual_spec.samplers.core import recap
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import masked
+from visual_spec.samplers.masked import masked, recap
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 

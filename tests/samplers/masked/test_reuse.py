@@ -18,8 +18,8 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import CLOCKS, SCHEDULES, hidden_counts, hidden_shares
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.core.recap import full_calls, group_width, last_of_group, places_of, scattered
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.recap import full_calls, group_width, last_of_group, places_of, scattered
 from visual_spec.samplers.masked.state import MaskedTrace
 
 

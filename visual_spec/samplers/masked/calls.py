@@ -1,6 +1,6 @@
 """How a masked decoder calls its model: full calls, calls that go on from an earlier one, and calls as CUDA graphs.
 
-`core.recap` says what calls may reuse. What a decoder does beside the model is a few kernels; the call itself is
+`recap` says what calls may reuse. What a decoder does beside the model is a few kernels; the call itself is
 hundreds of launches, which a small picture on a fast GPU waits for. All calls of one kind have the same shapes: whole
 ones, ones that keep, and local ones of a group, whose width is rounded up (`recap.group_width`). The first of a kind
 runs as it is, the second is recorded, and the others are replayed. Recordings live as long as the decode.
@@ -18,8 +18,8 @@ from torch import Tensor
 from visual_spec.models.core.settings import SHARE, OneOf, Within
 from visual_spec.samplers.core.graph import RecordedFunction
 from visual_spec.samplers.core.masking import Spans, least_sure
-from visual_spec.samplers.core.recap import KINDS, full_calls, group_width, last_of_group, places_of
 from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.masked.recap import KINDS, full_calls, group_width, last_of_group, places_of
 from visual_spec.samplers.masked.state import CodebookStage, MaskedRunState
 
 
@@ -28,7 +28,7 @@ class Reuse:
     """Which calls of the model reuse what an earlier one computed.
 
     Attributes:
-        reuse: calls after each full one that reuse what it computed (`core.recap`); 0: all calls are full.
+        reuse: calls after each full one that reuse what it computed (`recap`); 0: all calls are full.
         reuse_from: share of the calls of a codebook that are full before any reuse.
         reuse_by: "recap" (keys and values: calls of the tokens that they may keep) or "shortcut" (features: a small
             network in place of the model).

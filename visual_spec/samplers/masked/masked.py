@@ -4,7 +4,7 @@ All tokens are hidden at first. Every step is one forward of a `MaskedModel`. It
 the draws for good, and hides the others again; the last step keeps all. Codebooks are decoded one after the other. The
 decoder defines its own output law: there is no autoregressive law to compare it with.
 
-`unmasking` has the loop, `policies` what it decides by, `presets` published settings, `core.recap` calls that go on
+`unmasking` has the loop, `policies` what it decides by, `presets` published settings, `recap` calls that go on
 from what an earlier one computed, and `frames` videos frame by frame.
 """
 

@@ -21,11 +21,11 @@ from visual_spec.samplers.core.masking import (
     hidden_shares,
     mixed,
 )
-from visual_spec.samplers.core.recap import scattered
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE
 from visual_spec.samplers.masked.calls import Reuse
 from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
+from visual_spec.samplers.masked.recap import scattered
 from visual_spec.samplers.masked.state import CodebookStage, Dependence, MaskedRunState
 
 
