@@ -38,13 +38,13 @@ def test_a_clip_is_drawn_with_the_published_law_and_the_padding_of_audiocraft(tm
     with torch.no_grad():
         features = encoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
     condition = TextCondition(features, inputs["attention_mask"].bool())
-    loaded = load_musicgen(tmp_path, encoder)
-    model = MusicgenColumnModel(loaded.model, 8, padding="zeros")
+    network, _ = load_musicgen(tmp_path, encoder)
+    model = MusicgenColumnModel(network, 8, padding="zeros")
     law = TokenLaw(guidance_scale=3.0, top_k=250)
     plain = ColumnAutoregressiveSampler()(model, condition, law=law, generator=seeded(1, 2), batch_size=2)
     codes = model.codes(plain.tokens, condition)
     assert output.codes.equal(codes)
-    waves = decode_codes(loaded.model.audio_encoder, codes, channels)
+    waves = decode_codes(network.audio_encoder, codes, channels)
     assert np.abs(output.audios - waves.detach().numpy()).max() < 1e-4
 
 

@@ -130,9 +130,8 @@ def test_official_files(tmp_path):
     pipe.set_progress_bar_config(disable=True)
     output = pipe(["a red circle", "blue"], generator=seeded(1, 2))
 
-    loaded = load_magnet(tmp_path)
-    own = loaded.settings
-    model = MagnetModel(loaded.model, own.num_frames, reach=own.reach, padding="zeros")
+    network, own = load_magnet(tmp_path)
+    model = MagnetModel(network, own.num_frames, reach=own.reach, padding="zeros")
     inputs = tokenizer(["a red circle", "blue"], padding=True, return_tensors="pt")
     with torch.no_grad():
         features = encoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state

@@ -174,8 +174,9 @@ class AudioPipeline(ReadsText):
         """
         from visual_spec.models.columns.musicgen_checkpoint import load_musicgen
 
-        loaded = load_musicgen(source, text_encoder, codec=codec, dtype=dtype)
-        return cls.from_musicgen(loaded.model, tokenizer, sampler, **_published(loaded.settings) | settings)
+        model, duration = load_musicgen(source, text_encoder, codec=codec, dtype=dtype)
+        published = _published(model.generation_config, duration)
+        return cls.from_musicgen(model, tokenizer, sampler, **published | settings)
 
     @classmethod
     def from_magnet(
@@ -206,12 +207,16 @@ class AudioPipeline(ReadsText):
         from visual_spec.models.masked.magnet_checkpoint import load_magnet
         from visual_spec.samplers.masked.presets import PRESETS
 
-        loaded = load_magnet(source, dtype=dtype)
-        own, codec = loaded.settings, load_audiocraft_codec(source) if codec is None else codec
+        model, own = load_magnet(source, dtype=dtype)
+        codec = load_audiocraft_codec(source) if codec is None else codec
         steps = {"steps": own.steps, "span": own.span, "least_guidance": own.least_guidance}
         sampler = make_sampler("masked", **PRESETS["magnet"].settings, **steps)
-        published = _published(own) | {"default_top_p": own.top_p, "masked": True, "reach": own.reach}
-        return cls(loaded.model, codec, text_encoder, sampler, tokenizer, **published | settings)
+        published = _published(own, own.duration) | {
+            "default_top_p": own.top_p,
+            "masked": True,
+            "reach": own.reach,
+        }
+        return cls(model, codec, text_encoder, sampler, tokenizer, **published | settings)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As `DiffusionPipeline.save_pretrained`.
@@ -526,13 +531,13 @@ def _with_melody(text: TextCondition, melody: Tensor | None) -> MusicCondition:
     return MusicCondition(text.features, text.mask, melody=melody, negative=text.negative)
 
 
-def _published(own: Any) -> dict[str, Any]:
+def _published(own: Any, duration: float) -> dict[str, Any]:
     """Settings that files of MusicGen and of MAGNeT name."""
     return {
         "default_guidance_scale": own.guidance_scale,
         "default_temperature": own.temperature,
         "default_top_k": own.top_k,
-        "max_audio_length_in_s": own.duration,
+        "max_audio_length_in_s": duration,
         "padding": "zeros",
     }
 

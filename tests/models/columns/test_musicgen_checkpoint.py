@@ -31,7 +31,7 @@ from tests.helpers.tiny_t5 import tiny_t5
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
-from visual_spec.models.columns.musicgen_checkpoint import MusicgenCheckpoint, load_musicgen
+from visual_spec.models.columns.musicgen_checkpoint import load_musicgen
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
@@ -39,7 +39,7 @@ from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 FRAMES = 7
 
 
-def load(folder: Path, **settings: Any) -> MusicgenCheckpoint:
+def load(folder: Path, **settings: Any) -> tuple[MusicgenForConditionalGeneration, float]:
     return load_musicgen(folder, tiny_t5(d_model=TEXT), **settings)
 
 
@@ -62,12 +62,12 @@ def straight_greedy(weights: dict[str, Tensor], features: Tensor, mask: Tensor, 
 
 @pytest.mark.parametrize("channels", [1, 2], ids=["mono", "stereo"])
 def test_clips_are_those_of_a_plain_computation_in_the_official_layout(tmp_path, channels):
-    loaded = load(write_musicgen(tmp_path, channels), dtype=torch.float64)
+    network, _ = load(write_musicgen(tmp_path, channels), dtype=torch.float64)
     weights = language_model_weights(BOOKS * channels)
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(2, 4, TEXT, generator=generator).double()
     mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
-    model = MusicgenColumnModel(loaded.model, FRAMES, padding="zeros")
+    model = MusicgenColumnModel(network, FRAMES, padding="zeros")
     law = TokenLaw(guidance_scale=3.0, temperature=0.0)
     condition = TextCondition(features, mask)
     result = ColumnAutoregressiveSampler()(model, condition, law=law, batch_size=2)
@@ -76,8 +76,8 @@ def test_clips_are_those_of_a_plain_computation_in_the_official_layout(tmp_path,
         assert torch.equal(codes[row], straight_greedy(weights, features[row], mask[row], channels))
     assert len(codes.unique()) > 4
     # Without padding and guidance, transformers' own generate plays the same.
-    loaded.model.double()
-    waves = loaded.model.generate(
+    whole: Any = network.double()
+    waves = whole.generate(
         encoder_outputs=BaseModelOutput(features[:1]),
         attention_mask=torch.ones(1, 4, dtype=torch.long),
         guidance_scale=1.0,
@@ -92,16 +92,13 @@ def test_clips_are_those_of_a_plain_computation_in_the_official_layout(tmp_path,
 
 
 def test_what_the_model_and_its_settings_are(tmp_path):
-    loaded = load(write_musicgen(tmp_path, 2))
-    settings, model = loaded.settings, loaded.model
-    assert (settings.duration, settings.channels, settings.text_encoder) == (2.0, 2, "t5-base")
-    assert (settings.guidance_scale, settings.temperature, settings.top_k) == (3.0, 1.0, 250)
-    assert isinstance(model, MusicgenForConditionalGeneration) and not model.training
+    model, duration = load(write_musicgen(tmp_path, 2))
+    assert duration == 2.0 and isinstance(model, MusicgenForConditionalGeneration) and not model.training
     decoder = model.decoder.config
     assert (decoder.num_codebooks, decoder.audio_channels, decoder.vocab_size) == (6, 2, CODES)
     assert (decoder.hidden_size, decoder.num_hidden_layers) == (DIM, LAYERS)
     own = model.generation_config
-    assert (own.do_sample, own.guidance_scale, own.top_k) == (True, 3.0, 250)
+    assert (own.do_sample, own.guidance_scale, own.temperature, own.top_k) == (True, 3.0, 1.0, 250)
     assert own.max_length == 2 * 67 and own.decoder_start_token_id == own.pad_token_id == CODES
     model.save_pretrained(tmp_path / "saved")
     again = MusicgenForConditionalGeneration.from_pretrained(tmp_path / "saved")
@@ -113,13 +110,13 @@ def test_half_precision_becomes_float32_on_a_cpu(tmp_path):
     write_musicgen(tmp_path)
     halves = {name: value.half() for name, value in language_model_weights().items()}
     write(tmp_path, "state_dict.bin", halves, MUSICGEN_SETTINGS)
-    dtypes = [load(tmp_path, **more).model.decoder.dtype for more in ({}, {"dtype": None})]
+    dtypes = [load(tmp_path, **more)[0].decoder.dtype for more in ({}, {"dtype": None})]
     assert dtypes == [torch.float32, torch.float16]
 
 
 def test_a_text_encoder_by_its_folder(tmp_path):
     tiny_t5(d_model=TEXT).save_pretrained(tmp_path / "t5")
-    model: Any = load_musicgen(write_musicgen(tmp_path), tmp_path / "t5").model
+    model: Any = load_musicgen(write_musicgen(tmp_path), tmp_path / "t5")[0]
     for name, value in tiny_t5(d_model=TEXT).state_dict().items():
         assert torch.equal(model.text_encoder.state_dict()[name], value)
 

@@ -33,10 +33,10 @@ from visual_spec.samplers.masked.masked import MaskedSampler
 
 def test_logits_are_those_of_a_plain_computation_in_the_official_layout(tmp_path):
     write_language_model(tmp_path)
-    loaded = load_magnet(tmp_path, dtype=torch.float64)
-    model = MagnetModel(loaded.model, 8, reach=loaded.settings.reach, padding="zeros")
+    network, settings = load_magnet(tmp_path, dtype=torch.float64)
+    model = MagnetModel(network, 8, reach=settings.reach, padding="zeros")
     weights, (condition, codes) = language_model_weights(), clips()
-    assert loaded.settings.reach == 2
+    assert settings.reach == 2
     state = model.prepare(condition, batch_size=2, guided=True)
     nothing, all_ = torch.zeros_like(condition.mask[0]), torch.ones(8, 8, dtype=torch.bool)
     near = torch.tensor([[abs(query - key) <= 2 for key in range(8)] for query in range(8)])
@@ -60,13 +60,13 @@ def test_every_third_of_a_packed_matrix_counts(tmp_path, part):
     for turn in range(3):
         weights = language_model_weights()[name]
         path = write_language_model(tmp_path, changes={name: weights.roll(turn * DIM, 0)})
-        model = MagnetModel(load_magnet(path).model, 8, padding="zeros")
+        model = MagnetModel(load_magnet(path)[0], 8, padding="zeros")
         found.append(model.logits(codes, condition, torch.zeros(2, dtype=torch.long)))
     assert (found[0] - found[1]).abs().max() > 0.01 and (found[1] - found[2]).abs().max() > 0.01
 
 
 def test_settings_of_the_file(tmp_path):
-    settings = load_magnet(write_language_model(tmp_path)).settings
+    settings = load_magnet(write_language_model(tmp_path))[1]
     assert (settings.duration, settings.frame_rate, settings.num_frames) == (2.0, 4, 6)
     assert (settings.span, settings.reach, settings.steps) == (3, 2, (5, 3, 2))
     assert (settings.temperature, settings.top_p, settings.top_k) == (3.5, 0.8, 0)
@@ -81,27 +81,27 @@ def test_clips_have_whole_spans(tmp_path, duration, frames):
         "transformer_lm.compression_model_framerate",
         50,
     )
-    assert load_magnet(write_language_model(tmp_path, official)).settings.num_frames == frames
+    assert load_magnet(write_language_model(tmp_path, official))[1].num_frames == frames
 
 
 def test_top_k_counts_only_where_there_is_no_top_p(tmp_path):
     settings = changed(SETTINGS, "generate.lm.top_k", 5)
-    loaded = load_magnet(write_language_model(tmp_path, settings)).settings
+    loaded = load_magnet(write_language_model(tmp_path, settings))[1]
     assert (loaded.top_k, loaded.top_p) == (0, 0.8)
     settings = changed(settings, "generate.lm.top_p", 0.0)
-    loaded = load_magnet(write_language_model(tmp_path, settings)).settings
+    loaded = load_magnet(write_language_model(tmp_path, settings))[1]
     assert (loaded.top_k, loaded.top_p) == (5, 1.0)
 
 
 def test_settings_that_the_file_lacks(tmp_path):
     few = {"dataset": {"segment_duration": 30}, "transformer_lm": {"num_heads": 4, "subcodes_context": -1}}
-    settings = load_magnet(write_language_model(tmp_path, few)).settings
+    settings = load_magnet(write_language_model(tmp_path, few))[1]
     assert settings.steps == (60, 10, 10) and settings.num_frames == 1500 and settings.reach is None
     assert (settings.temperature, settings.top_p, settings.guidance_scale) == (3.0, 0.9, 10.0)
     path = write_language_model(tmp_path, None)
     with pytest.raises(ValueError, match="attention heads"):
         load_magnet(path)
-    assert load_magnet(path, num_heads=4).settings.steps == (20, 10, 10)
+    assert load_magnet(path, num_heads=4)[1].steps == (20, 10, 10)
     with pytest.raises(ValueError, match="num_heads=5.*24"):
         load_magnet(path, num_heads=5)
 
@@ -111,11 +111,10 @@ def test_a_clip_from_files(tmp_path):
     weights = {name: value.half() for name, value in language_model_weights().items()}
     write(tmp_path, "state_dict.bin", weights, SETTINGS)
     write(tmp_path, "compression_state_dict.bin", codec_weights(), CODEC_SETTINGS)
-    assert load_magnet(tmp_path, dtype=None).model.dtype == torch.float16
-    loaded = load_magnet(tmp_path)
-    assert loaded.model.dtype == torch.float32  # on a CPU, as in audiocraft
-    settings = loaded.settings
-    model = MagnetModel(loaded.model, settings.num_frames, reach=settings.reach, padding="zeros")
+    assert load_magnet(tmp_path, dtype=None)[0].dtype == torch.float16
+    network, settings = load_magnet(tmp_path)
+    assert network.dtype == torch.float32  # on a CPU, as in audiocraft
+    model = MagnetModel(network, settings.num_frames, reach=settings.reach, padding="zeros")
     sampler = MaskedSampler(
         settings.steps, clock="magnet", span=settings.span, temperature="falling", guidance="falling"
     )
@@ -226,7 +225,7 @@ def test_a_missing_layer_is_noticed_be_it_the_last_one(tmp_path, layer):
     start = f"transformer.layers.{layer}."
     without: dict[str, Any] = {key: None for key in language_model_weights() if key.startswith(start)}
     settings = changed(SETTINGS, "transformer_lm.num_layers", LAYERS)
-    assert len(load_magnet(write_language_model(tmp_path, settings)).model.model.decoder.layers) == LAYERS
+    assert len(load_magnet(write_language_model(tmp_path, settings))[0].model.decoder.layers) == LAYERS
     path = write_language_model(tmp_path, settings, without)
     with pytest.raises(
         ValueError, match=r"state_dict.bin (holds 1 layers, and its settings say 2|is no MAGNeT)"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.models.encodec.modeling_encodec import EncodecConv1d
 
 from visual_spec.models.core.offload import at_hand, decodes
+from visual_spec.models.core.protocol import check_ids
 
 
 def check_codec(codec: Any) -> None:
@@ -121,7 +122,7 @@ class StreamingDecoder:
 
     def _checked(self, codes: Tensor, last: bool) -> Tensor:
         """Return the codes of single channels, [B * C, K / C, n]."""
-        books, size = len(self.codec.quantizer.layers), self.codec.config.codebook_size
+        books = len(self.codec.quantizer.layers)
         if self.ended:
             raise ValueError("the clip has ended; make another StreamingDecoder for the next one.")
         ends = last and self.batch is not None
@@ -132,10 +133,7 @@ class StreamingDecoder:
             )
         if self.batch not in (None, len(codes)):
             raise ValueError(f"a batch of {len(codes)} given after one of {self.batch}; pass the same clips.")
-        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < size:
-            raise ValueError(
-                f"codes from {int(codes.min())} to {int(codes.max())} given; pass 0 to {size - 1}."
-            )
+        check_ids("codes", codes, self.codec.config.codebook_size)
         self.batch, self.ended = len(codes), last
         return rearrange(codes.to(self.codec.device), "b (k c) n -> (b c) k n", c=self.channels)
 

@@ -25,7 +25,7 @@ from visual_spec.models.columns.stacks import Stacks, streams_of
 from visual_spec.models.core.cache import seen_up_to
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_groups
-from visual_spec.models.core.protocol import DecodeState, TokenGrid, wide
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_ids, wide
 from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.core.transformers_cache import SlotCache
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -140,11 +140,8 @@ class MusicgenColumnModel(MusicgenModules):
                 )
         elif tuple(codes.shape) != expected or codes.is_floating_point():
             raise ValueError(f"codes {codes.dtype} {tuple(codes.shape)} given; pass integers {expected}.")
-        elif codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.vocab_size:
-            raise ValueError(
-                f"codes from {int(codes.min())} to {int(codes.max())} given; this model's are 0 to "
-                f"{self.vocab_size - 1}. Encode the clip with the codec that belongs to it."
-            )
+        else:
+            check_ids("codes", codes, self.vocab_size, of=" of the codec that belongs to the model")
 
     def _stacks(self, window: int = 0) -> Stacks | None:
         """Return the tables of a stacked pattern; None of others."""
@@ -490,11 +487,7 @@ class MagnetModel(MusicgenModules):
                 f"codes {tuple(codes.shape)} given; pass [B, {self.num_codebooks}, P] with P below the clip's "
                 f"{frames} frames."
             )
-        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.vocab_size:
-            raise ValueError(
-                f"codes from {int(codes.min())} to {int(codes.max())} given; this model's are 0 to "
-                f"{self.vocab_size - 1}. Encode the clip with the codec that belongs to it."
-            )
+        check_ids("codes", codes, self.vocab_size, of=" of the codec that belongs to the model")
         return F.pad(codes, (0, frames - codes.shape[2]), value=self.mask_id).transpose(1, 2).contiguous()
 
     def codes(self, tokens: Tensor, condition: TextCondition | None = None) -> Tensor:

@@ -8,7 +8,6 @@ files. The text encoder, a T5, is not in them.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,42 +15,7 @@ from transformers import EncodecModel, MusicgenConfig, MusicgenForConditionalGen
 
 from visual_spec.models.columns.audiocraft import load_language_model
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
-from visual_spec.models.columns.audiocraft_settings import TrainingSettings, shown
-
-# How clips are drawn by default (`MusicGen.set_generation_params` of audiocraft).
-_GUIDANCE, _TOP_K, _TEMPERATURE = 3.0, 250, 1.0
-
-
-@dataclass(frozen=True)
-class MusicgenSettings:
-    """The settings of a checkpoint.
-
-    Attributes:
-        duration: seconds of the training clips.
-        channels: 1, or 2 of a stereo model.
-        guidance_scale, temperature, top_k: of the published clips.
-        text_encoder: name of the T5 whose states the model reads.
-    """
-
-    duration: float
-    channels: int
-    guidance_scale: float
-    temperature: float
-    top_k: int
-    text_encoder: str
-
-
-@dataclass(frozen=True)
-class MusicgenCheckpoint:
-    """A model and its settings.
-
-    Attributes:
-        model: run it with `padding="zeros"` to get the results of audiocraft: its own `generate` does not see the
-            padding of captions.
-    """
-
-    model: MusicgenForConditionalGeneration
-    settings: MusicgenSettings
+from visual_spec.models.columns.audiocraft_settings import shown
 
 
 def load_musicgen(
@@ -61,8 +25,11 @@ def load_musicgen(
     codec: EncodecModel | None = None,
     dtype: torch.dtype | None = torch.float32,
     num_heads: int | None = None,
-) -> MusicgenCheckpoint:
-    """Return the model of an official checkpoint.
+) -> tuple[MusicgenForConditionalGeneration, float]:
+    """Return the model of an official checkpoint, and the seconds of its training clips.
+
+    Its `generation_config` has the settings of the published clips. Run it with `padding="zeros"` to get the results of
+    audiocraft: its own `generate` does not see the padding of captions.
 
     Args:
         source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
@@ -90,11 +57,13 @@ def load_musicgen(
         dtype=dtype,
         num_heads=num_heads,
     )
-    settings = _settings(config)
+    channels = 2 if config.of_kind(bool, "interleave_stereo_codebooks.use", False) else 1
+    duration = config.of_kind(float, "dataset.segment_duration", 30)
+    named = config.of_kind(str, "conditioners.description.t5.name", "t5-base")
     count = decoder.config.num_codebooks
-    if count % settings.channels:
+    if count % channels:
         raise ValueError(f"{config.path} holds {count} codebooks, which are no two interleaved channels.")
-    usual = [book // settings.channels for book in range(count)]
+    usual = [book // channels for book in range(count)]
     if (delays := config("codebooks_pattern.delay.delays", usual)) != usual:
         raise ValueError(
             f"{config.path} was trained with codebooks_pattern.delay.delays={shown(delays)}; transformers' MusicGen "
@@ -102,7 +71,7 @@ def load_musicgen(
         )
     codec = load_audiocraft_codec(source) if codec is None else codec
     quantiser: Any = codec.quantizer
-    books, entries = len(quantiser.layers) * settings.channels, codec.config.codebook_size
+    books, entries = len(quantiser.layers) * channels, codec.config.codebook_size
     if (count, decoder.config.vocab_size) != (books, entries):
         raise ValueError(
             f"{config.path} predicts {count} codebooks of {decoder.config.vocab_size} codes, but the codec has {books} "
@@ -115,7 +84,7 @@ def load_musicgen(
     if text_encoder.config.hidden_size != width:
         raise ValueError(
             f"{config.path} reads text features of {width} channels, but the text encoder has "
-            f"{text_encoder.config.hidden_size}; pass {settings.text_encoder}, which the settings name."
+            f"{text_encoder.config.hidden_size}; pass {named}, which the settings name."
         )
     if width == dim:
         raise ValueError(
@@ -123,7 +92,7 @@ def load_musicgen(
             "layer for."
         )
     del decoder.enc_to_dec_proj
-    decoder.config.audio_channels = settings.channels
+    decoder.config.audio_channels = channels
     parts: dict[str, Any] = dict(text_encoder=text_encoder, audio_encoder=codec, decoder=decoder)
     # An empty model that gets our parts: made of them, it would initialise their weights again.
     with torch.device("meta"):
@@ -134,26 +103,9 @@ def load_musicgen(
         setattr(model, name, part)
         setattr(model.config, name, part.config)
     model.enc_to_dec_proj = projection
-    _set_generation(model, settings)
-    return MusicgenCheckpoint(model.eval(), settings)
-
-
-def _set_generation(model: Any, settings: MusicgenSettings) -> None:
-    """Have the model's own `generate` draw as published, as those that transformers has converted do."""
-    special = model.decoder.config.vocab_size
-    own = model.generation_config
+    # Clips are drawn by default as `MusicGen.set_generation_params` of audiocraft has them, and begin as transformers'.
+    own, special = model.generation_config, decoder.config.vocab_size
+    own.do_sample, own.guidance_scale, own.top_k, own.temperature = True, 3.0, 250, 1.0
     own.decoder_start_token_id = own.pad_token_id = own.bos_token_id = special
-    own.do_sample, own.guidance_scale, own.top_k = True, settings.guidance_scale, settings.top_k
-    own.max_length = int(settings.duration * model.audio_encoder.config.frame_rate)
-
-
-def _settings(config: TrainingSettings) -> MusicgenSettings:
-    stereo = config.of_kind(bool, "interleave_stereo_codebooks.use", False)
-    return MusicgenSettings(
-        duration=config.of_kind(float, "dataset.segment_duration", 30),
-        channels=2 if stereo else 1,
-        guidance_scale=_GUIDANCE,
-        temperature=_TEMPERATURE,
-        top_k=_TOP_K,
-        text_encoder=config.of_kind(str, "conditioners.description.t5.name", "t5-base"),
-    )
+    own.max_length = int(duration * codec.config.frame_rate)
+    return model.eval(), duration

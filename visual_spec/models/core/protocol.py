@@ -282,6 +282,14 @@ def check_labels(condition: object, batch_size: int, classes: int) -> None:
         )
 
 
+def check_ids(name: str, ids: Tensor, count: int, of: str = "") -> None:
+    """Refuse ids that are not of 0 to count - 1, by ValueError; `name`: what they are, `of`: whose they should be."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise ValueError(
+            f"{name} from {int(ids.min())} to {int(ids.max())} given; pass 0 to {count - 1}{of}."
+        )
+
+
 def check_heads(dim: int, num_heads: int, multiple: int = 1) -> None:
     """Refuse heads that do not divide a width into multiples of a number, by ValueError."""
     if dim % (multiple * num_heads):

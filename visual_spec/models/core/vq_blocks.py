@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.protocol import check_ids
 from visual_spec.models.core.saved import SavedModel
 
 
@@ -297,12 +298,9 @@ class PictureTokenizer(SavedModel):
             ValueError: the number of tokens does not fit the grid, or an id is outside the codebook.
         """
         height, width = size or (self.tokens_per_side, self.tokens_per_side)
-        count = self.config["codebook_size"]
         if tokens.ndim != 2 or tokens.shape[1] != height * width:
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)} given; this tokenizer decodes [B, {height * width}]"
             )
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= count:
-            raise ValueError(f"token ids from {low} to {high} given; allowed are 0 to {count - 1}")
+        check_ids("token ids", tokens, self.config["codebook_size"])
         return tokens.unflatten(1, (height, width))

@@ -53,26 +53,16 @@ class MagnetSettings:
         return round(self.duration * self.frame_rate) // self.span * self.span
 
 
-@dataclass(frozen=True)
-class MagnetCheckpoint:
-    """A language model and its settings.
-
-    Attributes:
-        model: the language model; `enc_to_dec_proj` is the projection of the text encoder's states. Run it with
-            `padding="zeros"` to get the results of audiocraft.
-    """
-
-    model: MusicgenForCausalLM
-    settings: MagnetSettings
-
-
 def load_magnet(
     source: str | os.PathLike,
     *,
     dtype: torch.dtype | None = torch.float32,
     num_heads: int | None = None,
-) -> MagnetCheckpoint:
-    """Return the language model of an official checkpoint.
+) -> tuple[MusicgenForCausalLM, MagnetSettings]:
+    """Return the language model of an official checkpoint, and its settings.
+
+    The model's `enc_to_dec_proj` is the projection of the text encoder's states. Run it with `padding="zeros"` to get
+    the results of audiocraft.
 
     Args:
         source: `state_dict.bin`, or the folder that holds it.
@@ -92,7 +82,7 @@ def load_magnet(
         dtype=dtype,
         num_heads=num_heads,
     )
-    return MagnetCheckpoint(model, _settings(config, len(model.lm_heads)))
+    return model, _settings(config, len(model.lm_heads))
 
 
 def _settings(config: TrainingSettings, num_codebooks: int) -> MagnetSettings:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import Side, area_of, shape_of
+from visual_spec.models.core.protocol import Side, area_of, check_ids, shape_of
 from visual_spec.models.core.saved import SavedModel
 
 
@@ -129,9 +129,7 @@ class MultiscaleTokenizer(SavedModel):
             ValueError: the number of tokens does not fit the scales, or an id is outside the codebook.
         """
         parts = self._split(tokens)
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.codebook_size:
-            raise ValueError(f"tokens from {low} to {high} given; allowed are 0 to {self.codebook_size - 1}.")
+        check_ids("tokens", tokens, self.codebook_size)
         canvas = self.begin(len(tokens), tokens.device)
         for scale, part in enumerate(parts):
             canvas = self.accumulate(canvas, scale, part)
