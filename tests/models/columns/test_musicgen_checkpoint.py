@@ -142,6 +142,7 @@ def test_a_text_encoder_by_its_folder(tmp_path):
         ("interleave_stereo_codebooks.use", "yes", r"interleave_stereo_codebooks\.use='yes'"),
         ("interleave_stereo_codebooks.use", True, "3.*interleaved"),
         ("fuser.cross", [], r"fuser\.cross=\[\].*\['description'\]"),
+        ("conditioners.description.t5.name", 3, "conditioners.description.t5.name=3"),
         ("dataset.segment_duration", "long", "dataset.segment_duration='long'"),
     ],
 )

@@ -71,7 +71,6 @@ def test_settings_of_the_file(tmp_path):
     assert (settings.span, settings.reach, settings.steps) == (3, 2, (5, 3, 2))
     assert (settings.temperature, settings.top_p, settings.top_k) == (3.5, 0.8, 0)
     assert (settings.guidance_scale, settings.least_guidance) == (20.0, 1.0)
-    assert (settings.text_encoder, settings.sampling_rate) == ("t5-large", 400)
 
 
 @pytest.mark.parametrize("duration, frames", [(10, 498), (30, 1500)])
@@ -211,7 +210,6 @@ def test_settings_that_cannot_be_read_are_refused_in_one_line(tmp_path, name):
         ("generate.lm.decoding_steps", ["a"]),
         ("generate.lm.temp", {"x": 1}),
         ("generate.lm.top_k", True),
-        ("conditioners.description.t5.name", 3),
     ],
 )
 def test_settings_of_another_kind_are_named(tmp_path, name, value):

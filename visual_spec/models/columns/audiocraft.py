@@ -87,7 +87,8 @@ def load_language_model(
         source: `state_dict.bin`, or the folder that holds it.
         kind: of the model in the settings, "transformer_lm" or "transformer_lm_magnet".
         allowed: settings of this kind, and the values that transformers' modules compute.
-        dtype: dtype of the weights; None keeps the file's.
+        dtype: dtype of the weights. Callers ask for float32, because the model is loaded onto the CPU, where
+            audiocraft computes in float32. None keeps the file's (float16 for official ones).
         num_heads: attention heads, for a file without settings; the weights do not determine them.
 
     Returns:

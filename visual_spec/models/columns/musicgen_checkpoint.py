@@ -35,9 +35,7 @@ def load_musicgen(
         source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
         text_encoder: the T5 that the checkpoint names (`t5-base` for music), or its folder or Hub id.
         codec: in place of the folder's.
-        dtype: of the decoder and the projection: float32, because the model is loaded onto the CPU, where audiocraft
-            computes in float32. None keeps the file's (float16 for official ones).
-        num_heads: attention heads, for a file without settings; the weights do not determine them.
+        dtype, num_heads: as in `load_language_model`.
 
     Raises:
         FileNotFoundError, OSError: there is no such file, codec or text encoder.

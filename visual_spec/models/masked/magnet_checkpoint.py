@@ -25,18 +25,15 @@ class MagnetSettings:
     Attributes:
         duration: seconds of the training clips.
         frame_rate: frames a second.
-        sampling_rate: of the codec.
         reach: frames to either side that stages after the first see; None: all.
         span: frames that are hidden together.
         steps: steps of each codebook.
         temperature, top_k, top_p: of the law.
         guidance_scale, least_guidance: the scale at the beginning of a codebook, and the one it falls to.
-        text_encoder: name of the T5 whose states the model reads.
     """
 
     duration: float
     frame_rate: int
-    sampling_rate: int
     reach: int | None
     span: int
     steps: tuple[int, ...]
@@ -45,7 +42,6 @@ class MagnetSettings:
     top_p: float
     guidance_scale: float
     least_guidance: float
-    text_encoder: str
 
     @property
     def num_frames(self) -> int:
@@ -62,18 +58,7 @@ def load_magnet(
     """Return the language model of an official checkpoint, and its settings.
 
     The model's `enc_to_dec_proj` is the projection of the text encoder's states. Run it with `padding="zeros"` to get
-    the results of audiocraft.
-
-    Args:
-        source: `state_dict.bin`, or the folder that holds it.
-        dtype: dtype of the weights: float32, because the model is loaded onto the CPU, where audiocraft computes in
-            float32. None keeps the file's (float16 for official ones).
-        num_heads: attention heads, for a file without settings; the weights do not determine them.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not a checkpoint, is one of another model, or needs pickle; settings are not supported
-            by transformers' modules; or keys are missing, unexpected or mis-shaped, which the message lists.
+    the results of audiocraft. Arguments and errors: see `load_language_model`.
     """
     model, config = load_language_model(
         source,
@@ -96,7 +81,6 @@ def _settings(config: TrainingSettings, num_codebooks: int) -> MagnetSettings:
     return MagnetSettings(
         duration=duration,
         frame_rate=config.of_kind(int, "transformer_lm.compression_model_framerate", 50),
-        sampling_rate=config.of_kind(int, "sample_rate", 32_000),
         reach=None if reach < 0 else reach,
         span=config.of_kind(int, "masking.span_len", 3, COUNT),
         steps=tuple(config.of_kind(list, f"{generate}.decoding_steps", usual)),
@@ -106,5 +90,4 @@ def _settings(config: TrainingSettings, num_codebooks: int) -> MagnetSettings:
         top_p=top_p or 1.0,
         guidance_scale=config.of_kind(float, f"{generate}.max_cfg_coef", 10.0),
         least_guidance=config.of_kind(float, f"{generate}.min_cfg_coef", 1.0),
-        text_encoder=config.of_kind(str, "conditioners.description.t5.name", "t5-base"),
     )
