@@ -8,7 +8,6 @@ from tests.helpers.tiny_audio import BOOKS, CODES, tiny_decoder
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
-from visual_spec.pipelines.base import _no_empty_float32_warning
 
 FRAMES, BATCH, SCALE = 9, 2, 2.5
 LAYERS = 3
@@ -25,8 +24,7 @@ def drafter_for(target: MusicgenColumnModel, **settings: Any) -> ColumnEagleDraf
     with torch.no_grad():
         for parameter in made.parameters():  # larger than a fresh network's, and no norm like another
             parameter.mul_(3) if parameter.ndim == 2 else parameter.add_(0.2 * torch.randn(parameter.shape))
-    with _no_empty_float32_warning():
-        return made.to(target.heads[0].weight.dtype).eval()
+    return made.to(target.heads[0].weight.dtype).eval()
 
 
 def condition(prompt_frames: int = 0) -> MusicCondition:

@@ -145,8 +145,8 @@ def test_it_is_saved_and_loaded(pipe, tmp_path):
 
 
 def test_official_files_are_converted(official, tmp_path, monkeypatch):
-    for name in ("load_semantic_network", "load_acoustic_network"):  # heads cannot be read off the weights
-        monkeypatch.setattr(convert_maskgct, name, partial(getattr(convert_maskgct, name), num_heads=HEADS))
+    # Heads cannot be read off the weights.
+    monkeypatch.setattr(convert_maskgct, "load_parts", partial(convert_maskgct.load_parts, num_heads=HEADS))
     files = sorted(official.rglob("*.safetensors"))
     report = convert([*files, official / "stats.pt"], tmp_path / "all")
     assert report["class"] == "MaskgctPipeline" and len(report["files"]) == 7

@@ -10,8 +10,7 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -50,6 +49,11 @@ from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SCALES
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
 _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
+
+# A false alarm: diffusers 0.42 warns at each cast even when the list of float32 modules is empty.
+logging.getLogger("diffusers.models.modeling_utils").addFilter(
+    lambda record: "should be kept in float32: []" not in record.getMessage()
+)
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
@@ -101,8 +105,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             check_saved_pipeline(folder, cls, passed=kwargs, variant=kwargs.get("variant"))
         shared = [part for part in shared_parts(folder) if part not in kwargs]
         others = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
-        with _no_empty_float32_warning():  # a device map moves components
-            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | others)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | others)
         pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.
@@ -358,11 +361,6 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
                 own: Any = {"offload_to_disk_path": str(Path(offload_to_disk_path) / name)}
                 super().enable_group_offload(*args, exclude_modules=others, **own, **kwargs)
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move and cast all components, as `DiffusionPipeline.to`."""
-        with _no_empty_float32_warning():
-            return super().to(*args, **kwargs)
-
     @classmethod
     def _get_signature_types(cls) -> dict[str, tuple[Any, ...]]:
         written = [one.annotation for one in inspect.signature(cls.__init__).parameters.values()]
@@ -493,6 +491,10 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             model, others = parts
             self.sampler.check(model, TokenLaw(), 1, others)
 
+    def _setting(self, name: str) -> Any:
+        """A setting of the sampler; None where it has no such setting."""
+        return getattr(self.sampler, "config", {}).get(name)
+
     def _check_parts(self) -> None:
         """Refuse components that do not fit each other. Runs at the end of a constructor."""
 
@@ -561,18 +563,3 @@ def _written(text: str, sampler: Mapping[str, Any]) -> str:
     from visual_spec.pipelines.sampler_text import as_saved
 
     return as_saved(text, sampler)
-
-
-@contextmanager
-def _no_empty_float32_warning() -> Iterator[None]:
-    """Drop one false alarm: diffusers 0.42 warns at each cast even when the list of float32 modules is empty."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "should be kept in float32: []" not in record.getMessage()
-
-    logger = logging.getLogger("diffusers.models.modeling_utils")
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)

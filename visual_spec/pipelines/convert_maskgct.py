@@ -7,14 +7,8 @@ from typing import Any
 import torch
 
 from visual_spec.models.core.checkpoints import Checkpoint
-from visual_spec.models.masked.maskgct_checkpoint import (
-    kind_of,
-    load_acoustic_codec,
-    load_acoustic_network,
-    load_semantic_codec,
-    load_semantic_network,
-)
-from visual_spec.pipelines.maskgct import MaskgctPipeline, published_samplers
+from visual_spec.models.masked.maskgct_checkpoint import kind_of
+from visual_spec.pipelines.maskgct import MaskgctPipeline, load_parts, published_samplers
 
 _NEEDED = (
     "semantic network",
@@ -57,32 +51,12 @@ def assemble(
             )
         by_kind[kind] = one
     names = {str(one.path): f"MaskGCT's {kind}" for kind, one in by_kind.items()}
-    kinds = set(by_kind)
-    loaded: dict[str, Any] = {}
-    if "semantic network" in kinds:
-        loaded["semantic"] = load_semantic_network(by_kind["semantic network"], dtype=dtype)
-    for name, kind in {
-        "acoustic_first": "first acoustic network",
-        "acoustic_rest": "acoustic network",
-    }.items():
-        if kind in kinds:
-            loaded[name] = load_acoustic_network(by_kind[kind], dtype=dtype)
-    pairs = {
-        "codec": (("acoustic encoder", "acoustic decoder"), load_acoustic_codec),
-        "semantic_codec": (("semantic codec", "statistics"), load_semantic_codec),
-    }
-    for name, (both, load) in pairs.items():
-        if kinds & {*both}:
-            if not {*both} <= kinds:
-                raise ValueError(
-                    f"one of MaskGCT's {both[0]} and {both[1]} given; pass both, which make one model."
-                )
-            loaded[name] = load(by_kind[both[0]], by_kind[both[1]], dtype=dtype)
-    if set(_NEEDED) <= kinds:
+    loaded = load_parts(by_kind, dtype=dtype)
+    if {*_NEEDED} <= {*by_kind}:
         return MaskgctPipeline(**loaded, **published_samplers()), names
     if len(loaded) == 1:
         return loaded.popitem()[1], names
-    missing = [kind for kind in _NEEDED if kind not in kinds]
+    missing = [kind for kind in _NEEDED if kind not in by_kind]
     raise ValueError(
         f"these files of MaskGCT lack its {', '.join(missing)}; pass all, or the files of one model."
     )

@@ -67,7 +67,7 @@ class StudentPipeline(TokenImagePipeline):
             ValueError: a value out of its range, or any but the default where no teacher draws.
         """
         law = super().make_law(**settings)
-        if getattr(self.sampler, "config", {}).get("teacher_from") is None and law != TokenLaw():
+        if self._setting("teacher_from") is None and law != TokenLaw():
             raise ValueError(
                 f"{law} given, but the student draws alone, and its law is in its weights; leave guidance, "
                 "temperature, top_k, top_p and guidance_until out, or let a teacher draw some tokens: "
@@ -77,7 +77,7 @@ class StudentPipeline(TokenImagePipeline):
 
     def check_sampler(self) -> None:
         """As `VisualPipeline.check_sampler`; also refuses a sampler whose teacher is not there."""
-        start = getattr(self.sampler, "config", {}).get("teacher_from")
+        start = self._setting("teacher_from")
         if start is not None and self.teacher is None:
             raise ValueError(
                 f"the sampler has teacher_from={start}, and this pipeline has no teacher; set pipe.teacher to the "
@@ -92,8 +92,7 @@ class StudentPipeline(TokenImagePipeline):
         return parts if self.teacher is None else parts | {"teacher": self.teacher}
 
     def _used(self, parts: Mapping[str, Any]) -> tuple[Any, ...]:
-        draws = self.sampler.config.get("teacher_from") is not None
-        return (self.teacher,) if draws else ()
+        return () if self._setting("teacher_from") is None else (self.teacher,)
 
 
 class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):

@@ -57,6 +57,14 @@ from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 
 _LISTENER_RATE = 16_000  # Hz, of the speech model
+_OFFICIAL = {  # the files of the networks and codecs, by the kinds of `maskgct_checkpoint`
+    "semantic network": "t2s_model/model.safetensors",
+    "first acoustic network": "s2a_model/s2a_model_1layer/model.safetensors",
+    "acoustic network": "s2a_model/s2a_model_full/model.safetensors",
+    "acoustic encoder": "acoustic_codec/model.safetensors",
+    "acoustic decoder": "acoustic_codec/model_1.safetensors",
+    "semantic codec": "semantic_codec/model.safetensors",
+}
 _LONGEST = 4096  # frames of a prompt and what follows, of which the networks know the positions
 
 
@@ -140,23 +148,17 @@ class MaskgctPipeline(VisualPipeline):
         default_acoustic_top_k: int = 21,
     ):
         check_networks(acoustic_first, acoustic_rest)
-        for name, own, wanted in [
-            ("semantic codes", semantic.config["vocab_size"], acoustic_rest.config["semantic_codes"]),
-            ("codebooks", codec.config["codebooks"], acoustic_rest.config["codebooks"]),
-            ("acoustic codes", codec.config["vocab_size"], acoustic_rest.config["vocab_size"]),
+        for part, setting, wanted in [
+            (semantic, "vocab_size", "semantic_codes"),
+            (semantic_codec, "vocab_size", "semantic_codes"),
+            (codec, "codebooks", "codebooks"),
+            (codec, "vocab_size", "vocab_size"),
         ]:
-            if own != wanted:
+            if part is not None and part.config[setting] != acoustic_rest.config[wanted]:
                 raise ValueError(
-                    f"a component has {own} {name}, and acoustic_rest is made for {wanted}; load all of one model."
+                    f"{type(part).__name__} has {part.config[setting]} {wanted}, and acoustic_rest is made for "
+                    f"{acoustic_rest.config[wanted]}; load all of one model."
                 )
-        if (
-            semantic_codec is not None
-            and semantic_codec.config["vocab_size"] != semantic.config["vocab_size"]
-        ):
-            raise ValueError(
-                f"semantic_codec has {semantic_codec.config['vocab_size']} codes, and semantic "
-                f"{semantic.config['vocab_size']}; load both of one model."
-            )
 
     @classmethod
     def from_official(
@@ -182,31 +184,17 @@ class MaskgctPipeline(VisualPipeline):
         Raises:
             ValueError, OSError: a file that is missing or none of these; says what it is.
         """
-        at = Path(folder)
         if (speech_encoder is None) != (statistics is None):
             raise ValueError(
                 "one of speech_encoder and statistics given; pass both to read prompts from waves, or none."
             )
-        semantic_codec = None
-        if statistics is not None:
-            source = at / "semantic_codec" / "model.safetensors"
-            semantic_codec = load_semantic_codec(source, statistics, dtype=dtype)
-        options: dict[str, Any] = {"num_heads": num_heads, "dtype": dtype}
-        acoustic = at / "s2a_model"
-        return cls(
-            load_semantic_network(at / "t2s_model" / "model.safetensors", **options),
-            load_acoustic_network(acoustic / "s2a_model_1layer" / "model.safetensors", **options),
-            load_acoustic_network(acoustic / "s2a_model_full" / "model.safetensors", **options),
-            load_acoustic_codec(
-                at / "acoustic_codec" / "model.safetensors",
-                at / "acoustic_codec" / "model_1.safetensors",
-                dtype=dtype,
-            ),
-            **published_samplers(),
-            speech_encoder=speech_encoder,
-            semantic_codec=semantic_codec,
-            **settings,
-        )
+        files: dict[str, Source] = {kind: Path(folder) / path for kind, path in _OFFICIAL.items()}
+        if statistics is None:
+            del files["semantic codec"]
+        else:
+            files["statistics"] = statistics
+        parts = load_parts(files, num_heads=num_heads, dtype=dtype)
+        return cls(**parts, **published_samplers(), speech_encoder=speech_encoder, **settings)
 
     @property
     def sampling_rate(self) -> int:
@@ -523,4 +511,36 @@ def published_samplers() -> dict[str, Any]:
     return {
         "sampler": MaskedSampler(**PRESETS["maskgct"].settings),
         "acoustic_sampler": MaskedSampler(**PRESETS["maskgct-acoustic"].settings),
+    }
+
+
+def load_parts(
+    files: Mapping[str, Source], *, num_heads: int = 16, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Components of official files by their kind, of those that there are; other arguments as of `from_official`.
+
+    Raises:
+        ValueError, OSError: a codec without its other half, or a file that is none of these; says what it is.
+    """
+    networks = {
+        "semantic": ("semantic network", load_semantic_network),
+        "acoustic_first": ("first acoustic network", load_acoustic_network),
+        "acoustic_rest": ("acoustic network", load_acoustic_network),
+    }
+    codecs = {
+        "codec": ("acoustic encoder", "acoustic decoder", load_acoustic_codec),
+        "semantic_codec": ("semantic codec", "statistics", load_semantic_codec),
+    }
+    for one, other, _ in codecs.values():
+        if (one in files) != (other in files):
+            raise ValueError(f"one of MaskGCT's {one} and {other} given; pass both, which make one model.")
+    parts: dict[str, Any] = {
+        name: load(files[kind], num_heads=num_heads, dtype=dtype)
+        for name, (kind, load) in networks.items()
+        if kind in files
+    }
+    return parts | {
+        name: load(files[one], files[other], dtype=dtype)
+        for name, (one, other, load) in codecs.items()
+        if one in files
     }

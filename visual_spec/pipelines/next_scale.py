@@ -40,7 +40,7 @@ class NextScalePipeline(VisualPipeline):
 
     def _at_scales(self, part: Any) -> Any:
         """A model or the tokenizer, with the scales that the sampler asks for."""
-        return at_scales(part, getattr(self.sampler, "config", {}).get("scales"))
+        return at_scales(part, self._setting("scales"))
 
     # -- compressed caches ---------------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
                 whole(
                     "refiner_first_scale", first, Within(1, last), ", the last scale, or None: it knows all"
                 )
-            if (split := self._division("num_draft_scales")) is not None:
+            if (split := self._setting("num_draft_scales")) is not None:
                 self._check_split(split)
         self.compress(config["budget"], config["refiner_budget"])
 
@@ -257,13 +257,9 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         Raises:
             ValueError: a `refiner_guidance_scale` out of its range.
         """
-        own = self._division("refiner_guidance_scale")
+        own = self._setting("refiner_guidance_scale")
         own = self.config["refiner_guidance_scale"] if own is None else own
         return law if own is None else replace(law, guidance_scale=own)
-
-    def _division(self, name: str) -> Any:
-        """A setting of the sampler that says who draws which scales; None where it has no such setting."""
-        return getattr(self.sampler, "config", {}).get(name)
 
     def check_sampler(self) -> None:
         """Refuse also a division of scales, or a share of the cache, that does not fit the models.
@@ -330,7 +326,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         """
         transformer, refiner = self._at_scales(self.transformer), self._at_scales(self.refiner)
         count, law = len(transformer.scales), law or self.make_law()
-        split = self._division("num_draft_scales") if num_draft_scales is None else num_draft_scales
+        split = self._setting("num_draft_scales") if num_draft_scales is None else num_draft_scales
         if split is None:
             known = self.config["refiner_first_scale"] or 1
             split = count if self.refiner is None else max(known, count - 2)
@@ -358,7 +354,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         Args:
             law: what the model draws from while its budget is calibrated.
         """
-        share, count = self._division("cache_share"), self._division("num_drafters")
+        share, count = self._setting("cache_share"), self._setting("num_drafters")
         if share == "off":
             return model
         if share is not None and (count == 0 or model.device.type == "meta"):
