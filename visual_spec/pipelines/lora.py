@@ -21,15 +21,7 @@ LoraSource = str | os.PathLike | Mapping[str, Tensor]
 _FILES = (LORA_WEIGHT_NAME_SAFE, "adapter_model.safetensors")
 _PREFIXES = ("base_model.model.", "transformer.")
 _CONFIG = "adapter_config.json"
-_SETTINGS = (
-    "r",
-    "lora_alpha",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_modules",
-    "use_rslora",
-    "lora_bias",
-)
+_SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_rslora", "lora_bias")
 
 
 def load_adapter(

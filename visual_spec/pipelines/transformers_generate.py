@@ -33,37 +33,20 @@ from visual_spec.pipelines.sampler_text import make_sampler, read_sampler
 # What transformers prepares for its own loops and ours do not read: they have a cache, positions and a length of their
 # own.
 _PREPARED = (
-    "assistant_model",
-    "assistant_tokenizer",
-    "cache_position",
-    "custom_generate",
-    "inputs_embeds",
-    "logits_to_keep",
-    "mm_encoder_outputs",
-    "past_key_values",
-    "position_ids",
-    "stopping_criteria",
-    "synced_gpus",
-    "tokenizer",
-    "trust_remote_code",
-    "use_cache",
-    "use_model_defaults",
-)
+    "assistant_model assistant_tokenizer cache_position custom_generate inputs_embeds logits_to_keep "
+    "mm_encoder_outputs past_key_values position_ids stopping_criteria synced_gpus tokenizer trust_remote_code "
+    "use_cache use_model_defaults"
+).split()
 # Logits processors that the generation config asks for; `law_of` reads them there.
 _KNOWN = (
-    "ClassifierFreeGuidanceLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-)
+    "ClassifierFreeGuidanceLogitsProcessor TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper "
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor"
+).split()
 # And of a language model of codes.
 _RULES = (
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-)
+    "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor NoRepeatNGramLogitsProcessor "
+    "RepetitionPenaltyLogitsProcessor"
+).split()
 
 
 def custom_generate(

@@ -18,54 +18,34 @@ from torch import Tensor
 
 from visual_spec.samplers.core.state import WATCHER
 
-# Arguments and settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed,
-# and the values beside None that do nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "assistant_model": (),
-    "bad_words_ids": ([],),
-    "begin_suppress_tokens": ([],),
-    "cache_implementation": ("static", "dynamic", "hybrid", "sliding_window"),  # ours is static
-    "constraints": ([],),
-    "custom_generate": (),
-    "diversity_penalty": (0.0,),
-    "dola_layers": (),
-    "early_stopping": (False,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "exponential_decay_length_penalty": (),
-    "force_words_ids": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "length_penalty": (1.0,),
-    "logits_processor": ([],),
-    "max_time": (),
-    "min_p": (0.0,),
-    "no_repeat_ngram_size": (0,),
-    "num_beam_groups": (1,),
-    "num_beams": (1,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-    "output_logits": (False,),
-    "output_scores": (False,),
-    "penalty_alpha": (0.0,),
-    "prefix_allowed_tokens_fn": (),
-    "prompt_lookup_num_tokens": (),
-    "remove_invalid_values": (False,),
-    "repetition_penalty": (1.0,),
-    "sequence_bias": ({},),
-    "stop_strings": ([],),
-    "stopping_criteria": ([],),
-    "suppress_tokens": ([],),
-    "synced_gpus": (False,),
-    "token_healing": (False,),
-    "top_h": (),
-    "typical_p": (1.0,),
-    "use_cache": (True, False),  # a cache of our own, and the same tokens without
-    "use_mtp": (False,),
-    "watermarking_config": (),
-}
+# Arguments and settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed, by
+# the values beside None that do nothing.
+_BY_NEUTRAL_VALUE: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (),
+        "assistant_model custom_generate dola_layers exponential_decay_length_penalty forced_bos_token_id "
+        "forced_eos_token_id max_time prefix_allowed_tokens_fn prompt_lookup_num_tokens top_h "
+        "watermarking_config",
+    ),
+    (
+        ([],),
+        "bad_words_ids begin_suppress_tokens constraints force_words_ids logits_processor stop_strings "
+        "stopping_criteria suppress_tokens",
+    ),
+    (("static", "dynamic", "hybrid", "sliding_window"), "cache_implementation"),  # ours is static
+    ((0.0,), "diversity_penalty epsilon_cutoff eta_cutoff min_p penalty_alpha"),
+    (
+        (False,),
+        "early_stopping output_attentions output_hidden_states output_logits output_scores "
+        "remove_invalid_values synced_gpus token_healing use_mtp",
+    ),
+    ((0,), "encoder_no_repeat_ngram_size no_repeat_ngram_size"),
+    ((1.0,), "encoder_repetition_penalty length_penalty repetition_penalty typical_p"),
+    ((1,), "num_beam_groups num_beams"),
+    (({},), "sequence_bias"),
+    ((True, False), "use_cache"),  # a cache of our own, and the same tokens without
+)
+NEUTRAL = {name: values for values, names in _BY_NEUTRAL_VALUE for name in names.split()}
 UNREAD = (
     "tokenizer",
     "assistant_tokenizer",
