@@ -51,7 +51,6 @@ class AmusedImagePipeline(TokenImagePipeline):
         default_guidance_scale, default_top_k: what `__call__` takes where none is passed; saved with the pipeline.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: tokenizer and transformer that do not fit.
     """
 

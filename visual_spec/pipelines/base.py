@@ -67,8 +67,8 @@ def _fact(name: str, meaning: str) -> Any:
 class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     """A `DiffusionPipeline` around a token sampler.
 
-    `from_pretrained` takes the name of an embedded model ("shapes"), a folder written by `save_pretrained`, or a Hub
-    id ("owner/name").
+    Every constructor refuses a component that could not be saved (TypeError). `from_pretrained` takes the name of an
+    embedded model ("shapes"), a folder written by `save_pretrained`, or a Hub id ("owner/name").
     """
 
     _lora_loadable_modules = ["transformer"]

@@ -66,7 +66,6 @@ class ChunkVideoPipeline(ReadsText):
         frame_rate: frames per second of the clips.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: a transformer of other channels, or a policy that does not fit it.
 
     Example:

@@ -35,7 +35,6 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         default_guidance_scale, default_top_k: what `__call__` takes where none is passed; saved with the pipeline.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: tokenizer and transformer that do not fit, a transformer that draws from captions, or a number of
             names that is not the number of classes.
 

@@ -41,7 +41,6 @@ class ContinuousImagePipeline(ClassImagePipeline):
     `output_type="latent"` its pictures are the vectors, [B, d, h, w].
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: an autoencoder of other tokens, or another number of names than of classes.
 
     Example:

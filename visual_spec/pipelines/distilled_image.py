@@ -110,7 +110,6 @@ class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
     top-k and top-p are refused. With `output_type="latent"` its pictures are the vectors, [B, d, h, w].
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: a tokenizer or a teacher of other tokens, a student or a teacher of captions, or a number of names
             that is not the number of classes.
 
@@ -193,7 +192,6 @@ class DistilledTextImagePipeline(StudentPipeline, ImagePipeline):
     and top-p are refused. With `output_type="latent"` its pictures are the codes, [B, d, h, w].
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: a tokenizer or a teacher of other tokens, or a student or a teacher of classes.
 
     Example:

@@ -35,7 +35,6 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
     top-k and top-p are refused. With `output_type="latent"` its pictures are the canvas, [B, D, h, w].
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: a tokenizer or a teacher of other tokens, or another number of names than of classes.
 
     Example:

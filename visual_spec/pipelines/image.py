@@ -43,7 +43,6 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
             with the pipeline.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: tokenizer and transformer that do not fit.
 
     Example:

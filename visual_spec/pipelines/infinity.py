@@ -42,7 +42,6 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
             `compress` sets it later.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: a tokenizer or a budget that does not fit the transformer.
 
     Example:

@@ -31,7 +31,6 @@ class MageImagePipeline(TokenImagePipeline):
         default_top_k: what `__call__` takes where none is passed; saved with the pipeline.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: tokenizer and transformer that do not fit.
 
     Example:

@@ -36,7 +36,6 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         id2label, default_guidance_scale, default_top_k: as for `ClassImagePipeline`.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: tokenizer and transformer that do not fit, a transformer that draws from captions, or a number of
             names that is not the number of classes.
 

@@ -33,7 +33,6 @@ class MaskedImagePipeline(ImagePipeline):
         causal_layer: what a `SelfSpeculativeMaskedSampler` draws groups from.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: tokenizer and transformer that do not fit.
 
     Example:

@@ -107,7 +107,6 @@ class MaskgctPipeline(VisualPipeline):
         default_acoustic_temperature, default_acoustic_top_k: of acoustic ones.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: networks or codecs of other codes than the rest.
 
     Example:

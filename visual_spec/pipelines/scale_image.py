@@ -66,7 +66,6 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             after top-k and top-p, whoever draws them. The published figures of CoDe have 1.1 on seven scales.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: models and tokenizer that do not fit, budgets for other models, a number of names other than that
             of classes, a number of drafted scales that leaves the transformer without work, or a warm temperature or
             number of warm scales out of its range.

@@ -43,7 +43,6 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         frame_rate: frames per second of the clips.
 
     Raises:
-        TypeError: a component that could not be saved.
         ValueError: tokenizer and transformer that do not fit, or a transformer of pictures.
 
     Example:

@@ -146,6 +146,18 @@ def is_of(thing: Any, names: Collection[str], library: str = "transformers") -> 
     )
 
 
+def refuse_sampler(model: Any, sampler: Any, why: str) -> None:
+    """Refuse a sampler of a model that takes none.
+
+    Raises:
+        TypeError: says why.
+    """
+    if sampler is not None:
+        raise TypeError(
+            f"{type(sampler).__name__} given; a {type(model).__name__} takes no sampler: {why}. Pass the model alone."
+        )
+
+
 def check_needs(sampler: Any, drafter: Any, fitting: str) -> None:
     """Refuse a sampler that could not make its first call.
 

@@ -49,7 +49,7 @@ FAMILIES = {
 }
 
 
-def image_model_class(model: Any) -> type[CachedDecoder] | None:
+def image_model_class(model: Any) -> Any:
     """The class that draws with a transformers model (by the name of its class, or of a parent), or None."""
     for parent in type(model).__mro__:
         if parent.__name__ in FAMILIES and parent.__module__.startswith("transformers."):
@@ -154,7 +154,6 @@ def generate_images(
         FloatingPointError: logits that define no law; names the slot.
     """
     kind = image_model_class(model)
-    assert kind is not None
     if input_ids is None:
         raise TypeError(f"input_ids is missing; pass what {kind.family}'s processor makes.")
     known = set(inspect.signature(kind.plan).parameters) - {"model", "prompt", "guided", "negative"}
@@ -244,7 +243,6 @@ def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
         TypeError: GLM-Image, whose tokens are decoded by `diffusers.GlmImagePipeline`; an input of another model.
     """
     kind = image_model_class(model)
-    assert kind is not None
     return kind.pixels(model, ids if isinstance(ids, Tensor) else ids.sequences, **inputs)
 
 
@@ -275,7 +273,6 @@ def law_of(config: Any, default_guidance: float) -> TokenLaw:
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated Janus, Emu3 or GLM-Image: pictures by `generate_images`, text as before."""
     kind = image_model_class(model)
-    assert kind is not None
     plain_generate = plain(model, "generate")
     if kind.family == "Chameleon":
         warnings.warn(
@@ -307,7 +304,7 @@ def _generate_constrained(model: Any, plain_generate: Any, kwargs: dict[str, Any
         if not isinstance(ids, Tensor) or settings.get("pixel_values") is not None:
             raise NoLayoutError("the prompt is not one of text")
         count = settings.get("num_return_sequences", config.num_return_sequences) or 1
-        kind: Any = image_model_class(model)
+        kind = image_model_class(model)
         constraint = kind.constraint(
             model, allowed, ids.repeat_interleave(count, 0), _most_new_tokens(settings, config, ids.shape[1])
         )

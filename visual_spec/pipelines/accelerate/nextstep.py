@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from visual_spec.models.continuous.speech_heads import NextStepHead
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import AUTO
-from visual_spec.pipelines.accelerate.adapter import Adapter, hang
+from visual_spec.pipelines.accelerate.adapter import Adapter, hang, refuse_sampler
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.graph import RecordedFunction
 from visual_spec.samplers.core.trace import Stopwatch
@@ -77,11 +77,7 @@ class NextStepAdapter(Adapter):
             TypeError: a sampler (these models take none).
         """
         (model,) = self.models(thing)
-        if sampler is not None:
-            raise TypeError(
-                f"{type(sampler).__name__} given; a {type(model).__name__} takes no sampler: its head makes one token "
-                "after the other. Pass the model alone."
-            )
+        refuse_sampler(model, sampler, "its head makes one token after the other")
         self.restore(thing)
         trace = HeadTrace(type(model).__name__)
         head = model.image_head

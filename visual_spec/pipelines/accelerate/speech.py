@@ -42,7 +42,7 @@ from torch import Tensor
 
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, SpeechHead
 from visual_spec.models.core.offload import at_hand
-from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, refuse_sampler, unwrapped
 from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, SpeechModel, SpeechRun
 from visual_spec.pipelines.accelerate.vibevoice import VibeVoice
 
@@ -125,11 +125,7 @@ class SpeechAdapter(Adapter):
         kind = _kind_of(model)
         if kind is None:
             raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {' or a '.join(MODELS)}.")
-        if sampler is not None:
-            raise TypeError(
-                f"{type(sampler).__name__} given; a {type(model).__name__} takes no sampler, because its solver draws "
-                "no noise by which a draft could be accepted. Pass the model alone."
-            )
+        refuse_sampler(model, sampler, "its solver draws no noise by which a draft could be accepted")
         missing = [name for name in kind.replaces if not hasattr(model, name)]
         if missing:
             import transformers
