@@ -234,6 +234,7 @@ def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, mon
         ({"generator": [*seeded(1), 7], any_kind.each: 2}, TypeError, r"list.*int.*torch\.Generator"),
         ({"callback_on_step_end": 3}, TypeError, "callback_on_step_end=3"),
         ({"callback_on_step_end_tensor_inputs": ["noise"]}, ValueError, "'noise'"),
+        ({"guidance": 2.0}, TypeError, rf"{type(pipe).__name__}\(\).*'guidance'"),
     ):
         with pytest.raises(error, match=message):
             pipe(any_kind.asked, **{**any_kind.settings, **given})

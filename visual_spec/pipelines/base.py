@@ -26,7 +26,7 @@ from visual_spec.files.reading import meant
 from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import SavedModel, check_loaded
 from visual_spec.models.core.settings import whole
-from visual_spec.pipelines.components import annotated_types, resolved
+from visual_spec.pipelines.components import annotated_types, arguments_of, resolved
 from visual_spec.pipelines.embedded import (
     embedded_folder,
     embedded_models,
@@ -413,9 +413,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
-        call = inspect.signature(type(self).__call__).bind(self, *args, **kwargs)
-        call.apply_defaults()
-        self._checked(call.arguments)
+        self._checked(arguments_of(type(self).__call__, self, args, kwargs))
 
     def _checked(self, args: Mapping[str, Any]) -> Asked:
         """What is asked for, read and checked: every pipeline says how. `args`: of `__call__`, by name."""

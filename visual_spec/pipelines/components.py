@@ -74,6 +74,22 @@ def registers(init: Callable[..., None]) -> Callable[..., None]:
     return made
 
 
+def arguments_of(
+    call: Callable[..., Any], pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of the `__call__` of a pipeline by name, with its defaults.
+
+    Raises:
+        TypeError: one that the call does not have, or one that is missing.
+    """
+    try:
+        bound = inspect.signature(call).bind(pipe, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(pipe).__name__}() {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
+
+
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
@@ -86,7 +102,7 @@ def draws(without: Sequence[str] = ()) -> Callable[[Call], Call]:
         without: settings of the law that this pipeline has no use of.
 
     Raises of the call:
-        TypeError: an argument that the signature does not have, or one that is missing.
+        TypeError: as `arguments_of`.
     """
     import torch
 
@@ -97,19 +113,13 @@ def draws(without: Sequence[str] = ()) -> Callable[[Call], Call]:
             kinds = get_type_hints(LawChoice)
             settings = [name for name in LAW_SETTINGS if name not in without]
             parameters += [_setting(name, annotation=kinds[name]) for name in settings]
-        signature = signature.replace(parameters=parameters)
 
         @functools.wraps(call)
         @torch.no_grad()
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                bound = signature.bind(self, *args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{type(self).__name__}() {error}") from None
-            bound.apply_defaults()
-            return self._run(bound.arguments)
+            return self._run(arguments_of(run, self, args, kwargs))
 
-        run.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
         return cast(Call, run)
 
     return made

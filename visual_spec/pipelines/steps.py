@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
 from visual_spec.models.core.settings import whole
+from visual_spec.pipelines.components import arguments_of
 from visual_spec.samplers.core.base import STOP, Sampler
 
 StepCallback = Callable[[Any, int, int, dict[str, Any]], Any]
@@ -213,11 +213,10 @@ class Streams:
 
         whole("every", every)
         this: Any = self
-        call = inspect.signature(type(this).__call__).bind(this, *args, **kwargs)
-        call.apply_defaults()
-        asked, output_type = this._checked(call.arguments), call.arguments["output_type"]
+        call = arguments_of(type(this).__call__, this, args, kwargs)
+        asked, output_type = this._checked(call), call["output_type"]
         kwargs["return_dict"] = True
-        if "callback_on_audio" in call.arguments:
+        if "callback_on_audio" in call:
             return streaming.stream_waves(this, args, kwargs, output_type)
         show = functools.partial(this._partial, asked=asked, output_type=output_type)
         return streaming.stream_pictures(this, every, args, kwargs, show)
