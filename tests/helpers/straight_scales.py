@@ -6,16 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.var import normed
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_token.llamagen_blocks import turns_of
 
 # (layer, part, row): the square side and the outputs [n * n, dim] of a sub-layer at the last whole map.
 Held = dict[tuple[int, int, int], tuple[int, Tensor]]
-
-
-def normed(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    variance = (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True)
-    return (x - x.mean(-1, keepdim=True)) / (variance + 1e-6).sqrt() * (1 + scale) + shift
 
 
 def chosen_places(x: Tensor, count: int) -> list[int]:

@@ -10,11 +10,11 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
+from tests.helpers.recordings import traced
 from tests.helpers.tiny_speech import (
     AUDIO,
     END,
@@ -31,7 +31,6 @@ from tests.helpers.without_numbers import NoHost, without_numbers
 from visual_spec.models.continuous.dpm_solver import read_solver
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, VibeVoiceHead
 from visual_spec.pipelines.accelerate import speech, speech_model, vibevoice
-from visual_spec.samplers.core import graph
 
 END_OF_TEXT = END + 2
 COSINE: dict[str, Any] = dict(beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")
@@ -260,16 +259,8 @@ def test_a_text_that_starts_beside_one_that_speaks_is_called_again():
 
 @pytest.fixture
 def recordings(monkeypatch) -> list[Any]:
-    """Record the operations on the CPU; see `tests/samplers/core/test_recorded_function.py`."""
-    made: list[Any] = []
-
-    def capture(run: Callable[[], Any], memory: Any) -> tuple[Callable[[], Any], Any]:
-        made.append(make_fx(run)())
-        return made[-1], "the pool"
-
-    monkeypatch.setattr(graph, "capture", capture)
     monkeypatch.setattr(speech_model, "wants_graph", lambda *_: True)
-    return made
+    return traced(monkeypatch)
 
 
 def test_the_loop_is_recorded_once_for_each_number_of_speakers(recordings):

@@ -4,15 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.recordings import traced
 from tests.helpers.tabular import TabularState
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.drafters.eagle import EagleState
 from visual_spec.models.next_token.cached_decoder import CachedState
 from visual_spec.models.next_token.llamagen import LlamaGenState
-from visual_spec.samplers.core import graph
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.state import Run
 
@@ -66,12 +65,4 @@ def operations_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Sampler]], 
 
 @pytest.fixture
 def recordings(monkeypatch) -> list[Any]:
-    """A stand-in for recorded CUDA graphs: record the operations on the CPU."""
-    made: list[Any] = []
-
-    def capture(run: Callable[[], Any], memory: Any) -> tuple[Callable[[], Any], Any]:
-        made.append(make_fx(run)())
-        return made[-1], "the pool"
-
-    monkeypatch.setattr(graph, "capture", capture)
-    return made
+    return traced(monkeypatch)

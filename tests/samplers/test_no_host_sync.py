@@ -29,9 +29,7 @@ from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.local_speculation import MultiscaleDrafter
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_scale.var import VARTransformer
-from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.samplers.core import base
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
@@ -194,20 +192,16 @@ def watch_music(monkeypatch: Any, sampler: Any, law: TokenLaw = LAW) -> None:
         watch(monkeypatch, sampler, without_numbers(model), without_numbers(condition), law, **parts)
 
 
-def watch_scales(monkeypatch: Any, sampler: Any, law: TokenLaw = LAW) -> None:
-    model, tokenizer = tiny_var(dtype=torch.float32), tiny_var_vq()
-    monkeypatch.setattr(type(model), "check_condition", lambda *_: None, raising=False)
+def watch_labels(monkeypatch: Any, sampler: Any, *models: Any, law: TokenLaw = LAW, **parts: Any) -> None:
+    """Models of three classes; parts have no numbers either."""
+    for kind in {type(model) for model in models} | {LlamaGenTransformer}:  # they look at labels, once
+        monkeypatch.setattr(kind, "check_condition", lambda *_: None, raising=False)
     stand_in(monkeypatch)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        parts = {"tokenizer": without_numbers(tokenizer)}
-        watch(
-            monkeypatch,
-            sampler,
-            without_numbers(model),
-            without_numbers(torch.tensor([1, 0, 2])),
-            law,
-            **parts,
-        )
+    for model in models:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            given = {name: without_numbers(part) for name, part in parts.items()}
+            labels = without_numbers(torch.tensor([1, 0, 2]))
+            watch(monkeypatch, sampler, without_numbers(model), labels, law, **given)
 
 
 # Every sampler computes its laws by the same function, so one of a kind tries another law.
@@ -250,37 +244,15 @@ def watch_latents(monkeypatch: Any, sampler: Any, *models: Any) -> None:
     for module in (continuous_acdit, continuous_blocks, continuous_causal, continuous_flowar, continuous_mar):
         if hasattr(module, "check_labels"):  # it looks at the labels, once
             monkeypatch.setattr(module, "check_labels", lambda *_: None)
-    stand_in(monkeypatch)
-    for model in models:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            condition = without_numbers(torch.tensor([1, 0, 2]))
-            watch(monkeypatch, sampler, without_numbers(model), condition, TokenLaw(guidance_scale=2.0))
-
-
-def watch_students(monkeypatch: Any, sampler: Any) -> None:
-    student = tiny_student(torch.float32)
-    teacher = tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1)
-    for kind in (LlamaGenStudent, LlamaGenTransformer):  # it looks at labels before the first call
-        monkeypatch.setattr(kind, "check_condition", lambda *_: None)
-    stand_in(monkeypatch)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        labels, codes = without_numbers(torch.tensor([0, 1, 2])), without_numbers(torch.zeros(12, 4))
-        parts = dict(codebook=codes, teacher=without_numbers(teacher))
-        watch(monkeypatch, sampler, without_numbers(student), labels, LAW, **parts)
+    watch_labels(monkeypatch, sampler, *models, law=TokenLaw(guidance_scale=2.0))
 
 
 def test_a_student_whose_teacher_draws_scales(monkeypatch):
-    for kind in (VARStudent, VARTransformer):
-        monkeypatch.setattr(kind, "check_condition", lambda *_: None)
-    stand_in(monkeypatch)
+    monkeypatch.setattr(VARTransformer, "check_condition", lambda *_: None)
     model = tiny_var_student(torch.float32, restart=14)  # four calls: three scales, and the student
-    teacher, tokenizer = tiny_var(0, torch.float32), tiny_var_vq()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        labels = without_numbers(torch.tensor([0, 1, 2]))
-        tokenizer = without_numbers(tokenizer)
-        parts = dict(codebook=tokenizer.codebook, teacher=without_numbers(teacher), tokenizer=tokenizer)
-        sampler = DistilledSampler(steps=2, teacher_from=0)
-        watch(monkeypatch, sampler, without_numbers(model), labels, LAW, **parts)
+    tokenizer = tiny_var_vq()
+    parts = dict(codebook=tokenizer.codebook, teacher=tiny_var(0, torch.float32), tokenizer=tokenizer)
+    watch_labels(monkeypatch, DistilledSampler(steps=2, teacher_from=0), model, **parts)
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTERED if name not in WAITING])
@@ -288,14 +260,9 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
     entry = REGISTERED[name]
     sampler = sampler_class(entry)()
     if entry.calls == SCALES:
-        watch_scales(monkeypatch, sampler)
+        watch_labels(monkeypatch, sampler, tiny_var(dtype=torch.float32), tokenizer=tiny_var_vq())
     elif name == "speculative-masked":
-        model = MaskedImageTransformer(8, 8, 1, 2, 4, num_classes=3)
-        labels = torch.tensor([0, 1, 2])
-        monkeypatch.setattr(MaskedImageTransformer, "check_condition", lambda *_: None)
-        stand_in(monkeypatch)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            watch(monkeypatch, sampler, without_numbers(model), without_numbers(labels), LAW)
+        watch_labels(monkeypatch, sampler, MaskedImageTransformer(8, 8, 1, 2, 4, num_classes=3))
     elif entry.calls in (ANY_ORDER, BLOCKS):
         shape: dict[str, Any] = dict(
             vocab_size=8, dim=16, num_layers=1, num_heads=2, grid_size=4, num_classes=3, order="any"
@@ -303,20 +270,12 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
         if entry.calls == BLOCKS:
             shape |= dict(order="blocks2", grid_size=8)
             order_of("blocks2", TokenGrid(8, 8))  # a table, made on the host once
-        monkeypatch.setattr(LlamaGenTransformer, "check_condition", lambda *_: None)
-        stand_in(monkeypatch)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            labels = without_numbers(torch.tensor([0, 1, 2]))
-            watch(monkeypatch, sampler, without_numbers(LlamaGenTransformer(**shape)), labels, LAW)
+        watch_labels(monkeypatch, sampler, LlamaGenTransformer(**shape))
     elif entry.calls in (COLUMNS, MASKED):
         watch_music(monkeypatch, sampler)
     elif entry.calls == FRAMES:
-        monkeypatch.setattr(LlamaGenTransformer, "check_condition", lambda *_: None)
         model = tiny_frame_transformer(num_classes=3, caption_dim=None, prefix_length=1)
-        stand_in(monkeypatch)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            labels = without_numbers(torch.tensor([0, 1, 2]))
-            watch(monkeypatch, sampler, without_numbers(model), labels, TokenLaw(guidance_scale=2.0))
+        watch_labels(monkeypatch, sampler, model, law=TokenLaw(guidance_scale=2.0))
     elif entry.calls == CONTINUOUS:
         watch_latents(monkeypatch, sampler, tiny_mar(head_steps=3), tiny_causal(head_steps=3))
     elif entry.calls == FLOW_SCALES:
@@ -326,7 +285,10 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
         model.solver(sampler.config.levels)  # numbers of the scheduler, read on the host once
         watch_latents(monkeypatch, sampler, model)
     elif entry.calls == DISTILLED:
-        watch_students(monkeypatch, type(sampler)(steps=2, teacher_from=4))
+        teacher = tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1)
+        sampler = type(sampler)(steps=2, teacher_from=4)
+        parts = dict(codebook=torch.zeros(12, 4), teacher=teacher)
+        watch_labels(monkeypatch, sampler, tiny_student(torch.float32), **parts)
     elif name == "multiscale":
         # Before its first call it looks at the laws of the small picture, and makes a table of the codebook.
         monkeypatch.setattr(local_speculation, "CheckedLaw", partial(CheckedLaw, deferred=True))

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers.recordings import repeated
 from tests.helpers.tiny import seeded
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
 from visual_spec.kernels import philox
 from visual_spec.kernels.head_step import head_step_reference, law_step
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
-from visual_spec.samplers.continuous import denoising, head_loop
+from visual_spec.samplers.continuous import continuous, denoising, head_loop
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler
@@ -239,23 +240,9 @@ def test_levels_that_do_not_fall_are_those_of_all_calls():
 
 @pytest.fixture
 def recordings(monkeypatch) -> Iterator[list[Callable[[], None]]]:
-    """Record on the CPU: replays run the call again. As on a GPU, recording itself computes nothing."""
-    made: list[Callable[[], None]] = []
-
-    def capture(run: Callable[[], None], memory: Any) -> tuple[Callable[[], None], Any]:
-        made.append(run)
-        return run, "the pool"
-
-    def wants(choice: Any, model: Any) -> bool:
-        return choice is not False
-
-    monkeypatch.setattr(base, "wants_graph", wants)
-    monkeypatch.setattr("visual_spec.samplers.continuous.continuous.wants_graph", wants)
-    monkeypatch.setattr("visual_spec.samplers.continuous.continuous._ROOM", 6)
-    monkeypatch.setattr(graph, "capture", capture)
-    graph.forget()
-    yield made
-    graph.forget()
+    monkeypatch.setattr(continuous, "wants_graph", lambda choice, model: choice is not False)
+    monkeypatch.setattr(continuous, "_ROOM", 6)
+    yield from repeated(monkeypatch)
 
 
 @pytest.mark.parametrize(

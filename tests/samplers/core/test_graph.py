@@ -23,6 +23,7 @@ from tests.helpers.column_drafters import columns as music_columns
 from tests.helpers.column_drafters import drafter_for
 from tests.helpers.columns import MODEL as COLUMNS
 from tests.helpers.columns import POOR as POOR_COLUMNS
+from tests.helpers.recordings import repeated
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnState, TabularModel
 from tests.helpers.tiny import seeded, tiny_transformer
@@ -104,18 +105,7 @@ def draw_columns(sampler: Any, seed: int, **settings: Any) -> Any:
 
 @pytest.fixture
 def recordings(monkeypatch) -> Iterator[list[Callable[[], None]]]:
-    """Record on the CPU: replays run the step again. As on a GPU, recording itself computes nothing."""
-    made: list[Callable[[], None]] = []
-
-    def capture(run: Callable[[], None], memory: Any) -> tuple[Callable[[], None], Any]:
-        made.append(run)
-        return run, "the pool"
-
-    monkeypatch.setattr(base, "wants_graph", lambda choice, model: choice is not False)
-    monkeypatch.setattr(graph, "capture", capture)
-    graph.forget()
-    yield made
-    graph.forget()
+    yield from repeated(monkeypatch)
 
 
 def compare(told: tuple[int, Tensor], want: tuple[int, Tensor]) -> None:
