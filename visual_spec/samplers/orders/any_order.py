@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
+from operator import sub
 from typing import Annotated, Any
 
 import torch
@@ -86,11 +88,9 @@ class AnyOrderSampler(AlongOrderSampler):
 
     def prepare(self, run: Run) -> AnyOrderState:
         groups = self._groups(run)
-        lengths = torch.tensor(groups).diff(dim=1).amax(0)
+        widths = tuple(max(map(sub, after, now)) for now, after in pairwise(zip(*groups, strict=True)))
         bounds = torch.tensor(groups, device=run.device)
-        return self.start(
-            run, AnyOrderState, self.window_of(run.model), bounds=bounds, widths=tuple(lengths.tolist())
-        )
+        return self.start(run, AnyOrderState, self.window_of(run.model), bounds=bounds, widths=widths)
 
     def step(self, run: Run, state: AnyOrderState) -> None:
         """Make one call: feed the tokens of the call before, and draw the next group."""
