@@ -252,13 +252,11 @@ class ColumnEagleDrafter(SavedModel):
     ) -> list[Tensor]:
         """The input of the drafter's heads on whole clips when it continues from its own features, with gradients.
 
-        Training-time test (EAGLE-3, section 3.1): in step t every column is t - 1 drafts away from the last feature of
-        the target. It attends to the same keys as in decoding: keys of step 1 up to there, then one of each later step.
+        See `EagleDrafter.unrolled`, with columns in place of slots.
 
         Args:
             sequence: long [B, N, K], columns as the target takes them, fed at steps 0 to N - 1 of the pattern.
             features: [B, N, dim], from `read`, those that predicted these columns.
-            steps: at least 1.
 
         Returns:
             One [B, N, dim] for each step, which predicts steps 1 to N. In step t the first t - 1 have no meaning.

@@ -41,11 +41,7 @@ class MageVQModel(PictureTokenizer):
     """Maps pictures to tokens and back; the contract of `visual_spec.models.next_token.llamagen_vq.VQModel`.
 
     Args:
-        base_channels, channel_multipliers: width at full resolution, and its factor at each level.
-        blocks_per_level: residual blocks of a level, in the decoder too.
-        codebook_size, codebook_dim: number and length of the codes.
-        norm_groups: groups of each norm.
-        image_size: side of the pictures in pixels.
+        blocks_per_level: residual blocks of a level, in the decoder too. The other arguments are `VQModel`'s.
     """
 
     @register_to_config

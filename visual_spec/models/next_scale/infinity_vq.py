@@ -47,9 +47,7 @@ class BitwiseVQModel(MultiscaleTokenizer):
 
     Args:
         bits: d, channels of the latent map.
-        base_channels: width at full resolution.
-        channel_multipliers: width per resolution level; the picture shrinks by 2 between levels.
-        blocks_per_level: residual blocks per encoder level; the decoder has one more.
+        base_channels, channel_multipliers, blocks_per_level: see `VQModel` of LlamaGen.
         scales: side of each token map, or (height, width), coarse to fine; `scales_for` gives the official ones.
         patchify: a place of a token map covers 2 x 2 of the latent map, and so has 4 d bits: channel 0 at its
             four corners in raster order, then channel 1, and so on. Used by the official 8B.

@@ -51,14 +51,11 @@ class MultiscaleVQModel(MultiscaleTokenizer):
     is a latent map `[B, D, N, N]` with N the side of the last scale; scale k is the k-th of `scales`, from 0.
 
     Args:
-        base_channels: width at full resolution.
-        channel_multipliers: width per resolution level; the picture shrinks by 2 between levels.
-        blocks_per_level: residual blocks per encoder level; the decoder has one more.
+        base_channels, channel_multipliers, blocks_per_level: see `visual_spec.models.next_token.llamagen_vq.VQModel`.
         codebook_size, code_dim: number and length of the codes, which all scales share.
         scales: side of each token map, growing. Pictures are `scales[-1]` patches wide.
         norm_groups: groups of each GroupNorm. None makes the two networks local: every position is normalised
-            separately and there is no attention (see `visual_spec.models.next_token.llamagen_vq.VQModel`). Tokens still
-            depend on the whole picture, through the coarse scales.
+            separately and there is no attention. Tokens still depend on the whole picture, through the coarse scales.
 
     The defaults are the official ones of `vae_ch160v4096z32.pth` for pictures of 256 pixels.
 

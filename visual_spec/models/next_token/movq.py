@@ -40,13 +40,7 @@ class SpatialNorm(nn.Module):
 class MoVQDecoder(SavedModel):
     """Maps codes to pictures, 8 pixels a side for a code. The defaults are those of the official network of 270M.
 
-    Args:
-        base_channels: channels at full resolution.
-        channel_multipliers: their factor at each resolution, which halves from one to the next.
-        blocks_per_level: of the encoder; the decoder has one more.
-        latent_channels: channels between the codes and the first convolution.
-        codebook_size, codebook_dim: V and D.
-        norm_groups: groups of each GroupNorm.
+    The arguments are those of `visual_spec.models.next_token.llamagen_vq.VQModel`.
     """
 
     @register_to_config
