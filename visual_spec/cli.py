@@ -360,9 +360,9 @@ def _fit_lists(facts: list[dict[str, Any]]) -> str:
 def _model_samplers(name: str) -> str:
     """The samplers of a model, and why the others do not fit it: as `accelerate` says."""
     from visual_spec.eval.machine import load
-    from visual_spec.files.reading import meant
     from visual_spec.pipelines.accelerate import refusals
     from visual_spec.pipelines.embedded import embedded_models
+    from visual_spec.samplers.registry import meant
 
     try:
         said = refusals(load(name, "cpu", "float32"))

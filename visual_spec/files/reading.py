@@ -6,12 +6,11 @@ Whoever reads a kind of JSON writes down its entries once, as {name: kind}, and 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -104,12 +103,6 @@ def shortened(value: Any) -> str:
     """The `repr` of a value, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """How an error about an unknown name ends: with the nearest one there is; empty where none is near."""
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 MOST_BYTES = 2**26  # of a file that is one object

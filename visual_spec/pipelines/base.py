@@ -22,7 +22,6 @@ from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
 from visual_spec.families import PIPELINES, family_of
-from visual_spec.files.reading import meant
 from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import SavedModel, check_loaded
 from visual_spec.models.core.settings import whole
@@ -45,7 +44,7 @@ from visual_spec.records import LAW_DEFAULTS, LAW_SETTINGS, PipelineFacts
 from visual_spec.samplers import registry
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SCALES
+from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SCALES, meant
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
 _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"

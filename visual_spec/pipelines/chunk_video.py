@@ -13,7 +13,6 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.utils.outputs import BaseOutput
 from torch import Tensor
 
-from visual_spec.files.reading import meant
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
@@ -25,6 +24,7 @@ from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.continuous.chunks import ChunkTrace, ChunkWiseSampler
+from visual_spec.samplers.registry import meant
 
 
 @dataclass

@@ -6,9 +6,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from visual_spec.files.reading import meant
 from visual_spec.models.core.settings import settings_of
-from visual_spec.samplers.registry import by_name, sampler_class
+from visual_spec.samplers.registry import by_name, meant, sampler_class
 
 _MODELS = ("drafter", "refiner")  # settings that name a model, and are taken as they stand
 

@@ -6,11 +6,11 @@ the parametrised tests all read this table. To add a sampler, add its file and o
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-from visual_spec.files.reading import meant
 
 # The kinds of calls that models answer and samplers make, as `visual_spec.models.core.protocol` defines them.
 RASTER = "raster"  # NextTokenModel: a window of tokens in raster order
@@ -274,6 +274,12 @@ SAMPLERS = (
 def names() -> list[str]:
     """Return the command-line names, in the order of the table."""
     return [entry.name for entry in SAMPLERS]
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """How an error about an unknown name ends: with the nearest one there is; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def by_name(name: str) -> SamplerEntry:
