@@ -298,11 +298,7 @@ def _comparison_table(rows: Sequence[Any], unit: str) -> str:
 
 
 def _medium(args: argparse.Namespace) -> MediumFiles:
-    """The medium of the model that is named.
-
-    Raises:
-        ValueError: an unknown model, or options of another medium.
-    """
+    """The medium of the model that is named; ValueError for an unknown one, or options of another medium."""
     if args.model is None:
         args.model = next((model for *_, model in args.usual), "shapes")
     name, chunks = "image", False

@@ -157,11 +157,7 @@ def add(parser: Any, *names: str) -> None:
 
 
 def check_taken(pipe: Any, model: str, names: Iterable[str]) -> None:
-    """Refuse options, by their names in a call, that the pipeline does not take.
-
-    Raises:
-        ValueError: names the option.
-    """
+    """Refuse, by ValueError, options that the pipeline does not take; `names` are of a call."""
     taken = inspect.signature(type(pipe).__call__).parameters
     for name in names:
         if name not in taken:
@@ -188,7 +184,10 @@ def command(
     add_arguments: Callable[[argparse.ArgumentParser], None],
     run: Callable[[argparse.Namespace], int],
 ) -> Callable[..., int]:
-    """The `main` of `visual-spec NAME`: parses arguments, runs, and returns the exit status."""
+    """The `main` of `visual-spec NAME`: parses arguments, runs, and returns the exit status.
+
+    Bad input raises ValueError, OSError or ImportError, which name it, before anything is computed.
+    """
 
     def main(argv: Sequence[str] | None = None) -> int:
         parser = Parser(

@@ -26,11 +26,7 @@ Point = tuple[str, float, float, float, float]  # name, x, y, low, high
 
 
 def figure_class() -> Any:
-    """matplotlib's `Figure`.
-
-    Raises:
-        ImportError: matplotlib is missing (extra `eval`).
-    """
+    """matplotlib's `Figure`; ImportError where it is missing (extra `eval`), as from all that draws a chart."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -39,11 +35,7 @@ def figure_class() -> Any:
 
 
 def chart_ending(path: Path, option: str) -> str:
-    """The kind of a chart's file, "png" or "svg".
-
-    Raises:
-        ValueError: a name of another ending.
-    """
+    """The kind of a chart's file, "png" or "svg"; ValueError for a name of another ending."""
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{option} {path} given; the name must end in .png or .svg")
     return path.suffix[1:]
@@ -72,11 +64,7 @@ def inline_svg(figure: Any, prefix: str) -> str:
 
 
 def draw_points(points: Sequence[Point], across: str, up: str) -> Any:
-    """Numbered points at (x, y) with a bar from low to high, as a figure; without a bar where it has no end.
-
-    Raises:
-        ImportError: as `figure_class`.
-    """
+    """Numbered points at (x, y) with a bar from low to high, as a figure; without a bar where it has no end."""
     figure = figure_class()(figsize=(6.4, 3.6), layout="constrained")
     panel = figure.subplots()
     for number, (_, x, y, low, high) in enumerate(points, 1):

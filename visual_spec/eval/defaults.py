@@ -173,11 +173,7 @@ def settings_beside(name: str | None, settings: ModelSettings) -> ModelSettings 
 
 
 def refuse_unpaired(name: str, first: PipelineFacts, masked: PipelineFacts) -> None:
-    """Refuse the model of `--masked` where it is not masked, or not of the tokens of a first one that is ordered.
-
-    Raises:
-        ValueError: says what it takes.
-    """
+    """Refuse, by ValueError, a `--masked` that is not masked, or not of the tokens of a first model that is ordered."""
     same = (first.medium, first.unit) == (masked.medium, masked.unit)
     if not same or MASKED in first.calls or MASKED not in masked.calls:
         raise ValueError(

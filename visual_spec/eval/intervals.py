@@ -36,22 +36,14 @@ def share_interval(share: float, size: float, z: float = Z_95) -> tuple[float, f
 
 
 def rate(values: Sequence[bool]) -> Figure:
-    """The share of true values with its Wilson interval, and the counts: {value, low, high, hits, total}.
-
-    Raises:
-        ValueError: if there are no values.
-    """
+    """The share of true values, at least one, with its Wilson interval: {value, low, high, hits, total}."""
     hits, total = sum(values), len(values)
     low, high = wilson_interval(hits, total)
     return {"value": hits / total, "low": low, "high": high, "hits": hits, "total": total}
 
 
 def mean_figure(values: Sequence[float]) -> Figure:
-    """The mean with its interval by the normal law; a single value is its own interval.
-
-    Raises:
-        ValueError: if there are no values.
-    """
+    """The mean of values, at least one, with its interval by the normal law; a single value is its own interval."""
     if not values:
         raise ValueError("no values; a mean needs at least one")
     mean = math.fsum(values) / len(values)
@@ -104,21 +96,13 @@ def ratio_with_error(above: Sequence[float], below: Sequence[float]) -> tuple[fl
 
 
 def ratio_figure(above: Sequence[float], below: Sequence[float]) -> Figure:
-    """`ratio_with_error` as a value with its interval.
-
-    Raises:
-        ValueError: as `ratio_with_error`.
-    """
+    """`ratio_with_error` as a value with its interval."""
     value, error = ratio_with_error(above, below)
     return {"value": value, "low": value - Z_95 * error, "high": value + Z_95 * error}
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """p20, p50 and p80, interpolated linearly between the two nearest values.
-
-    Raises:
-        ValueError: if there are no values.
-    """
+    """p20, p50 and p80 of values, at least one, interpolated linearly between the two nearest."""
     if not values:
         raise ValueError("no values; a quantile needs at least one")
     return dict(zip(QUANTILES, np.quantile(values, [*QUANTILES.values()]).tolist(), strict=True))

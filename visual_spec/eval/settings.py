@@ -125,11 +125,7 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
 
 
 def check_samplers(pipe: Any, settings: Sequence[Setting]) -> None:
-    """Refuse a sampler that the pipeline cannot run, before any of them is run.
-
-    Raises:
-        ValueError: as `VisualPipeline.check_sampler`, `load_drafter` and `load_refiner`.
-    """
+    """Refuse, by ValueError, a sampler that the pipeline cannot run, before any of them is run."""
     for setting in settings:
         try:
             with setting.on(pipe):

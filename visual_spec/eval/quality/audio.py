@@ -64,11 +64,7 @@ def median_distance(reference: Tensor) -> float:
 
 
 def resampled(clip: Tensor, rate: int, wanted: int) -> np.ndarray:
-    """A clip at another rate.
-
-    Raises:
-        ImportError: torchaudio is missing (extra `audio`).
-    """
+    """A clip at another rate; ImportError where that needs torchaudio, and it is missing (extra `audio`)."""
     if rate != wanted:
         try:
             from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]

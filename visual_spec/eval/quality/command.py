@@ -86,11 +86,7 @@ def read_settings(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate as the options say, print tables and with `--json`, as the last line, the document.
-
-    Raises:
-        ValueError, OSError: bad input; names it.
-    """
+    """Evaluate as the options say, print tables and with `--json`, as the last line, the document."""
     from visual_spec.eval.defaults import settings_beside, settings_of_model
     from visual_spec.files.whole import ready_folder
 

@@ -135,11 +135,7 @@ class _Run:
         return facts | ({"sampling_rate": self.pipe.sampling_rate} if self.pipe.medium == "audio" else {})
 
     def open(self) -> None:
-        """Open the sets, which refuse samples of another model or of other settings.
-
-        Raises:
-            ValueError: too few prompts; as `SampleSet.open`.
-        """
+        """Open the sets; ValueError for too few prompts, or samples of another model or of other settings."""
         needed = -(-self.samples // self.batch_size) * self.batch_size
         if len(self.task.prompts) < needed:
             raise ValueError(
@@ -202,11 +198,7 @@ class _Run:
         return self.scoring.features(name, samples)
 
     def judged(self, folder: Path) -> Judged:
-        """A set, and what was read off it.
-
-        Raises:
-            ValueError: its samples were drawn for other prompts.
-        """
+        """A set, and what was read off it; ValueError for samples of other prompts."""
         samples = SampleFiles.open(folder)
         if samples.prompts != self.task.prompts[: self.samples]:
             raise ValueError(f"the samples in {folder} were drawn for other prompts; pass another folder")

@@ -2,6 +2,9 @@
 
 Each function takes a `Setup` and returns (extract, networks, variant): `extract(samples, first, end)` gives
 {"features": [N, D], ...}; the networks, or the checksum of a file, and the variant are what the features depend on.
+
+It raises FileNotFoundError where a folder or a file is not there, ValueError for weights of another network and for
+files that hold more than tensors, and ImportError where an extra is missing.
 """
 
 from __future__ import annotations
@@ -89,11 +92,7 @@ def _resize_variant(size: int | None) -> str:
 
 
 def inception_features(setup: Setup) -> Extractor:
-    """The network of torch-fidelity with its resampling: features [N, 2048], and logits [N, 1008] without bias.
-
-    Raises:
-        FileNotFoundError, ValueError, ImportError: as `_inception`.
-    """
+    """torch-fidelity's network with its resampling: features [N, 2048], and logits [N, 1008] without bias."""
     network = _inception(setup, ["2048", "logits_unbiased"])
 
     def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
@@ -108,9 +107,6 @@ def inception_maps(setup: Setup) -> Extractor:
     """Maps within the same network, which sFID is of (Nash et al. 2021), [N, 2023].
 
     As ADM's evaluator takes them: 7 channels of 17 x 17 of `mixed_6/conv`, which is `Mixed_6d.branch1x1` here.
-
-    Raises:
-        FileNotFoundError, ValueError, ImportError: as `_inception`.
     """
     network = _inception(setup, ["768"])
     maps: list[Tensor] = []
@@ -212,9 +208,6 @@ def clip_features(setup: Setup) -> Extractor:
 
     As torchmetrics' `CLIPScore` (Hessel et al. 2021, without its factor 2.5), sample by sample. Prompts are cut at what
     the model reads. Sets without prompts have no scores.
-
-    Raises:
-        FileNotFoundError: no such folder.
     """
     missing = "no CLIP model at {}; pass a folder such as openai/clip-vit-large-patch14 holds"
     model, processor = _of_transformers(setup, "clip", missing, "CLIPModel", "AutoProcessor")
@@ -245,9 +238,6 @@ def preference_features(setup: Setup) -> Extractor:
     """Features of the Human Preference Score v2, and scores: 100 cos with the prompt. In single precision.
 
     Prompts are cut at what the model reads.
-
-    Raises:
-        FileNotFoundError, ValueError: as `human_preference.load_preference`.
     """
     network, tokenizer = load_preference(setup.networks["hps"])
     network = network.to(setup.device)
@@ -271,11 +261,7 @@ def preference_features(setup: Setup) -> Extractor:
 def vggish_features(setup: Setup) -> Extractor:
     """VGGish embeddings of the seconds of clips, [N, W * 128], and how many each clip has, `rows` [N].
 
-    Shorter clips are filled up with zeros.
-
-    Raises:
-        FileNotFoundError, ValueError: as `vggish.load_vggish`; a clip of less than a second.
-        ImportError: as `resampled`.
+    Shorter clips are filled up with zeros; a clip of less than a second is refused.
     """
     network = load_vggish(setup.networks["vggish"]).to(setup.device)
 
@@ -300,12 +286,8 @@ def clap_features(setup: Setup) -> Extractor:
     """Of a CLAP model (Wu et al. 2023): features of clips, and scores: the cosine with the prompt.
 
     Clips are resampled to 48 kHz. One shorter than ten seconds is repeated as often as it fits, one longer is cut at a
-    place drawn for it alone, so nothing depends on the batch.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        ValueError: a model with feature fusion, which takes other inputs.
-        ImportError: as `resampled`.
+    place drawn for it alone, so nothing depends on the batch. A model with feature fusion, which takes other inputs, is
+    refused.
     """
     from transformers import AutoTokenizer
 
@@ -372,11 +354,7 @@ def video_features(setup: Setup) -> Extractor:
 
     Args:
         weights: TorchScript, as StyleGAN-V's authors release it (`i3d_torchscript.pt`). It takes videos [B, 3, T, H, W]
-            of 0 to 255, and resizes them to 224 pixels and to -1 to 1 itself.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the program is not trusted; a file of another kind; a program that fails.
+            of 0 to 255, and resizes them to 224 pixels and to -1 to 1 itself. One that is not trusted is refused.
     """
     program = VideoProgram(trusted_program(setup.networks.get("i3d"), setup.trust_program), setup.device)
 
@@ -387,12 +365,7 @@ def video_features(setup: Setup) -> Extractor:
 
 
 def trusted_program(path: Path | None, trusted: bool) -> Path:
-    """The file of a program that may be run.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is not trusted.
-    """
+    """The file of a program that may be run: one that is there, and that the user trusts."""
     if path is None or not Path(path).is_file():
         raise FileNotFoundError(f"no I3D network at {path}; pass the TorchScript file i3d_torchscript.pt")
     if not trusted:
@@ -404,11 +377,7 @@ def trusted_program(path: Path | None, trusted: bool) -> Path:
 
 
 def tag_features(setup: Setup) -> Extractor:
-    """Log probabilities [N, C] of the labels of a classifier of clips, such as an audio spectrogram transformer.
-
-    Raises:
-        FileNotFoundError: no such folder.
-    """
+    """Log probabilities [N, C] of the labels of a classifier of clips, such as an audio spectrogram transformer."""
     missing = "no tagger at {}; pass a folder of an audio classifier of transformers"
     model, extractor = _of_transformers(
         setup, "tagger", missing, "AutoModelForAudioClassification", "AutoFeatureExtractor"
@@ -428,9 +397,6 @@ def dino_features(setup: Setup) -> Extractor:
     """The class token [N, D] of a DINOv2 model (Oquab et al. 2023), as FD-DINOv2 takes it (Stein et al. 2023).
 
     Pictures are resized whole to the side that the model's processor crops to, as clean-fid resizes them.
-
-    Raises:
-        FileNotFoundError: no such folder.
     """
     missing = "no DINOv2 model at {}; pass a folder such as facebook/dinov2-large holds"
     model, processor = _of_transformers(setup, "dino", missing, "AutoModel", "AutoImageProcessor")
@@ -449,11 +415,7 @@ def dino_features(setup: Setup) -> Extractor:
 
 
 def pixel_features(setup: Setup) -> Extractor:
-    """Mean squared difference of 0 to 255, and structural similarity (Wang et al. 2004), of pairs with the set beside.
-
-    Raises:
-        ImportError: torchmetrics is missing (extra `eval`).
-    """
+    """Mean squared difference of 0 to 255, and structural similarity (Wang et al. 2004), of pairs with the set beside."""
     try:
         from torchmetrics.functional.image import structural_similarity_index_measure as similarity
     except ImportError as error:
@@ -467,13 +429,7 @@ def pixel_features(setup: Setup) -> Extractor:
 
 
 def lpips_features(setup: Setup) -> Extractor:
-    """LPIPS (Zhang et al. 2018) of pairs with the set beside: AlexNet, with the linear layers that torchmetrics holds.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file that holds more than tensors, or other weights.
-        ImportError: torchmetrics or torchvision is missing (extra `eval`).
-    """
+    """LPIPS (Zhang et al. 2018) of pairs with the set beside: AlexNet, with the linear layers that torchmetrics holds."""
     weights = setup.networks.get("lpips")
     if weights is None or not Path(weights).is_file():
         raise FileNotFoundError(

@@ -28,11 +28,7 @@ MEDIA = {"image": PICTURES, "audio": SOUNDS, "video": VIDEOS}
 
 
 def read_picture(path: Path) -> np.ndarray:
-    """A picture uint8 [H, W, 3].
-
-    Raises:
-        ValueError: no whole picture, or one of more than 8 bits.
-    """
+    """A picture uint8 [H, W, 3]; ValueError where it is not whole, or of more than 8 bits."""
     try:
         return np.asarray(read_picture_file(path))
     except ValueError as error:
@@ -129,11 +125,7 @@ def read_video(path: Path) -> np.ndarray:
 
 
 def _stacked(frames: Iterator[np.ndarray]) -> np.ndarray:
-    """Frames of one size, uint8 [T, H, W, 3].
-
-    Raises:
-        ValueError: no frames, of several sizes, or too many pixels in all.
-    """
+    """Frames uint8 [T, H, W, 3]; refuses none, several sizes, and too many pixels in all."""
     stack: list[np.ndarray] = []
     for frame in frames:
         stack.append(frame)

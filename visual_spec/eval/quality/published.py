@@ -34,11 +34,7 @@ _SPLITS, _T_95 = (
 
 
 def check_features(first: Tensor, second: Tensor) -> None:
-    """Refuse sets that cannot be compared.
-
-    Raises:
-        ValueError: fewer than 2 samples in a set, features of different width, or features that are not finite.
-    """
+    """Refuse, by ValueError, sets of fewer than 2 samples, and features of different width or not finite."""
     if first.ndim != 2 or second.ndim != 2 or first.shape[1] != second.shape[1]:
         raise ValueError(
             f"features have shapes {list(first.shape)} and {list(second.shape)}; pass [N, D] and [M, D], "

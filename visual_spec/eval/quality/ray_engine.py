@@ -15,11 +15,7 @@ from visual_spec.eval.quality.sample_set import Report, SampleSet, held
 
 
 def require_ray() -> Any:
-    """The module `ray`.
-
-    Raises:
-        ImportError: Ray Data is missing (extra `scale`).
-    """
+    """The module `ray`; ImportError where Ray Data is missing (extra `scale`)."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]

@@ -40,11 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw as the options say.
-
-    Raises:
-        ValueError, OSError: bad input; names it.
-    """
+    """Draw as the options say."""
     if missing := [str(path) for path in args.results if not path.exists()]:
         raise FileNotFoundError(
             f"there is nothing at {', '.join(missing)}; pass results.json of visual-spec eval, or folders of samples"

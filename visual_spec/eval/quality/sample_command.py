@@ -63,11 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw as the options say.
-
-    Raises:
-        ValueError, OSError: bad input; names it.
-    """
+    """Draw as the options say."""
     from visual_spec.files.whole import ready_folder
 
     by_ray = args.engine == "ray"
@@ -92,11 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sample_set(args: argparse.Namespace, *, drawn_here: bool = True) -> SampleSet:
-    """The set that the options describe, with its pipeline loaded where it is drawn here, else with its facts.
-
-    Raises:
-        ValueError, OSError: bad input; names it.
-    """
+    """The set that the options describe, with its pipeline loaded where it is drawn here, else with its facts."""
     from visual_spec.eval.defaults import settings_of_model
     from visual_spec.eval.machine import load, own_device
     from visual_spec.eval.quality.prompt_files import CLASSES, PromptSet, read_prompts

@@ -368,11 +368,7 @@ def file_bytes(pipe: Any, sample: np.ndarray) -> bytes:
 
 
 def all_whole(folder: Path, lines: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the files of all lines of a manifest have their checksums.
-
-    Raises:
-        OSError, ValueError: a file that is not there, or no regular one.
-    """
+    """Return whether the files of all lines of a manifest have their checksums; OSError or ValueError for no file."""
     contents = ((line, read_regular(folder / line["file"])) for line in lines)
     return all(
         len(content) == line["bytes"] and zlib.crc32(content) == line["crc32"] for line, content in contents

@@ -113,11 +113,7 @@ class Scoring:
         self.run()
 
     def run(self) -> dict[str, Any] | None:
-        """Return what fixed the samples, where `visual-spec sample` drew them.
-
-        Raises:
-            ValueError, OSError: as `read_run`.
-        """
+        """Return what fixed the samples, where `visual-spec sample` drew them."""
         there = (self.drawn.path / RUN).exists() or (self.drawn.path / RUN).is_symlink()
         return read_run(self.drawn.path) if self.drawn.files and there else None
 

@@ -76,11 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score as the options say; writes `scores.json` and prints a table. Returns 1 where a promise is broken.
-
-    Raises:
-        ValueError, OSError, ImportError: bad input; names it.
-    """
+    """Score as the options say; writes `scores.json` and prints a table. Returns 1 where a promise is broken."""
     import torch
 
     from visual_spec.eval.machine import choose_device, own_device

@@ -82,21 +82,13 @@ def read_manifest(folder: Path, name: str = MANIFEST, *, whole: bool = False) ->
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return what fixed the samples of a set.
-
-    Raises:
-        ValueError, OSError: as `read_object`.
-    """
+    """Return what fixed the samples of a set."""
     kinds = {"model": TEXT, "weights": TEXT, "sampler": OBJECT}
     return _refused_again(read_object, inside(folder, RUN, folder), {}, kinds)
 
 
 def read_times(folder: Path, name: str = TIMES) -> list[dict[str, Any]]:
-    """The seconds of every batch, and its `BATCH_FACTS`.
-
-    Raises:
-        ValueError, OSError: as `read_objects`; no batch.
-    """
+    """The seconds of every batch, at least one, and its `BATCH_FACTS`."""
     times = _refused_again(read_objects, inside(folder, name, folder), _TIME, BATCH_FACTS)
     if not times:
         raise ValueError(f"{folder / name} is empty{_AGAIN}")
@@ -104,11 +96,7 @@ def read_times(folder: Path, name: str = TIMES) -> list[dict[str, Any]]:
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """Return what `visual-spec score` wrote into the folder of a set; None where it wrote nothing.
-
-    Raises:
-        ValueError, OSError: as `read_object`.
-    """
+    """Return what `visual-spec score` wrote into the folder of a set; None where it wrote nothing."""
     path = inside(folder, SCORES, folder)
     if not path.exists():
         return None

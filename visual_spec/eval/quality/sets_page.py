@@ -45,11 +45,7 @@ class ScoredSet:
 
     @classmethod
     def read(cls, path: Path) -> ScoredSet:
-        """Read a folder.
-
-        Raises:
-            ValueError, OSError: no complete set of `visual-spec sample`, or damaged scores.
-        """
+        """Read a complete set of `visual-spec sample`; ValueError or OSError for another folder, or damaged scores."""
         if not SampleFiles.open(path).lines:
             raise ValueError(f"{path} has no manifest.jsonl; pass folders that visual-spec sample wrote")
         lines = read_manifest(path, whole=True)

@@ -324,11 +324,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _check_complete(document: dict[str, Any], path: Path) -> None:
-    """Refuse a document without all that the page shows: write its table, and read what the charts read.
-
-    Raises:
-        ValueError: a part is missing or of another kind; names it.
-    """
+    """Refuse, by ValueError, a document without all that the page shows: write its table, and read the charts' values."""
     from jinja2 import UndefinedError
 
     try:

@@ -207,11 +207,7 @@ def paid_slots(commit_call: Tensor) -> Tensor:
 
 
 def check_commit_call(commit_call: Tensor, grid: TokenGrid) -> Tensor:
-    """The calls as integers, one a slot.
-
-    Raises:
-        ValueError: they do not fit the grid, or a slot has none.
-    """
+    """The calls as integers, one a slot; ValueError where they do not fit the grid, or a slot has none."""
     calls = torch.as_tensor(commit_call).detach().cpu()
     if calls.shape != (grid.num_tokens,):
         raise ValueError(

@@ -110,12 +110,7 @@ def _add_sizes(sizes: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a Markdown table and with `--json` a JSON document, which is also written to `--out`.
-
-    Raises:
-        ValueError: an option out of range; before anything is loaded.
-        OSError: `--out` cannot be written, or exists and `--overwrite` is not given; before anything is loaded.
-    """
+    """Measure, print a Markdown table and with `--json` a JSON document, which is also written to `--out`."""
     _check_numbers(args)
     from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 

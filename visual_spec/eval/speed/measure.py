@@ -148,11 +148,7 @@ def matmul_peak(
 
 
 def refuse_dtype(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a dtype that the device does not compute in, before anything is allocated.
-
-    Raises:
-        ValueError: names those that it does.
-    """
+    """Refuse, by ValueError, a dtype that the device does not compute in, before anything is allocated."""
     if not _computes_in(device, dtype):
         known = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
         names = [str(other).removeprefix("torch.") for other in known if _computes_in(device, other)]

@@ -371,11 +371,7 @@ TRANSFORMERS: dict[str, Callable[[int | None], OfficialModel]] = {
 
 
 def _side(image_size: int | None, default: int, multiple: int, officially: str) -> int:
-    """`image_size` in multiples.
-
-    Raises:
-        ValueError: one that is no multiple.
-    """
+    """`image_size` in multiples; ValueError for one that is none."""
     size = default if image_size is None else image_size
     if size < multiple or size % multiple:
         raise ValueError(f"--image-size {size}; pass a multiple of {multiple}, {officially}")

@@ -61,11 +61,7 @@ def points_of(rows: Sequence[dict[str, Any]], bandwidth: float, peak: float) -> 
 
 
 def draw_roofline(points: Sequence[Point], bandwidth: float, peak: float, title: str) -> Any:
-    """The chart as a matplotlib figure, both axes logarithmic: a numbered point a row, and the roof.
-
-    Raises:
-        ImportError: matplotlib is missing (extra `eval`).
-    """
+    """The chart as a matplotlib figure, both axes logarithmic: a numbered point a row, and the roof."""
     figure = figure_class()(figsize=(11.0, 6.2 + 0.17 * len(points)), layout="constrained")
     panel, key = figure.subplots(2, 1, height_ratios=[6.0, 0.17 * len(points) + 0.2])
     ridge = peak / bandwidth
