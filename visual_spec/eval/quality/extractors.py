@@ -415,7 +415,7 @@ def dino_features(setup: Setup) -> Extractor:
 
 
 def pixel_features(setup: Setup) -> Extractor:
-    """Mean squared difference of 0 to 255, and structural similarity (Wang et al. 2004), of pairs with the set beside."""
+    """Mean squared difference of 0 to 255, and structural similarity (Wang et al. 2004), of pairs with `beside`."""
     try:
         from torchmetrics.functional.image import structural_similarity_index_measure as similarity
     except ImportError as error:
@@ -429,7 +429,7 @@ def pixel_features(setup: Setup) -> Extractor:
 
 
 def lpips_features(setup: Setup) -> Extractor:
-    """LPIPS (Zhang et al. 2018) of pairs with the set beside: AlexNet, with the linear layers that torchmetrics holds."""
+    """LPIPS (Zhang et al. 2018) of pairs with `beside`: AlexNet, with the linear layers that torchmetrics holds."""
     weights = setup.networks.get("lpips")
     if weights is None or not Path(weights).is_file():
         raise FileNotFoundError(

@@ -249,7 +249,7 @@ class FeatureFolder:
     def extract_share(
         self, samples: SampleFiles, rank: int, shards: int, report: Callable[[str], Any]
     ) -> None:
-        """Extract every `shards`-th chunk that is not there, from chunk `rank`. Rows that are not finite are refused."""
+        """Extract every `shards`-th chunk that is not there, from chunk `rank`. What is not finite is refused."""
         mine = self.chunks(samples)[rank::shards]
         for number, (first, end) in enumerate(mine, 1):
             if self._read(samples, first, end) is None:

@@ -95,6 +95,8 @@ def write_sets_page(
     kinds = {Path(line["file"]).suffix for one in sets for line in one.samples.lines[:1]}
     if unknown := kinds - set(_KINDS):
         raise ValueError(f"samples of {', '.join(unknown)} are not shown; pass --pictures 0")
+    distance = _common_distance(sets)
+    points, up = _points(sets, distance) if distance else [], f"{distance}, low is good".replace("_", " ")
     content = render_page(
         "sets.html.jinja",
         title=title,
@@ -103,9 +105,9 @@ def write_sets_page(
             dict.fromkeys(name for one in sets for name in (one.scores or {"figures": {}})["figures"])
         ),
         compared=[summary(compared(one.samples, first.samples)) for one in sets[1:]],
-        distance=(distance := _common_distance(sets)),
-        points=(points := _points(sets, distance) if distance else []),
-        chart=_chart(points, distance) if distance else None,
+        distance=distance,
+        points=points,
+        chart=inline_svg(draw_points(points, "speed-up in model calls", up), "chart-") if distance else None,
         rows=[_row(sets, index) for index in range(min(shown, len(first.samples)))],
         sound=first.samples.medium == "audio",
     )
@@ -129,11 +131,6 @@ def _points(sets: Sequence[ScoredSet], distance: str) -> list[Point]:
         for one, figure in zip(sets, figures, strict=True)
         if figure is not None
     ]
-
-
-def _chart(points: Sequence[Point], distance: str) -> str:
-    up = distance.replace("_", " ") + ", low is good"
-    return inline_svg(draw_points(points, "speed-up in model calls", up), "chart-")
 
 
 def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:

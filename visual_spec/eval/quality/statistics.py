@@ -77,10 +77,7 @@ def frechet_audio(sets: Sets) -> Figures:
 def _frechet(
     sets: Sets, reference: Gaussian, rows: Callable[[SampleFiles], tuple[Tensor, Tensor | None]]
 ) -> Figures:
-    """
-    Args:
-        rows: (set) -> features [M, D], and the sample of each row [M]; None: one a sample.
-    """
+    """`rows`: (set) -> features [M, D], and the sample of each row [M]; None: one a sample."""
     (drawn, owners), strata = rows(sets.drawn), sets.drawn.prompts
     figure, limit = published.frechet_with_limit(drawn, reference, strata, owners)
     needed = published.limit_size(drawn.shape[1])

@@ -324,7 +324,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _check_complete(document: dict[str, Any], path: Path) -> None:
-    """Refuse, by ValueError, a document without all that the page shows: write its table, and read the charts' values."""
+    """Refuse, by ValueError, a document without all that the page shows: write its table, read the charts' values."""
     from jinja2 import UndefinedError
 
     try:

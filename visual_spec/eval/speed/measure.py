@@ -111,13 +111,9 @@ def what_fits(
     at: Callable[[int, int], dict[str, int]], available: int, batch_size: int, window: int
 ) -> tuple[int, int] | None:
     """The largest batch that fits with this window, or with a batch of 1 the largest window; None: nothing does."""
-    for batch in range(batch_size, 0, -1):
-        if sum(at(batch, window).values()) <= available:
-            return batch, window
-    for width in range(window, 0, -1):
-        if sum(at(1, width).values()) <= available:
-            return 1, width
-    return None
+    sizes = [(batch, window) for batch in range(batch_size, 0, -1)]
+    sizes += [(1, width) for width in range(window - 1, 0, -1)]
+    return next((size for size in sizes if sum(at(*size).values()) <= available), None)
 
 
 def copy_bandwidth(device: torch.device, mebibytes: int | None = None, repeats: int = 7) -> float:

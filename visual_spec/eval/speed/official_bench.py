@@ -99,7 +99,12 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         "environment": facts,
         "architecture": args.model,
         "needed_bytes": whole,
-        "acceptance": acceptance_statement(args.accept_probability),
+        "acceptance": {
+            "measured": False,
+            "profile": "constant",
+            "probability": args.accept_probability,
+            "meaning": "every draft is accepted with this probability, whatever its place, sampler and sample",
+        },
         "rows": rows,
         "left_out": left_out,
     }
@@ -199,13 +204,6 @@ class Middle:
         return self.model(state, tokens, slots + self.first)
 
 
-def stated_tokens_per_call(probability: float, window: int) -> float:
-    """Mean tokens of a call whose every draft is accepted with `probability`, whatever its place: one is certain, and
-    the k-th draft counts when it and all before it are accepted. 1 + p + ... + p ** (window - 1).
-    """
-    return sum(probability**place for place in range(window))
-
-
 @torch.no_grad()
 def measure_calls(
     official: OfficialModel,
@@ -284,7 +282,8 @@ def measure_calls(
             report(f"{baseline.name} failed, and has no row: {left_out[-1]['error']}")
     for setting in with_graphs(settings, model.device, recordable=recordable):
         plain = isinstance(setting.sampler, AutoregressiveSampler)
-        per_call = 1.0 if plain else stated_tokens_per_call(probability, window_of(setting))
+        # One token is certain, and the k-th draft counts when it and all before it are accepted.
+        per_call = 1.0 if plain else sum(probability**place for place in range(window_of(setting)))
         add(
             setting.name,
             window_of(setting),
@@ -366,14 +365,4 @@ def _time_baseline(
         "prefill_ms": quantiles([1000 * prefill for _, _, prefill in times])["p50"],
         "phase_ms_per_call": {},
         "gap_ms_per_call": None,
-    }
-
-
-def acceptance_statement(probability: float) -> dict[str, Any]:
-    """Return what the document says about where acceptance comes from."""
-    return {
-        "measured": False,
-        "profile": "constant",
-        "probability": probability,
-        "meaning": "every draft is accepted with this probability, whatever its place, sampler and sample",
     }

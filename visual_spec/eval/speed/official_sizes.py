@@ -219,7 +219,8 @@ def random_condition(model: LlamaGenTransformer, batch_size: int) -> TextConditi
 
 def janus_pro_7b(image_size: int | None = None) -> OfficialModel:
     """Janus-Pro-7B: the decoder of DeepSeek-LLM-7B, 576 tokens of 16384 codes, a head and an embedding of their own."""
-    side = _only(image_size, 384, "Janus-Pro") // 16
+    if image_size not in (None, 384):
+        raise ValueError(f"--image-size {image_size}; Janus-Pro draws 384 pixels only, leave it out")
     return janus(
         "janus-pro-7b",
         text_config=dict(
@@ -235,7 +236,7 @@ def janus_pro_7b(image_size: int | None = None) -> OfficialModel:
             eos_token_id=100001,
             pad_token_id=100002,
         ),
-        vision_config=dict(image_size=384, patch_size=16, num_image_tokens=side * side, projection_dim=4096),
+        vision_config=dict(image_size=384, patch_size=16, num_image_tokens=24 * 24, projection_dim=4096),
         vq_config=dict(num_embeddings=16384, projection_dim=4096, image_token_embed_dim=4096),
         start_of_image=100016,
     )
@@ -376,9 +377,3 @@ def _side(image_size: int | None, default: int, multiple: int, officially: str) 
     if size < multiple or size % multiple:
         raise ValueError(f"--image-size {size}; pass a multiple of {multiple}, {officially}")
     return size // multiple
-
-
-def _only(image_size: int | None, size: int, name: str) -> int:
-    if image_size not in (None, size):
-        raise ValueError(f"--image-size {image_size}; {name} draws {size} pixels only, leave it out")
-    return size

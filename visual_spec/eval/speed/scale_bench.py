@@ -32,12 +32,10 @@ from visual_spec.samplers.scales.stages import drawn_stages
 
 
 def random_pipeline(
-    sizes: scale_cost.VarSizes, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+    sizes: dict[str, Any], *, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ScaleImagePipeline:
     """A pipeline of official size with random weights, made on the device it runs on."""
-    pipe = scale_cost.pipeline_on_meta(
-        sizes.transformer, sizes.vq_model, sizes.refiner, dtype=dtype, kind=VARTransformer
-    )
+    pipe = scale_cost.pipeline_on_meta(**sizes, dtype=dtype, kind=VARTransformer)
     for part in (pipe.transformer, pipe.vq_model, pipe.refiner):
         if part is not None:
             fill_at_random(part, dtype=dtype, device=device, seed=seed)
@@ -113,7 +111,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         counted = scale_cost.like_on_meta(pipe)
     else:
         sizes = scale_cost.var_sizes(args.model, args.image_size)
-        counted = scale_cost.pipeline_on_meta(sizes.transformer, sizes.vq_model, sizes.refiner, dtype=dtype)
+        counted = scale_cost.pipeline_on_meta(**sizes, dtype=dtype)
         index = {**counted.config, "refiner": None if counted.refiner is None else ["", ""]}
         groups = read_groups(
             args, scale_settings(counted.facts, index, lambda part: counted.components[part].config)

@@ -57,17 +57,8 @@ class ScaleCost:
         }
 
 
-@dataclass(frozen=True)
-class VarSizes:
-    """Constructor arguments of VAR models of official size; refiner: None for one model."""
-
-    transformer: dict[str, Any]
-    vq_model: dict[str, Any]
-    refiner: dict[str, Any] | None
-
-
-def var_sizes(name: str, image_size: int | None = None) -> VarSizes:
-    """The sizes called "var-d16", or "var-d30+var-d16" with a refiner.
+def var_sizes(name: str, image_size: int | None = None) -> dict[str, Any]:
+    """Arguments of `pipeline_on_meta` for VAR of official size: "var-d16", or "var-d30+var-d16" with a refiner.
 
     Args:
         image_size: 256 or 512; None: what the size was released for.
@@ -86,7 +77,8 @@ def var_sizes(name: str, image_size: int | None = None) -> VarSizes:
         raise ValueError(f"--image-size {image_size}; VAR draws {' or '.join(map(str, SCALES))} pixels.")
     scales = known[names[0]]["scales"] if image_size is None else SCALES[image_size]
     configs = [{**known[part], "scales": scales} for part in names]
-    return VarSizes(configs[0], {"scales": scales}, configs[1] if len(names) > 1 else None)
+    refiner = configs[1] if len(names) > 1 else None
+    return {"transformer": configs[0], "vq_model": {"scales": scales}, "refiner": refiner}
 
 
 class MetaVAR(VARTransformer):
