@@ -37,52 +37,22 @@ _LEAST_DECIBELS = -80.0
 _MEL_WINDOW = 1024  # samples of a spectrum
 
 
-def keyed_strip(width: int, entries: Sequence[tuple[Colour, str]]) -> Image.Image:
-    """A strip of (colour, text) pairs, each with a square of its colour."""
-    symbols = [
-        (Image.new("RGB", (18 * SUPERSAMPLE, 18 * SUPERSAMPLE), colour), text) for colour, text in entries
-    ]
-    return _strip(width, symbols)
-
-
-def legend_strip(width: int, paid: int | None = None, free: int | None = None) -> Image.Image:
-    """A strip that says what bead, bar and colour mean, on as many lines of 24 pixels as the width asks for."""
-    count_paid = "" if paid is None else f"{paid} "
-    count_free = "" if free is None else f"{free} "
-    unit, scale = 18, SUPERSAMPLE
-    big = unit * scale
-    bead, bar, hues = (Image.new("RGB", (cells * big, big), PAPER) for cells in (1, 3, 3))
-    light, dark = RUN_COLOURS[0]
-    ImageDraw.Draw(bead).ellipse((0.21 * big, 0.21 * big, 0.79 * big, 0.79 * big), fill=dark)
-    low, high, radius = 0.1 * big, 0.9 * big, 0.4 * big
-    ImageDraw.Draw(bar).rounded_rectangle((low, low, 3 * big - low, high), radius, fill=light)
-    for index in range(3):
-        box = (index * big + low, low, index * big + high, high)
-        ImageDraw.Draw(hues).rounded_rectangle(box, radius, fill=RUN_COLOURS[index][0])
-    entries = (
-        (bead, f"{count_paid}paid: cost a model call"),
-        (bar, f"{count_free}free: accepted drafts"),
-        (hues, "one colour: one call"),
-    )
-    return _strip(width, entries)
-
-
-def _strip(width: int, entries: Sequence[tuple[Image.Image, str]]) -> Image.Image:
-    """Symbols, `SUPERSAMPLE` times as large as shown, with their texts, on as many lines as the width asks for."""
-    size, unit, scale, gap = 14, 18, SUPERSAMPLE, 26
+def labelled_strip(width: int, entries: Sequence[tuple[Image.Image | Colour, str]]) -> Image.Image:
+    """Symbols of 18 pixels, or colours, with their texts, on as many lines of 24 pixels as the width asks for."""
+    size, unit, gap = 14, 18, 26
     places, x, y = [], 0, 9
     for symbol, text in entries:
-        needed = symbol.width // scale + 8 + text_width(text, size)
+        picture = Image.new("RGB", (unit, unit), symbol) if isinstance(symbol, tuple) else symbol
+        needed = picture.width + 8 + text_width(text, size)
         if x and x + needed > width:
             x, y = 0, y + 24
-        places.append((x, y))
+        places.append((x, y, picture, text))
         x += needed + gap
     strip = Image.new("RGB", (width, y + 25), PAPER)
     draw = ImageDraw.Draw(strip)
-    for (symbol, text), (x, y) in zip(entries, places, strict=True):
-        wide = symbol.width // scale
-        strip.paste(symbol.resize((wide, unit), Image.Resampling.LANCZOS), (x, y))
-        draw_text(draw, (x + wide + 8, y), text, size, MUTED)
+    for x, y, picture, text in places:
+        strip.paste(picture, (x, y))
+        draw_text(draw, (x + picture.width + 8, y), text, size, MUTED)
     return strip
 
 

@@ -7,7 +7,7 @@ colour, and as a picture for sheets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -20,7 +20,7 @@ from visual_spec.eval.report.drawing import (
     RUN_COLOURS,
     SUPERSAMPLE,
     Colour,
-    legend_strip,
+    labelled_strip,
 )
 from visual_spec.models.core.protocol import TokenGrid
 
@@ -193,6 +193,27 @@ def acceptance_map(commit_call: Tensor, grid: TokenGrid, size: int, *, legend: b
     framed.paste(picture, (0, 0))
     framed.paste(strip, (0, picture.height))
     return framed
+
+
+def legend_strip(width: int, paid: int | None = None, free: int | None = None) -> Image.Image:
+    """A strip that says what bead, bar and colour mean, on as many lines of 24 pixels as the width asks for."""
+    light, dark = RUN_COLOURS[0]
+    middle, end, edge = _CELL / 2, 3 * _CELL - _INSET, _CELL - _INSET
+    bead = Shape(middle - _BEAD, middle - _BEAD, middle + _BEAD, middle + _BEAD, dark, _BEAD)
+    hues = (
+        Shape(_CELL * index + _INSET, _INSET, _CELL * index + edge, edge, RUN_COLOURS[index][0], 4)
+        for index in range(3)
+    )
+    symbols = (
+        (Map(_CELL, _CELL, (bead,)), f"{'' if paid is None else f'{paid} '}paid: cost a model call"),
+        (
+            Map(3 * _CELL, _CELL, (Shape(_INSET, _INSET, end, edge, light, 4),)),
+            f"{'' if free is None else f'{free} '}free: accepted drafts",
+        ),
+        (Map(3 * _CELL, _CELL, tuple(hues)), "one colour: one call"),
+    )
+    entries = [(replace(one, ground=PAPER).picture(18 * one.width // _CELL), text) for one, text in symbols]
+    return labelled_strip(width, entries)
 
 
 def paid_slots(commit_call: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from visual_spec.eval.report.drawing import (
     RUN_COLOURS,
     draw_text,
     fit_square,
-    keyed_strip,
-    legend_strip,
+    labelled_strip,
     mel_picture,
     png_bytes,
     text_width,
     wrap_text,
 )
+from visual_spec.eval.report.maps import legend_strip
 from visual_spec.eval.report.rows import ComparisonRow
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.audio_files import audio_bytes
@@ -83,10 +83,10 @@ def contact_sheet(rows: Sequence[ComparisonRow]) -> Image.Image:
 def _legend(row: ComparisonRow, width: int) -> Image.Image:
     (first, _), (second, _), *_ = RUN_COLOURS
     if row.scales is not None:
-        return keyed_strip(width, [(first, "first model"), (second, "second model")])
+        return labelled_strip(width, [(first, "first model"), (second, "second model")])
     if row.drafts:
         return legend_strip(width)
-    return keyed_strip(width, [(first, "drawn first"), (RUN_COLOURS[0][1], "drawn last")])
+    return labelled_strip(width, [(first, "drawn first"), (RUN_COLOURS[0][1], "drawn last")])
 
 
 def write_html(

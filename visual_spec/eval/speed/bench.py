@@ -178,7 +178,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _refuse_options(args: argparse.Namespace, unit: str) -> None:
-    """Refuse options that a model of this unit does not have, and a dtype that the device does not compute in."""
+    """Refuse options that a model of this unit does not have, and a dtype that the device lacks; set the threads."""
     if args.masked is not None and unit != "columns":
         raise ValueError(
             f"--masked {args.masked} given; it takes a masked model of music, beside one of columns, such as --model "
@@ -198,6 +198,8 @@ def _refuse_options(args: argparse.Namespace, unit: str) -> None:
     from visual_spec.eval.speed.measure import refuse_dtype
 
     refuse_dtype(choose_device(args.device), getattr(torch, args.dtype))
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
 
 
 main = command("bench", __doc__, add_arguments, run)

@@ -61,8 +61,6 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
             f"{', '.join(f'{calls} x {levels}' for calls, levels in SCHEDULES)} with guidance {GUIDANCE:g}. Leave it "
             "out."
         )
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     device, dtype, size = choose_device(args.device), getattr(torch, args.dtype), PRESETS[SIZES[args.model]]
     with torch.device("meta"):
         counted: MARTransformer = MARTransformer(**size).to(dtype)  # pyright: ignore[reportArgumentType]

@@ -54,8 +54,6 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
     groups = read_groups(args, settings_of_size(official))
     for settings in groups:
         check_settings(settings)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     room = measure.available_memory(device)
     needed = _needed_bytes(official, groups, device, dtype)

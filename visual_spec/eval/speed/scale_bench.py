@@ -101,8 +101,6 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         raise ValueError(
             "--curve counts calls, and a next-scale model takes one a scale, whatever the setting; leave it out."
         )
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     pipe, sizes = None, None
     if known is not None:
