@@ -91,19 +91,23 @@ def load_musicgen(
         )
     del decoder.enc_to_dec_proj
     decoder.config.audio_channels = channels
-    parts: dict[str, Any] = dict(text_encoder=text_encoder, audio_encoder=codec, decoder=decoder)
-    # An empty model that gets our parts: made of them, it would initialise their weights again.
-    with torch.device("meta"):
-        model = MusicgenForConditionalGeneration(
-            MusicgenConfig(**{name: part.config.to_dict() for name, part in parts.items()})
-        )
-    for name, part in parts.items():
-        setattr(model, name, part)
-        setattr(model.config, name, part.config)
-    model.enc_to_dec_proj = projection
+    model = _joined(projection, text_encoder=text_encoder, audio_encoder=codec, decoder=decoder)
     # Clips are drawn by default as `MusicGen.set_generation_params` of audiocraft has them, and begin as transformers'.
     own, special = model.generation_config, decoder.config.vocab_size
     own.do_sample, own.guidance_scale, own.top_k, own.temperature = True, 3.0, 250, 1.0
     own.decoder_start_token_id = own.pad_token_id = own.bos_token_id = special
     own.max_length = int(duration * codec.config.frame_rate)
     return model.eval(), duration
+
+
+def _joined(projection: Any, **parts: Any) -> Any:
+    """An empty model that gets our parts: made of them, it would initialise their weights again."""
+    with torch.device("meta"):
+        model: Any = MusicgenForConditionalGeneration(
+            MusicgenConfig(**{name: part.config.to_dict() for name, part in parts.items()})
+        )
+    for name, part in parts.items():
+        setattr(model, name, part)
+        setattr(model.config, name, part.config)
+    model.enc_to_dec_proj = projection
+    return model
