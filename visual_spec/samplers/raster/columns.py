@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from visual_spec.models.core.settings import AUTO, Graph, register_to_config
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.column_base import ColumnSampler
 
@@ -12,3 +13,7 @@ class ColumnAutoregressiveSampler(ColumnSampler, AutoregressiveSampler):
     Args:
         graph, exact_width: as in `AutoregressiveSampler`.
     """
+
+    @register_to_config
+    def __init__(self, graph: Graph = AUTO, exact_width: bool = False) -> None:
+        pass
