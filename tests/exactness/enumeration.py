@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.exactness.branching import BranchingNoise
-from tests.exactness.regions import Regions, distinct, hash_rows
+from tests.exactness.regions import Regions, distinct, hash_rows, total_variation
 from tests.exactness.states import join, select, settled
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.base import Sampler
@@ -69,6 +70,13 @@ class Enumeration:
     layers: list[Branches]
 
 
+def distance(found: Enumeration, want: Any, law: TokenLaw = PLAIN) -> float:
+    """From a law [V ** L], or from that of a model's sequences; what was found adds up to 1."""
+    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
+    expected = want if isinstance(want, Tensor) else want.law_of_sequences(law, guided=law.guided)
+    return total_variation(found.law, expected)
+
+
 class Enumerator:
     """Enumerates one configuration of a sampler on a model whose laws are known.
 
@@ -111,10 +119,8 @@ class Enumerator:
             if not len(going.weight):
                 break
             call += 1
-            found, before = (
-                self._expand(replace(going, weight=torch.ones_like(going.weight)), call),
-                len(numbers),
-            )
+            before = len(numbers)
+            found = self._expand(replace(going, weight=torch.ones_like(going.weight)), call)
             to = self._number(numbers, found)
             links.append((found.origin, to, found.weight))
             first, _ = distinct(to)
@@ -202,16 +208,9 @@ class Enumerator:
 
     def _replay(self, branches: Branches, call: int, given: dict[int, Tensor]) -> Iterator[Branches]:
         """All that a call makes of these states after the given outcomes."""
-        noise = BranchingNoise(
-            branches.weight,
-            branches.regions,
-            self.table,
-            call,
-            self.cells,
-            given,
-            getattr(self.sampler, "tries", 1),
-            self.early,
-        )
+        tries = getattr(self.sampler, "tries", 1)
+        known = branches.weight, branches.regions, self.table, call, self.cells
+        noise = BranchingNoise(*known, given, tries, self.early)
         run, state = self._play(branches, noise, call)
         if noise.pending is None:
             if call:

@@ -226,6 +226,18 @@ def straight_chain(
     return x + chain.final_noise * normal()
 
 
+def straight_sequences(
+    model: MixtureModel, count: int, seed: int, slots: int | None = None, **settings: Any
+) -> Tensor:
+    """Sequences [count, L, d] by `straight_chain`, one token after the other."""
+    generator, columns = torch.Generator().manual_seed(seed), []
+    known = torch.zeros(count, model.token_dim, dtype=torch.float64)
+    for slot in range(slots or model.grid.num_tokens):
+        columns.append(straight_chain(model, slot, model.slope * known, generator, **settings))
+        known = known + columns[-1]
+    return torch.stack(columns, 1)
+
+
 # -- statistics -------------------------------------------------------------------------------------------------------
 
 

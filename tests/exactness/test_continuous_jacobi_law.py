@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.mixtures import MaskedMixtureModel, Mixture, MixtureModel, far_apart, straight_chain
+from tests.exactness.mixtures import MaskedMixtureModel, Mixture, MixtureModel, far_apart, straight_sequences
 from visual_spec.samplers.continuous.jacobi import ContinuousJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, CounterNoise
@@ -49,17 +49,6 @@ class MaskedLine(MaskedMixtureModel):
         shift = self.slope * torch.where(known[..., None], tokens, 0.0).sum(1, keepdim=True)
         shift = shift.expand_as(tokens)
         return self._z(shift, torch.arange(LENGTH).expand(len(tokens), -1))
-
-
-def written_out(model: Any, settings: dict[str, Any], count: int) -> Tensor:
-    """Sequences [count, 6, d], one token after the other."""
-    generator = torch.Generator().manual_seed(3)
-    known = torch.zeros(count, model.token_dim, dtype=torch.float64)
-    columns: list[Tensor] = []
-    for slot in range(LENGTH):
-        columns.append(straight_chain(model, slot, model.slope * known, generator, **settings))
-        known = known + columns[-1]
-    return torch.stack(columns, 1)
 
 
 def distance(tokens: Tensor, expected: Tensor) -> float:
@@ -101,7 +90,7 @@ def test_drafts_that_were_redrawn_many_times_have_the_law(head, laws, window):
     of_head, settings = HEADS[head]
     model = MixtureModel(laws, slope=SLOPE, **of_head)
     found = drawn(ContinuousJacobiSampler(window, **settings), model)
-    assert distance(found.tokens, written_out(model, settings, 4 * COUNT)) < 1
+    assert distance(found.tokens, straight_sequences(model, 4 * COUNT, 3, **settings)) < 1
     often = redrawn(found.trace, window)[:, 4:]
     assert (often >= 2).float().mean() > 0.2 and int(often.max()) == window // 2
     assert found.trace.lossless and 0.1 < found.trace.acceptance < 0.95
@@ -112,7 +101,7 @@ def test_a_model_that_sees_both_ways_has_it_too():
     model = MaskedLine(LINE, slope=SLOPE, **of_head)
     sampler = ContinuousJacobiSampler(4, order="raster", **settings)
     found = drawn(sampler, model, 2000)
-    assert distance(found.tokens, written_out(model, settings, 4 * COUNT)) < 1
+    assert distance(found.tokens, straight_sequences(model, 4 * COUNT, 3, **settings)) < 1
     assert (redrawn(found.trace, 4)[:, 4:] >= 2).float().mean() > 0.2
 
 
@@ -122,27 +111,22 @@ def test_a_model_that_sees_both_ways_has_it_too():
 class StaleLabel(ContinuousJacobiSampler):
     """Redraws the points of a draft, and keeps the laws that its points had a call before."""
 
+    kept: tuple[str, ...] = ("mean", "sigma")
+
     def step(self, run: Any, state: Any) -> None:
         before, drafted, lengths = state.log, state.drafted, state.lengths.clone()
         super().step(run, state)
         columns = (state.lengths - lengths)[:, None] + torch.arange(drafted.shape[1])
         at = columns.clamp_max(drafted.shape[1] - 1)
         had = (drafted.gather(1, at) & (columns < drafted.shape[1]))[..., None, None]
-        old = before.at(at)
-        state.log.mean = torch.where(had, old.mean, state.log.mean)
-        state.log.sigma = torch.where(had, old.sigma, state.log.sigma)
+        for name in self.kept:
+            setattr(state.log, name, torch.where(had, getattr(before.at(at), name), getattr(state.log, name)))
 
 
-class OldPoints(ContinuousJacobiSampler):
+class OldPoints(StaleLabel):
     """Redraws the laws of a draft, and keeps the points that it had a call before."""
 
-    def step(self, run: Any, state: Any) -> None:
-        before, drafted, lengths = state.log, state.drafted, state.lengths.clone()
-        super().step(run, state)
-        columns = (state.lengths - lengths)[:, None] + torch.arange(drafted.shape[1])
-        at = columns.clamp_max(drafted.shape[1] - 1)
-        had = (drafted.gather(1, at) & (columns < drafted.shape[1]))[..., None, None]
-        state.log.points = torch.where(had, before.at(at).points, state.log.points)
+    kept = ("points",)
 
 
 def with_noise_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,4 +157,4 @@ def test_broken_samplers_fail_the_same_test(bug, head, monkeypatch):
     if bug not in kinds:
         with_noise_of_the_draft(monkeypatch)
     broken = kinds.get(bug, ContinuousJacobiSampler)(6, **settings)
-    assert distance(drawn(broken, model).tokens, written_out(model, settings, 4 * COUNT)) > 1
+    assert distance(drawn(broken, model).tokens, straight_sequences(model, 4 * COUNT, 3, **settings)) > 1

@@ -19,6 +19,7 @@ from tests.exactness.mixtures import (
     far_apart,
     kolmogorov_normal,
     straight_chain,
+    straight_sequences,
 )
 from visual_spec.samplers.continuous.as_released import _scaled_distance
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
@@ -53,10 +54,14 @@ def drawn(sampler: Any, model: Any, count: int, seed: int = 2, **parts: Any) -> 
 
 def pair(target: Mixture, draft: Mixture, *, flow: bool, shares: tuple[float, float] = (0.6, 0.3)) -> Any:
     """A model of two independent tokens of one law, and its drafter."""
-    return [
-        MixtureModel([one, one], flow=flow, share=share)
-        for one, share in zip((target, draft), shares, strict=True)
-    ]
+    laws = zip((target, draft), shares, strict=True)
+    return [MixtureModel([one, one], flow=flow, share=share) for one, share in laws]
+
+
+def two_way_pair() -> Any:
+    """The same for models that see tokens both ways."""
+    laws = ((LINE, 0.6), (LINE_DRAFT, 0.3))
+    return [MaskedMixtureModel([one, one], one, share=share) for one, share in laws]
 
 
 # Samplers whose slot 1 was drafted, with the kind of chain they are for.
@@ -129,9 +134,7 @@ def masked_pair(slope: float = 0.0) -> list[Any]:
 def test_the_release_does_not_draw_the_target_law():
     """Of one token without context, where the published criterion is all that differs."""
     settings = dict(head_steps=20, final_noise=0.0)
-    target, draft = (
-        MaskedMixtureModel([one, one], one, share=share) for one, share in ((LINE, 0.6), (LINE_DRAFT, 0.3))
-    )
+    target, draft = two_way_pair()
     sampler = SpeculativeContinuousSampler("cspd-release", 1, order="raster", **settings)
     result = drawn(sampler, target, 3000, drafter=draft)
     assert far_apart(result.tokens[:, 1], reference(target, settings, 12_000)) > 1
@@ -191,11 +194,7 @@ def correlation(tokens: Tensor) -> float:
 
 
 def straight_correlation(model: Any, settings: dict[str, Any], count: int) -> float:
-    generator = torch.Generator().manual_seed(3)
-    nothing = torch.zeros(count, 1, dtype=torch.float64)
-    first = straight_chain(model, 0, nothing, generator, **settings)
-    second = straight_chain(model, 1, model.slope * first, generator, **settings)
-    return correlation(torch.stack([first, second], 1))
+    return correlation(straight_sequences(model, count, 3, slots=2, **settings))
 
 
 def block_of_two(rule: str, **settings: Any) -> Any:
@@ -246,13 +245,7 @@ def test_a_causal_pair_hangs_together_whoever_drafts():
         MixtureModel([*first, second, second], slope=0.8, flow=True)
         for first, second in zip(laws, seconds, strict=True)
     )
-    generator = torch.Generator().manual_seed(3)
-    known = torch.zeros(16_000, 1, dtype=torch.float64)
-    columns = []
-    for slot in range(3):
-        columns.append(straight_chain(target, slot, 0.8 * known, generator, **settings))
-        known = known + columns[-1]
-    expected = torch.stack(columns, 1)
+    expected = straight_sequences(target, 16_000, 3, **settings)
     for sampler in (
         SpeculativeContinuousSampler("chain", 2, **settings),
         SpeculativeContinuousSampler("path", 2, **settings),
@@ -289,9 +282,8 @@ def last_kernel(monkeypatch: Any, sampler: Any, target: Any, draft: Any, count: 
 @pytest.mark.parametrize("rule", ["chain", "cspd", "cspd-release"])
 def test_the_last_innovation_is_normal_under_the_exact_rule_alone(rule, monkeypatch):
     settings = dict(head_steps=40, final_noise=0.0063)  # the width of the published chain there
-    models = [MaskedMixtureModel([one, one], one, share=s) for one, s in ((LINE, 0.6), (LINE_DRAFT, 0.3))]
     sampler = SpeculativeContinuousSampler(rule, 1, order="raster", **settings)
-    far = last_kernel(monkeypatch, sampler, *models, count=15_000)
+    far = last_kernel(monkeypatch, sampler, *two_way_pair(), count=15_000)
     assert far < 1 if rule == "chain" else far > 1
 
 

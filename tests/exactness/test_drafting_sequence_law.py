@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.exactness.branching import BranchingNoise
-from tests.exactness.enumeration import PLAIN
+from tests.exactness.enumeration import PLAIN, distance
 from tests.exactness.planted import target_for_residual
 from tests.exactness.regions import Regions, total_variation
-from tests.helpers.drafting_sequences import LAWS, branches, chain, distance, pair
+from tests.helpers.drafting_sequences import LAWS, branches, chain, pair
 from tests.helpers.tabular import TabularModel
 from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.protocol import TokenGrid
@@ -72,9 +72,8 @@ def expected_block(target: Any, label: Any, drafts: list[int]) -> list[tuple[flo
         left = [max(weight * a - b, 0.0) for a, b in zip(p, q, strict=True)]
         last = place == len(drafts)
         h = weight if last else sum(left) / (sum(left) + 1 - weight)
-        law = (
-            p if last else [each / (sum(left) or 1.0) for each in left]
-        )  # never asked for where nothing is left
+        # Never asked for where nothing is left.
+        law = p if last else [each / (sum(left) or 1.0) for each in left]
         found.append((h if place else 1.0, law))
     return found
 
@@ -105,14 +104,8 @@ def test_a_block_is_tested_as_published(seed):
     none[3] = 0
     for kept, (_, law) in enumerate(published):
         told: Any = Told(kept)
-        found, _ = verify_block(
-            target.log()[None],
-            none.log()[None],
-            torch.tensor([[*drafts, -1]]),
-            told,
-            torch.arange(7, 11)[None],
-            1,
-        )
+        laws, slots = (target.log()[None], none.log()[None]), torch.arange(7, 11)[None]
+        found, _ = verify_block(*laws, torch.tensor([[*drafts, -1]]), told, slots, 1)
         assert found.tolist() == [kept] and told.slot == 7 + kept
         assert told.probability == pytest.approx([h for h, _ in published[1:]], abs=1e-12)
         if any(law):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.sampler_settings import COMBINATIONS
 from tests.helpers.tabular import TabularModel
-from tests.helpers.tiny import tiny_text_encoder, tiny_transformer
+from tests.helpers.tiny import seeded, tiny_text_encoder, tiny_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS
 from visual_spec.samplers.core.law import TokenLaw
@@ -25,17 +26,12 @@ LAWS = {
     "allowed": TokenLaw(allowed=(2, 9)),
     "greedy": TokenLaw(temperature=0.0),
 }
-EXACT = [(coupling, "exact") for coupling in ("gumbel", "independent", "maximal")]
-
-
-def generators(rows) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(100 + int(row)) for row in rows]
 
 
 def decode(sampler, law: TokenLaw, rows: Tensor) -> Tensor:
     """The samples of these rows, decoded as one batch."""
-    condition = CONDITION[rows]
-    return sampler(MODEL, condition, law=law, generator=generators(rows), batch_size=len(rows)).tokens
+    generator = seeded(*(100 + row for row in rows.tolist()))
+    return sampler(MODEL, CONDITION[rows], law=law, generator=generator, batch_size=len(rows)).tokens
 
 
 @pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
@@ -50,7 +46,7 @@ def test_identical_mode_returns_the_autoregressive_tokens(law, batch_size, windo
 
 @pytest.mark.parametrize("law", [LAWS["plain"], LAWS["guided"]], ids=["plain", "guided"])
 @pytest.mark.parametrize("window", [1, 2, 8, 64])
-@pytest.mark.parametrize("coupling, acceptance", [("gumbel", "identical"), *EXACT])
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_a_sample_does_not_depend_on_its_batch(law, coupling, acceptance, window):
     sampler = SpeculativeJacobiSampler(window, coupling, acceptance, "last_law")
     together = decode(sampler, law, torch.arange(5))
@@ -61,15 +57,12 @@ def test_a_sample_does_not_depend_on_its_batch(law, coupling, acceptance, window
 
 
 def test_one_generator_for_the_batch_serves_both_samplers_alike():
+    drawn = []
     for sampler in (AutoregressiveSampler(), SpeculativeJacobiSampler(8)):
-        generator = torch.Generator().manual_seed(5)
-        first = sampler(MODEL, CONDITION, law=LAWS["plain"], generator=generator, batch_size=5).tokens
-        second = sampler(MODEL, CONDITION, law=LAWS["plain"], generator=generator, batch_size=5).tokens
-        assert not torch.equal(first, second)  # the generator went on
-        if isinstance(sampler, AutoregressiveSampler):
-            reference = first, second
-        else:
-            assert torch.equal(first, reference[0]) and torch.equal(second, reference[1])
+        asked = dict(law=LAWS["plain"], generator=torch.Generator().manual_seed(5), batch_size=5)
+        drawn.append(torch.stack([sampler(MODEL, CONDITION, **asked).tokens for _ in range(2)]))
+        assert not torch.equal(*drawn[-1])  # the generator went on
+    assert torch.equal(*drawn)
 
 
 def test_different_seeds_give_different_tokens():
@@ -78,18 +71,16 @@ def test_different_seeds_give_different_tokens():
     assert len(tokens.unique(dim=0)) == 5
 
 
-@pytest.mark.parametrize("coupling, acceptance", [("gumbel", "identical"), *EXACT])
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 @pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
 def test_greedy_decoding_is_the_same_everywhere(coupling, acceptance, initial_draft):
     """With all mass on one token there is nothing left to chance: every mode must give the argmax sequence."""
     rows = torch.arange(5)
     sampler = SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft)
-    assert torch.equal(
-        decode(sampler, LAWS["greedy"], rows), decode(AutoregressiveSampler(), LAWS["greedy"], rows)
-    )
+    assert torch.equal(*(decode(each, LAWS["greedy"], rows) for each in (sampler, AutoregressiveSampler())))
 
 
-@pytest.mark.parametrize("coupling, acceptance", [("gumbel", "identical"), *EXACT])
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_tokens_stay_in_the_support(coupling, acceptance):
     sampler = SpeculativeJacobiSampler(8, coupling, acceptance)
     tokens = decode(sampler, LAWS["allowed"], torch.arange(5))

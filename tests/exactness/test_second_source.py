@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
-from tests.exactness.regions import total_variation
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator, distance
+from tests.helpers.drafting_sequences import pair
+from tests.helpers.sampler_settings import COMBINATIONS
 from tests.helpers.tabular import TabularModel
+from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.drafts import Draft, Label, copied_slots
 from visual_spec.samplers.core.law import TokenLaw
@@ -25,23 +27,10 @@ EVERY_WAY = pytest.mark.parametrize("way", WAYS, ids=["identical", "gumbel", "in
 GUIDED = TokenLaw(guidance_scale=1.7, top_k=2)
 
 
-def pair(height: int = 2, vocab_size: int = 3, seed: int = 0) -> tuple[TabularModel, TabularModel]:
-    """A target of two columns, and a drafter that is about half right."""
-    grid = TokenGrid(height, 2)
-    model, other = (TabularModel(grid, vocab_size, seed=seed + shift) for shift in (0, 100))
-    other.logits = 0.6 * model.logits + 0.6 * other.logits
-    return model, other
-
-
 def enumerated(networks: Any, law: Any = PLAIN, **settings: Any) -> Enumeration:
     model, drafter = networks
     parts = {"drafter": drafter} if settings["drafts"] == "chosen" else {}
     return Enumerator(SpeculativeJacobiSampler(**settings), model, law, **parts).run()
-
-
-def distance(found: Enumeration, model: TabularModel, law: TokenLaw = PLAIN) -> float:
-    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
-    return float(total_variation(found.law, model.law_of_sequences(law, guided=law.guided)))
 
 
 @EVERY_WAY
@@ -58,7 +47,7 @@ def test_every_way_is_lossless(drafts, redrafts, way):
 @pytest.mark.parametrize("drafts", ["repaired", "chosen"])
 def test_lossless_on_a_longer_sequence_of_two_tokens(drafts, way):
     """Behind slot 2 copies are found, and a slot is drafted anew that was drafted anew before."""
-    networks = pair(3, 2, seed=1)
+    networks = pair(1, height=3, vocab_size=2)
     found = enumerated(networks, window=3, drafts=drafts, redrafts=2, **way)
     assert distance(found, networks[0]) < 1e-10
 
@@ -94,7 +83,7 @@ def test_catches_a_new_draft_with_the_label_of_the_carried_one(monkeypatch, draf
 
     real = jacobi.redrafted
     monkeypatch.setattr(jacobi, "redrafted", wrongly)
-    networks = pair(3, 2, seed=1)
+    networks = pair(1, height=3, vocab_size=2)
     found = enumerated(networks, window=3, drafts=drafts, redrafts=2, initial_draft="last_law", **way)
     assert distance(found, networks[0]) > 1e-3
 
@@ -135,8 +124,8 @@ def test_identical_mode_returns_the_autoregressive_tokens(drafts, law, window, r
     for rows in ([3], [0, 4, 1, 2, 3]):
 
         def decode(sampler: Any, rows: Any = rows, **parts: Any) -> Any:
-            seeds = [torch.Generator().manual_seed(100 + row) for row in rows]
-            return sampler(MODEL, torch.tensor(rows), law=law, generator=seeds, batch_size=len(rows), **parts)
+            parts |= dict(generator=seeded(*(100 + row for row in rows)), batch_size=len(rows))
+            return sampler(MODEL, torch.tensor(rows), law=law, **parts)
 
         found = decode(sampler, **parts)
         assert torch.equal(found.tokens, decode(AutoregressiveSampler()).tokens)
@@ -144,13 +133,11 @@ def test_identical_mode_returns_the_autoregressive_tokens(drafts, law, window, r
             assert (found.trace.target_calls == 30).all()
 
 
-COMBINATIONS = [("gumbel", "identical"), *((name, "exact") for name in ("gumbel", "independent", "maximal"))]
 FRAME_DRAFTS = ("previous_frame", "moved_frame", "panned_frame")
 
 
 def frame_distance(sampler: SpeculativeJacobiSampler, model: TabularModel) -> float:
-    found = Enumerator(sampler, model, PLAIN).run()
-    return float(total_variation(found.law, model.law_of_sequences(PLAIN, guided=False)))
+    return distance(Enumerator(sampler, model).run(), model)
 
 
 @pytest.mark.parametrize("initial_draft", FRAME_DRAFTS)
@@ -159,9 +146,8 @@ def frame_distance(sampler: SpeculativeJacobiSampler, model: TabularModel) -> fl
 def test_two_frames_are_lossless(window, coupling, acceptance, initial_draft):
     """Slots 2 and 3 copy slots 0 and 1; a window of 3 crosses the border of the frames."""
     model = TabularModel(TokenGrid(1, 2, 2), 3, seed=2)
-    assert (
-        frame_distance(SpeculativeJacobiSampler(window, coupling, acceptance, initial_draft), model) < 1e-10
-    )
+    sampler = SpeculativeJacobiSampler(window, coupling, acceptance, initial_draft)
+    assert frame_distance(sampler, model) < 1e-10
 
 
 @pytest.mark.parametrize("initial_draft", ["moved_frame", "panned_frame"])
@@ -208,7 +194,7 @@ def test_identical_mode_with_frame_drafts_returns_the_autoregressive_tokens(
     law = TokenLaw(guidance_scale=3.0, temperature=0.9, top_k=7)
 
     def decode(sampler):
-        generators = [torch.Generator().manual_seed(100 + row) for row in range(batch_size)]
+        generators = seeded(*range(100, 100 + batch_size))
         condition = CONDITION[:batch_size]
         return sampler(FRAMES, condition, law=law, generator=generators, batch_size=batch_size).tokens
 

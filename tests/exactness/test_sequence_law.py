@@ -2,35 +2,21 @@
 
 import pytest
 
-from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator, distance
 from tests.exactness.planted import old_label_step, target_for_residual
-from tests.exactness.regions import total_variation
+from tests.helpers.drafting_sequences import three_tokens as model
+from tests.helpers.sampler_settings import COMBINATIONS, EXACT
 from tests.helpers.tabular import TabularModel
-from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import drafts, verification
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import RESIDUAL, TOKEN
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
-COMBINATIONS = [
-    ("gumbel", "identical"),
-    ("gumbel", "exact"),
-    ("independent", "exact"),
-    ("maximal", "exact"),
-]
-EXACT = [pair for pair in COMBINATIONS if pair[1] == "exact"]
-
-
-def model(height: int = 2, width: int = 2, **changes) -> TabularModel:
-    return TabularModel(TokenGrid(height, width), 3, **changes)
-
 
 def check(model: TabularModel, law: TokenLaw, *settings) -> Enumeration:
     found = Enumerator(SpeculativeJacobiSampler(*settings), model, law).run()
-    expected = model.law_of_sequences(law, guided=law.guided)
-    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
-    assert total_variation(found.law, expected) < 1e-10
+    assert distance(found, model, law) < 1e-10
     return found
 
 
@@ -107,9 +93,7 @@ def test_lossless_under_guidance_and_filters_in_a_window_of_three(law, coupling,
 
 def off(*settings) -> float:
     """TV between what a mistaken sampler returns and the law of the model."""
-    found = Enumerator(SpeculativeJacobiSampler(*settings), model()).run()
-    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
-    return total_variation(found.law, model().law_of_sequences(PLAIN))
+    return distance(Enumerator(SpeculativeJacobiSampler(*settings), model()).run(), model())
 
 
 @pytest.mark.parametrize("coupling, acceptance", EXACT)
@@ -149,11 +133,9 @@ def test_catches_a_uniform_draft_drawn_from_fewer_tokens_than_its_label_says(mon
 def test_catches_drafts_that_are_read_where_nothing_was_drafted(monkeypatch):
     """What lies after the drafts is scrubbed between calls, so that reading it shows."""
 
-    def one_further(self, state):
+    def one_further(self, run, state):
         slots = state.next_slots(self.window - 1) + 1
         return Draft(state.tokens.gather(1, slots), state.label, "scratch")
 
-    monkeypatch.setattr(
-        SpeculativeJacobiSampler, "propose", lambda self, run, state: one_further(self, state)
-    )
+    monkeypatch.setattr(SpeculativeJacobiSampler, "propose", one_further)
     assert off(2, "independent", "exact", "last_law") > 1e-3

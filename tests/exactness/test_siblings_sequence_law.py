@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.enumeration import distance as distance_of
 from tests.exactness.planted import labels, relabel
-from tests.exactness.regions import total_variation
+from tests.helpers.drafting_sequences import three_tokens as model
+from tests.helpers.sampler_settings import COMBINATIONS
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.drafts import rows_of
@@ -16,25 +18,17 @@ from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 
 
-def model(height: int = 2, width: int = 2, **changes) -> TabularModel:
-    return TabularModel(TokenGrid(height, width), 3, **changes)
-
-
 def check(model: TabularModel, law: TokenLaw, sampler: SpeculativeJacobiSampler) -> Enumeration:
     found = Enumerator(sampler, model, law).run()
-    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
-    assert total_variation(found.law, model.law_of_sequences(law, guided=law.guided)) < 1e-10
+    assert distance_of(found, model, law) < 1e-10
     return found
 
 
-COUPLINGS = [("maximal", "exact"), ("independent", "exact"), ("gumbel", "exact"), ("gumbel", "identical")]
+SHAPES = [(2, 2, 1, "left"), (2, 3, 1, "last_law"), (3, 2, 1, "left"), (3, 2, 2, "last_law")]
 
 
-@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
-@pytest.mark.parametrize(
-    "window, siblings, depth, initial_draft",
-    [(2, 2, 1, "left"), (2, 3, 1, "last_law"), (3, 2, 1, "left"), (3, 2, 2, "last_law")],
-)
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
+@pytest.mark.parametrize("window, siblings, depth, initial_draft", SHAPES)
 def test_every_combination_is_lossless(window, siblings, depth, coupling, acceptance, initial_draft):
     found = check(
         model(), PLAIN, ProactiveJacobiSampler(window, siblings, depth, coupling, acceptance, initial_draft)
@@ -43,7 +37,7 @@ def test_every_combination_is_lossless(window, siblings, depth, coupling, accept
     assert found.calls < Enumerator(alone, model()).run().calls - 0.05  # and siblings save calls
 
 
-@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 @pytest.mark.parametrize(
     "window, depth, initial_draft", [(2, 1, "uniform"), (3, 1, "last_law"), (3, 2, "last_law")]
 )
@@ -75,10 +69,7 @@ def k_seq_options(
 
 @pytest.mark.fast_sets(6)
 @pytest.mark.parametrize("coupling", ["maximal", "independent", "gumbel"])
-@pytest.mark.parametrize(
-    "window, siblings, depth, initial_draft",
-    [(2, 2, 1, "left"), (2, 3, 1, "last_law"), (3, 2, 1, "left"), (3, 2, 2, "last_law")],
-)
+@pytest.mark.parametrize("window, siblings, depth, initial_draft", SHAPES)
 def test_k_seq_is_lossless(window, siblings, depth, coupling, initial_draft):
     found = check(model(), PLAIN, k_seq_options(window, siblings, depth, coupling, initial_draft))
     if initial_draft == "last_law":  # independent siblings of a copied token are copies of it
@@ -132,7 +123,7 @@ def test_lossless_on_a_longer_sequence():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("initial_draft", ["left", "up", "last_law", "uniform"])
-@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 @pytest.mark.parametrize("siblings, depth", [(2, 1), (2, 2), (3, 2)])
 def test_lossless_from_every_initial_draft(siblings, depth, coupling, acceptance, initial_draft):
     check(
@@ -141,7 +132,7 @@ def test_lossless_from_every_initial_draft(siblings, depth, coupling, acceptance
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_lossless_in_a_window_as_long_as_the_sequence(depth, coupling, acceptance):
     check(model(seed=4), PLAIN, ProactiveJacobiSampler(4, 2, depth, coupling, acceptance, "last_law"))
@@ -149,7 +140,7 @@ def test_lossless_in_a_window_as_long_as_the_sequence(depth, coupling, acceptanc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_lossless_on_five_slots(coupling, acceptance, depth):
     check(model(1, 5, seed=5), PLAIN, ProactiveJacobiSampler(3, 2, depth, coupling, acceptance, "last_law"))
 
@@ -158,9 +149,7 @@ def test_lossless_on_five_slots(coupling, acceptance, depth):
 
 
 def distance(sampler: ProactiveJacobiSampler) -> float:
-    found = Enumerator(sampler, model()).run()
-    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
-    return total_variation(found.law, model().law_of_sequences(PLAIN))
+    return distance_of(Enumerator(sampler, model()).run(), model())
 
 
 TWO = ProactiveJacobiSampler(3, 2, 2, "maximal", "exact", "last_law")

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import pytest
-
 from tests.exactness.enumeration import Enumeration, Enumerator
-from tests.exactness.regions import total_variation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
@@ -22,9 +19,16 @@ LAWS = {
 }
 
 
-def pair(seed: int = 0, width: int = 2) -> tuple[TabularModel, TabularModel]:
+def three_tokens(height: int = 2, width: int = 2, **changes) -> TabularModel:
+    return TabularModel(TokenGrid(height, width), 3, **changes)
+
+
+def pair(
+    seed: int = 0, width: int = 2, height: int = 2, vocab_size: int = 3
+) -> tuple[TabularModel, TabularModel]:
     """A target, and a drafter that is about half right."""
-    model, other = (TabularModel(TokenGrid(2, width), 3, seed=seed + shift) for shift in (0, 100))
+    grid = TokenGrid(height, width)
+    model, other = (TabularModel(grid, vocab_size, seed=seed + shift) for shift in (0, 100))
     other.logits = 0.6 * model.logits + 0.6 * other.logits
     return model, other
 
@@ -43,8 +47,3 @@ def branches(networks: Networks, law: TokenLaw, parts: Any = None, **settings: A
     model, drafter = networks
     sampler = TreeSampler(**{"expected_acceptance": 0.3, **settings})
     return Enumerator(sampler, model, law, drafter=drafter, **parts or {}).run()
-
-
-def distance(found: Enumeration, model: TabularModel, law: TokenLaw) -> float:
-    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
-    return total_variation(found.law, model.law_of_sequences(law, guided=law.guided))

@@ -2,6 +2,12 @@
 
 from typing import Any
 
+from visual_spec.samplers.core.checks import COUPLINGS
+
+# Couplings of a Jacobi window with the acceptance that goes with each.
+EXACT = [(coupling, "exact") for coupling in COUPLINGS]
+COMBINATIONS = [("gumbel", "identical"), *EXACT]
+
 
 def lossy(acceptance: str, **numbers: Any) -> dict[str, Any]:
     """A relaxed acceptance with its numbers."""
