@@ -123,6 +123,11 @@ def test_without_a_length_phones_are_as_long_as_in_the_prompt(pipe):
     assert output.lengths == [7 * 6 // 3 - 1, 7 * 3 // 3 - 1]
 
 
+def test_it_is_not_streamed(pipe):
+    with pytest.raises(TypeError, match="MaskgctPipeline"):
+        next(pipe.stream(PHONE_IDS, BEFORE, **given_prompt()))
+
+
 def test_an_interrupted_call_says_nothing(pipe):
     def stop(pipe, step, timestep, kwargs):
         pipe._interrupt = step == 4

@@ -56,13 +56,10 @@ class ClassNames:
     def _id(self, label: Any) -> int:
         if isinstance(label, str) and label not in self._ids and not label.isdecimal():
             close = difflib.get_close_matches(label, self._ids, n=3)
-            if self._ids:
-                advice = (
-                    f"close names are {', '.join(map(repr, close))}"
-                    if close
-                    else "see pipe.config['id2label']"
-                )
-            else:
+            advice = "see pipe.config['id2label']"
+            if close:
+                advice = f"close names are {', '.join(map(repr, close))}"
+            elif not self._ids:
                 advice = f"this pipeline knows no names, pass {self._numbers}"
             raise ValueError(f"unknown class {label!r}; {advice}.")
         if isinstance(label, str):

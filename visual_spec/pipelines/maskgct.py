@@ -335,12 +335,6 @@ class MaskgctPipeline(VisualPipeline):
                 )
         return counts
 
-    def _prompt_phones(self, phones: Any, count: int) -> list[Tensor]:
-        """Phone ids of the prompts, one a sample."""
-        prompts = self.check_inputs(phones)
-        check_each(len(prompts), "prompt_phones", count, "samples")
-        return prompts * (count // len(prompts))
-
     def _asked(self, args: Mapping[str, Any]) -> Asked:
         phones = self.check_inputs(args["phones"])
         chosen = self._chosen(temperature=args["temperature"], top_k=args["top_k"])
@@ -359,7 +353,9 @@ class MaskgctPipeline(VisualPipeline):
         return asked
 
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> SemanticCondition:
-        phones, prompt_phones = asked.source, self._prompt_phones(args["prompt_phones"], asked.count)
+        phones, prompt_phones = asked.source, self.check_inputs(args["prompt_phones"])
+        check_each(len(prompt_phones), "prompt_phones", asked.count, "samples")
+        prompt_phones = prompt_phones * (asked.count // len(prompt_phones))
         clip = [
             args[name] for name in ("prompt_audio", "sampling_rate", "prompt_semantic", "prompt_acoustic")
         ]

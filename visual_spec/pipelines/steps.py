@@ -214,6 +214,8 @@ class Streams:
         whole("every", every)
         this: Any = self
         call = arguments_of(type(this).__call__, this, args, kwargs)
+        if not hasattr(this, "_partial") and "callback_on_audio" not in call:
+            raise TypeError(f"a {type(this).__name__} has nothing to show before its end; call it.")
         asked, output_type = this._checked(call), call["output_type"]
         kwargs["return_dict"] = True
         if "callback_on_audio" in call:
