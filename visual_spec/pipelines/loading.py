@@ -89,20 +89,17 @@ def _read_sampler(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
     return read_settings(sampler) if sampler.is_file() else {}
 
 
-def read_config(
-    name: str | os.PathLike, component: str, file: str = "config.json", **kwargs: Any
-) -> dict[str, Any]:
+def read_config(name: str | os.PathLike, component: str, **kwargs: Any) -> dict[str, Any]:
     """The saved configuration of a component of a pipeline, without loading it.
 
     Args:
         name, kwargs: as for `load_pipeline`.
-        file: where it is; a sampler's is `sampler_config.json`.
 
     Raises:
         ValueError, FileNotFoundError: there is no pipeline, or no such component.
     """
     refuse_no_pipeline(name)
-    return read_settings(part_folder(_folder(name, **kwargs), component) / file)
+    return read_settings(part_folder(_folder(name, **kwargs), component) / "config.json")
 
 
 def _folder(name: str | os.PathLike, **kwargs: Any) -> Path:

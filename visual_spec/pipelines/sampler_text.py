@@ -91,8 +91,16 @@ def make_sampler(name: str, **settings: Any) -> Any:
     Raises:
         ValueError: an unknown name, a setting that this sampler does not have, or a value it refuses.
     """
-    check_settings(name, settings)
     kind = sampler_class(by_name(name))
+    known = {key for key in kind().config if not key.startswith("_")}.union(*_flat_settings(kind).values())
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        limits = declared_limits(kind)
+        allowed = f"it takes {'; '.join(f'{key}: {limits[key]}' if key in limits else key for key in sorted(known))}"
+        raise ValueError(
+            f"the {name} sampler has no setting {', '.join(unknown)}; {allowed if known else 'it has none'}."
+            + meant(unknown[0], known)
+        )
     return kind(**_gathered(kind, settings))
 
 
@@ -115,21 +123,6 @@ def _flat_settings(kind: Any) -> dict[str, Sequence[str]]:
 
         relaxed["relaxation"] = Relaxation.names()
     return {**relaxed, **getattr(kind, "flat_settings", {})}
-
-
-def check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
-    """Refuse settings that a sampler does not have, but for those named in `also`."""
-    kind = sampler_class(by_name(name))
-    known = {*also, *(key for key in kind().config if not key.startswith("_"))}
-    known = known.union(*_flat_settings(kind).values())
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        limits = declared_limits(kind)
-        allowed = f"it takes {'; '.join(f'{key}: {limits[key]}' if key in limits else key for key in sorted(known))}"
-        raise ValueError(
-            f"the {name} sampler has no setting {', '.join(unknown)}; {allowed if known else 'it has none'}."
-            + meant(unknown[0], known)
-        )
 
 
 def declared_limits(kind: Any) -> dict[str, str]:
