@@ -14,6 +14,12 @@ from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise
 
 # Of 6 or 12 steps one hides exactly half of the tokens; there diffusers' single precision loses one of them.
 CODES, MASK, SIDE, STEPS = 24, 31, 8, 5
+# Sizes of the tokenizer of diffusers' own tests.
+VQ_SIZES: dict[str, Any] = dict(
+    block_out_channels=(8, 8), latent_channels=8, layers_per_block=1, norm_num_groups=8, sample_size=8,
+    down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, act_fn="silu",
+    num_vq_embeddings=CODES, mid_block_add_attention=False, lookup_from_codebook=True,
+)  # fmt: skip
 
 
 def transformer() -> AmusedTransformer:

@@ -14,7 +14,7 @@ from diffusers.models.unets.uvit_2d import UVit2DModel
 from diffusers.schedulers.scheduling_amused import AmusedScheduler
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-from tests.helpers.amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
+from tests.helpers.amused import CODES, MASK, SIDE, STEPS, VQ_SIZES, diffusers_ids, transformer
 from tests.helpers.odd_addresses import misplaced, put_at_odd_addresses
 from tests.helpers.tiny import quiet, seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel
@@ -36,20 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain: Any = UVit2DModel.from_config(model.config)  # pyright: ignore
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(home / "transformer")
-    VQModel(
-        act_fn="silu",
-        block_out_channels=(8, 8),  # pyright: ignore[reportArgumentType]
-        down_block_types=("DownEncoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
-        up_block_types=("UpDecoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
-        latent_channels=8,
-        layers_per_block=1,
-        norm_num_groups=8,
-        num_vq_embeddings=CODES,
-        sample_size=8,
-        mid_block_add_attention=False,
-        lookup_from_codebook=True,
-        force_upcast=True,
-    ).save_pretrained(home / "vqvae")
+    VQModel(**VQ_SIZES, force_upcast=True).save_pretrained(home / "vqvae")
     words = [
         "<|startoftext|>",
         "<|endoftext|>",

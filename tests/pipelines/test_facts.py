@@ -52,90 +52,51 @@ def tiny_students_of_scales() -> Any:
     )
 
 
+def facts(
+    medium: str, unit: str, calls: tuple[str, ...], plain: str, fast: str, *law: float, **more: Any
+) -> Any:
+    """Of a default law: guidance, temperature, top-k, top-p."""
+    names = ("guidance_scale", "temperature", "top_k", "top_p")
+    return PipelineFacts(medium, unit, calls, plain, fast, dict(zip(names, law, strict=True)), **more)
+
+
+STUDENT = ("image", "tokens", ("distilled",), "distilled", "distilled")
+ALONE: Any = dict(comparable=False, stored_as="canvas")
+RASTER = ("raster", "tree", "order", "own order")
 EXPECTED = {
     "tokens": (
         tiny_pipeline,
-        PipelineFacts(
-            medium="image",
-            unit="tokens",
-            calls=("raster", "tree", "order", "own order"),
-            plain_sampler="autoregressive",
-            fast_sampler="speculative-jacobi",
-            default_settings={"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
-        ),
+        facts("image", "tokens", RASTER, "autoregressive", "speculative-jacobi", 3.0, 1.0, 0, 1.0),
     ),
     "scales": (
         tiny_scale_pipeline,
-        PipelineFacts(
-            medium="image",
-            unit="scales",
-            calls=("scales",),
-            plain_sampler="scale-wise:num_draft_scales=all",
-            fast_sampler="scale-wise",
-            default_settings={"guidance_scale": 2.5, "temperature": 1.0, "top_k": 900, "top_p": 0.96},
+        facts(
+            "image",
+            "scales",
+            ("scales",),
+            "scale-wise:num_draft_scales=all",
+            "scale-wise",
+            2.5,
+            1.0,
+            900,
+            0.96,
         ),
     ),
     "bits": (
         infinity_pipeline,
-        PipelineFacts(
-            medium="image",
-            unit="scales",
-            calls=("scales",),
-            plain_sampler="scale-wise:ramp=false",
-            fast_sampler="scale-wise",
-            default_settings={"guidance_scale": 4.0, "temperature": 0.5, "top_k": 0, "top_p": 0.97},
-            comparable=False,
-            stored_as="canvas",
+        facts(
+            "image", "scales", ("scales",), "scale-wise:ramp=false", "scale-wise", 4.0, 0.5, 0, 0.97, **ALONE
         ),
     ),
-    "students": (
-        tiny_students,
-        PipelineFacts(
-            medium="image",
-            unit="tokens",
-            calls=("distilled",),
-            plain_sampler="distilled",
-            fast_sampler="distilled",
-            default_settings={"guidance_scale": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
-            comparable=False,
-            stored_as="canvas",
-        ),
-    ),
-    "students of scales": (
-        tiny_students_of_scales,
-        PipelineFacts(
-            medium="image",
-            unit="tokens",
-            calls=("distilled",),
-            plain_sampler="distilled",
-            fast_sampler="distilled",
-            default_settings={"guidance_scale": 3.0, "temperature": 1.0, "top_k": 900, "top_p": 1.0},
-            comparable=False,
-            stored_as="canvas",
-        ),
-    ),
+    "students": (tiny_students, facts(*STUDENT, 1.0, 1.0, 0, 1.0, **ALONE)),
+    "students of scales": (tiny_students_of_scales, facts(*STUDENT, 3.0, 1.0, 900, 1.0, **ALONE)),
     "columns": (
         tiny_audio_pipeline,
-        PipelineFacts(
-            medium="audio",
-            unit="columns",
-            calls=("columns",),
-            plain_sampler="columns",
-            fast_sampler="columns",
-            default_settings={"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
-        ),
+        facts("audio", "columns", ("columns",), "columns", "columns", 3.0, 1.0, 0, 1.0),
     ),
     "masked": (
         masked_pipeline,
-        PipelineFacts(
-            medium="audio",
-            unit="columns",
-            calls=("masked",),
-            plain_sampler=MASKED,
-            fast_sampler="masked",
-            default_settings={"guidance_scale": 2.0, "temperature": 1.7, "top_k": 0, "top_p": 1.0},
-            comparable=False,
-        ),
+        facts("audio", "columns", ("masked",), MASKED, "masked", 2.0, 1.7, 0, 1.0, comparable=False),
     ),
 }
 

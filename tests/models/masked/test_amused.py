@@ -9,7 +9,7 @@ from diffusers.models.unets.uvit_2d import UVit2DModel
 from diffusers.schedulers.scheduling_amused import AmusedScheduler
 from torch import Tensor
 
-from tests.helpers.amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
+from tests.helpers.amused import CODES, MASK, SIDE, STEPS, VQ_SIZES, diffusers_ids, transformer
 from tests.helpers.tiny import seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel, ClipCondition
 from visual_spec.samplers.core.noise import draw_keys
@@ -90,19 +90,7 @@ def test_it_is_loaded_from_folders_that_diffusers_writes(tmp_path):
 
 def test_pictures_become_tokens_and_tokens_pictures():
     torch.manual_seed(0)
-    vq_model = AmusedVQModel(
-        act_fn="silu",
-        block_out_channels=(8, 8),  # pyright: ignore[reportArgumentType]
-        down_block_types=("DownEncoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
-        up_block_types=("UpDecoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
-        latent_channels=8,
-        layers_per_block=1,
-        norm_num_groups=8,
-        num_vq_embeddings=CODES,
-        sample_size=8,
-        mid_block_add_attention=False,
-        lookup_from_codebook=True,
-    ).eval()
+    vq_model = AmusedVQModel(**VQ_SIZES).eval()
     images = 2 * torch.rand(2, 3, 16, 16) - 1
     tokens = vq_model.encode_tokens(images)
     assert tokens.shape == (2, 64) and vq_model.patch_size == 2
