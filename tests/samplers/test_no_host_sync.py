@@ -251,7 +251,9 @@ def test_a_student_whose_teacher_draws_scales(monkeypatch):
     monkeypatch.setattr(VARTransformer, "check_condition", lambda *_: None)
     model = tiny_var_student(torch.float32, restart=14)  # four calls: three scales, and the student
     tokenizer = tiny_var_vq()
-    parts = dict(codebook=tokenizer.codebook, teacher=tiny_var(0, torch.float32), tokenizer=tokenizer)
+    parts: dict[str, Any] = dict(
+        codebook=tokenizer.codebook, teacher=tiny_var(0, torch.float32), tokenizer=tokenizer
+    )
     watch_labels(monkeypatch, DistilledSampler(steps=2, teacher_from=0), model, **parts)
 
 
@@ -287,7 +289,7 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
     elif entry.calls == DISTILLED:
         teacher = tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1)
         sampler = type(sampler)(steps=2, teacher_from=4)
-        parts = dict(codebook=torch.zeros(12, 4), teacher=teacher)
+        parts: dict[str, Any] = dict(codebook=torch.zeros(12, 4), teacher=teacher)
         watch_labels(monkeypatch, sampler, tiny_student(torch.float32), **parts)
     elif name == "multiscale":
         # Before its first call it looks at the laws of the small picture, and makes a table of the codebook.

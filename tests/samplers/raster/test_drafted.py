@@ -1,8 +1,5 @@
 """The chain sampler as an object: caches, raggedness, early stop, configuration, refusals. Its law: tests/exactness."""
 
-import math
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,21 +9,16 @@ from tests.helpers.drafting import (
     MODEL,
     NEAR,
     captions,
-    check_features,
     counting,
     decode,
-    draft_model,
     eagle_pair,
     law_after,
-    seeded,
-    watch_features,
 )
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster import drafted
-from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 
 LENGTH = 36
@@ -44,31 +36,6 @@ def test_feeds_consecutive_slots_within_the_room_of_both_caches(num_drafts):
     for call, slots in enumerate(model.calls, start=1):
         lengths = (result.trace.commit_call < call).sum(1)
         assert torch.equal(slots[:, 0], lengths - 1) and slots.shape[1] <= num_drafts + 1
-
-
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 50])
-def test_a_drafter_equal_to_the_target_has_every_draft_accepted(num_drafts):
-    calls = 1 + math.ceil((LENGTH - 1) / (num_drafts + 1))
-    for acceptance in ("exact", "identical"):
-        result = decode(DraftedSampler(num_drafts, acceptance=acceptance), MODEL, MODEL, law=GUIDED)
-        assert result.trace.target_calls.tolist() == [calls] * 4
-
-
-@pytest.mark.parametrize("drafter", ["eagle", "model"])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_identical_drafting_returns_the_tokens_of_autoregressive_sampling(batch_size, drafter):
-    """On a transformer with its caches: any slip in rollback, raggedness or features of the target would show."""
-    model, eagle = eagle_pair()
-    network = eagle if drafter == "eagle" else draft_model()
-    condition, law = captions(batch_size), TokenLaw(guidance_scale=2.0, temperature=1.5)
-    arguments: dict[str, Any] = dict(law=law, batch_size=batch_size)
-    want = AutoregressiveSampler()(model, condition, generator=seeded(range(batch_size)), **arguments)
-    for num_drafts, stop_below in ((1, 0.0), (4, 0.0), (4, 0.3)):
-        sampler = DraftedSampler(num_drafts, stop_below, "identical")
-        got = decode(sampler, model, network, condition, **arguments)
-        assert torch.equal(got.tokens, want.tokens)
-        assert got.trace.identical and sampler.identical
-        assert got.trace.target_calls.max() < 25
 
 
 @pytest.mark.parametrize("drafter", ["tabular", "eagle"])
@@ -101,14 +68,6 @@ def test_every_draft_carries_the_law_it_was_drawn_from(monkeypatch, drafter):
     monkeypatch.setattr(DraftedSampler, "propose", propose)
     decode(DraftedSampler(3), model, network, condition, law=law, batch_size=2)
     assert checked > 20
-
-
-@pytest.mark.usefixtures("whole_batch")
-def test_features_the_drafter_reads_next_are_those_of_the_target(monkeypatch):
-    model, eagle = eagle_pair()
-    checked = watch_features(monkeypatch, DraftedSampler)
-    result = decode(DraftedSampler(3), model, eagle, captions(3), batch_size=3)
-    check_features(checked, model, captions(3), result.tokens)
 
 
 # --------------------------------------------------------------------------------------------------- early stop

@@ -1,4 +1,4 @@
-"""The tree sampler as an object: the shape of its trees, caches, raggedness, refusals. Its law: tests/exactness."""
+"""The tree sampler as an object, and what trees have in common with chains: shapes, caches, raggedness, refusals."""
 
 import math
 from typing import Any
@@ -170,25 +170,28 @@ def test_a_tree_keeps_no_fewer_drafts_than_the_chain_in_it():
     assert (kept[1] >= kept[0]).all() and (kept[1] > kept[0]).sum() > 40
 
 
+IDENTICAL: list[Any] = [
+    *(DraftedSampler(count, bound, "identical") for count, bound in ((1, 0.0), (4, 0.0), (4, 0.3))),
+    *(TreeSampler(depth, width, acceptance="identical") for depth, width in ((1, 4), (4, 3))),
+    TreeSampler(3, 4, 6, "top-k", "identical"),
+]
+
+
 @pytest.mark.parametrize("drafter", ["eagle", "model"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_identical_trees_return_the_tokens_of_autoregressive_sampling(batch_size, drafter):
-    """On a transformer with its caches: any slip in tree attention, in kept paths or in raggedness would show."""
+@pytest.mark.parametrize("sampler", IDENTICAL)
+def test_identical_chains_and_trees_return_the_tokens_of_autoregressive_sampling(
+    sampler, batch_size, drafter
+):
+    """On a transformer with its caches: a slip in rollback, tree attention, kept paths or raggedness would show."""
     model, eagle = eagle_pair()
     network = eagle if drafter == "eagle" else draft_model()
     condition, law = captions(batch_size), TokenLaw(guidance_scale=2.0, temperature=1.5)
     arguments: dict[str, Any] = dict(law=law, batch_size=batch_size)
     want = AutoregressiveSampler()(model, condition, generator=seeded(range(batch_size)), **arguments)
-    trees: list[dict[str, Any]] = [
-        dict(depth=1, width=4),
-        dict(depth=4, width=3),
-        dict(depth=3, width=4, num_nodes=6, siblings="top-k"),
-    ]
-    for settings in trees:
-        sampler = TreeSampler(**settings, acceptance="identical")
-        got = decode(sampler, model, network, condition, **arguments)
-        assert torch.equal(got.tokens, want.tokens)
-        assert got.trace.identical and got.trace.target_calls.max() < 25
+    got = decode(sampler, model, network, condition, **arguments)
+    assert torch.equal(got.tokens, want.tokens)
+    assert got.trace.identical and sampler.identical and got.trace.target_calls.max() < 25
 
 
 @pytest.mark.parametrize("drafter", ["tabular", "eagle"])
@@ -237,20 +240,24 @@ def test_sibling_laws_are_the_parents_without_the_earlier_ones(monkeypatch):
     assert torch.equal(points[0], torch.eye(12, dtype=torch.float64)[tokens[0]])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sampler", [DraftedSampler(3), *(TreeSampler(3, 3, **way) for way in WAYS)])
 @pytest.mark.usefixtures("whole_batch")
-def test_features_the_drafter_reads_next_are_those_of_the_target(monkeypatch, way):
+def test_features_the_drafter_reads_next_are_those_of_the_target(monkeypatch, sampler):
     model, eagle = eagle_pair()
-    seen = watch_features(monkeypatch, TreeSampler)
-    result = decode(TreeSampler(depth=3, width=3, **way), model, eagle, captions(3), batch_size=3)
+    seen = watch_features(monkeypatch, type(sampler))
+    result = decode(sampler, model, eagle, captions(3), batch_size=3)
     check_features(seen, model, captions(3), result.tokens)
 
 
-@pytest.mark.parametrize("depth, width", [(1, 2), (3, 2), (5, 4), (40, 1)])
-def test_a_tree_drafted_by_the_target_itself_is_accepted_to_its_full_depth(depth, width):
+@pytest.mark.parametrize(
+    "depth, width", [(1, None), (2, None), (5, None), (50, None), (1, 2), (3, 2), (5, 4), (40, 1)]
+)
+def test_what_the_target_itself_drafts_is_accepted_to_its_full_depth(depth, width):
     calls = 1 + math.ceil((LENGTH - 1) / (depth + 1))
     for acceptance in ("exact", "identical"):
-        sampler = TreeSampler(depth, width, acceptance=acceptance)
+        sampler: Any = DraftedSampler(depth, acceptance=acceptance)
+        if width is not None:
+            sampler = TreeSampler(depth, width, acceptance=acceptance)
         assert decode(sampler, MODEL, MODEL, law=GUIDED).trace.target_calls.tolist() == [calls] * 4
 
 
