@@ -172,11 +172,7 @@ def held_out_prompts(count: int, seed: int = 0) -> list[str]:
 
 
 def render(clip: Clip, num_frames: int = NUM_FRAMES) -> np.ndarray:
-    """Paint a clip: `[T, 64, 64, 3]` uint8.
-
-    Raises:
-        ValueError: an object's shape is not one of `SHAPES`.
-    """
+    """Paint a clip: `[T, 64, 64, 3]` uint8."""
     paths = [item.path(num_frames) for item in clip.objects]
     y, x = np.mgrid[0:FRAME_SIZE, 0:FRAME_SIZE].astype(np.float32) + 0.5
     frames: list[np.ndarray] = []

@@ -200,7 +200,8 @@ def training_prompts(count: int, seed: int | tuple[int, int]) -> list[str]:
 def signed_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
     """Return the signed distance in pixels to the outline of a shape at the origin, negative inside.
 
-    Exact for the circle and for points near straight edges, which are the only ones used.
+    Exact for the circle and for points near straight edges, which are the only ones used. A shape that is not one of
+    `SHAPES` is refused, here and so by all that paints.
     """
     ax, ay = np.abs(dx), np.abs(dy)
     if shape == "circle":
@@ -232,11 +233,7 @@ def signed_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -
 
 
 def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
-    """Paint a scene: `[size, size, 3]` uint8, anti-aliased, each shape with a darker outline of 2 pixels.
-
-    Raises:
-        ValueError: an object's shape is not one of `SHAPES`.
-    """
+    """Paint a scene: `[size, size, 3]` uint8, anti-aliased, each shape with a darker outline of 2 pixels."""
     scale = size / IMAGE_SIZE
     y, x = np.mgrid[0:size, 0:size].astype(np.float32)
     x, y = (x + 0.5) / scale, (y + 0.5) / scale  # pixel centres in the units of the 128-pixel canvas
@@ -251,9 +248,6 @@ def outline(scene: Scene) -> np.ndarray:
     """Return the outline of a scene's shapes, bool `[128, 128]`, one pixel wide: a control picture for ControlAR.
 
     A pixel is on it if its right or lower neighbour shows another object, or the background.
-
-    Raises:
-        ValueError: an object's shape is not one of `SHAPES`.
     """
     y, x = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] + 0.5
     shown = np.zeros((IMAGE_SIZE, IMAGE_SIZE), int)
@@ -276,9 +270,6 @@ def paint_shape(
 
     `dx`, `dy`, `[H, W]`: distance of each pixel to the shape's centre, right and down, in units of `radius`; a unit
     has `scale` pixels.
-
-    Raises:
-        ValueError: the shape is not one of `SHAPES`.
     """
     distance = signed_distance(shape, dx, dy, radius) * scale
     paint = np.array(OBJECT_COLOURS[colour], np.float32)

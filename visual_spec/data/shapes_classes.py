@@ -27,11 +27,7 @@ CLASS_NAMES: tuple[str, ...] = tuple(f"{colour} {shape}" for colour, shape in CL
 
 
 def class_of(scene: Scene) -> int:
-    """Return the class of a scene of one object: its index in `CLASSES`.
-
-    Raises:
-        ValueError: the scene has several objects.
-    """
+    """Return the class of a scene of one object, its index in `CLASSES`; ValueError for several objects."""
     if len(scene.objects) != 1:
         raise ValueError(f"a scene of {len(scene.objects)} objects has no class; pass scenes of one object.")
     return CLASSES.index((scene.objects[0].colour, scene.objects[0].shape))

@@ -182,11 +182,7 @@ def compose(
     rhythm: str,
     backing: str,
 ) -> Tune:
-    """Return a tune with given attributes; `rng` draws the notes.
-
-    Raises:
-        ValueError: an attribute is not a known word.
-    """
+    """Return a tune with given attributes, which are known words (ValueError); `rng` draws the notes."""
     attributes = (instrument, tonic, mode, tempo, contour, rhythm, backing)
     for value, (name, words) in zip(attributes, VOCABULARY.items(), strict=True):
         if value not in words:

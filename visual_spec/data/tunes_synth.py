@@ -94,11 +94,7 @@ def _partials(instrument: str, pitch: float) -> tuple[np.ndarray, np.ndarray, np
 
 @cache
 def note_wave(instrument: str, pitch: int, length: int = _LONGEST) -> np.ndarray:
-    """Return the wave of a note without its release: `[length]` float32, `pitch` a MIDI number (A4 = 69 = 440 Hz).
-
-    Raises:
-        ValueError: the instrument is not in `VOICES`.
-    """
+    """Return the wave of a note of `VOICES` without its release, float32 `[length]`; `pitch`: MIDI (A4 = 69)."""
     hertz = 440.0 * 2 ** ((pitch - 69) / 12)
     ratios, levels, decays = _partials(instrument, hertz)
     voice = VOICES[instrument]
@@ -145,11 +141,7 @@ def _room() -> np.ndarray:
 
 
 def render(tune: Tune) -> np.ndarray:
-    """Play a tune: `[NUM_SAMPLES]` float32 at 16 kHz, within -1 and 1.
-
-    Raises:
-        ValueError: the instrument is not in `INSTRUMENTS`.
-    """
+    """Play a tune by one of `INSTRUMENTS`: `[NUM_SAMPLES]` float32 at 16 kHz, within -1 and 1."""
     if tune.instrument not in INSTRUMENTS:
         raise ValueError(f"unknown instrument {tune.instrument!r}; allowed: {', '.join(INSTRUMENTS)}")
     clip = np.zeros(_SPECTRUM, np.float32)

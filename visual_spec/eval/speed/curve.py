@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from visual_spec.eval import draws
 from visual_spec.eval.intervals import ratio_with_error
 from visual_spec.eval.settings import Setting
-from visual_spec.eval.speed.timing import Report, facts_of, mean_and_deviation, promises_plain
+from visual_spec.eval.speed.timing import Report, decoded, facts_of, mean_and_deviation, promises_plain
 
 
 def curve(
@@ -34,23 +34,18 @@ def curve(
     """
     starts = range(0, len(prompts), batch_size)
 
-    def decode(setting: Setting) -> list[dict[str, np.ndarray]]:
-        return [draws.draw(pipe, setting, prompts[start : start + batch_size], start) for start in starts]
+    def decode(setting: Setting) -> tuple[Tensor, list[int], int]:
+        parts = [decoded(pipe, setting, prompts[start : start + batch_size], start) for start in starts]
+        tokens, calls = (torch.cat([getattr(one, name) for one, _ in parts]) for name in ("tokens", "calls"))
+        return tokens, calls.tolist(), parts[0][1].commit_call.shape[1]
 
-    def joined(parts: list[dict[str, np.ndarray]], name: str) -> np.ndarray:
-        return np.concatenate([part[name] for part in parts])
-
-    plain = None
-    if any(promises_plain(setting, settings[0]) for setting in settings[1:]):
-        plain = joined(decode(settings[0]), "tokens")
+    promised = [promises_plain(setting, settings[0]) for setting in settings]
+    plain = decode(settings[0])[0] if any(promised[1:]) else None
     rows = []
-    for setting in settings[1:]:
-        parts = decode(setting)
-        calls, length = joined(parts, "calls").tolist(), int(parts[0]["length"])
+    for setting, equal in zip(settings[1:], promised[1:], strict=True):
+        tokens, calls, length = decode(setting)
         value, error = ratio_with_error([length] * len(calls), calls)
-        same = None
-        if plain is not None and promises_plain(setting, settings[0]):
-            same = int((joined(parts, "tokens") == plain).reshape(len(plain), -1).all(1).sum())
+        same = int((tokens == plain).flatten(1).all(1).sum()) if plain is not None and equal else None
         row = {
             **facts_of(setting),
             pipe.unit: length,
