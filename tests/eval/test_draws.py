@@ -1,6 +1,7 @@
 """How rows are written on the command line, and how samples are drawn."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -112,6 +113,22 @@ def test_what_a_lossy_sampler_measures_is_kept(monkeypatch):
     assert arrays["divergence"] == 0.25 and arrays["moved_mass"].tolist() == [0.5, 0.75]
     # What only measures is no part of decoding: 2 of 8 seconds.
     assert arrays["seconds"] == 6 and arrays["processor_seconds"] == pytest.approx(12)
+
+
+def test_what_a_call_does_beside_decoding_takes_its_share_of_the_processor(monkeypatch):
+    """Such as encoding the prompts."""
+    pipe, setting = tiny_pipeline(), parse_setting("autoregressive", LAW, 0)
+    decode = type(setting.sampler).__call__
+
+    def slow(self, *args, **kwargs):
+        result = decode(self, *args, **kwargs)
+        time.sleep(0.1)
+        result.trace.seconds = 0.05
+        return result
+
+    monkeypatch.setattr(type(setting.sampler), "__call__", slow)
+    monkeypatch.setattr("time.process_time", iter([100.0, 140.0]).__next__)
+    assert 0 < draw(pipe, setting, PROMPTS[:2], 0)["processor_seconds"] <= 20
 
 
 @pytest.mark.parametrize("text", ["zipar:window=2", "parallel-jacobi:rows=2"])

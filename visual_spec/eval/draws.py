@@ -33,10 +33,10 @@ def decode(
         asked: what else its call takes, such as `negative_prompt`.
 
     Returns:
-        its output, and the processor's seconds of what the trace times; on a processor that others use too, these tell
-        more than the clock.
+        its output, and the processor's seconds of what the trace times, as far as its share of the call goes; on a
+        processor that others use too, these tell more than the clock.
     """
-    busy = time.process_time()
+    start, busy = time.perf_counter(), time.process_time()
     output = pipe(
         list(prompts),
         generator=seeded(setting.seed + first, len(prompts)),
@@ -44,8 +44,9 @@ def decode(
         **asked,
         **{name: value for name, value in setting.pipeline_law.items() if value is not None},
     )
-    busy, trace = time.process_time() - busy, output.trace
-    return output, busy * trace.seconds / (trace.seconds + trace.phase_seconds.get(MEASURE, 0.0))
+    wall, busy, trace = time.perf_counter() - start, time.process_time() - busy, output.trace
+    whole = max(wall, trace.seconds + trace.phase_seconds.get(MEASURE, 0.0))
+    return output, busy * trace.seconds / whole
 
 
 def draw(
