@@ -106,10 +106,6 @@ def depending_on_the_picture(row: int, ids: Tensor) -> Any:
     return documented(width=width)(row, ids)
 
 
-def not_ids(row: int, ids: Tensor) -> Any:
-    return slice(20, 44) if len(ids) < 9 else documented()(row, ids)
-
-
 def no_rows(row: int, ids: Tensor) -> Any:
     place = len(ids) - INPUTS["input_ids"].shape[1]
     return IMAGES if place < 8 else [EOS]

@@ -2,7 +2,6 @@
 
 import io
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from visual_spec.pipelines.steps import DecodeProgress
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "a red circle"
 
 

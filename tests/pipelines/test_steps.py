@@ -19,7 +19,6 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 
 SCALES = ["scales", "bits"]
-OTHERS = [name for name in KINDS if name not in SCALES]
 
 
 def tokens_of(output: Any) -> torch.Tensor:

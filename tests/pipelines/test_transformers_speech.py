@@ -32,7 +32,6 @@ from visual_spec.models.continuous.dpm_solver import read_solver
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, VibeVoiceHead
 from visual_spec.pipelines.accelerate import speech, speech_model, vibevoice
 
-END_OF_TEXT = END + 2
 COSINE: dict[str, Any] = dict(beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")
 # What three samples say: audio that ends at different steps; a text that starts again alone, beside others that speak,
 # and twice in a row; and audio that comes late, when another one ended.

@@ -31,10 +31,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def sampler_of(name: str, window: int = 8, coupling: str = "gumbel") -> SpeculativeJacobiSampler:
-    return SpeculativeJacobiSampler(window, coupling, **SETTINGS[name])
-
-
 def decode(sampler: Any, model: TabularModel = MODEL, batch_size: int = 4, **options: Any) -> SampleResult:
     arguments = dict(generator=seeded(*range(batch_size)), batch_size=batch_size, codebook=CODEBOOK)
     return sampler(model, torch.arange(batch_size) % 3, law=LAW, **{**arguments, **options})

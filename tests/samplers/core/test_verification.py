@@ -140,12 +140,6 @@ def test_verification_is_what_a_loop_over_tokens_says(chains, group, positions, 
 # -- siblings ----------------------------------------------------------------------------------------------------------
 
 
-def three_siblings() -> Tensor:
-    """Different tokens for every sample, [B, 3]."""
-    generators = [torch.Generator().manual_seed(sample) for sample in range(BATCH)]
-    return torch.stack([torch.randperm(VOCAB, generator=generator)[:3] for generator in generators])
-
-
 def test_identical_siblings_are_kept_where_they_are_what_the_noise_draws():
     target, noise = laws(BATCH, seed=4), CounterNoise(KEYS, "cpu")
     slots = torch.full((BATCH, 1), 7)
