@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
+from scripts.train.kl_tokenizer import class_pictures, initialise, new_tokenizer, normalise
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.sampler_text import make_sampler
@@ -36,3 +37,19 @@ def tiny_latent_pipeline(kind: str = "mar", **changes: Any) -> ContinuousImagePi
         default_guidance_scale=2.0,
         drafter=make(num_layers=1, **sizes),
     )
+
+
+SIDE = 32  # pixels
+
+
+def tiny_tokenizer(seed: int = 0) -> AutoencoderKL:
+    torch.manual_seed(seed)
+    return new_tokenizer(channels=(4, 4, 8, 8), latent_channels=3, image_size=SIDE)
+
+
+def tiny_latents() -> AutoencoderKL:
+    """Random, with latents that differ from picture to picture and have little noise."""
+    model = tiny_tokenizer().eval().requires_grad_(False)
+    initialise(model)
+    normalise(model, class_pictures(20, 1, size=SIDE)[1])
+    return model

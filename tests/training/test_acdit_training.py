@@ -13,7 +13,7 @@ from scripts.train import acdit
 from scripts.train.acdit import BlockTraining, judge, step_loss, train_blocks
 from scripts.train.clips import encoded_clips
 from scripts.train.mar import latent_pictures
-from tests.helpers.tiny_latents import tiny_latents
+from tests.helpers.tiny_continuous import tiny_latents
 from tests.helpers.training import check_training
 from visual_spec.data.shapes_classes import CLASSES
 from visual_spec.models.continuous.acdit import ACDiTTransformer

@@ -31,7 +31,7 @@ from scripts.train.mar import (
     round_matrices,
     train_latents,
 )
-from tests.helpers.tiny_latents import SIDE, tiny_latents, tiny_tokenizer
+from tests.helpers.tiny_continuous import SIDE, tiny_latents, tiny_tokenizer
 from tests.helpers.training import check_training, equal
 from tests.models.continuous import straight
 from visual_spec.data.shapes_classes import CLASSES, class_of

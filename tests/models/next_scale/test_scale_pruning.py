@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers.straight_scales import chosen_places, enlarged, straight_logits
+from tests.helpers.scales import chosen_places, enlarged, straight_logits
 from tests.helpers.tiny_infinity import captions, tiny_infinity
 from tests.helpers.tiny_scales import tiny_var
 from visual_spec.models.core.pruning import Pruning

@@ -8,10 +8,20 @@ import torch
 from torch import Tensor
 
 from tests.exactness.regions import total_variation
-from tests.helpers import straight_scales
+from tests.helpers import scales as straight_scales
 from tests.helpers.scale_laws import LAWS, enumerated, every_sequence, known_maps, parts, product_law
-from tests.helpers.scales import GUIDED, LABELS, SIDES, STARTS, TOKENIZER, decode, plain_loop, real_tokenizer
-from tests.helpers.straight_scales import chosen_places, straight_logits
+from tests.helpers.scales import (
+    GUIDED,
+    LABELS,
+    SIDES,
+    STARTS,
+    TOKENIZER,
+    chosen_places,
+    decode,
+    plain_loop,
+    real_tokenizer,
+    straight_logits,
+)
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_infinity import captions, tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import TableScaleModel, tiny_var
