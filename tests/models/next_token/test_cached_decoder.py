@@ -1,5 +1,7 @@
 """What all adapters share: windows, rollback, trees, any order, batches. Each family has tests of its own."""
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from visual_spec.models.core import cache as core_cache
 from visual_spec.models.core.transformers_cache import ImagePrompt, SlotCache
 from visual_spec.models.next_token import cached_decoder
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
+from visual_spec.samplers.core.history import RepetitionPenalty
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.zipar import ZipARSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -176,6 +179,28 @@ def test_exact_samplers_are_greedy_at_temperature_zero(name):
     for coupling in ("gumbel", "independent", "maximal"):
         sampler = SpeculativeJacobiSampler(6, coupling, "exact")
         assert torch.equal(sampler(model, condition, law=law, batch_size=4).tokens, want)
+
+
+@pytest.mark.parametrize(("name", "guided"), GUIDED)
+def test_a_law_that_reads_the_tokens_before_a_slot_is_that_of_straight_logits(name, guided):
+    """Greedy, with a penalty on tokens that are there already: every token is the best of a straight forward."""
+    model, condition = case(name)
+    scale, penalty = 2.0 if guided else 1.0, 1.8
+    law = TokenLaw(scale, temperature=0.0, history=(RepetitionPenalty(penalty),))
+    for sampler in (AutoregressiveSampler(), SpeculativeJacobiSampler(4)):
+        tokens = sampler(model, condition, law=law, batch_size=4).tokens
+        logits = straight(model, condition if guided else ImagePrompt(condition.prompt, None), tokens)
+        if guided:
+            conditional, unconditional = logits.chunk(2)
+            logits = unconditional + scale * (conditional - unconditional)
+        for row, slot in itertools.product(range(4), range(tokens.shape[1])):
+            scores = logits[row, slot]
+            for token in set(tokens[row, :slot].tolist()):
+                scores[token] *= penalty if scores[token] < 0 else 1 / penalty
+            assert scores.argmax() == tokens[row, slot]
+        assert not torch.equal(
+            sampler(model, condition, law=replace(law, history=()), batch_size=4).tokens, tokens
+        )
 
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 5]  # two branches under the root; node 6 is the deepest

@@ -184,7 +184,7 @@ class CachedDecoder:
         target = getattr(getattr(self.table, "_hf_hook", None), "execution_device", None)
         return self.table.weight.device if target is None else torch.device(target)
 
-    def num_ids(self, tokens: int) -> int:
+    def settled_ids(self, tokens: int) -> int:
         """Ids of `sequence` that the first `tokens` of a picture settle: a row end follows the last one of a row."""
         return tokens + (tokens // self.grid.width if self.row_end is not None else 0)
 

@@ -212,7 +212,7 @@ def generate_images(
 def _known(stage: CachedDecoder, condition: ImagePrompt, start: int, tokens: Tensor, ready: int) -> Tensor:
     """The ids from place `start` on that `generate_images` will return, as far as `ready` image tokens settle them."""
     before = condition.prompt.ids.shape[1] if stage.returns_prompt else 0
-    return stage.output(condition, tokens)[:, start : before + stage.num_ids(ready)]
+    return stage.output(condition, tokens)[:, start : before + stage.settled_ids(ready)]
 
 
 def _check_length(settings: Mapping[str, Any], *, before: int, new: int) -> None:
