@@ -20,6 +20,7 @@ from visual_spec.kernels.law import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import register_to_config
+from visual_spec.samplers import registry
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label
@@ -27,22 +28,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.orders.along_order import slots_in_order
 from visual_spec.samplers.orders.ordered import OrderedSampler
-from visual_spec.samplers.registry import (
-    ANY_ORDER,
-    BLOCKS,
-    COLUMNS,
-    CONTINUOUS,
-    DRAFTER,
-    MASKED,
-    ORDER,
-    OWN_ORDER,
-    RASTER,
-    SAMPLERS,
-    SCALES,
-    TREE,
-    SamplerEntry,
-    sampler_class,
-)
+from visual_spec.samplers.registry import DRAFTER, RASTER, SAMPLERS, SamplerEntry, sampler_class
 from visual_spec.samplers.scales.stages import Stage
 
 pytestmark = pytest.mark.every_set
@@ -85,25 +71,25 @@ class TableUpsampler:
 def enumerated(entry: SamplerEntry) -> tuple[Enumeration, Tensor]:
     """What the smallest sampler of an entry does, and the law that it promises."""
     sampler, parts = smallest(entry), {}
-    if entry.calls == SCALES:
+    if entry.calls == registry.SCALES:
         tokenizer, [pyramid_model] = pyramid("3 ** 5")
         found = Enumerator(sampler, [Stage(pyramid_model, range(2))], tokenizer=tokenizer).run()
         return found, product_law(tokenizer, [pyramid_model] * 2, [PLAIN] * 2)
-    if entry.calls == MASKED:
+    if entry.calls == registry.MASKED:
         hiding = TabularMaskedModel(TokenGrid(2, 2), 2)
         return Enumerator(sampler, hiding).run(), one_a_call(hiding, ORDERS[sampler.config.order])
-    if entry.calls == ANY_ORDER:
+    if entry.calls == registry.ANY_ORDER:
         joint = TabularAnyOrderModel(TokenGrid(2, 2), 3)
         order = slots_in_order(sampler.config.order, joint.grid, torch.zeros(1, dtype=torch.long))[0]
         return Enumerator(sampler, joint).run(), joint_along(joint, order.tolist())
-    if entry.calls == BLOCKS:
+    if entry.calls == registry.BLOCKS:
         blocks = TabularOrderModel(TokenGrid(2, 4), 2, "blocks2", first=(0, 1, 4, 5))
         law = Enumerator(OrderedSampler(), blocks).run().law  # by slot; below by block
         return Enumerator(sampler, blocks).run(), law.view([2] * 8).permute(0, 1, 4, 5, 2, 3, 6, 7).flatten()
-    if entry.calls == COLUMNS:
+    if entry.calls == registry.COLUMNS:
         valid = CodebookPattern.delay([0, 1]).valid(2).T
         model, other = (TabularColumnModel(valid, 2, seed=seed) for seed in (0, 50))
-    elif entry.calls in (RASTER, TREE, ORDER, OWN_ORDER):
+    elif entry.calls in (RASTER, registry.TREE, registry.ORDER, registry.OWN_ORDER):
         model, other = (TabularModel(TokenGrid(2, 2), 3, seed=seed) for seed in (0, 100))
     else:
         raise NotImplementedError(f"no tabular model answers calls of kind {entry.calls!r}; add one here.")
@@ -121,7 +107,7 @@ def is_lossless(entry: SamplerEntry) -> bool:
 
 @pytest.mark.parametrize("entry", [*filter(is_lossless, SAMPLERS)], ids=lambda entry: entry.name)
 def test_every_lossless_sampler_follows_the_law(entry, keys_in_bulk):
-    if entry.calls == CONTINUOUS:
+    if entry.calls == registry.CONTINUOUS:
         return check_distances(entry)
     assert distance(*enumerated(entry)) < 1e-10
 

@@ -26,29 +26,12 @@ def transformer() -> AmusedTransformer:
     """The sizes of diffusers' own tests, with more ids than codes, as the released models have."""
     torch.manual_seed(0)
     model = AmusedTransformer(
-        hidden_size=8,
-        use_bias=False,
-        hidden_dropout=0.0,
-        cond_embed_dim=8,
-        micro_cond_encode_dim=2,
-        micro_cond_embed_dim=10,
-        encoder_hidden_size=8,
-        vocab_size=MASK + 1,
-        codebook_size=CODES,
-        in_channels=8,
-        block_out_channels=8,
-        num_res_blocks=1,
-        downsample=True,
-        upsample=True,
-        block_num_heads=1,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        attention_dropout=0.0,
-        intermediate_size=8,
-        layer_norm_eps=1e-6,
-        ln_elementwise_affine=True,
-        sample_size=SIDE,
-    )
+        hidden_size=8, use_bias=False, hidden_dropout=0.0, cond_embed_dim=8, micro_cond_encode_dim=2,
+        micro_cond_embed_dim=10, encoder_hidden_size=8, vocab_size=MASK + 1, codebook_size=CODES, in_channels=8,
+        block_out_channels=8, num_res_blocks=1, downsample=True, upsample=True, block_num_heads=1,
+        num_hidden_layers=1, num_attention_heads=1, attention_dropout=0.0, intermediate_size=8,
+        layer_norm_eps=1e-6, ln_elementwise_affine=True, sample_size=SIDE,
+    )  # fmt: skip
     with torch.no_grad():  # laws that differ from slot to slot
         for parameter in model.parameters():
             parameter.mul_(2.0)

@@ -13,21 +13,17 @@ from visual_spec.models.next_token.llamagen import TextCondition
 BOOKS, CODES, DIM, HEADS, LAYERS, TEXT, HIDDEN = 3, 8, 24, 4, 2, 10, 40
 PROJECTION = "condition_provider.conditioners.description.output_proj"
 
+# What the language models of all kinds share.
+_LM: dict[str, Any] = {"num_heads": HEADS, "norm_first": True, "activation": "gelu"}
+_LM |= {"positional_embedding": "sin", "past_context": None}
 SETTINGS: dict[str, Any] = {
     "lm_model": "transformer_lm_magnet",
     "sample_rate": 400,
     "dataset": {"segment_duration": 2},
     "transformer_lm": {
-        "num_heads": HEADS,
-        "norm_first": True,
-        "activation": "gelu",
-        "positional_embedding": "sin",
-        "past_context": None,
-        "causal": False,
-        "subcodes_context": 2,
-        "compression_model_framerate": 4,
-        "span_len": -1,
-        "segment_duration": 0,
+        **_LM,
+        **{"causal": False, "subcodes_context": 2, "compression_model_framerate": 4},
+        **{"span_len": -1, "segment_duration": 0},
     },
     "codebooks_pattern": {"modeling": "parallel"},
     "masking": {"span_len": 3},
@@ -35,12 +31,8 @@ SETTINGS: dict[str, Any] = {
     "conditioners": {"description": {"model": "t5", "t5": {"name": "t5-large"}}},
     "generate": {
         "lm": {
-            "temp": 3.5,
-            "top_k": 0,
-            "top_p": 0.8,
-            "max_cfg_coef": 20.0,
-            "min_cfg_coef": 1.0,
-            "decoding_steps": [5, 3, 2],
+            **{"temp": 3.5, "top_k": 0, "top_p": 0.8},
+            **{"max_cfg_coef": 20.0, "min_cfg_coef": 1.0, "decoding_steps": [5, 3, 2]},
         }
     },
 }
@@ -50,15 +42,7 @@ MUSICGEN_SETTINGS: dict[str, Any] = {
     "lm_model": "transformer_lm",
     "sample_rate": 400,
     "dataset": {"segment_duration": 2},
-    "transformer_lm": {
-        "num_heads": HEADS,
-        "num_layers": LAYERS,
-        "norm_first": True,
-        "activation": "gelu",
-        "positional_embedding": "sin",
-        "past_context": None,
-        "causal": True,
-    },
+    "transformer_lm": {**_LM, "num_layers": LAYERS, "causal": True},
     "codebooks_pattern": {
         "modeling": "delay",
         "delay": {"delays": [0, 1, 2], "flatten_first": 0, "empty_initial": 0},
@@ -75,6 +59,12 @@ STEREO_SETTINGS: dict[str, Any] = {
 }
 
 # The settings as they are written: the codec's refer to each other.
+_SEANET: dict[str, Any] = dict(
+    dimension=6, channels="${channels}", causal="${encodec.causal}", n_filters=4, n_residual_layers=2,
+    ratios=[3, 2], activation="ELU", activation_params={"alpha": 1.0}, norm="weight_norm", kernel_size=5,
+    residual_kernel_size=3, last_kernel_size=3, dilation_base=2, pad_mode="constant", true_skip=True, compress=2,
+    lstm=2, disable_norm_outer_blocks=0, decoder={"trim_right_ratio": 1.0, "final_activation": None}, encoder={},
+)  # fmt: skip
 CODEC_SETTINGS: dict[str, Any] = {
     "compression_model": "encodec",
     "sample_rate": 400,
@@ -87,28 +77,7 @@ CODEC_SETTINGS: dict[str, Any] = {
         "causal": False,
         "renormalize": False,
     },
-    "seanet": {
-        "dimension": 6,
-        "channels": "${channels}",
-        "causal": "${encodec.causal}",
-        "n_filters": 4,
-        "n_residual_layers": 2,
-        "ratios": [3, 2],
-        "activation": "ELU",
-        "activation_params": {"alpha": 1.0},
-        "norm": "weight_norm",
-        "kernel_size": 5,
-        "residual_kernel_size": 3,
-        "last_kernel_size": 3,
-        "dilation_base": 2,
-        "pad_mode": "constant",
-        "true_skip": True,
-        "compress": 2,
-        "lstm": 2,
-        "disable_norm_outer_blocks": 0,
-        "decoder": {"trim_right_ratio": 1.0, "final_activation": None},
-        "encoder": {},
-    },
+    "seanet": _SEANET,
     "rvq": {"n_q": BOOKS, "bins": CODES},
 }
 

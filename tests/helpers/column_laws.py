@@ -15,9 +15,8 @@ PATTERNS = {
     "delay": CodebookPattern.delay([0, 1]).valid(2).T,  # S = 3, 4 tokens
     "parallel": CodebookPattern.parallel(2).valid(3).T,  # S = 3, 6 tokens
     "longer delay": CodebookPattern.delay([0, 1]).valid(3).T,  # S = 4, 6 tokens
-    "delay of two": CodebookPattern.delay([0, 2])
-    .valid(2)
-    .T,  # S = 4, codebook 1 starts when codebook 0 has ended
+    # S = 4, codebook 1 starts when codebook 0 has ended.
+    "delay of two": CodebookPattern.delay([0, 2]).valid(2).T,
     "partial flat": CodebookPattern.flat(3, [0, 1, 1]).valid(2).T,  # S = 4, 6 tokens
     "three codebooks": CodebookPattern.delay([0, 1, 2]).valid(2).T,  # S = 4, 6 tokens
 }

@@ -14,16 +14,8 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCond
 
 def make(**changes) -> LlamaGenTransformer:
     torch.manual_seed(0)
-    settings: dict[str, Any] = dict(
-        vocab_size=40,
-        dim=32,
-        num_layers=2,
-        num_heads=2,
-        grid_size=4,
-        prefix_length=5,
-        num_classes=None,
-        caption_dim=12,
-    )
+    settings: dict[str, Any] = dict(vocab_size=40, dim=32, num_layers=2, num_heads=2, grid_size=4)
+    settings |= dict(prefix_length=5, num_classes=None, caption_dim=12)
     model = LlamaGenTransformer(**(settings | changes)).double().eval()
     for parameter in model.parameters():  # weights of order one, so that attention is not uniform by accident
         parameter.data = torch.randn_like(parameter) * (0.25 if parameter.ndim == 2 else 1.0)

@@ -44,12 +44,15 @@ def official_shapes(proj: int, registers: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def official_weights(proj: int = 1, registers: int = 1, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    weights = {
-        key: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
-        for key, shape in official_shapes(proj, registers).items()
+def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        key: 0.4 * torch.randn(shape, generator=draw, dtype=torch.float64) for key, shape in shapes.items()
     }
+
+
+def official_weights(proj: int = 1, registers: int = 1, seed: int = 0) -> dict[str, Tensor]:
+    weights = _random(official_shapes(proj, registers), seed)
     return weights | {"head.weight": weights["tok_emb.weight"].clone()}
 
 
@@ -101,11 +104,7 @@ def tokenizer_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def tokenizer_weights() -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(4)
-    return {
-        key: 0.4 * torch.randn(shape, generator=draw, dtype=torch.float64)
-        for key, shape in tokenizer_shapes().items()
-    }
+    return _random(tokenizer_shapes(), 4)
 
 
 def mage_pipeline() -> MageImagePipeline:

@@ -36,6 +36,16 @@ IDS = torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 4], [12, 3, 0, 0, 0]])
 MASK = (IDS != 0).long()
 
 
+# Sizes of codecs and decoders.
+CODEC: dict[str, Any] = dict(
+    sampling_rate=400, hidden_size=8, num_filters=2, upsampling_ratios=[2, 2], num_lstm_layers=1, codebook_size=CODES
+)  # fmt: skip
+DECODER: dict[str, Any] = dict(
+    vocab_size=CODES, max_position_embeddings=64, num_hidden_layers=2, ffn_dim=32, num_attention_heads=4,
+    hidden_size=32, pad_token_id=CODES, bos_token_id=CODES, dropout=0.0,
+)  # fmt: skip
+
+
 def musicgen(
     channels: int = 1, *, codebooks: int = 4, dtype: torch.dtype = torch.float64, text_width: int = 24
 ) -> Any:
@@ -48,36 +58,9 @@ def musicgen(
 
 @functools.cache
 def _musicgen(channels: int, codebooks: int, dtype: torch.dtype, text_width: int) -> Any:
-    text = T5Config(
-        vocab_size=16,
-        d_model=text_width,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-    )
-    codec = EncodecConfig(
-        target_bandwidths=[codebooks // channels * 4 * 100 / 1000],
-        sampling_rate=400,
-        hidden_size=8,
-        num_filters=2,
-        upsampling_ratios=[2, 2],
-        num_lstm_layers=1,
-        codebook_size=CODES,
-    )
-    decoder = MusicgenDecoderConfig(
-        vocab_size=CODES,
-        max_position_embeddings=64,
-        num_hidden_layers=2,
-        ffn_dim=32,
-        num_attention_heads=4,
-        hidden_size=32,
-        num_codebooks=codebooks,
-        audio_channels=channels,
-        pad_token_id=CODES,
-        bos_token_id=CODES,
-        dropout=0.0,
-    )
+    text = T5Config(vocab_size=16, d_model=text_width, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    codec = EncodecConfig(target_bandwidths=[codebooks // channels * 4 * 100 / 1000], **CODEC)
+    decoder = MusicgenDecoderConfig(num_codebooks=codebooks, audio_channels=channels, **DECODER)
     config = MusicgenConfig(text_encoder=text, audio_encoder=codec, decoder=decoder)
     model = _ready(MusicgenForConditionalGeneration(config), dtype)
     settings = model.generation_config

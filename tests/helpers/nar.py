@@ -1,7 +1,7 @@
 """Neighbouring and gated models of LlamaGen, computed token by token without a cache."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,11 +97,13 @@ def expected(
     return torch.stack(found)
 
 
-def scores(model: LlamaGenTransformer, condition: Any, tokens: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    """Logits [2B, L, V] of given tokens, from the calls of these steps."""
+def scores(
+    model: LlamaGenTransformer, condition: Any, tokens: Tensor, steps: Sequence[Step], guided: bool = True
+) -> Tensor:
+    """Logits [R, L, V] of given tokens, from the calls of these steps."""
     count, window = len(tokens), max(len(step.slots) for step in steps)
-    state = model.prefill(condition, batch_size=count, guided=True, window=window)
-    found = state.logits.new_full((2 * count, SIDE * SIDE, VOCAB), torch.nan)
+    state = model.prefill(condition, batch_size=count, guided=guided, window=window)
+    found = state.logits.new_full((len(state.logits), tokens.shape[1], model.vocab_size), torch.nan)
     found[:, 0] = state.logits
     for step in steps:
         slots, emitted = step.slots.expand(count, -1), step.emitted.expand(count, -1)

@@ -11,13 +11,9 @@ from tests.helpers import vqgan
 from visual_spec.models.next_token import llamagen, llamagen_vq
 
 TINY = {"num_layers": 2, "num_heads": 2, "dim": 16}
-TINY_VQ = {
-    "base_channels": 8,
-    "channel_multipliers": (1, 2),
-    "blocks_per_level": 1,
-    "latent_channels": 8,
-    "norm_groups": 4,
-}
+TINY_VQ = dict(
+    base_channels=8, channel_multipliers=(1, 2), blocks_per_level=1, latent_channels=8, norm_groups=4
+)
 
 
 def add_tiny_presets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from scripts.train.causal_video import new_model
+from tests.helpers import infinity
 from tests.helpers.distilled_pipelines import (
     class_student_pipeline,
     scale_student_pipeline,
@@ -25,18 +26,13 @@ from tests.helpers.tiny import (
 )
 from tests.helpers.tiny_audio import tiny_audio_pipeline
 from tests.helpers.tiny_continuous import tiny_latent_pipeline
-from tests.helpers.tiny_infinity import tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import tiny_scale_pipeline
-from tests.helpers.tiny_t5 import tiny_t5, tiny_tokenizer
-from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
-from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 
 @dataclass(frozen=True)
@@ -62,12 +58,6 @@ class Kind:
 def _classes() -> Any:
     transformer = tiny_transformer(num_classes=5, caption_dim=None, prefix_length=1)
     return ClassImagePipeline(transformer, tiny_vq_model(), AutoregressiveSampler())
-
-
-def _bits() -> Any:
-    text = T5Features(tiny_t5(), tiny_tokenizer(), max_words=7, clean=False).eval()
-    parts = tiny_infinity(dtype=torch.float32, caption_dim=8), tiny_bits(dtype=torch.float32)
-    return InfinityPipeline(*parts, text, ScaleWiseSampler(ramp=False))
 
 
 def _masked() -> Any:
@@ -104,7 +94,7 @@ KINDS: dict[str, Kind] = {
     "video": Kind(_quiet(tiny_video_pipeline), "a red circle", "num_videos_per_prompt"),
     "classes": Kind(_quiet(_classes), 3, "num_images_per_label"),
     "scales": Kind(_quiet(tiny_scale_pipeline), 3, "num_images_per_label"),
-    "bits": Kind(_quiet(_bits), "a red circle"),
+    "bits": Kind(_quiet(infinity.tiny_pipeline), "a red circle"),
     "masked captions": Kind(
         _quiet(
             partial(tiny_masked_pipeline, MaskedSampler(5, schedule="arccos", clock="halton", score="halton"))

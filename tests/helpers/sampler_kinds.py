@@ -28,25 +28,9 @@ from tests.models.continuous.tiny import calm, tiny_acdit, tiny_causal, tiny_flo
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
+from visual_spec.samplers import registry
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import (
-    ANY_ORDER,
-    BLOCKS,
-    CHUNKS,
-    COLUMNS,
-    CONTINUOUS,
-    DENOISED,
-    DISTILLED,
-    FLOW_SCALES,
-    FRAMES,
-    MASKED,
-    ORDER,
-    OWN_ORDER,
-    RASTER,
-    SCALES,
-    TREE,
-    SamplerEntry,
-)
+from visual_spec.samplers.registry import SamplerEntry
 
 LAW = TokenLaw(guidance_scale=1.8, top_k=5)
 
@@ -129,18 +113,20 @@ def _latents(spread: float = 0.0) -> Any:
 
 _pictures = Kind(RASTER_MODEL, _table, RASTER_DRAFTER, {"codebook": CODES})
 KINDS = {
-    RASTER: _pictures,
-    TREE: _pictures,
-    ORDER: _pictures,
-    OWN_ORDER: _pictures,
-    BLOCKS: Kind(TabularOrderModel(TokenGrid(2, 4), 3, "blocks2", first=(0, 1, 4, 5), conditions=3), _table),
-    COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
-    MASKED: Kind(MASKED_MODEL, _table, given={"causal_layer": TabularCausalLayer(MASKED_MODEL)}),
-    FRAMES: Kind(TableFrameModel(TokenGrid(1, 4, 3), 3, conditions=3), _table),
-    ANY_ORDER: Kind(TabularAnyOrderModel(TokenGrid(1, 5), 5, conditions=3), _table),
-    CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
-    DENOISED: Kind(tiny_acdit().double(), _table),
-    DISTILLED: Kind(
+    registry.RASTER: _pictures,
+    registry.TREE: _pictures,
+    registry.ORDER: _pictures,
+    registry.OWN_ORDER: _pictures,
+    registry.BLOCKS: Kind(
+        TabularOrderModel(TokenGrid(2, 4), 3, "blocks2", first=(0, 1, 4, 5), conditions=3), _table
+    ),
+    registry.COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
+    registry.MASKED: Kind(MASKED_MODEL, _table, given={"causal_layer": TabularCausalLayer(MASKED_MODEL)}),
+    registry.FRAMES: Kind(TableFrameModel(TokenGrid(1, 4, 3), 3, conditions=3), _table),
+    registry.ANY_ORDER: Kind(TabularAnyOrderModel(TokenGrid(1, 5), 5, conditions=3), _table),
+    registry.CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
+    registry.DENOISED: Kind(tiny_acdit().double(), _table),
+    registry.DISTILLED: Kind(
         tiny_student(),
         _table,
         given={
@@ -148,13 +134,13 @@ KINDS = {
             "teacher": tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1).double(),
         },
     ),
-    CHUNKS: Kind(
+    registry.CHUNKS: Kind(
         CausalWan(tiny_wan(num_layers=1), Full()),
         lambda samples: torch.cat([prompts(seed=sample) for sample in samples]),
         given={"num_frames": 6, "height": 2, "width": 2},
     ),
-    FLOW_SCALES: Kind(tiny_flowar().double(), _table),
-    SCALES: Kind(
+    registry.FLOW_SCALES: Kind(tiny_flowar().double(), _table),
+    registry.SCALES: Kind(
         AnyScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": AnyScaleTokenizer(SIDES, 7)}
     ),
 }
@@ -164,9 +150,17 @@ def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5),
     """Some samples of the kind's model, each with its own generator and condition, as one batch."""
     kind = KINDS[entry.calls]
     options: dict[str, Any] = dict(law=LAW, generator=seeded(*samples), batch_size=len(samples))
-    if entry.calls in (MASKED, FRAMES, CONTINUOUS, DENOISED, FLOW_SCALES):
+    unfiltered = (
+        registry.MASKED,
+        registry.FRAMES,
+        registry.CONTINUOUS,
+        registry.DENOISED,
+        registry.FLOW_SCALES,
+    )
+    if entry.calls in unfiltered:
         options["law"] = TokenLaw(guidance_scale=1.8)
-    if entry.calls == CHUNKS or (entry.calls == DISTILLED and sampler.config.teacher_from is None):
+    alone = entry.calls == registry.DISTILLED and sampler.config.teacher_from is None
+    if entry.calls == registry.CHUNKS or alone:
         options["law"] = TokenLaw()  # guidance is in the weights
     return sampler(
         kind.model, condition=kind.condition(samples), **kind.parts(sampler), **{**options, **more}

@@ -10,7 +10,6 @@ from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import FormulaTokenizer
 from tests.helpers.var import normed
 from visual_spec.models.next_scale.infinity import InfinityTransformer
-from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.models.next_token.llamagen_blocks import turns_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
@@ -137,21 +136,6 @@ LABELS = torch.tensor([3, 0, 4, 1, 2])
 TOKENIZER = FormulaTokenizer(SIDES, 12)
 
 
-def real_tokenizer() -> MultiscaleVQModel:
-    torch.manual_seed(1)
-    model = MultiscaleVQModel(
-        base_channels=4,
-        channel_multipliers=(1, 1),
-        blocks_per_level=1,
-        codebook_size=12,
-        code_dim=2,
-        scales=SIDES,
-        norm_groups=None,
-    )
-    model.quantize.embedding.weight.data.normal_()
-    return model.eval()
-
-
 def decode(model: Any, rows: Tensor, law: TokenLaw = GUIDED, tokenizer: Any = TOKENIZER, **options):
     sampler = ScaleWiseSampler(**options)
     generator = seeded(*(100 + row for row in rows.tolist()))
@@ -166,9 +150,8 @@ def plain_loop(models: list, laws: list[TokenLaw], rows: Tensor, tokenizer: Any,
     tokens = []
     for k, (model, law) in enumerate(zip(models, laws, strict=True)):
         conditional = model.teacher_forced(maps, LABELS[rows])[:, STARTS[k] :]
-        null = model.teacher_forced(maps, LABELS[rows], torch.ones(len(rows), dtype=torch.bool))[
-            :, STARTS[k] :
-        ]
+        dropped = torch.ones(len(rows), dtype=torch.bool)
+        null = model.teacher_forced(maps, LABELS[rows], dropped)[:, STARTS[k] :]
         t = max(law.guidance_scale - 1, 0) * (k / 3 if ramp else 1)
         logits = (1 + t) * conditional - t * null
         plain = TokenLaw(1.0, law.temperature, law.top_k, law.top_p)

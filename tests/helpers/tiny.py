@@ -48,35 +48,21 @@ def tiny_text_encoder() -> CaptionEncoder:
 def tiny_readers() -> tuple[CaptionEncoder, VQModel]:
     """A random encoder of captions of `shapes`, and a random tokenizer of their pictures, 4 x 4 tokens out of 16."""
     encoder = CaptionEncoder(shapes_vocabulary(), dim=8, num_layers=0, max_words=20)
-    vq_model = VQModel(
-        base_channels=4,
-        channel_multipliers=(1, 1, 1, 1),
-        blocks_per_level=1,
-        latent_channels=4,
-        codebook_size=16,
-        codebook_dim=4,
-        norm_groups=None,
-        image_size=32,
-    )
-    return encoder.eval(), vq_model.eval()
+    sizes: dict[str, Any] = dict(base_channels=4, channel_multipliers=(1,) * 4, blocks_per_level=1)
+    codes: dict[str, Any] = dict(latent_channels=4, codebook_size=16, codebook_dim=4, norm_groups=None)
+    return encoder.eval(), VQModel(**sizes, **codes, image_size=32).eval()
 
 
 def tiny_pipeline(sampler=None) -> ImagePipeline:
-    pipe = ImagePipeline(
-        tiny_transformer(), tiny_vq_model(), tiny_text_encoder(), sampler or AutoregressiveSampler()
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    parts = tiny_transformer(), tiny_vq_model(), tiny_text_encoder()
+    return quiet(ImagePipeline(*parts, sampler or AutoregressiveSampler()))
 
 
 def tiny_video_pipeline(sampler=None) -> VideoPipeline:
     """Clips of three frames of 4 x 4 pixels, 2 x 2 tokens."""
     transformer = tiny_transformer(num_frames=3, grid_size=2, zero_prefix_keys=False)
-    pipe = VideoPipeline(
-        transformer, tiny_vq_model(), tiny_text_encoder(), sampler or AutoregressiveSampler()
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    parts = transformer, tiny_vq_model(), tiny_text_encoder()
+    return quiet(VideoPipeline(*parts, sampler or AutoregressiveSampler()))
 
 
 def tiny_frame_transformer(**changes) -> FrameMaskedTransformer:
@@ -94,9 +80,7 @@ def tiny_frame_transformer(**changes) -> FrameMaskedTransformer:
 def tiny_frame_pipeline(sampler=None) -> VideoPipeline:
     """Clips of three frames of 4 x 4 pixels, 2 x 2 tokens that are drawn in parallel."""
     parts = tiny_frame_transformer(), tiny_vq_model(), tiny_text_encoder()
-    pipe = VideoPipeline(*parts, sampler or FrameMaskedSampler(3, 0.5), default_guidance_scale=2.0)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(VideoPipeline(*parts, sampler or FrameMaskedSampler(3, 0.5), default_guidance_scale=2.0))
 
 
 def tiny_masked_transformer(**changes) -> MaskedImageTransformer:
@@ -111,9 +95,7 @@ def tiny_masked_transformer(**changes) -> MaskedImageTransformer:
 
 def tiny_masked_pipeline(sampler=None) -> Any:
     parts = tiny_masked_transformer(), tiny_vq_model(), tiny_text_encoder()
-    pipe = MaskedImagePipeline(*parts, sampler or MaskedSampler(steps=3))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(MaskedImagePipeline(*parts, sampler or MaskedSampler(steps=3)))
 
 
 def quiet(pipe: Any) -> Any:

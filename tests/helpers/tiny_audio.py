@@ -8,7 +8,8 @@ import torch
 from transformers import EncodecConfig, EncodecModel, MusicgenDecoderConfig, MusicgenForCausalLM
 
 from scripts.train.codec import initialise
-from tests.helpers.musicgen import musicgen
+from tests.helpers.musicgen import CODEC, DECODER, musicgen
+from tests.helpers.tiny import quiet
 from tests.models.next_token.tiny_transformers import _ready
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
@@ -29,15 +30,7 @@ def clip_of(frames: int, channels: int = 1) -> np.ndarray:
 
 def tiny_codec(**changes: Any) -> EncodecModel:
     torch.manual_seed(0)
-    settings: dict[str, Any] = dict(
-        target_bandwidths=[BOOKS * 4 * 100 / 1000],
-        sampling_rate=RATE,
-        hidden_size=8,
-        num_filters=2,
-        upsampling_ratios=[2, 2],
-        num_lstm_layers=1,
-        codebook_size=CODES,
-    )
+    settings: dict[str, Any] = dict(CODEC, target_bandwidths=[BOOKS * 4 * 100 / 1000])
     model = EncodecModel(EncodecConfig(**settings | changes))
     initialise(model)
     fill_codebooks(model)
@@ -65,20 +58,7 @@ def tiny_musicgen(channels: int = 1, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def tiny_decoder(dtype: torch.dtype = torch.float32, **changes: Any) -> MusicgenForCausalLM:
-    settings: dict[str, Any] = dict(
-        vocab_size=CODES,
-        num_codebooks=BOOKS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        ffn_dim=32,
-        max_position_embeddings=64,
-        pad_token_id=CODES,
-        bos_token_id=CODES,
-        dropout=0.0,
-        is_decoder=True,
-        add_cross_attention=True,
-    )
+    settings: dict[str, Any] = dict(DECODER, num_codebooks=BOOKS, is_decoder=True, add_cross_attention=True)
     return _ready(MusicgenForCausalLM(MusicgenDecoderConfig(**settings | changes)), dtype)
 
 
@@ -88,9 +68,5 @@ def tiny_words() -> CaptionEncoder:
 
 
 def tiny_audio_pipeline(sampler: Any = None, **settings: Any) -> AudioPipeline:
-    settings = dict(max_audio_length_in_s=LONGEST) | settings
-    pipe = AudioPipeline(
-        tiny_decoder(), tiny_codec(), tiny_words(), sampler or ColumnAutoregressiveSampler(), **settings
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    parts = tiny_decoder(), tiny_codec(), tiny_words(), sampler or ColumnAutoregressiveSampler()
+    return quiet(AudioPipeline(*parts, **{"max_audio_length_in_s": LONGEST, **settings}))

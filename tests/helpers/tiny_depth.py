@@ -28,47 +28,28 @@ transformers.logging.set_verbosity_error()
 
 MUSIC_WIDTH = 16
 MIMI: dict[str, Any] = dict(
-    model_type="mimi",
-    hidden_size=16,
-    num_filters=2,
-    upsampling_ratios=[2, 2],
-    codebook_size=32,
-    codebook_dim=8,
-    vector_quantization_hidden_dimension=8,
-    num_quantizers=4,
-    upsample_groups=16,
-    num_hidden_layers=1,
-    intermediate_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-)
+    model_type="mimi", hidden_size=16, num_filters=2, upsampling_ratios=[2, 2], codebook_size=32, codebook_dim=8,
+    vector_quantization_hidden_dimension=8, num_quantizers=4, upsample_groups=16, num_hidden_layers=1,
+    intermediate_size=16, num_attention_heads=2, num_key_value_heads=2,
+)  # fmt: skip
 
 
 def tiny_csm(dtype: torch.dtype = torch.float64, codebooks: int = 4, width: int = 16, **changes: Any) -> Any:
     """Ids 1 to 19 of codes, 0 the end; `width` is half the backbone's."""
     sizes: dict[str, Any] = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    depth: dict[str, Any] = dict(num_codebooks=codebooks, backbone_hidden_size=2 * width, vocab_size=20)
+    depth |= dict(hidden_size=width, intermediate_size=2 * width, max_position_embeddings=codebooks + 1)
+    ids: dict[str, Any] = dict(pad_token_id=1, codebook_pad_token_id=19, codebook_eos_token_id=0)
+    ids |= dict(bos_token_id=2, audio_token_id=3, audio_eos_token_id=4)
     config = CsmConfig(
         num_codebooks=codebooks,
         vocab_size=20,
         text_vocab_size=30,
         hidden_size=2 * width,
         intermediate_size=3 * width,
-        depth_decoder_config=dict(
-            num_codebooks=codebooks,
-            backbone_hidden_size=2 * width,
-            vocab_size=20,
-            hidden_size=width,
-            intermediate_size=2 * width,
-            max_position_embeddings=codebooks + 1,
-            **sizes,
-        ),
+        depth_decoder_config=depth | sizes,
         codec_config=dict(MIMI, num_quantizers=max(4, codebooks)),
-        pad_token_id=1,
-        codebook_pad_token_id=19,
-        codebook_eos_token_id=0,
-        bos_token_id=2,
-        audio_token_id=3,
-        audio_eos_token_id=4,
+        **ids,
         **sizes,
         **changes,
     )
@@ -122,15 +103,9 @@ def tiny_talker(dtype: torch.dtype = torch.float32) -> Any:
 def tiny_minimax_music(kind: Any = MiniMaxMusic3ModularPipeline) -> Any:
     """The stage that writes codes, with a vocabulary of the real size, since its ids are constants of diffusers."""
     config = Qwen3Config(
-        vocab_size=168064,
-        hidden_size=MUSIC_WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=False,
-    )
+        vocab_size=168064, hidden_size=MUSIC_WIDTH, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=False,
+    )  # fmt: skip
     sizes: dict[str, Any] = dict(num_layers=2, num_attention_heads=2, intermediate_size=24)
     decoder = MiniMaxMusic3RVQDepthDecoder(hidden_size=MUSIC_WIDTH, audio_vocab_size=32, **sizes)
     pipe = kind(MiniMaxMusic3SemanticGenerationStep())

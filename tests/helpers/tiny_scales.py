@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers.tiny import quiet
 from visual_spec.models.core.protocol import ScaleState
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
@@ -145,6 +146,4 @@ def tiny_scale_pipeline(*, pair: bool = True, num_classes: int = 5, **parts: Any
     large = tiny_var(0, torch.float32, num_classes=num_classes)
     small = tiny_var(7, torch.float32, num_layers=1, num_classes=num_classes) if pair else None
     settings = {"sampler": ScaleWiseSampler(), "refiner": small, **parts}
-    pipe = ScaleImagePipeline(transformer=large, vq_model=tiny_var_vq(), **settings)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(ScaleImagePipeline(transformer=large, vq_model=tiny_var_vq(), **settings))

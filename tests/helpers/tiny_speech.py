@@ -23,22 +23,16 @@ def tiny_vibevoice(dtype: torch.dtype = torch.float64, **text: Any) -> Any:
     codec: dict[str, Any] = dict(
         num_filters=2, downsampling_ratios=[2, 2], depths=[1, 1, 1], kernel_size=3, layer_scale_init_value=0.5
     )
+    sizes: dict[str, Any] = dict(
+        model_type="qwen2", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48
+    )
+    sizes |= dict(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512
+    )
     config = VibeVoiceConfig(
         audio_config=dict(model_type="vibevoice_acoustic_tokenizer", hidden_size=LATENT, **codec),
         semantic_model_config=dict(model_type="vibevoice_acoustic_tokenizer_encoder", hidden_size=5, **codec),
-        text_config=dict(
-            dict(
-                model_type="qwen2",
-                vocab_size=VOCABULARY,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=512,
-            ),
-            **text,
-        ),
+        text_config=sizes | text,
         diffusion_head_config=dict(num_hidden_layers=2, intermediate_size=40, frequency_embedding_size=16),
         pad_token_id=PAD,
         eos_token_id=END + 2,

@@ -13,14 +13,7 @@ from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 
 CLASSES, VOCAB, LENGTH, SIDE, DIM = 7, 12, 4, 4, 16
-SIZE: dict[str, Any] = {
-    "num_layers": 2,
-    "num_heads": 2,
-    "dim": DIM,
-    "grid_size": SIDE,
-    "first_continuous": 9,
-    "restart": 6,
-}
+SIZE: dict[str, Any] = dict(num_layers=2, num_heads=2, dim=DIM, grid_size=SIDE, first_continuous=9, restart=6)
 
 
 def student_shapes() -> dict[str, tuple[int, ...]]:

@@ -6,19 +6,9 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 SIZES: dict[str, Any] = dict(
-    patch_size=(1, 2, 2),
-    num_attention_heads=2,
-    attention_head_dim=12,
-    in_channels=4,
-    out_channels=4,
-    text_dim=8,
-    freq_dim=16,
-    ffn_dim=24,
-    num_layers=2,
-    cross_attn_norm=True,
-    qk_norm="rms_norm_across_heads",
-    rope_max_seq_len=64,
-)
+    patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
+    freq_dim=16, ffn_dim=24, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=64,
+)  # fmt: skip
 
 
 def tiny_wan(seed: int = 0, **changes: Any) -> Any:

@@ -26,12 +26,8 @@ def normed(v: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 def block_shapes(depth: int, dim: int, heads: int, shared: bool = False) -> dict[str, tuple[int, ...]]:
     """Keys and shapes of the released blocks, and of the modulations that they share."""
-    linear = {
-        "attn.mat_qkv": (3 * dim, dim),
-        "attn.proj": (dim, dim),
-        "ffn.fc1": (4 * dim, dim),
-        "ffn.fc2": (dim, 4 * dim),
-    }
+    linear = {"attn.mat_qkv": (3 * dim, dim), "attn.proj": (dim, dim)}
+    linear |= {"ffn.fc1": (4 * dim, dim), "ffn.fc2": (dim, 4 * dim)}
     block: dict[str, tuple[int, ...]] = {"attn.scale_mul_1H11": (1, heads, 1, 1)}
     block |= {f"{name}.weight": shape for name, shape in linear.items()}
     block |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if name != "attn.mat_qkv"}
@@ -68,11 +64,8 @@ def straight_layers(
             six = (w[p + "ada_lin.1.weight"] @ condition + w[p + "ada_lin.1.bias"]).view(6, dim)
         gamma1, gamma2, scale1, scale2, shift1, shift2 = six
         h = normed(x, scale1, shift1) @ w[p + "attn.mat_qkv.weight"].T
-        q, k, v = (
-            h[:, :dim] + w[p + "attn.q_bias"],
-            h[:, dim : 2 * dim],
-            h[:, 2 * dim :] + w[p + "attn.v_bias"],
-        )
+        q, k, v = h.chunk(3, 1)
+        q, v = q + w[p + "attn.q_bias"], v + w[p + "attn.v_bias"]
         mixed = torch.zeros_like(x)
         for head in range(heads):
             part = slice(head * size, (head + 1) * size)

@@ -59,9 +59,8 @@ def test_the_parser_reads_the_class_of_a_true_clip():
 def test_clips_of_training_move_and_are_not_held_out():
     clips, held = moving_clips(30, 3), moving_clips(10, 3, held_out=True)
     assert len(clips) == 30 and {class_of_clip(clip) for clip in clips} <= set(range(32))
-    assert not any(is_held_out(caption(clip)) for clip in clips) and all(
-        is_held_out(caption(c)) for c in held
-    )
+    assert not any(is_held_out(caption(clip)) for clip in clips)
+    assert all(is_held_out(caption(clip)) for clip in held)
     encoded = encoded_clips(30, 3, 4)
     assert encoded.means.shape == (30, 64, 48) and not encoded.stds.any()
     for index in (0, 7):
@@ -83,7 +82,5 @@ def test_true_clips_are_judged_right():
         return torch.stack([waiting[label].pop() for label in labels.tolist()])
 
     read = judged_clips(8, drawn)
-    assert read == {
-        "clips": 8,
-        **dict.fromkeys(("one_object", "colour", "direction", "kept", "ground", "class"), 1),
-    }
+    right = dict.fromkeys(("one_object", "colour", "direction", "kept", "ground", "class"), 1)
+    assert read == {"clips": 8, **right}

@@ -31,15 +31,8 @@ from visual_spec.training.column_drafter import (
 )
 from visual_spec.training.tokens import tokenize_tunes
 
-TINY: dict[str, Any] = dict(
-    clips=3,
-    held_out_clips=2,
-    steps=40,
-    batch_size=3,
-    learning_rate=3e-2,
-    guidance_scales=[2.0],
-    temperature=0.8,
-)
+TINY: dict[str, Any] = dict(clips=3, held_out_clips=2, steps=40, batch_size=3, learning_rate=3e-2)
+TINY |= dict(guidance_scales=[2.0], temperature=0.8)
 
 
 def networks() -> tuple[MusicgenForCausalLM, CaptionEncoder]:
@@ -218,9 +211,8 @@ def test_clips_that_are_played_are_of_their_captions_and_kept(tmp_path):
     draw = Draw(model, encoder)
     words, codes = play(draw, encoder, 5, 4, cache=tmp_path)
     prompts = [caption(tune, index % NUM_FORMS) for index, tune in enumerate(sample_tunes(5, 4 * 100_003))]
-    assert torch.equal(words, encoder.word_ids(prompts)) and torch.equal(
-        codes, draw(prompts, 4 * 100_003).short()
-    )
+    assert torch.equal(words, encoder.word_ids(prompts))
+    assert torch.equal(codes, draw(prompts, 4 * 100_003).short())
     again = play(draw, encoder, 5, 4, cache=tmp_path)
     assert draw.calls == 2 and torch.equal(again[1], codes)
     other, _ = play(draw, encoder, 5, 4, held_out=True)

@@ -51,14 +51,12 @@ def test_trajectories_end_in_what_plain_decoding_draws_and_every_state_follows_f
     assert decodes.drafts.shape[2] == 5 and decodes.calls.max() == decodes.starts.shape[1]
     for number, prompt in enumerate(PROMPTS):
         condition = encoder([prompt])
-        plain = AutoregressiveSampler()(
-            model, condition, law=LAW, generator=seeded(11 + number), batch_size=1
-        )
+        request: Any = dict(law=LAW, generator=seeded(11 + number), batch_size=1)
+        plain = AutoregressiveSampler()(model, condition, **request)
         final = decodes.tokens[number].tolist()
         assert plain.tokens[0].tolist() == final
-        noise = CounterNoise(draw_keys(seeded(11 + number), 1), "cpu").gumbel(torch.arange(22)[None], 16, 0)[
-            0
-        ]
+        fresh = CounterNoise(draw_keys(seeded(11 + number), 1), "cpu")
+        noise = fresh.gumbel(torch.arange(22)[None], 16, 0)[0]
         calls = int(decodes.calls[number])
         starts = decodes.starts[number, :calls].tolist()
         drafts = decodes.drafts[number, :calls].tolist()
@@ -152,9 +150,8 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(
     assert entry["tokens_a_call"] > 256 / (int(before.calls.sum()) + 16)
     assert len(list((tmp_path / "whole").glob("trajectories_*.pt"))) == 2
     trained: Any = LlamaGenTransformer.from_pretrained(tmp_path / "whole" / "transformer")
-    parts = consistency.collected(
-        larger(tiny_raster()), encoder, LAW, SHORT, tmp_path / "whole"
-    )  # read, not made
+    # Read, not made.
+    parts = consistency.collected(larger(tiny_raster()), encoder, LAW, SHORT, tmp_path / "whole")
     batch = parts[0].tokens.long(), parts[0].starts[:, :2].long(), parts[0].drafts[:, :2].long()
     condition = encoder(parts[0].words)
     first, last = (

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.nar import scores
 from tests.helpers.training import check_training, shrink_pictures, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.samplers.orders.tables import order_of
@@ -40,17 +41,7 @@ def condition(rows: int) -> TextCondition:
 
 
 def decoded(model: LlamaGenTransformer, tokens: Tensor, told: TextCondition) -> Tensor:
-    """Logits [B, L, V] of given tokens, from the calls of decoding."""
-    steps = order_of("flashar", model.grid).steps[1:]
-    state = model.prefill(told, batch_size=len(tokens), guided=False, window=4)
-    found = state.logits.new_full((*tokens.shape, model.vocab_size), torch.nan)
-    found[:, 0] = state.logits
-    for step in steps:
-        slots, emitted = step.slots.expand(len(tokens), -1), step.emitted.expand(len(tokens), -1)
-        seen = step.seen.expand(len(tokens), -1, -1)
-        fed = tokens[:, step.sources]
-        found[:, step.emitted] = model(state, fed, slots, seen=seen, predicted=emitted, answers=step.answers)
-    return found
+    return scores(model, told, tokens, order_of("flashar", model.grid).steps[1:], guided=False)
 
 
 def test_the_pass_of_training_is_what_decoding_computes():

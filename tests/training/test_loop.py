@@ -20,9 +20,8 @@ def network() -> Any:
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
-    return (
-        50 * model(torch.randn(8, 3, generator=generator)).square().mean()
-    )  # steep, so that gradients are clipped
+    # Steep, so that gradients are clipped.
+    return 50 * model(torch.randn(8, 3, generator=generator)).square().mean()
 
 
 def descent(model: Any) -> Descent:
@@ -73,11 +72,8 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys):
     again, resumed = run(tmp_path / "parts", TOTAL)
     assert equal(whole, again) and not equal(whole, network())
     assert resumed.curve == record.curve and [step for step, _ in record.curve] == [0, 2, 4, 6, 8]
-    assert [line.split(" loss")[0] for line in capsys.readouterr().out.splitlines()][:3] == [
-        "step 3/9",
-        "step 6/9",
-        "step 9/9",
-    ]
+    told = [line.split(" loss")[0] for line in capsys.readouterr().out.splitlines()]
+    assert told[:3] == ["step 3/9", "step 6/9", "step 9/9"]
     resumed.remove()
     assert not (tmp_path / "parts" / "resume.pt").exists()
     resumed.remove()

@@ -52,21 +52,16 @@ def test_a_run_that_starts_from_another_goes_on_with_its_weights_and_says_so(
         part.save_pretrained(tmp_path / "shapes" / name)
 
     def run(name: str, *more: str) -> dict:
-        command = (
-            f"x --shapes {tmp_path / 'shapes'} --out {tmp_path / name} --steps 3 --batch-size 8 --scenes 16"
-        )
-        command += " --dim 16 --num-layers 2 --num-heads 2 --judged-prompts 0"
+        command = f"x --shapes {tmp_path / 'shapes'} --out {tmp_path / name} --steps 3 --batch-size 8"
+        command += " --scenes 16 --dim 16 --num-layers 2 --num-heads 2 --judged-prompts 0"
         monkeypatch.setattr(sys, "argv", [*command.split(), *more])
         masked_image.main()
         return json.loads((tmp_path / name / "training.json").read_text())
 
     first = run("first", "--learning-rate", "0.01")
     second = run("second", "--learning-rate", "0", "--start-from", str(tmp_path / "first"))
-    assert (
-        second["held_out_loss"]
-        == first["held_out_loss"]
-        != run("fresh", "--learning-rate", "0")["held_out_loss"]
-    )
+    fresh = run("fresh", "--learning-rate", "0")
+    assert second["held_out_loss"] == first["held_out_loss"] != fresh["held_out_loss"]
     assert second["started_from"] == {key: value for key, value in first.items() if key != "loss"}
 
 

@@ -189,12 +189,10 @@ def test_beginnings_are_groups_of_blank_pictures():
     for row, caption in enumerate([encoder(words[4:]), encoder(words[:1]), None]):
         nothing = torch.zeros(1, dtype=torch.long)
         wanted = groups_of(model, caption, tokens[row, None], order[row, None], nothing, 6)
-        assert torch.equal(groups.tokens[row], wanted.tokens[0]) and torch.equal(
-            groups.slots[row], wanted.slots[0]
-        )
-        assert torch.allclose(
-            found[row], chain_logits(layer, model, wanted)[0], atol=2e-2
-        )  # held in bfloat16
+        assert torch.equal(groups.tokens[row], wanted.tokens[0])
+        assert torch.equal(groups.slots[row], wanted.slots[0])
+        # Held in bfloat16.
+        assert torch.allclose(found[row], chain_logits(layer, model, wanted)[0], atol=2e-2)
         assert groups.there.all()
 
 

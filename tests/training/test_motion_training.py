@@ -17,6 +17,7 @@ from scripts.train.motion import (
     store,
     train_motion,
 )
+from tests.helpers.nar import scores
 from tests.helpers.training import check_training, tiny_raster
 from visual_spec.data.motion import Clip, MovingShape, sample_clips
 from visual_spec.data.motion_parser import parse_caption
@@ -162,31 +163,14 @@ def test_a_near_to_far_model_starts_as_motion_learns_resumes_and_draws(
     few = draws.frames(2, 777, 16, held_out=True)
     monkeypatch.setattr(draws, "frames", lambda *arguments, **more: few)
     with torch.no_grad():
-        logits, tokens = decoded(trained, few[1].flatten(1), encoder(few[0])), few[1].flatten(1)
+        tokens, steps = few[1].flatten(1), order_of("nar", trained.grid).steps[1:]
+        logits = scores(trained, encoder(few[0]), tokens, steps, guided=False)
     want = float(torch.nn.functional.cross_entropy(logits.mT, tokens))
     assert held_out_loss(trained, encoder, draws) == pytest.approx(want, abs=1e-6)
     result = judge(trained, encoder, vq_model, 1, guidance_scale=1.0)
     assert result["clips"] == 1
     with pytest.raises(ValueError, match="num_layers=3.*4"):
         start_from_motion(tmp_path / "motion", 3)
-
-
-def decoded(model: Any, tokens: torch.Tensor, condition: Any) -> torch.Tensor:
-    """Logits [B, L, V] of known tokens, from the calls of decoding."""
-    order, count = order_of("nar", model.grid), len(tokens)
-    state = model.prefill(condition, batch_size=count, guided=False, window=order.width)
-    logits = state.logits.new_full((*tokens.shape, model.vocab_size), torch.nan)
-    logits[:, 0] = state.logits
-    for step in order.steps[1:]:
-        logits[:, step.emitted] = model(
-            state,
-            tokens[:, step.sources],
-            step.slots.expand(count, -1),
-            seen=step.seen.expand(count, -1, -1),
-            predicted=step.emitted.expand(count, -1),
-            answers=step.answers,
-        )
-    return logits
 
 
 def test_the_start_knows_the_words_and_layers_of_shapes(tmp_path, vq_model):

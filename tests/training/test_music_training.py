@@ -149,13 +149,10 @@ def test_gradients_pass_the_codes_straight_through():
     (gradient,) = torch.autograd.grad((coded * weight).sum(), latents, retain_graph=True)
     assert torch.equal(gradient, weight)
     (gradient,) = torch.autograd.grad(commitment, latents)
-    left = [
-        given - codes.books[book].embed[chosen]
-        for book, (given, chosen) in enumerate(zip(wanted, ids, strict=True))
-    ]
-    assert commitment.item() == pytest.approx(
-        np.mean([part.square().mean().item() for part in left]), rel=1e-5
-    )
+    coding = zip(codes.books, wanted, ids, strict=True)
+    left = [given - book.embed[chosen] for book, given, chosen in coding]
+    squares = [part.square().mean().item() for part in left]
+    assert commitment.item() == pytest.approx(np.mean(squares), rel=1e-5)
     want = sum(2 * part / part.numel() / BOOKS for part in left)
     assert (gradient.mT.flatten(0, 1) - want).abs().max() < 1e-6
     partial, _, wanted, ids = codes.quantise(latents, 1)
@@ -171,9 +168,8 @@ def test_codebooks_start_from_what_is_left_and_follow_it():
     _, _, wanted, ids = codes.quantise(stacked)
     rest = [given.square().mean().item() for given in wanted]
     assert rest[1] < 0.75 * rest[0]
-    for book, given, chosen in zip(
-        codes.books, wanted, ids, strict=True
-    ):  # each code is the mean of what it codes
+    # Each code is the mean of what it codes.
+    for book, given, chosen in zip(codes.books, wanted, ids, strict=True):
         means = torch.stack([given[chosen == number].mean(0) for number in chosen.unique()])
         assert (means - book.embed[chosen.unique()]).square().mean() < 0.02 * given.square().mean()
     moved = latents + 1.0  # what the codes then follow
@@ -246,9 +242,8 @@ def on_trained_clips(kind: str, model: MusicgenForCausalLM, encoder: CaptionEnco
         nothing = kept[:, None].expand(-1, columns.num_steps - 1)
         return autoregressive_losses(columns, encoder(words[:, 0]), codes, kept, nothing).mean().item()
     first, everything = torch.zeros(3, dtype=torch.long), torch.ones(3, NUM_FRAMES, dtype=torch.bool)
-    return (
-        masked_losses(MagnetModel(model), encoder(words[:, 0]), codes, kept, first, everything).mean().item()
-    )
+    losses = masked_losses(MagnetModel(model), encoder(words[:, 0]), codes, kept, first, everything)
+    return losses.mean().item()
 
 
 @pytest.mark.parametrize("kind", ["autoregressive", "masked"])
@@ -329,11 +324,8 @@ def test_captions_are_all_words_of_the_vocabulary():
 def test_codes_of_a_folder_belong_to_one_codec(tmp_path):
     encoder = networks()[1]
     words, codes = tokenize_tunes(coding_codec(), encoder, 2, 1, cache=tmp_path)
-    assert (
-        words.shape == (2, NUM_FORMS, 20)
-        and codes.shape == (2, BOOKS, NUM_FRAMES)
-        and len(codes.unique()) > 4
-    )
+    assert words.shape == (2, NUM_FORMS, 20) and codes.shape == (2, BOOKS, NUM_FRAMES)
+    assert len(codes.unique()) > 4
     again = tokenize_tunes(coding_codec(), encoder, 2, 1, cache=tmp_path)
     assert torch.equal(again[0], words) and torch.equal(again[1], codes)
     tunes = sample_tunes(2, 100_003)
@@ -353,9 +345,8 @@ def test_span_counts_hide_the_share_that_is_asked_for():
     masks = span_mask(shares, 50, rng).reshape(4, 2_000, 50)
     assert masks[0].any(1).all() and masks[0].sum(1).max() == 3 and masks[3][:, 2:].mean() > 0.999
     for group, share in ((1, 0.3), (2, 0.7)):
-        hidden = 1 - math.comb(47, span_counts(50)[round(100 * share)]) / math.comb(
-            50, span_counts(50)[round(100 * share)]
-        )
+        count = span_counts(50)[round(100 * share)]
+        hidden = 1 - math.comb(47, count) / math.comb(50, count)
         assert abs(masks[group][:, 2:].mean() - hidden) < 0.01 and abs(hidden - share) < 0.05
     for mask in masks[1]:  # runs of at least three, but for one cut off at the end
         runs = "".join("x" if hidden else " " for hidden in mask)

@@ -2,14 +2,11 @@
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from scripts.train import frames, planned
-from scripts.train.motion_tokens import MotionTokens
 from scripts.train.planned import PlannedTraining, drawn_masks, start_from_frames, train_planned
-from tests.helpers.tiny import tiny_vq_model
 from tests.helpers.training import check_training
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 
@@ -30,14 +27,8 @@ def test_all_frames_of_a_group_hide_the_same_share():
     assert torch.equal(hidden, drawn_masks(replace(SHORT, tubes=0.3), groups, 200, step=2))
 
 
-def test_only_changes_are_trained_and_stored(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    ground = np.arange(36, dtype=np.int16).reshape(6, 2, 3)
-    parts = MotionTokens(ground, rng.integers(40, 200, (6, 2, 3, 6, 8, 2, 6, 6)).astype(np.int16))
+def test_only_changes_are_trained_and_stored(tmp_path, monkeypatch, parts, vq_model):
     monkeypatch.setattr(planned, "encode_parts", lambda model: parts)
-    vq_model = tiny_vq_model(
-        codebook_size=200, channel_multipliers=(1, 1, 1, 1), base_channels=4, image_size=64
-    )
     torch.manual_seed(3)
     known, encoder = frames.new_model(vq_model, 16, 2, 2, 24)
     known.save_pretrained(tmp_path / "motion_masked" / "transformer")

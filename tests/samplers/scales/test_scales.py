@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.scales import GUIDED, LABELS, SIDES, STARTS, TOKENIZER, decode, plain_loop, real_tokenizer
+from tests.helpers.scales import GUIDED, LABELS, SIDES, STARTS, TOKENIZER, decode, plain_loop
 from tests.helpers.tiny import seeded
-from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel, tiny_var
+from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel, tiny_var, tiny_var_vq
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
@@ -49,7 +49,7 @@ def test_collaboration_of_equal_models_is_plain_decoding(law, num_draft_scales):
 
 
 def test_through_the_real_tokenizer():
-    tokenizer = real_tokenizer().double()
+    tokenizer = tiny_var_vq().double()
     model, rows = tiny_var(), torch.arange(3)
     plain = decode(model, rows, tokenizer=tokenizer)
     assert torch.equal(plain.tokens, plain_loop([model] * 4, [GUIDED] * 4, rows, tokenizer))

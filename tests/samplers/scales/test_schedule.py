@@ -19,12 +19,11 @@ from tests.helpers.scales import (
     chosen_places,
     decode,
     plain_loop,
-    real_tokenizer,
     straight_logits,
 )
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_infinity import captions, tiny_bits, tiny_infinity
-from tests.helpers.tiny_scales import TableScaleModel, tiny_var
+from tests.helpers.tiny_scales import TableScaleModel, tiny_var, tiny_var_vq
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, saved_sampler, write_sampler
@@ -165,7 +164,7 @@ def test_draws_what_a_decode_from_scratch_draws(kind, name, monkeypatch):
 
 def test_stopping_is_the_beginning_of_plain_decoding():
     """The control: what the callback of plain decoding sees after that scale, decoded as it stands."""
-    model, tokenizer, seen = tiny_var(), real_tokenizer().double(), []
+    model, tokenizer, seen = tiny_var(), tiny_var_vq().double(), []
     request: dict[str, Any] = dict(law=GUIDED, batch_size=3)
     plain = ScaleWiseSampler()(
         model,
