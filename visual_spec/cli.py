@@ -24,7 +24,7 @@ import visual_spec
 from visual_spec import families
 from visual_spec.eval.arguments import Parser, add, at_least, show_warning
 from visual_spec.eval.tables import plain_table
-from visual_spec.records import LAW_SETTINGS
+from visual_spec.models.core.settings import LAW_SETTINGS
 from visual_spec.samplers.registry import names
 
 _OWN_ARGUMENTS = {

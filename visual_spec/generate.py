@@ -19,7 +19,8 @@ from visual_spec import records
 from visual_spec.eval.arguments import check_taken, is_quiet, logger
 from visual_spec.eval.tables import plain_table
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
-from visual_spec.records import LAW_SETTINGS, MediumWords
+from visual_spec.models.core.settings import LAW_SETTINGS
+from visual_spec.records import MediumWords
 from visual_spec.samplers.registry import CHUNKS, MASKED, fitting
 
 _PICTURES = ("control", "image", "mask")

@@ -4,56 +4,8 @@ Plain data, without PyTorch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, TypedDict
-
-from visual_spec.models.core.settings import Help, Within
-
-LARGEST = 1e6  # guidance scale and temperature: products with logits stay finite in float32
-
-
-@dataclass(frozen=True)
-class LawSettings:
-    """The settings of the law of a token that every call and command takes. `TokenLaw` is the law itself.
-
-    A setting is declared here, with its limits, letter and help on the command line; and in `LawChoice` for editors.
-
-    Attributes:
-        guidance_scale: `s` of classifier-free guidance, `unconditional + s * (conditional - unconditional)`
-            (Ho and Salimans 2022, equation 6, in logits, with s = 1 + w). Guidance is active above 1. At 1 or below,
-            the model's conditional law is used unchanged. At most 1e6.
-        temperature: logits are divided by it; 0, or 1e-6 to 1e6. 0 is greedy decoding: all mass on the largest
-            logit, and on the lowest id if several are equal.
-        top_k: keep the `top_k` largest logits, and ties with the smallest of them. 0 is off.
-        top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`, and ties with the least
-            probable of them (Holtzman et al. 2020, section 3.1). 1 is off.
-        guidance_until: slots from this one on are drawn from the conditional law; None guides every slot. LlamaGen's
-            `cfg_interval=n` guides its first token and n + 1 more, so it is `guidance_until=n + 2`.
-    """
-
-    guidance_scale: Annotated[float, Within(0, LARGEST), Help("S", "above 1: classifier-free guidance")] = 1.0
-    temperature: Annotated[float, Within(0, LARGEST), Help("T", "0: greedy")] = 1.0
-    top_k: Annotated[int, Within(0), Help("K", "0: off")] = 0
-    top_p: Annotated[float, Within(above=0, most=1), Help("P", "1: off")] = 1.0
-    guidance_until: Annotated[
-        int | None,
-        Within(0, none="guidance of every slot"),
-        Help("N", "tokens from the N-th on are drawn without guidance"),
-    ] = None
-
-
-class LawChoice(TypedDict, total=False):
-    """Settings of the law in a call; None is the default of the pipeline."""
-
-    guidance_scale: float | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    guidance_until: int | None
-
-
-LAW_SETTINGS = tuple(one.name for one in fields(LawSettings))
-LAW_DEFAULTS = LAW_SETTINGS[:4]  # of which a pipeline saves defaults
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)

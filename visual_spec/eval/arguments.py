@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, cast
 
-from visual_spec.models.core.settings import Help, settings_of
-from visual_spec.records import LawSettings
+from visual_spec.models.core.settings import Help, LawSettings, settings_of
 
 logger = logging.getLogger("visual_spec")
 

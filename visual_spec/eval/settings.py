@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from visual_spec.models.core.settings import SEED, whole
+from visual_spec.models.core.settings import LAW_SETTINGS, SEED, whole
 from visual_spec.pipelines.loading import load_drafter, refined
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
-from visual_spec.records import LAW_SETTINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import DIVISION

@@ -13,6 +13,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from transformers import AutoTokenizer, CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.settings import LawChoice
 from visual_spec.models.masked.amused import (
     AmusedTransformer,
     AmusedVQModel,
@@ -26,7 +27,6 @@ from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.saved_index import read_index_file
 from visual_spec.pipelines.steps import Asked, StepCallback, listed
 from visual_spec.pipelines.token_image import TokenImagePipeline
-from visual_spec.records import LawChoice
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 

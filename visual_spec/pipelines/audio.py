@@ -23,6 +23,7 @@ from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.settings import LawChoice
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -33,7 +34,6 @@ from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.steps import Asked, StepCallback, check_each, planned_steps
 from visual_spec.pipelines.texts import ReadsText, Texts, check_words, tokenized
-from visual_spec.records import LawChoice
 from visual_spec.samplers.registry import MASKED
 
 AudioListener = Callable[[Any, int, Tensor], Any]

@@ -24,7 +24,7 @@ from huggingface_hub import snapshot_download
 from visual_spec.families import PIPELINES, family_of
 from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import SavedModel, check_loaded
-from visual_spec.models.core.settings import whole
+from visual_spec.models.core.settings import LAW_DEFAULTS, LAW_SETTINGS, whole
 from visual_spec.pipelines.components import annotated_types, arguments_of, resolved
 from visual_spec.pipelines.embedded import (
     embedded_folder,
@@ -40,7 +40,7 @@ from visual_spec.pipelines.saved_index import (
     refuse_no_pipeline,
 )
 from visual_spec.pipelines.steps import Asked, StepListener, Streams, asked_tensors, check_generator
-from visual_spec.records import LAW_DEFAULTS, LAW_SETTINGS, PipelineFacts
+from visual_spec.records import PipelineFacts
 from visual_spec.samplers import registry
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw

@@ -8,12 +8,12 @@ import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+from visual_spec.models.core.settings import LawChoice
 from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.labels import DrawsClasses, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
-from visual_spec.records import LawChoice
 
 if TYPE_CHECKING:
     from visual_spec.models.core.checkpoints import Source

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_type_hints
 
 from visual_spec.families import FORMER, PIPELINES, component_homes
-from visual_spec.records import LAW_SETTINGS, LawChoice
+from visual_spec.models.core.settings import LAW_SETTINGS, LawChoice
 
 # By these diffusers tells how a component is loaded.
 _BASES = {

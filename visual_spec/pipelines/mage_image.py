@@ -9,6 +9,7 @@ import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
+from visual_spec.models.core.settings import LawChoice
 from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
 from visual_spec.pipelines.components import draws, registers
@@ -17,7 +18,6 @@ from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline
-from visual_spec.records import LawChoice
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 

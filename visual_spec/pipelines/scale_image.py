@@ -12,7 +12,7 @@ import torch
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.core.settings import Within, whole
+from visual_spec.models.core.settings import LawChoice, Within, whole
 from visual_spec.models.next_scale.flexvar import is_flexvar, load_flexvae, load_flexvar
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import calibrate
@@ -25,7 +25,7 @@ from visual_spec.pipelines.next_scale import Budget, NextScalePipeline, read_bud
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.pipelines.steps import Asked, StepCallback, check_generator
-from visual_spec.records import LawChoice, PipelineFacts
+from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import (

@@ -9,14 +9,13 @@ import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.models.core.settings import Within, whole
+from visual_spec.models.core.settings import LawChoice, Within, whole
 from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.decoders import FrameDecoder
 from visual_spec.pipelines.output import VideoPipelineOutput
 from visual_spec.pipelines.steps import Asked, StepCallback
 from visual_spec.pipelines.texts import ReadsText
 from visual_spec.pipelines.token_image import TokenImagePipeline
-from visual_spec.records import LawChoice
 
 if TYPE_CHECKING:
     from visual_spec.models.masked.frames import FrameMaskedTransformer

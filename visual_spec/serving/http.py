@@ -22,8 +22,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from visual_spec.models.core.settings import Within, whole
-from visual_spec.records import LAW_DEFAULTS
+from visual_spec.models.core.settings import LAW_DEFAULTS, Within, whole
 from visual_spec.serving.painter import BusyError, Drawn, Order, Painter
 
 logger = logging.getLogger(__name__)

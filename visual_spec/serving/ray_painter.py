@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from visual_spec.records import LAW_DEFAULTS
+from visual_spec.models.core.settings import LAW_DEFAULTS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.painter import Drawn, Order, png_of
 

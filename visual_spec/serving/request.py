@@ -9,8 +9,7 @@ from typing import Any, Final, Self
 
 import torch
 
-from visual_spec.models.core.settings import SEED, whole
-from visual_spec.records import LAW_SETTINGS
+from visual_spec.models.core.settings import LAW_SETTINGS, SEED, whole
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import draw_keys
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.helpers.tabular import TabularModel
 from visual_spec.families import PIPELINES
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import LAW_SETTINGS, LawChoice, LawSettings
 from visual_spec.pipelines import components
-from visual_spec.records import LAW_SETTINGS, LawChoice, LawSettings
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 
 FORBIDDEN = -math.inf

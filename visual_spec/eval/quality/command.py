@@ -72,7 +72,7 @@ def read_settings(
         ValueError: a setting that cannot be read, or a law out of range.
     """
     from visual_spec.eval.defaults import settings_under
-    from visual_spec.records import LAW_DEFAULTS
+    from visual_spec.models.core.settings import LAW_DEFAULTS
 
     controls = known.controls if args.controls is None else args.controls
     samplers = known.others if args.samplers is None else args.samplers

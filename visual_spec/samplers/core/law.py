@@ -13,8 +13,7 @@ from typing import Annotated
 from torch import Tensor
 
 from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_finite
-from visual_spec.models.core.settings import Within, read_fields
-from visual_spec.records import LARGEST, LAW_SETTINGS, LawSettings
+from visual_spec.models.core.settings import LARGEST, LAW_SETTINGS, LawSettings, Within, read_fields
 
 # Below this, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.orders import AnyOrderModel
 from visual_spec.models.core.protocol import ANY_ORDER, DecodeState, TokenGrid, trained_order
-from visual_spec.models.core.settings import OneOf, Within
-from visual_spec.records import LARGEST
+from visual_spec.models.core.settings import LARGEST, OneOf, Within
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_known_tokens, check_request, check_returned
 from visual_spec.samplers.core.law import TokenLaw

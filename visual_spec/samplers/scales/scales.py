@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
-from visual_spec.models.core.settings import OneOf, Within, register_to_config
-from visual_spec.records import LARGEST
+from visual_spec.models.core.settings import LARGEST, OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
