@@ -108,16 +108,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     ("command", "name"),
     [
         pytest.param(command, name, marks=[] if name in QUICK.get(command, [name]) else [pytest.mark.slow])
-        for command in (
-            "generate",
-            "bench",
-            "eval",
-            "sample",
-            "convert",
-            "models",
-            "serve",
-            "serve --engine ray",
-        )
+        for command in (*"generate bench eval sample convert models serve".split(), "serve --engine ray")
         for name in embedded_models()
     ],
 )
