@@ -238,7 +238,7 @@ def test_a_pair_of_tokens_hangs_together_as_it_should_and_not_without_context():
 
 @pytest.mark.slow
 def test_a_causal_pair_hangs_together_whoever_drafts():
-    settings = dict(head_steps=20, eta=1.0, final_noise=0.05)
+    settings: dict[str, Any] = dict(head_steps=20, eta=1.0, final_noise=0.05)
     laws = [[Mixture([0.5, 0.5], [-m, m], [s, s])] for m, s in ((1.0, 0.25), (0.95, 0.28))]
     seconds = [Mixture([1.0], [0.0], [s]) for s in (0.35, 0.38)]
     target, draft = (

@@ -114,8 +114,8 @@ def test_every_lossless_sampler_follows_the_law(entry, keys_in_bulk):
 
 def check_distances(entry: SamplerEntry) -> None:
     """Vectors cannot be enumerated: samples of three tokens that depend on each other, beside the chain written out."""
-    settings, count = dict(head_steps=10, eta=1.0, final_noise=0.1), 2000
-    made, laws = sampler_class(entry), []
+    settings: dict[str, Any] = dict(head_steps=10, eta=1.0, final_noise=0.1)
+    made, laws, count = sampler_class(entry), [], 2000
     for place, spread in ((1.0, 0.5), (0.8, 0.6)):
         first = Mixture([0.5, 0.5], [-place, place], [spread, spread])
         laws.append([first, *[Mixture([1.0], [0.1 - 0.1 * place], [spread])] * 2])

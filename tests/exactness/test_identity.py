@@ -59,7 +59,9 @@ def test_a_sample_does_not_depend_on_its_batch(law, coupling, acceptance, window
 def test_one_generator_for_the_batch_serves_both_samplers_alike():
     drawn = []
     for sampler in (AutoregressiveSampler(), SpeculativeJacobiSampler(8)):
-        asked = dict(law=LAWS["plain"], generator=torch.Generator().manual_seed(5), batch_size=5)
+        asked: dict[str, Any] = dict(
+            law=LAWS["plain"], generator=torch.Generator().manual_seed(5), batch_size=5
+        )
         drawn.append(torch.stack([sampler(MODEL, CONDITION, **asked).tokens for _ in range(2)]))
         assert not torch.equal(*drawn[-1])  # the generator went on
     assert torch.equal(*drawn)

@@ -127,7 +127,7 @@ def test_dino_distances_are_those_of_its_class_token(tmp_path, capsys):
     spread(model)
     model.save_pretrained(tmp_path / "dino")
     mean, deviation = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    size = dict(size={"shortest_edge": 32}, crop_size={"height": 28, "width": 28})
+    size: dict[str, Any] = dict(size={"shortest_edge": 32}, crop_size={"height": 28, "width": 28})
     BitImageProcessor(**size, image_mean=mean, image_std=deviation).save_pretrained(tmp_path / "dino")
     drawn, true = make_pictures(tmp_path / "drawn", 8, 0), make_pictures(tmp_path / "true", 9, 1)
     found = scores(capsys, drawn, "--reference", true, "--metrics", "dino", "--dino", tmp_path / "dino")[

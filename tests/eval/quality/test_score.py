@@ -32,8 +32,8 @@ score: Any = scoring.score  # one process finds a document, never None
 
 
 def work_of(drawn: Path, true: Path, metrics: tuple[str, ...], out: Path, beside=None, **networks) -> Scoring:
-    sets = [path and SampleFiles.open(path) for path in (drawn, true, beside)]
-    return Scoring(*sets, metrics, out, Setup(networks))
+    beside = beside and SampleFiles.open(beside)
+    return Scoring(SampleFiles.open(drawn), SampleFiles.open(true), beside, metrics, out, Setup(networks))
 
 
 @pytest.fixture
