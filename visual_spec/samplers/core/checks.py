@@ -183,7 +183,8 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
     """
     if graph is False:
         return False
-    device = torch.device(getattr(model, "device", "cpu"))
+    weights = (weight for module in modules_of(model) for weight in module.parameters())
+    device = torch.device(getattr(model, "device", None) or getattr(next(weights, None), "device", "cpu"))
     if device.type != "cuda":
         if graph is True:
             raise ValueError(f"graph=True on {device}: only CUDA records graphs; pass graph='auto'.")
