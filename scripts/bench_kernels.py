@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.eval.speed import measure
+from visual_spec.eval import measure
 from visual_spec.kernels.draw import draw, draw_reference, whole_draw_triton
 from visual_spec.kernels.layers import add_norm, add_norm_reference, gated, gated_reference
 from visual_spec.kernels.rotary_write import rotary_write, rotary_write_reference

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.eval.speed import measure
+from visual_spec.eval import measure
 
 # Runs a decode with a callback of samplers, which is called after the prefill and after every call.
 Decode = Callable[[Callable[[int, Tensor], Any]], Any]

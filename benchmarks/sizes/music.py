@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.eval import measure
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.baselines import Marks
 from visual_spec.eval.speed.official_bench import time_sampler, window_of
 from visual_spec.eval.speed.rounds import with_graphs
-from visual_spec.eval.speed.timing import Report, add_floors
+from visual_spec.eval.timing import Report, add_floors
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.samplers.core.graph import can_record, forget

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visual_spec.eval import measure
 from visual_spec.eval.intervals import quantiles
-from visual_spec.eval.speed import measure
-from visual_spec.eval.speed.timing import Report, add_floors
+from visual_spec.eval.timing import Report, add_floors
 
 _BOS, _EOS, _AUDIO, _PAD, _END = range(5)
 HEAD_STEPS, GUIDANCE = 10, 1.3  # of the released models

@@ -18,10 +18,10 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor
 
+from visual_spec.eval import measure
 from visual_spec.eval.intervals import quantiles
-from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.official_sizes import fill_at_random
-from visual_spec.eval.speed.timing import Report
+from visual_spec.eval.timing import Report
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.pipelines.chunk_video import read_policy
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler

@@ -113,7 +113,7 @@ def test_names_are_beginnings():
 @pytest.mark.fast_sets(2)
 @pytest.mark.parametrize("kind", ["music", "speech", "video", "profile"])
 def test_sizes_are_measured_and_written(kind, tmp_path, monkeypatch):
-    from visual_spec.eval.speed import measure
+    from visual_spec.eval import measure
     from visual_spec.models.next_token import llamagen
 
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device, mebibytes=None: 1e10)

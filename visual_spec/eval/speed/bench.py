@@ -195,7 +195,7 @@ def _refuse_options(args: argparse.Namespace, unit: str) -> None:
     import torch
 
     from visual_spec.eval.machine import choose_device
-    from visual_spec.eval.speed.measure import refuse_dtype
+    from visual_spec.eval.measure import refuse_dtype
 
     refuse_dtype(choose_device(args.device), getattr(torch, args.dtype))
     if args.threads is not None:

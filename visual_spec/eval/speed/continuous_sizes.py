@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
+from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings
 from visual_spec.eval.machine import choose_device, environment
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.official_bench import time_sampler
 from visual_spec.eval.speed.official_sizes import fill_at_random
 from visual_spec.eval.speed.tables import CONTINUOUS
-from visual_spec.eval.speed.timing import Report
 from visual_spec.eval.tables import table
+from visual_spec.eval.timing import Report
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 from visual_spec.models.core.settings import register_to_config

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from visual_spec.eval.intervals import ratio_with_error
 from visual_spec.eval.settings import Setting
-from visual_spec.eval.speed.timing import Report, decoded, facts_of, mean_and_deviation, promises_plain
+from visual_spec.eval.timing import Report, decoded, facts_of, mean_and_deviation, promises_plain
 
 
 def curve(

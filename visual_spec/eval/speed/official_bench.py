@@ -15,19 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings, settings_for
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.machine import choose_device, environment
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.speed import measure, official_sizes
+from visual_spec.eval.speed import official_sizes
 from visual_spec.eval.speed.baselines import Baseline, baselines_of, time_baseline
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import OfficialModel
 from visual_spec.eval.speed.rounds import with_graphs
 from visual_spec.eval.speed.tables import STATED
-from visual_spec.eval.speed.timing import Report, add_floors
 from visual_spec.eval.tables import table
+from visual_spec.eval.timing import Report, add_floors
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.graph import can_record, forget
@@ -67,23 +68,14 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
 
         fuse_projections(official.module)
     rows, left_out = [], []
+    asked = dict(runs=args.runs, warmup=args.warmup, slots=args.slots, probability=args.accept_probability)
     for batch_size in args.batch_sizes:
         fits = sum(needed(batch_size, 1, baseline=True).values()) <= room
         for settings in groups:
             chosen, others = _chosen_baselines(official, settings[0].law, batch_size, fits=fits)
             left_out += others
-            rows += measure_calls(
-                official,
-                settings,
-                batch_size=batch_size,
-                runs=args.runs,
-                warmup=args.warmup,
-                slots=args.slots,
-                probability=args.accept_probability,
-                baselines=chosen,
-                left_out=left_out,
-                report=report,
-            )
+            options = dict(batch_size=batch_size, baselines=chosen, left_out=left_out)
+            rows += measure_calls(official, settings, **asked, **options, report=report)
     facts = environment(device, dtype)
     facts["transformer_parameters"] = official.parameters
     official.module.to_empty(device="meta")  # the buffers of what follows need room
@@ -273,10 +265,8 @@ def measure_calls(
             )
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             # Another version of its library may call it otherwise.
-            left_out.append(
-                {"name": baseline.name, "batch_size": batch_size, "guidance_scale": law.guidance_scale}
-                | {"error": f"{type(error).__name__}: {error}"}
-            )
+            failed = dict(name=baseline.name, batch_size=batch_size, guidance_scale=law.guidance_scale)
+            left_out.append(failed | {"error": f"{type(error).__name__}: {error}"})
             report(f"{baseline.name} failed, and has no row: {left_out[-1]['error']}")
     for setting in with_graphs(settings, model.device, recordable=recordable):
         plain = isinstance(setting.sampler, AutoregressiveSampler)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visual_spec.eval.speed import measure
+from visual_spec.eval import measure
 from visual_spec.models.next_token import llamagen
 from visual_spec.models.next_token import llamagen_checkpoint as checkpoints
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition

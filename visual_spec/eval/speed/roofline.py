@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec.eval.charts import figure_class, image_bytes
-from visual_spec.eval.speed.timing import median_ms
+from visual_spec.eval.timing import median_ms
 from visual_spec.files.whole import write_atomically
 
 _COLOURS = ("#2160aa", "#c4670e", "#207a42", "#7c3891", "#ba3029", "#0f747a", "#686a72", "#8a5a2b")

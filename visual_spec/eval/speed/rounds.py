@@ -23,18 +23,19 @@ import torch
 from torch import Tensor
 
 from visual_spec.data import motion, shapes, tunes
-from visual_spec.eval import draws
+from visual_spec.eval import draws, measure
 from visual_spec.eval.defaults import ModelSettings, settings_beside, with_setting
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.machine import environment, load
 from visual_spec.eval.media import show
 from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
-from visual_spec.eval.speed import measure, plain_loops
+from visual_spec.eval.speed import plain_loops
 from visual_spec.eval.speed.curve import curve
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import described
 from visual_spec.eval.speed.tables import COLUMNS, TOKENS, curve_table
-from visual_spec.eval.speed.timing import (
+from visual_spec.eval.tables import table
+from visual_spec.eval.timing import (
     Decoded,
     Report,
     Rounds,
@@ -49,7 +50,6 @@ from visual_spec.eval.speed.timing import (
     summarise_row,
     time_rounds,
 )
-from visual_spec.eval.tables import table
 from visual_spec.models.core.protocol import RASTER_ORDER, trained_order
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
@@ -213,14 +213,7 @@ def time_settings(
         report=lambda text: report(f"{where}: {text}"),
     )
 
-    def plain(setting: Setting) -> bool:
-        same = type(setting.sampler) is type(first.sampler) and setting.same_models(first)
-        return setting is first or (same and promises_plain(setting, first))
-
-    best = min(
-        (rounds.seconds[index] for index, setting in enumerate(settings) if plain(setting)),
-        key=lambda seconds: quantiles(seconds)["p50"],
-    )
+    best = _fastest_plain(settings, rounds)
     rows = []
     for index, setting in enumerate(settings):
         kept = traces[index][-1].identical and setting.sampler.config.get("num_draft_scales") != 0
@@ -246,6 +239,18 @@ def time_settings(
         rows.insert(1, _without_cache(pipe, first, prepare(0)[0]))
         report(f"{where}: decoded once without a cache")
     return rows
+
+
+def _fastest_plain(settings: Sequence[Setting], rounds: Rounds) -> Sequence[float]:
+    """Seconds of the fastest plain decoding."""
+    first = settings[0]
+
+    def plain(setting: Setting) -> bool:
+        same = type(setting.sampler) is type(first.sampler) and setting.same_models(first)
+        return setting is first or (same and promises_plain(setting, first))
+
+    seconds = [rounds.seconds[index] for index, setting in enumerate(settings) if plain(setting)]
+    return min(seconds, key=lambda one: quantiles(one)["p50"])
 
 
 def machine_figures(rounds: Rounds, index: int) -> dict[str, Any]:

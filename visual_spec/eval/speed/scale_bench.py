@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings, scale_settings
 from visual_spec.eval.draws import caches_of
 from visual_spec.eval.machine import choose_device, environment, load
 from visual_spec.eval.settings import Setting, check_samplers
-from visual_spec.eval.speed import measure, scale_cost
+from visual_spec.eval.speed import scale_cost
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import LAW_ARRAYS, fill_at_random
 from visual_spec.eval.speed.rounds import prompts_of, shown_ms, time_settings
 from visual_spec.eval.speed.tables import COUNTED_SCALES, TIMED_SCALES
-from visual_spec.eval.speed.timing import Report
 from visual_spec.eval.tables import table
+from visual_spec.eval.timing import Report
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.scales.stages import drawn_stages
@@ -118,9 +119,8 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
     check_samplers(counted, groups[0])
     facts = environment(device, dtype)
     for name in ("transformer", "refiner", "vq_model"):
-        part = getattr(counted, name)
-        count = None if part is None else sum(parameter.numel() for parameter in part.parameters())
-        facts[f"{name}_parameters"] = count
+        weights = getattr(getattr(counted, name), "parameters", None)
+        facts[f"{name}_parameters"] = weights and sum(weight.numel() for weight in weights())
     rows = [
         row
         for settings in groups
@@ -135,19 +135,12 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
             pipe = random_pipeline(sizes, dtype=dtype, device=device, seed=args.seed)
         assert pipe is not None  # of one kind or the other
         labels = prompts_of(pipe, pipe.num_classes)
+        options = dict(runs=args.runs, warmup=args.warmup, report=report)
         timed = [
             row
             for settings in groups
             for batch_size in args.batch_sizes
-            for row in time_settings(
-                pipe,
-                settings,
-                labels,
-                batch_size=batch_size,
-                runs=args.runs,
-                warmup=args.warmup,
-                report=report,
-            )
+            for row in time_settings(pipe, settings, labels, batch_size=batch_size, **options)
         ]
         for row, more in zip(rows, timed, strict=True):
             row.update(more)

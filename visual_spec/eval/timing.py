@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.eval import draws
+from visual_spec.eval import draws, measure
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.media import MEDIA
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.speed import measure
 
 Report = Callable[[str], Any]
 
