@@ -1,6 +1,7 @@
 """MaskGIT of the Halton sampler and MAGE: official layouts, against straight-line computations of single pictures."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,8 @@ def told() -> TextCondition:
 
 
 def test_captions_condition_each_row_alone_and_padding_says_nothing():
-    model, condition = captioned(), told()
+    model: Any = captioned()
+    condition = told()
     tokens = torch.randint(CODES + 1, (3, 16, 1), generator=torch.Generator().manual_seed(1))
     whole = model(model.prepare(condition, batch_size=3, guided=True), tokens)
     assert not torch.allclose(whole[0], whole[3]) and torch.isfinite(whole).all()
@@ -130,7 +132,8 @@ def test_captions_condition_each_row_alone_and_padding_says_nothing():
 
 def test_words_see_only_words_and_tokens_see_them():
     """The layers by hand, with the words after the tokens in one sequence and a mask."""
-    model, condition = captioned(), told()
+    model: Any = captioned()
+    condition = told()
     tokens = torch.randint(CODES + 1, (3, 16, 1), generator=torch.Generator().manual_seed(1))
     found = model(model.prepare(condition, batch_size=3, guided=False), tokens)
     y, words, mask = model.embed_condition(condition, 3)
