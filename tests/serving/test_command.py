@@ -8,6 +8,7 @@ import pytest
 import visual_spec
 from visual_spec.cli import main
 from visual_spec.eval.machine import load
+from visual_spec.samplers.core.history import RepetitionPenalty
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.request import PictureRequest, settings_of
 from visual_spec.serving.vllm.folder import PromptIds, save_for_vllm
@@ -63,6 +64,12 @@ def test_the_settings_of_a_picture_are_read_as_they_were_written():
     assert all(one is not None and one.law == law and one.pair == "a" for one in both)
     (alone,) = settings_of(TokenLaw(), 1)
     assert PictureRequest.of(alone) == PictureRequest.of({"seed": 1})
+
+
+@pytest.mark.parametrize("more", [{"end": 5}, {"allowed": (0, 4)}, {"history": (RepetitionPenalty(1.3),)}])
+def test_a_law_that_a_request_cannot_say_is_refused(more):
+    with pytest.raises(ValueError, match=next(iter(more))):
+        settings_of(TokenLaw(temperature=0.7, **more), 1)
 
 
 def test_the_names_are_offered():

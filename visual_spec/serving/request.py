@@ -76,8 +76,16 @@ def settings_of(law: TokenLaw, seed: int, pair: str | None = None) -> list[dict[
 
     Args:
         pair: a name that no other picture in the engine has; with guidance only.
+
+    Raises:
+        ValueError: the law has more than a request can say: allowed ids, a history, or an end.
     """
     own = {name: getattr(law, name) for name in LAW_SETTINGS}
+    if TokenLaw(**own) != law:
+        raise ValueError(
+            f"allowed={law.allowed}, history={law.history!r} and end={law.end!r} cannot be said in a request to an "
+            f"engine, which takes {', '.join(LAW_SETTINGS)}; leave them out."
+        )
     own = {name: value for name, value in own.items() if value is not None} | {"seed": seed}
     if not law.guided:
         return [own]
