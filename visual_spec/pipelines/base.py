@@ -339,26 +339,26 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         else:
             super().__setattr__(name, value)
 
-    def enable_group_offload(
-        self,
-        *args: Any,
-        offload_to_disk_path: str | os.PathLike | None = None,
-        exclude_modules: str | Sequence[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def enable_group_offload(self, *args: Any, **kwargs: Any) -> None:
         """As `DiffusionPipeline.enable_group_offload`; on disk with a folder for each component.
 
         diffusers names the files of all components alike, and one would read what another wrote.
         """
-        if offload_to_disk_path is None:
-            return super().enable_group_offload(*args, exclude_modules=exclude_modules, **kwargs)  # pyright: ignore[reportArgumentType]
-        left_out = [exclude_modules] if isinstance(exclude_modules, str) else list(exclude_modules or ())
+        taken = (
+            inspect.signature(DiffusionPipeline.enable_group_offload).bind(self, *args, **kwargs).arguments
+        )
+        folder = taken.get("offload_to_disk_path")
+        if folder is None:
+            return super().enable_group_offload(*args, **kwargs)
+        taken = {name: value for name, value in taken.items() if name != "self"}
+        left_out = taken.get("exclude_modules") or []
+        left_out = [left_out] if isinstance(left_out, str) else list(left_out)
         modules = [name for name, part in self.components.items() if isinstance(part, torch.nn.Module)]
         for name in modules:
+            others = [other for other in modules if other != name]
+            own = {"offload_to_disk_path": str(Path(folder) / name), "exclude_modules": left_out + others}
             if name not in left_out:
-                others = left_out + [other for other in modules if other != name]
-                own: Any = {"offload_to_disk_path": str(Path(offload_to_disk_path) / name)}
-                super().enable_group_offload(*args, exclude_modules=others, **own, **kwargs)
+                super().enable_group_offload(**taken | own)
 
     @classmethod
     def _get_signature_types(cls) -> dict[str, tuple[Any, ...]]:
