@@ -86,12 +86,7 @@ class MageImagePipeline(TokenImagePipeline):
     def _condition(self, args: Mapping[str, Any], asked: Asked) -> None:
         return None
 
-    @draws(
-        without=(
-            "guidance_scale",
-            "guidance_until",
-        )
-    )
+    @draws(without=("guidance_scale", "guidance_until"))
     def __call__(
         self,
         *,

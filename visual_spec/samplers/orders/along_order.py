@@ -80,8 +80,10 @@ class AlongOrder(nn.Module):
     def begin_with(self, known_tokens: Tensor) -> None:
         """Put the known slots of each row first, in their order among themselves; the prefill then feeds them.
 
-        `known` is their number, long [B], and `known_tokens` the tokens by place, long [B, L]. `known_tokens`: long [B,
-        L] by slot, -1 where a token is to be decoded.
+        Afterwards `self.known` is their number, long [B], and `self.known_tokens` the tokens by place, long [B, L].
+
+        Args:
+            known_tokens: long [B, L] by slot, -1 where a token is to be decoded.
         """
         known_tokens = known_tokens.to(self.order.device)
         is_open = (known_tokens < 0).gather(1, self.order)
