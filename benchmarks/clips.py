@@ -25,7 +25,7 @@ from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
-SOURCES = {
+SOURCES: dict[str, Any] = {
     "previous_frame": {"initial_draft": "previous_frame"},
     "previous_frame, carried": {"initial_draft": "previous_frame", "drafts": "carried"},
     "moved_frame": {"initial_draft": "moved_frame"},

@@ -50,8 +50,8 @@ class AnyOrderTraining:
 @torch.no_grad()
 def start_from_raster(raster: LlamaGenTransformer) -> LlamaGenAnyOrder:
     """Return an any-order model with the weights of a raster model, and an instruction of the scale of its tokens."""
-    config = {key: value for key, value in raster.config.items() if not key.startswith("_")}
-    model: Any = LlamaGenTransformer(**config | {"order": ANY_ORDER})
+    config: dict[str, Any] = {key: value for key, value in raster.config.items() if not key.startswith("_")}
+    model: Any = LlamaGenTransformer(**dict(config, order=ANY_ORDER))
     instruction = torch.randn_like(model.pos_instruct_embeddings) * raster.tok_embeddings.weight.std()
     model.load_state_dict(raster.state_dict() | {"pos_instruct_embeddings": instruction})
     return model

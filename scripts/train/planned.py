@@ -58,8 +58,8 @@ class PlannedTraining:
 def start_from_frames(folder: Path, key_frames: list[int], rank: int) -> FrameMaskedTransformer:
     """Return a model with the weights of a trained one, of which changes of low rank, norms and places train."""
     known: Any = FrameMaskedTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32)
-    config = {key: value for key, value in known.config.items() if not key.startswith("_")}
-    model = FrameMaskedTransformer(**config | {"key_frames": key_frames})
+    config: dict[str, Any] = {key: value for key, value in known.config.items() if not key.startswith("_")}
+    model = FrameMaskedTransformer(**dict(config, key_frames=key_frames))
     model.load_state_dict(known.state_dict())
     own = model.transformer
     for name, parameter in own.named_parameters():

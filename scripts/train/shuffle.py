@@ -54,8 +54,8 @@ def start_from_raster(raster: LlamaGenTransformer, rank: int, order: str = "bloc
     The MLPs start linear. The transformer reads the mean of the tokens of a block, in their main channels, and their
     differences in the other channels. All tokens of the next block start from the raster model's next token.
     """
-    config = {key: value for key, value in raster.config.items() if not key.startswith("_")}
-    model: Any = LlamaGenTransformer(**config | {"order": order})
+    config: dict[str, Any] = {key: value for key, value in raster.config.items() if not key.startswith("_")}
+    model: Any = LlamaGenTransformer(**dict(config, order=order))
     model.load_state_dict(raster.state_dict(), strict=False)
     count, dim = model.block_size, config["dim"]
     channels = torch.linalg.svd(raster.tok_embeddings.weight, full_matrices=False).Vh  # [dim, dim]

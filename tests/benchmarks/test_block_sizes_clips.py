@@ -15,11 +15,11 @@ from visual_spec.models.continuous.acdit import ACDiTTransformer
 @pytest.fixture(scope="module")
 def models() -> dict[bool, Any]:
     torch.manual_seed(0)
-    config = {
+    config: dict[str, Any] = {
         key: value for key, value in new_model(None, 16, "v_prediction", 3).config.items() if key[0] != "_"
     }
-    made: dict[bool, Any] = {True: ACDiTTransformer(**config | {"dim": 32, "num_layers": 2, "num_heads": 2})}
-    made[False] = Recomputing(**config | {"dim": 32, "num_layers": 2, "num_heads": 2})
+    made: dict[bool, Any] = {True: ACDiTTransformer(**dict(config, dim=32, num_layers=2, num_heads=2))}
+    made[False] = Recomputing(**dict(config, dim=32, num_layers=2, num_heads=2))
     made[False].load_state_dict(made[True].state_dict())
     return {cached: model.double() for cached, model in made.items()}
 

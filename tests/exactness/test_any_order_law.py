@@ -107,7 +107,8 @@ def test_parallel_decoding_draws_each_group_given_those_before(steps, groups, la
 @pytest.mark.parametrize("acceptance", ["identical", "exact"])
 def test_it_is_lossless_under_guidance_that_rises(acceptance):
     """From 0.5 at the first place to 2.5 after the last of four: 0.5, 1, 1.5, 2."""
-    model, start = table(1), dict(guidance_start=0.5)
+    model = table(1)
+    start: dict[str, Any] = dict(guidance_start=0.5)
     scales = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
 
     def rising(logits: Tensor, guided: bool, places: Tensor) -> Tensor:

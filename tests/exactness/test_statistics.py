@@ -1,5 +1,7 @@
 """Whole decodes with the real noise: V = 4, L = 5, 4e5 samples as rows of the sampler, chi-square against the law."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 MODEL = TabularModel(TokenGrid(1, 5), 4, dtype=torch.float32)
 LAW = TokenLaw()
 
-COMBINATIONS = {
+COMBINATIONS: dict[str, Any] = {
     "gumbel-identical": dict(coupling="gumbel", acceptance="identical", initial_draft="last_law"),
     "gumbel-exact": dict(coupling="gumbel", acceptance="exact", initial_draft="uniform"),
     "independent-exact": dict(coupling="independent", acceptance="exact", initial_draft="uniform"),

@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.helpers import vqgan
 from visual_spec.models.next_token import llamagen, llamagen_vq
 
 TINY = {"num_layers": 2, "num_heads": 2, "dim": 16}
-TINY_VQ = dict(
+TINY_VQ: dict[str, Any] = dict(
     base_channels=8, channel_multipliers=(1, 2), blocks_per_level=1, latent_channels=8, norm_groups=4
 )
 

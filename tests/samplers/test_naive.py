@@ -57,6 +57,10 @@ def codes() -> Tensor:
     return torch.randn(8, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
+def tree_of(**changes: Any) -> dict[str, Any]:
+    return dict(depth=3, width=4) | changes
+
+
 def tokens_of(sampler: Any, model: Any, law: TokenLaw, seed: int, condition: Any = None, **parts: Any) -> Any:
     return sampler(model, condition, law=law, generator=noise_of(seed), batch_size=1, **parts)
 
@@ -115,13 +119,13 @@ class TestTokensOfThePage:
 
     @pytest.mark.parametrize("nodes", [None, 5])
     def test_tree(self, law, nodes):
-        parts, shape = {"drafter": drafter()}, dict(depth=3, width=4, num_nodes=nodes)
+        parts, shape = {"drafter": drafter()}, tree_of(num_nodes=nodes)
         sampler = TreeSampler(**shape, siblings="top-k")
         equal_on_all_seeds(naive.speculative_tree, sampler, target(), law, parts, **shape)
 
     @pytest.mark.parametrize("delta", [0.1, 0.6])
     def test_lantern(self, law, delta):
-        parts, shape = {"drafter": drafter(), "codebook": codes()}, dict(depth=3, width=4)
+        parts, shape = {"drafter": drafter(), "codebook": codes()}, tree_of()
         numbers = {"delta": delta, "neighbours": 5}
         sampler = TreeSampler(**shape, siblings="top-k", acceptance="lantern", relaxation=numbers)
         settings = dict(codebook=codes(), delta=delta, neighbours=5, **shape)

@@ -24,9 +24,8 @@ TRAINING = BlockTraining(steps=12, batch_size=4, scenes=12, learning_rate=4e-3)
 def tiny_model(tokenizer: Any, block_size: int = 4, prediction: str = "v_prediction") -> Any:
     torch.manual_seed(1)
     model = acdit.new_model(tokenizer, block_size, prediction)
-    small = ACDiTTransformer(
-        **{k: v for k, v in model.config.items() if k[0] != "_"} | {"dim": 32, "num_layers": 1}
-    )
+    config: dict[str, Any] = {k: v for k, v in model.config.items() if k[0] != "_"}
+    small = ACDiTTransformer(**dict(config, dim=32, num_layers=1))
     torch.nn.init.zeros_(small.final_layer.linear.weight)
     return small
 

@@ -46,7 +46,10 @@ def _is_ours(value: Any) -> bool:
     return pair and value[0].startswith("visual_spec.") and value[1] in {*component_homes(), *FORMER}
 
 
-def registers(init: Callable[..., None]) -> Callable[..., None]:
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def registers(init: Init) -> Init:
     """Keep the arguments of a pipeline's `__init__`, run it, and check that the components fit each other.
 
     As diffusers reads a constructor, arguments without a default and those named in `_optional_components` are
@@ -71,7 +74,7 @@ def registers(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
         self._check_parts()
 
-    return made
+    return cast(Init, made)
 
 
 def arguments_of(

@@ -98,6 +98,8 @@ class ContinuousImagePipeline(ClassImagePipeline):
         """
         from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint
 
+        model: Any
+        second: Any
         model, second = (
             part if part is None or isinstance(part, torch.nn.Module) else _loaded(part, dtype)
             for part in (transformer, drafter)

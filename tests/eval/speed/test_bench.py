@@ -6,6 +6,7 @@ import statistics
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,7 +194,9 @@ def test_the_curve_counts_what_single_samples_take(model, capsys):
     )
     assert document["kind"] == "curve" and len(document["rows"]) == 2 * 2 * 2
     for row in document["rows"]:
-        exact = {} if row["name"] == IDENTICAL else {"coupling": "independent", "acceptance": "exact"}
+        exact: dict[str, Any] = (
+            {} if row["name"] == IDENTICAL else {"coupling": "independent", "acceptance": "exact"}
+        )
         sampler = SpeculativeJacobiSampler(row["window"], **exact)
         law = TokenLaw(guidance_scale=row["guidance_scale"])
         calls = [decode_alone(sampler, PROMPTS[i % 3], 9 + i, law)[1] for i in range(3)]

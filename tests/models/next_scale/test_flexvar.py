@@ -71,8 +71,10 @@ def tiny(scales: tuple[int, ...] = SIDES, **changes: Any) -> FlexVARTransformer:
 def tiny_vq(**changes: Any) -> FlexVQModel:
     """Codes as the public code had them; pictures of 8 pixels."""
     torch.manual_seed(1)
-    settings = dict(latent_channels=4, codebook_size=12, codebook_dim=4, image_size=8, scales=SIDES)
-    model = FlexVQModel(4, (1, 1), 1, **(settings | {"norm_groups": None} | changes)).double().eval()
+    settings: dict[str, Any] = dict(
+        latent_channels=4, codebook_size=12, codebook_dim=4, image_size=8, scales=SIDES
+    )
+    model = FlexVQModel(4, (1, 1), 1, **dict(settings, norm_groups=None) | changes).double().eval()
     model.quantize.embedding.weight.data = numbers(48, 1.3).cos().view(12, 4)
     return model.requires_grad_(False)
 

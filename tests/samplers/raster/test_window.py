@@ -246,8 +246,8 @@ def test_a_window_that_depends_on_time_is_refused_where_tokens_would():
         SpeculativeJacobiSampler(window="auto", acceptance="exact")
     with pytest.raises(ValueError, match="or 'auto'"):
         SpeculativeJacobiSampler(window="wide")
-    for settings in (dict(acceptance="exact"), dict(acceptance="grouped", unit="codebook")):
+    for acceptance, unit in (("exact", "column"), ("grouped", "codebook")):
         with pytest.raises(ValueError, match="acceptance='identical'"):
-            ColumnJacobiSampler(window="auto", **settings)
+            ColumnJacobiSampler(window="auto", acceptance=acceptance, unit=unit)
     with pytest.raises(ValueError, match="window='wide'.*1.*'auto'"):
         ColumnJacobiSampler(window="wide")

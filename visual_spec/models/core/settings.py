@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from visual_spec.files.reading import shortened
 
@@ -225,7 +225,10 @@ def _kinds(hint: Any, marks: list[Any]) -> list[Any]:
     return [get_origin(hint) or hint]
 
 
-def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def register_to_config(init: Init) -> Init:
     """Keep the arguments of an `__init__` in `self.config`, whether given by name or by position.
 
     diffusers treats settings given by position as defaults, and `from_config` then forgets them:
@@ -251,7 +254,7 @@ def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
                 check(name, given.arguments[name], given.arguments)
         registered(**arguments)
 
-    return bound
+    return cast(Init, bound)
 
 
 def whole(name: str, value: Any, within: Within = COUNT, note: str = "") -> int:

@@ -7,7 +7,7 @@ It is VQGAN's, with norms that the codes modulate at every place. Parameters are
 from __future__ import annotations
 
 import os
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ class MoVQDecoder(SavedModel):
             ValueError: the file is not a plain state dict, or lacks tensors of the decoder; the message lists them.
         """
         weights = decoder_weights(path)
-        sizes = {}
+        sizes: dict[str, Any] = {}
         if "decoder.conv_in.weight" in weights:
             blocks = sum(
                 key.startswith("decoder.up.0.block.") and key.endswith("conv1.bias") for key in weights

@@ -1,0 +1,17 @@
+"""Calls that a type checker must refuse: `make lint` fails where one of them is no error any more.
+
+Constructors are decorated (`register_to_config`, `registers`); a decorator that loses their signature loses this.
+"""
+
+# pyright: reportUnnecessaryTypeIgnoreComment=error
+
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+
+
+def wrong_calls() -> None:
+    SpeculativeJacobiSampler(windw=3)  # pyright: ignore[reportCallIssue]
+    SpeculativeJacobiSampler(coupling=17)  # pyright: ignore[reportArgumentType]
+    VQModel(codebook_size="many")  # pyright: ignore[reportArgumentType]
+    ImagePipeline(transformr=None)  # pyright: ignore[reportCallIssue]
