@@ -15,13 +15,21 @@ from visual_spec.samplers.registry import SAMPLERS
 __version__ = "0.1.0"
 
 HOMES = {entry.class_name: entry.module for entry in (*SAMPLERS, *PIPELINES.values())} | {
+    "AudioPipelineOutput": "visual_spec.pipelines.output",
+    "CounterNoise": "visual_spec.samplers.core.noise",
+    "DecodeTrace": "visual_spec.samplers.core.trace",
+    "ImagePipelineOutput": "visual_spec.pipelines.output",
+    "SampleResult": "visual_spec.samplers.core.trace",
     "Stage": "visual_spec.samplers.scales.stages",
     "TokenGrid": "visual_spec.models.core.protocol",
     "TokenLaw": "visual_spec.samplers.core.law",
+    "VideoPipelineOutput": "visual_spec.pipelines.output",
+    "VisualPipeline": "visual_spec.pipelines.base",
     "accelerate": "visual_spec.pipelines.accelerate",
     "code_stages": "visual_spec.samplers.scales.stages",
     "custom_generate": "visual_spec.pipelines.transformers_generate",
     "fuse_projections": "visual_spec.models.core.projections",
+    "load_pipeline": "visual_spec.pipelines.loading",
     "restore": "visual_spec.pipelines.accelerate",
     "save_custom_generate": "visual_spec.pipelines.transformers_generate",
     "summary": "visual_spec.pipelines.accelerate",
@@ -40,4 +48,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted(__all__)

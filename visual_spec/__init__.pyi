@@ -7,6 +7,7 @@ from visual_spec.pipelines.accelerate import restore as restore
 from visual_spec.pipelines.accelerate import summary as summary
 from visual_spec.pipelines.amused_image import AmusedImagePipeline as AmusedImagePipeline
 from visual_spec.pipelines.audio import AudioPipeline as AudioPipeline
+from visual_spec.pipelines.base import VisualPipeline as VisualPipeline
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline as ChunkVideoPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline as ClassImagePipeline
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline as ContinuousImagePipeline
@@ -15,10 +16,14 @@ from visual_spec.pipelines.distilled_image import DistilledTextImagePipeline as 
 from visual_spec.pipelines.distilled_scales import DistilledScalePipeline as DistilledScalePipeline
 from visual_spec.pipelines.image import ImagePipeline as ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline as InfinityPipeline
+from visual_spec.pipelines.loading import load_pipeline as load_pipeline
 from visual_spec.pipelines.mage_image import MageImagePipeline as MageImagePipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline as MaskedClassImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline as MaskedImagePipeline
 from visual_spec.pipelines.maskgct import MaskgctPipeline as MaskgctPipeline
+from visual_spec.pipelines.output import AudioPipelineOutput as AudioPipelineOutput
+from visual_spec.pipelines.output import ImagePipelineOutput as ImagePipelineOutput
+from visual_spec.pipelines.output import VideoPipelineOutput as VideoPipelineOutput
 from visual_spec.pipelines.scale_image import ScaleImagePipeline as ScaleImagePipeline
 from visual_spec.pipelines.transformers_generate import custom_generate as custom_generate
 from visual_spec.pipelines.transformers_generate import save_custom_generate as save_custom_generate
@@ -31,6 +36,9 @@ from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler as Flow
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler as HeadSpeculativeSampler
 from visual_spec.samplers.continuous.jacobi import ContinuousJacobiSampler as ContinuousJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw as TokenLaw
+from visual_spec.samplers.core.noise import CounterNoise as CounterNoise
+from visual_spec.samplers.core.trace import DecodeTrace as DecodeTrace
+from visual_spec.samplers.core.trace import SampleResult as SampleResult
 from visual_spec.samplers.distilled import DistilledSampler as DistilledSampler
 from visual_spec.samplers.masked.frames import FrameMaskedSampler as FrameMaskedSampler
 from visual_spec.samplers.masked.masked import MaskedSampler as MaskedSampler
@@ -62,6 +70,7 @@ __all__ = [
     "AmusedImagePipeline",
     "AnyOrderSampler",
     "AudioPipeline",
+    "AudioPipelineOutput",
     "AutoregressiveSampler",
     "BlockDiffusionSampler",
     "BlockJacobiSampler",
@@ -73,6 +82,8 @@ __all__ = [
     "ContinuousImagePipeline",
     "ContinuousJacobiSampler",
     "ContinuousSampler",
+    "CounterNoise",
+    "DecodeTrace",
     "DistilledImagePipeline",
     "DistilledSampler",
     "DistilledScalePipeline",
@@ -83,6 +94,7 @@ __all__ = [
     "FrameMaskedSampler",
     "HeadSpeculativeSampler",
     "ImagePipeline",
+    "ImagePipelineOutput",
     "InfinityPipeline",
     "MageImagePipeline",
     "MaskedClassImagePipeline",
@@ -93,6 +105,7 @@ __all__ = [
     "OrderedSampler",
     "ParallelJacobiSampler",
     "ProactiveJacobiSampler",
+    "SampleResult",
     "ScaleImagePipeline",
     "ScaleWiseSampler",
     "SelfSpeculativeMaskedSampler",
@@ -105,11 +118,14 @@ __all__ = [
     "TokenLaw",
     "TreeSampler",
     "VideoPipeline",
+    "VideoPipelineOutput",
+    "VisualPipeline",
     "ZipARSampler",
     "accelerate",
     "code_stages",
     "custom_generate",
     "fuse_projections",
+    "load_pipeline",
     "restore",
     "save_custom_generate",
     "summary",

@@ -1,0 +1,9 @@
+"""Pipelines: prompt in, picture, clip or music out."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    from visual_spec.moved import find  # for names of earlier versions
+
+    return find(__name__, name)

@@ -41,10 +41,9 @@ from visual_spec.pipelines.saved_index import (
 )
 from visual_spec.pipelines.steps import Asked, StepListener, Streams, asked_tensors, check_generator
 from visual_spec.records import PipelineFacts
-from visual_spec.samplers import registry
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SCALES, meant
+from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SAMPLERS, SCALES, fitting, meant
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
 _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
@@ -537,7 +536,7 @@ def check_sampler(sampler: Any, calls: tuple[str, ...]) -> None:
     if _calls_of(sampler) <= set(calls) and callable(sampler) and hasattr(sampler, "lossless"):
         return
     does, advice = _FITTING.get(calls[0], ("fit this model", "those that fit: "))
-    names = ", ".join(entry.class_name for entry in registry.fitting(calls))
+    names = ", ".join(entry.class_name for entry in fitting(calls))
     raise TypeError(f"sampler is {type(sampler).__name__}, which does not {does}; {advice}{names}.")
 
 
@@ -546,7 +545,7 @@ def _calls_of(sampler: Any) -> set[str]:
     declared = getattr(sampler, "calls", None)
     if declared is not None:
         return {declared} if isinstance(declared, str) else set(declared)
-    known = {entry.path: entry.calls for entry in registry.SAMPLERS}
+    known = {entry.path: entry.calls for entry in SAMPLERS}
     for kind in type(sampler).__mro__:  # a sampler derived from another one calls as its nearest parent
         if (path := f"{kind.__module__}:{kind.__name__}") in known:
             return {known[path]}

@@ -427,3 +427,9 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         trace |= dict(exact_width=run.fixed_width is not None if "exact_width" in sampler.config else None)
     trace |= {name: active.whole(name, here).cpu() for name, here in counted(state).items()}
     return sampler.result(run, state, tokens, trace)
+
+
+def __getattr__(name: str) -> Any:
+    from visual_spec.moved import find  # for names of earlier versions
+
+    return find(__name__, name)

@@ -305,3 +305,9 @@ def check_known_tokens(model: Any, known_tokens: Tensor, batch_size: int) -> Non
         )
     if known.numel() == known_tokens.numel():
         raise ValueError(f"all tokens are known; leave some at {hidden} to have them decoded.")
+
+
+def __getattr__(name: str) -> Any:
+    from visual_spec.moved import find  # for names of earlier versions
+
+    return find(__name__, name)
