@@ -31,7 +31,10 @@ from visual_spec.models.next_token.movq import MoVQDecoder
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted(DOCS.glob("*.md")),
+]
 CODE = re.compile(r"^```.*?^```\n", flags=re.M | re.S)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from visual_spec.families import FORMER, PIPELINES
 from visual_spec.samplers.registry import SAMPLERS
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 HOMES = {entry.class_name: entry.module for entry in (*SAMPLERS, *PIPELINES.values())} | {
     "AudioPipelineOutput": "visual_spec.pipelines.output",
