@@ -1,4 +1,4 @@
-"""Train the embedded LlamaGen and its caption encoder on tokens of `shapes`.
+"""Train the embedded LlamaGen and its caption encoder on tokens of `shapes` or `things`.
 
 Teacher-forced cross entropy over whole pictures. A tenth of the captions is replaced by the learned unconditional
 embedding, so that classifier-free guidance works (Ho and Salimans 2022; LlamaGen section 3.2).
@@ -14,36 +14,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.data.shapes import (
-    BACKGROUND_COLOURS,
-    COUNTS,
-    OBJECT_COLOURS,
-    RELATIONS,
-    SHAPES,
-    SIZES,
-    TEXTURES,
-    TOUCHING,
-)
+from visual_spec.data.shapes import TOUCHING
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_blocks import CaptionEmbedding
 from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training.loop import Descent, RunOptions, Trainer, muon_and_adamw, option, read_options
-from visual_spec.training.tokens import tokenize_dataset
+from visual_spec.training.tokens import PICTURES, tokenize_dataset
 
 
 @dataclass(frozen=True)
 class AutoregressiveTraining:
     """Settings of a run. `bfloat16` computes the matrix products in it: faster on a GPU, and on CPUs with support.
 
-    `touching` is the share of scenes with one object inside or overlapping another, the last kinds that a model learns.
+    `data` is one of `PICTURES`. `touching` is, of `shapes`, the share of scenes with one object inside or overlapping
+    another, the last kinds that a model learns.
     """
+
+    data: str = "shapes"
 
     steps: int = 3000
     batch_size: int = 16
@@ -62,24 +57,6 @@ class AutoregressiveTraining:
     seed: int = 0
 
 
-def shapes_vocabulary() -> list[str]:
-    """Return every word that a `shapes` caption can hold."""
-    words = [
-        "a",
-        "on",
-        "background",
-        *COUNTS,
-        *OBJECT_COLOURS,
-        *BACKGROUND_COLOURS,
-        *SHAPES,
-        *SIZES,
-        *TEXTURES,
-    ]
-    words += [word for relation in RELATIONS for word in split_words(relation)]
-    words += [name + ("es" if name == "cross" else "s") for name in SHAPES]
-    return list(dict.fromkeys(words))
-
-
 def initialise(model: LlamaGenTransformer) -> None:
     """Start token embeddings and the caption projection at a scale of order one.
 
@@ -95,7 +72,8 @@ def initialise(model: LlamaGenTransformer) -> None:
 def object_tokens(words: Tensor, tokens: Tensor) -> Tensor:
     """Return which tokens `[N, L]` belong to objects: those other than the usual background tokens of their slot.
 
-    A caption ends in "<texture> <colour> background", so pictures `[N, T]` with equal last words share a background.
+    A caption ends in "<texture> <colour> background" or "a <colour> background", so pictures `[N, T]` with equal last
+    words share a background.
     """
     _, group = words[:, -3:-1].unique(dim=0, return_inverse=True)
     usual = torch.stack([tokens[group == number].mode(0).values for number in range(int(group.max()) + 1)])
@@ -118,6 +96,7 @@ def train_autoregressive(
     """
     torch.manual_seed(settings.seed)
     side = model.grid.width
+    kinds: Any = {"touching": settings.touching} if settings.data == "shapes" else {}
     words, tokens = tokenize_dataset(
         vq_model,
         encoder,
@@ -125,7 +104,8 @@ def train_autoregressive(
         settings.seed + 1,
         side=side,
         cache=out,
-        touching=settings.touching,
+        data=settings.data,
+        **kinds,
     )
     modules = torch.nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
     encoder.requires_grad_(settings.train_text_encoder)
@@ -150,7 +130,7 @@ def train_autoregressive(
     return run.run(
         loss_of,
         lambda step: _draw_batch(words, tokens, weights, settings, step),
-        lambda: {"held_out_loss": round(_held_out_loss(model, encoder, vq_model), 4)},
+        lambda: {"held_out_loss": round(_held_out_loss(model, encoder, vq_model, settings.data), 4)},
         save,
     )
 
@@ -189,9 +169,12 @@ def _draw_batch(
 
 
 @torch.no_grad()
-def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, vq_model: VQModel) -> float:
+def _held_out_loss(
+    model: LlamaGenTransformer, encoder: CaptionEncoder, vq_model: VQModel, data: str = "shapes"
+) -> float:
     """Return the cross entropy in nats a token on 400 held-out pictures."""
-    words, tokens = tokenize_dataset(vq_model, encoder, 400, 777, held_out=True, side=model.grid.width)
+    side = model.grid.width
+    words, tokens = tokenize_dataset(vq_model, encoder, 400, 777, held_out=True, side=side, data=data)
     losses = []
     for word_ids, token_ids in zip(
         words.to(model.device).split(20), tokens.to(model.device).long().split(20), strict=True
@@ -229,7 +212,9 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     vq_model = VQModel.from_pretrained(options.tokenizer).eval().to(options.device)
     if options.text_encoder is None:
-        encoder = CaptionEncoder(shapes_vocabulary(), dim=128, num_layers=0, num_heads=4, max_words=20)
+        encoder = CaptionEncoder(
+            PICTURES[settings.data].vocabulary(), dim=128, num_layers=0, num_heads=4, max_words=20
+        )
     else:
         encoder = CaptionEncoder.from_pretrained(options.text_encoder)
     model = LlamaGenTransformer(

@@ -1,4 +1,4 @@
-"""Train the embedded VQ tokenizer on `shapes`.
+"""Train the embedded VQ tokenizer on `shapes` or `things`.
 
 LlamaGen's quantiser (unit-sphere codes of 8 numbers, straight-through gradients, commitment loss) with two changes
 that suit a short run without a discriminator. The codebook follows its latents by exponential averages (van den Oord
@@ -19,21 +19,22 @@ from einops import rearrange
 from torch import Tensor
 
 from scripts.train.codebook import CodeAverages
-from visual_spec.data.shapes import CELL, Scene, sample_dataset
+from visual_spec.data.shapes import CELL
 from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.loop import Descent, Trainer, option, read_options
-from visual_spec.training.tokens import to_signed
+from visual_spec.training.tokens import PICTURES, to_signed
 
 
 @dataclass(frozen=True)
 class TokenizerTraining:
     """Settings of a run.
 
-    `crop` is in pixels: small crops give more steps per second, and a local network hardly notices. The last
-    `whole_pictures` of the steps use whole pictures, with as many pixels a step.
+    `data` is one of `PICTURES`. `crop` is in pixels: small crops give more steps per second, and a local network hardly
+    notices. The last `whole_pictures` of the steps use whole pictures, with as many pixels a step.
     """
 
+    data: str = "shapes"
     steps: int = 9000
     batch_size: int = 16
     crop: int = 64
@@ -72,7 +73,7 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
     An interrupted run resumes from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
-    scenes, pictures = sample_dataset(settings.scenes, settings.seed)
+    scenes, pictures = PICTURES[settings.data].sample_dataset(settings.scenes, settings.seed)
     codebook = model.quantize.embedding.weight.requires_grad_(False)
     averages = CodeAverages(codebook)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -125,12 +126,12 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
     def judged() -> dict[str, Any]:
         codebook.copy_(F.normalize(codebook, dim=-1))
         model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
-        return judge(model)
+        return judge(model, settings.data)
 
     return run.run(loss, batch, judged, lambda: model.save_pretrained(out), after=follow)
 
 
-def _crop(picture: np.ndarray, scene: Scene, size: int, rng: np.random.Generator) -> np.ndarray:
+def _crop(picture: np.ndarray, scene: Any, size: int, rng: np.random.Generator) -> np.ndarray:
     """Return a crop `[size, size, 3]` aligned to tokens; three in four hold an object, the rest may be anywhere."""
     last = len(picture) - size
     corner = rng.integers(last // CELL + 1, size=2) * CELL
@@ -185,9 +186,9 @@ def _follow_latents(
 
 
 @torch.no_grad()
-def judge(model: VQModel, count: int = 200) -> dict:
+def judge(model: VQModel, data: str = "shapes", count: int = 200) -> dict:
     """Return peak signal-to-noise ratio in dB and the number of used codes on held-out scenes."""
-    _, pictures = sample_dataset(count, 12345, held_out=True)
+    _, pictures = PICTURES[data].sample_dataset(count, 12345, held_out=True)
     errors, used = [], set()
     for part in to_signed(pictures).split(20):
         tokens = model.encode_tokens(part)
@@ -199,7 +200,7 @@ def judge(model: VQModel, count: int = 200) -> dict:
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
-HELP = """Train the embedded VQ tokenizer on procedural shapes.
+HELP = """Train the embedded VQ tokenizer on procedural pictures.
 
 `python scripts/train tokenizer --out FOLDER`
 """

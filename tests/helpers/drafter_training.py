@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.train.ar import shapes_vocabulary
+from visual_spec.data.shapes import vocabulary
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -22,7 +22,7 @@ TINY: dict[str, Any] = dict(
 
 def models() -> tuple[LlamaGenTransformer, CaptionEncoder]:
     torch.manual_seed(0)
-    encoder = CaptionEncoder(shapes_vocabulary(), dim=8, num_layers=1, num_heads=2, max_words=20).eval()
+    encoder = CaptionEncoder(vocabulary(), dim=8, num_layers=1, num_heads=2, max_words=20).eval()
     target = LlamaGenTransformer(
         vocab_size=VOCAB, dim=16, num_layers=2, num_heads=2, grid_size=SIDE, prefix_length=20, num_classes=None,
         caption_dim=8,

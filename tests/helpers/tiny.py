@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from scripts.train.ar import shapes_vocabulary
+from visual_spec.data.shapes import vocabulary
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -47,7 +47,7 @@ def tiny_text_encoder() -> CaptionEncoder:
 
 def tiny_readers() -> tuple[CaptionEncoder, VQModel]:
     """A random encoder of captions of `shapes`, and a random tokenizer of their pictures, 4 x 4 tokens out of 16."""
-    encoder = CaptionEncoder(shapes_vocabulary(), dim=8, num_layers=0, max_words=20)
+    encoder = CaptionEncoder(vocabulary(), dim=8, num_layers=0, max_words=20)
     sizes: dict[str, Any] = dict(base_channels=4, channel_multipliers=(1,) * 4, blocks_per_level=1)
     codes: dict[str, Any] = dict(latent_channels=4, codebook_size=16, codebook_dim=4, norm_groups=None)
     return encoder.eval(), VQModel(**sizes, **codes, image_size=32).eval()

@@ -51,7 +51,7 @@ def readers() -> Any:
 
 def test_scenes_are_those_of_the_tokens(monkeypatch):
     monkeypatch.setattr(shapes, "render", lambda scene, size: np.zeros((1, 1, 3), np.uint8))
-    parts = tokens._painted(502, 3, False, 1)
+    parts = tokens._painted(502, 3, False, 1, partial(tokens._paint, "shapes"))
     assert [text for texts, _ in parts for text in texts] == [
         caption(scene) for scene in dataset_scenes(502, 3)
     ]

@@ -91,6 +91,23 @@ def _phrase(item: ShapeObject) -> str:
     return f"a {item.size} {item.colour} {item.shape}"
 
 
+def vocabulary() -> list[str]:
+    """Return every word that a caption can hold."""
+    relations = [word for relation in RELATIONS for word in relation.split()]
+    words = [
+        "a",
+        "on",
+        "background",
+        *COUNTS,
+        *OBJECT_COLOURS,
+        *BACKGROUND_COLOURS,
+        *SHAPES,
+        *SIZES,
+        *TEXTURES,
+    ]
+    return list(dict.fromkeys([*words, *relations, *_PLURAL.values()]))
+
+
 def is_held_out(text: str) -> bool:
     """Return whether a caption is in the held-out tenth of all captions, which no trainer uses."""
     return hashlib.sha256(text.encode()).digest()[0] < 26

@@ -1,12 +1,13 @@
-"""Pictures of `shapes` and clips of `tunes` as what trainers learn from: words of captions, and tokens."""
+"""Captioned pictures, and clips of `tunes`, as what trainers learn from: words of captions, and tokens."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import EncodecModel
 
-from visual_spec.data.shapes import TOUCHING, Scene, sample_scenes
-from visual_spec.data.shapes import caption as caption_of_picture
-from visual_spec.data.shapes import sample_dataset as sample_pictures
+from visual_spec.data import shapes, things
 from visual_spec.data.tunes import NUM_FORMS
 from visual_spec.data.tunes import caption as caption_of_tune
 from visual_spec.data.tunes_synth import sample_dataset as sample_tunes
@@ -26,6 +25,10 @@ from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
+
+# Data sets of captioned pictures, by the names of the models that learn them.
+PICTURES: dict[str, Any] = {"shapes": shapes, "things": things}
+Painted = tuple[list[str], np.ndarray]  # captions and pictures
 
 
 def to_signed(pictures: np.ndarray | Tensor) -> Tensor:
@@ -44,18 +47,20 @@ def tokenize_dataset(
     side: int = 16,
     cache: Path | None = None,
     workers: int = 1,
-    touching: float = TOUCHING,
+    data: str = "shapes",
+    **kinds: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return word ids `[N, T]` and tokens int16 `[N, side * side]` of fresh scenes.
+    """Return word ids `[N, T]` and tokens int16 `[N, side * side]` of fresh scenes of `PICTURES[data]`.
 
     `cache`, a folder, stores them if given. For a `side` below the tokenizer's own, pixels are averaged to shrink the
-    pictures first. So many `workers` paint the pictures, each in a process of its own if there are several. `touching`
-    is the share of scenes with one object inside or overlapping another.
+    pictures first. So many `workers` paint the pictures, each in a process of its own if there are several. `kinds`
+    says what scenes, to `sample_dataset`.
 
     Raises:
         ValueError: `cache` holds the tokens of another tokenizer, or the words of another vocabulary.
     """
-    path = cache / f"tokens_{side}_{count}_{seed}_{int(held_out)}_{touching:g}.pt" if cache else None
+    which = "".join(f"_{value:g}" for value in kinds.values())
+    path = cache / f"tokens_{data}_{side}_{count}_{seed}_{int(held_out)}{which}.pt" if cache else None
     owner = f"{fingerprint([vq_model])} {list(encoder.config['vocabulary'])} {encoder.max_words}"
     if path and path.exists():
         saved = read_content(path)
@@ -66,7 +71,7 @@ def tokenize_dataset(
             )
         return saved["words"], saved["tokens"]
     words, tokens = [], []
-    for captions, pictures in _painted(count, seed, held_out, workers, touching):
+    for captions, pictures in _painted(count, seed, held_out, workers, partial(_paint, data, **kinds)):
         words.append(encoder.word_ids(captions).cpu())
         for part in to_signed(pictures).split(20):
             part = F.adaptive_avg_pool2d(part, side * vq_model.patch_size)
@@ -77,10 +82,10 @@ def tokenize_dataset(
     return result
 
 
-def dataset_scenes(count: int, seed: int, *, held_out: bool = False) -> list[Scene]:
-    """Return the scenes whose words and tokens `tokenize_dataset` returns."""
+def dataset_scenes(count: int, seed: int, *, held_out: bool = False) -> list[shapes.Scene]:
+    """Return the scenes of `shapes` whose words and tokens `tokenize_dataset` returns."""
     parts = zip(*_parts(count, seed, held_out), strict=True)
-    return [scene for size, own, held in parts for scene in sample_scenes(size, own, held_out=held)]
+    return [scene for size, own, held in parts for scene in shapes.sample_scenes(size, own, held_out=held)]
 
 
 def _parts(count: int, seed: int, held_out: bool) -> tuple[list[int], list[int], list[bool]]:
@@ -91,11 +96,10 @@ def _parts(count: int, seed: int, held_out: bool) -> tuple[list[int], list[int],
 
 
 def _painted(
-    count: int, seed: int, held_out: bool, workers: int, touching: float = TOUCHING
-) -> Iterator[tuple[list[str], np.ndarray]]:
+    count: int, seed: int, held_out: bool, workers: int, paint: Callable[..., Painted]
+) -> Iterator[Painted]:
     """Captions and pictures of scenes, a part at a time."""
     settings = _parts(count, seed, held_out)
-    paint = partial(_paint, touching=touching)
     if workers == 1:
         yield from map(paint, *settings)
         return
@@ -104,9 +108,9 @@ def _painted(
         yield from pool.map(paint, *settings)
 
 
-def _paint(count: int, seed: int, held_out: bool, touching: float) -> tuple[list[str], np.ndarray]:
-    scenes, pictures = sample_pictures(count, seed, held_out=held_out, touching=touching)
-    return [caption_of_picture(scene) for scene in scenes], pictures
+def _paint(data: str, count: int, seed: int, held_out: bool, **kinds: Any) -> Painted:
+    scenes, pictures = PICTURES[data].sample_dataset(count, seed, held_out=held_out, **kinds)
+    return [PICTURES[data].caption(scene) for scene in scenes], pictures
 
 
 @torch.no_grad()
