@@ -50,6 +50,8 @@ def test_refusals_and_a_page_that_is_left() -> None:
         (("x" * 3000, "", 0), "3000 letters"),
         (("a red circle", "no-such", 0), "no-such"),
         (("a red circle", "masked", 0), "MaskedSampler"),
+        (("a red circle", "", None), "seed=None"),  # the field is empty
+        (("a red circle", "", 0.5), "seed=0.5"),
     ):
         with pytest.raises((ValueError, TypeError), match=wrong):
             next(asked(*arguments))

@@ -1,7 +1,9 @@
 """The command line, run on a tiny real model."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -326,6 +328,56 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(tmp_path):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_full_disk_under_the_output_is_one_line():
+    code = "import sys; from visual_spec.cli import main; sys.exit(main(['models', '--json']))"
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1 and ran.stderr.startswith("visual-spec: error: [Errno 28]")
+
+
+def test_a_second_interruption_ends_at_once_without_a_trace():
+    code = """
+import os, signal, sys, threading, time, visual_spec.cli as cli
+def work(args):
+    threading.Thread(target=time.sleep, args=(60,)).start()  # what the interpreter waits for when it ends
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+cli._models = work
+status = cli.main(["models"])
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+sys.exit(status)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert ran.returncode == -signal.SIGINT
+    assert ran.stderr.strip() == "visual-spec: interrupted; files that were finished are kept"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_console_that_cannot_show_the_prompt_does_not_end_the_command(model, tmp_path, encoding):
+    command = [
+        sys.executable,
+        "-m",
+        "visual_spec",
+        "generate",
+        "ein roter Kreis \u5927\u304d",
+        "--model",
+        str(model),
+    ]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [*command, "--out", str(tmp_path / "o"), "--json"], capture_output=True, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) and list((tmp_path / "o").glob("*.png"))
+
+
+def test_bytes_that_are_no_text_are_refused_before_the_work(model, tmp_path, capsys):
+    assert generate(model, tmp_path / "o", "a red \udcff circle") == 2
+    assert "no letter in Unicode" in capsys.readouterr().err and not list(tmp_path.rglob("*.png"))
 
 
 def test_version_is_said(capsys):

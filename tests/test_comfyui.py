@@ -72,5 +72,11 @@ def test_clips_and_music() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="makes audio"):
         execute("VisualSpecGenerateImage", model=tiny_audio_pipeline(), prompt="x", seed=0)
+    for setting in ("guidance_scale", "temperature"):
+        for number in (float("nan"), float("inf")):
+            with pytest.raises(ValueError, match=f"{setting}={number}"):
+                execute(
+                    "VisualSpecGenerateImage", model=tiny_pipeline(), prompt="x", seed=0, **{setting: number}
+                )
     with pytest.raises(ValueError, match="no-such"):
         execute("VisualSpecSampler", sampler="no-such")

@@ -26,6 +26,13 @@ BELOW = {
 }
 
 
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.name not in ("__init__.py", "__main__.py")
+]
+
+
 def run_python(code: str) -> str:
     """Standard output of a fresh interpreter, outside of the repository, that finds the package."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -158,6 +165,29 @@ def test_former_names_are_the_present_ones_and_warn(line):
 def test_former_modules_have_no_other_names():
     with pytest.raises(ImportError, match="NothingSampler"):
         exec("from visual_spec.samplers import NothingSampler")
+
+
+def test_the_package_needs_nothing_of_unix_alone():
+    """As on Windows: no fcntl, no resource, fewer flags of `os.open`. Every module but those of vLLM is imported."""
+    code = f"""
+import importlib, os, sys, warnings
+import torch, diffusers, transformers, huggingface_hub, tempfile, subprocess, multiprocessing, psutil, filelock
+from diffusers import DiffusionPipeline
+from transformers import PreTrainedModel
+for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOFOLLOW", "fork", "mkfifo", "getuid", "geteuid", "sysconf"):
+    if hasattr(os, name):
+        delattr(os, name)
+sys.modules["fcntl"] = sys.modules["resource"] = None
+for name in {sorted(name for name in MODULES if ".vllm" not in name)!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:  # of an extra that is not installed
+        assert error.name in ("ray", "gradio", "uvicorn", "fastapi"), (name, error)
+from visual_spec import ImagePipeline
+ImagePipeline.from_pretrained("shapes")
+print("all of them")
+"""
+    assert run_python(code).splitlines()[-1] == "all of them"
 
 
 def test_unknown_name_lists_the_known_ones():

@@ -45,6 +45,8 @@ def draw(load: Callable[[str], Any], model: str, prompt: str, sampler: str, seed
 
     if len(prompt) > _MOST_LETTERS:
         raise ValueError(f"prompt of {len(prompt)} letters; pass at most {_MOST_LETTERS}.")
+    if not isinstance(seed, int | float) or seed != seed // 1:
+        raise ValueError(f"seed={seed}; pass a whole number, such as 0.")
     pipe = load(model)
     plain, fast = copy.copy(pipe), copy.copy(pipe)  # the same models, each with a sampler of its own
     plain.sampler = read_sampler(pipe.plain_sampler)

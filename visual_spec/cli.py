@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -223,6 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a console cannot show does not end a command
+            stream.reconfigure(errors="backslashreplace")
     # At import diffusers says that it does not know a newer torchao's tensors; nothing here reads them through it.
     logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -232,16 +238,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a closed pipe can be caught
             return status
         except BrokenPipeError:
-            # The interpreter flushes once more when it ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
+            return _ended(141)
         except KeyboardInterrupt:
-            print("\nvisual-spec: interrupted; files that were finished are kept", file=sys.stderr)
-            return 130
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(
+                    signal.SIGINT, signal.SIG_DFL
+                )  # a second one ends the process at once, without a trace
+            return _ended(130, "\nvisual-spec: interrupted; files that were finished are kept")
         except (ValueError, OSError, ImportError, FloatingPointError) as error:
             # One line, whatever a library wrote into its message.
-            print(f"visual-spec: error: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
+            return _ended(2, f"visual-spec: error: {' '.join(str(error).split())}")
+
+
+def _ended(status: int, message: str = "") -> int:
+    """Say why a command ends, as far as its outputs take it, and return its status."""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, message)):
+        try:
+            print(text, end="\n" if text else "", file=stream, flush=True)
+        except OSError:  # a closed pipe, a full disk: the interpreter flushes once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return status
 
 
 def _open_closed_streams() -> None:

@@ -102,7 +102,9 @@ class _Generate:
         if sampler != "default" or before is None:
             model.sampler = read_sampler(model.plain_sampler if sampler == "plain" else sampler)
         try:
-            chosen = {name: value for name, value in law.items() if value >= 0}
+            chosen = {
+                name: value for name, value in law.items() if not value < 0
+            }  # the law refuses what is no number
             return model([prompt] * batch_size, generator=seeds, output_type="pt", **chosen)
         finally:
             model.sampler = before

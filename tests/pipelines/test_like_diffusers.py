@@ -47,11 +47,17 @@ def test_a_call_tells_its_guidance_and_its_length(kind):
     )
     guidance, lengths, steps = zip(*seen, strict=True)
     assert all(one in (1.5, [1.5] * len(one) if isinstance(one, list) else None) for one in guidance)
-    assert len(set(lengths)) == 1 and lengths[0] == pipe.num_timesteps > 0
+    assert len(set(lengths)) == 1 and lengths[0] >= pipe.num_timesteps == len(seen) > 0
     if pipe.unit == "scales":
         assert max(steps) + 1 == pipe.num_timesteps
     kind.ask(pipe)
     assert pipe.guidance_scale == ([default] * pipe.num_timesteps if seen[0][0] != 1.5 else default)
+
+
+def test_a_call_has_as_many_timesteps_as_it_called_back(any_kind):
+    pipe, steps = any_kind.make(), []
+    any_kind.ask(pipe, callback_on_step_end=lambda pipe, step, *_: steps.append(step))
+    assert pipe.num_timesteps == len(steps) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Samples that are looked at while they grow: what they show, what they end with, and that they stop."""
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -104,6 +106,30 @@ def test_a_consumer_that_stops_ends_the_call() -> None:
     assert threading.active_count() == before and len(calls) < 8
     pipe.transformer.forward = real
     assert len(list(pipe.stream("a red circle", generator=seeded(1), every=4))) == 5
+
+
+@pytest.mark.parametrize("name", ["captions", "masked captions"])
+def test_a_stream_is_the_call_under_what_pytorch_keeps_for_each_thread(name: str) -> None:
+    kind = KINDS[name]
+    pipe = kind.make()
+    plain = kind.ask(pipe, seed=3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        called, last = kind.ask(pipe, seed=3), streamed(kind, pipe)[-1]
+    assert torch.equal(pixels(last), pixels(called)) and not torch.equal(pixels(called), pixels(plain))
+    with torch.inference_mode():
+        assert streamed(kind, pipe)[-1].tokens.is_inference()
+
+
+def test_a_program_may_end_while_it_holds_a_stream() -> None:
+    program = """
+import torch
+from tests.helpers.tiny import tiny_pipeline
+stream = tiny_pipeline().stream("a red circle")
+next(stream)
+print("held")
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0 and ran.stdout == "held\n" and "Traceback" not in ran.stderr
 
 
 def test_errors_come_to_the_consumer() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
 from tests.models.next_token.tiny_languages import CLASSES, CODES, END, language_model, texts
@@ -261,6 +262,22 @@ def test_restore_leaves_the_model_as_it_was():
     names = set(vars(LLAMA))
     ours(LLAMA, PROMPTS, SAMPLERS["window 4"])
     assert set(vars(LLAMA)) == names
+
+
+def test_restore_inside_a_call_leaves_the_model_as_it_was_and_ends_the_text():
+    names, want = set(vars(LLAMA)), theirs(LLAMA, PROMPTS, do_sample=False, max_new_tokens=6)
+
+    class Restoring(BaseStreamer):
+        def put(self, value):
+            visual_spec.restore(LLAMA)
+
+        def end(self):
+            pass
+
+    visual_spec.accelerate(LLAMA, codes=CODES, end=END)
+    one = {name: value[:1] for name, value in PROMPTS.items()}
+    found = LLAMA.generate(**one, max_new_tokens=6, do_sample=False, streamer=Restoring())
+    assert torch.equal(found[0, -6:], want[0, -6:]) and set(vars(LLAMA)) == names
 
 
 def test_the_default_sampler_says_what_it_promises():

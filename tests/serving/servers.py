@@ -31,7 +31,7 @@ def running(
     arguments: list[str], key: str | None = None, patience: float = 900, **environment: str
 ) -> Iterator[Any]:
     """Run `visual-spec serve` with these arguments, and give an `httpx.Client` that has the key."""
-    import httpx  # pyright: ignore[reportMissingImports]
+    import httpx
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -49,7 +49,7 @@ def running(
                 assert server.poll() is None, f"the server ended with status {server.returncode}"
                 assert time.monotonic() - start < patience, "the server did not start"
                 time.sleep(0.2)
-            client.processor_seconds = lambda: _processor_seconds(server.pid)
+            client.processor_seconds = lambda: _processor_seconds(server.pid)  # pyright: ignore
             yield client
     finally:
         server.terminate()

@@ -11,6 +11,7 @@ from visual_spec.eval.machine import load
 from visual_spec.samplers.core.history import RepetitionPenalty
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.request import PictureRequest, settings_of
+from visual_spec.serving.vllm.engine import engine_arguments
 from visual_spec.serving.vllm.folder import PromptIds, save_for_vllm
 
 
@@ -27,6 +28,22 @@ def test_bad_arguments_are_named(arguments, named, capsys, monkeypatch):
     monkeypatch.delenv("VISUAL_SPEC_API_KEY", raising=False)
     assert main(["serve", *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["variable", "option"])
+def test_an_empty_key_does_not_open_the_server(given, capsys, monkeypatch):
+    monkeypatch.setenv("VISUAL_SPEC_API_KEY", " " if given == "variable" else "")
+    more = ["--api-key", ""] if given == "option" else []
+    assert main(["serve", "shapes", "--host", "0.0.0.0", *more]) == 2
+    assert "without a key" in capsys.readouterr().err
+
+
+def test_the_engine_computes_in_the_type_of_the_folder(tmp_path):
+    """vLLM's own choice for a float32 folder is bfloat16."""
+    pipe = load("shapes", "cpu", "float32")
+    folder = save_for_vllm(pipe, tmp_path)
+    assert engine_arguments(folder)["dtype"] == "float32"
+    assert engine_arguments(folder, dtype="bfloat16")["dtype"] == "bfloat16"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fastapi") is not None, reason="FastAPI is installed")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +38,10 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return psutil.Process().memory_info().peak_wset  # pyright: ignore[reportAttributeAccessIssue]
     mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return mark if sys.platform == "darwin" else mark * 1024  # macOS counts bytes, Linux KiB
 
@@ -54,11 +56,7 @@ def available_memory(device: torch.device) -> int:
     """Bytes that can still be allocated: free on a GPU, on a CPU what the system says is available."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # no Linux: all of the memory
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return psutil.virtual_memory().available
 
 
 class DoesNotFit(ValueError):

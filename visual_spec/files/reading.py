@@ -64,7 +64,7 @@ def open_regular(path: str | os.PathLike, most: int | None = None) -> BinaryIO:
         ValueError: a pipe, a socket, a device, or too large a file.
         OSError: no such file, a folder, or one that may not be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | flags("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
     file = os.fdopen(descriptor, "rb") if not stat.S_ISDIR(os.fstat(descriptor).st_mode) else None
     if file is None:
         os.close(descriptor)
@@ -79,6 +79,11 @@ def open_regular(path: str | os.PathLike, most: int | None = None) -> BinaryIO:
         file.close()
         raise ValueError(f"{os.fspath(path)} has {state.st_size} bytes; at most {most} are read")
     return file
+
+
+def flags(*names: str) -> int:
+    """Flags of `os.open`, of those names that the system has."""
+    return sum(getattr(os, name, 0) for name in names)
 
 
 def read_regular(path: str | os.PathLike, most: int | None = None) -> bytes:

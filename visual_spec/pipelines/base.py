@@ -76,6 +76,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     last_trace: Any = None
     _guidance_scale: Any = None  # of the call that runs, or ran last
     _num_timesteps: int = 0
+    _steps_made: int = 0
     _interrupt: bool = False
     _facts: Any = None  # with the settings that they were read of
     _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
@@ -228,9 +229,10 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 
     @property
     def num_timesteps(self) -> int:
-        """How often a callback is called, where the sampler's settings say it; else the tokens or columns of a sample.
+        """How often the call that ran last called its callback.
 
-        Of the call that runs, or ran last.
+        While a call runs: how often it will, where the sampler's settings say it; else the tokens or columns of a
+        sample.
         """
         return self._num_timesteps
 
@@ -421,6 +423,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         """Draw or play: check, decode, and return what the call asks for."""
         asked = self._checked(args)
         made = self._decode(args, asked, self._condition(args, asked))
+        self._num_timesteps = self._steps_made
         self.maybe_free_model_hooks()
         return self._output(*made) if args["return_dict"] else made
 

@@ -99,7 +99,7 @@ class StepListener:
         changeable: Sequence[str] = (),
     ) -> None:
         self.pipe, self.callback, self.names, self.changeable = pipe, callback, names, changeable
-        pipe._interrupt = False
+        pipe._interrupt, pipe._steps_made = False, 0
 
     def __call__(self, step: int, timestep: Callable[[], int], **tensors: Tensor) -> Any:
         """Tell the callback about a target call.
@@ -114,6 +114,7 @@ class StepListener:
             TypeError, ValueError: the callback returned something that cannot be used.
         """
         replaced = None
+        self.pipe._steps_made += 1
         if self.callback is not None:
             shown = {name: tensors[name] for name in self.names}
             returned = self.callback(self.pipe, step, timestep(), dict(shown))

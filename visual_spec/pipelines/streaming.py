@@ -7,6 +7,7 @@ import copy
 import queue
 import threading
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -64,30 +65,36 @@ def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: st
 def _stream(call: Callable[[Any], Any], partial: Callable[[Any], Any]) -> Generator[Any]:
     """Yield what `partial` makes of all that a call hands on, then what it returns.
 
-    The call runs in a thread of its own, at most two items ahead. It ends soon after the iterator is closed.
+    The call runs in a thread of its own, at most two items ahead, under the reader's autocast, gradient mode and
+    device. It ends soon after the iterator is closed, or the program ends.
 
     Args:
         call: takes a function to hand items on, each as a function that makes it (None: nothing to show), which
             returns `STOP` where nobody reads them any more.
     """
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=1)
-    closed = threading.Event()
+    closed, surroundings = threading.Event(), _surroundings()
+
+    def over() -> bool:
+        # A program that ends waits for its threads, after this one has ended.
+        return closed.is_set() or not threading.main_thread().is_alive()
 
     def put(kind: str, item: Any) -> None:
-        while not closed.is_set():
+        while not over():
             try:
                 return ready.put((kind, item), timeout=0.1)
             except queue.Full:
                 continue
 
     def hear(make: Callable[[], Any]) -> Any:
-        if not closed.is_set() and (item := make()) is not None:
+        if not over() and (item := make()) is not None:
             put("partial", item)
-        return STOP if closed.is_set() else None
+        return STOP if over() else None
 
     def work() -> None:
         try:
-            put("whole", call(hear))
+            with surroundings():
+                put("whole", call(hear))
         except BaseException as error:  # raised where the iterator is read
             put("error", error)
 
@@ -107,6 +114,30 @@ def _stream(call: Callable[[Any], Any], partial: Callable[[Any], Any]) -> Genera
     finally:
         closed.set()
         worker.join()
+
+
+def _surroundings() -> Callable[[], ExitStack]:
+    """What PyTorch keeps for each thread, as it is here: a function that enters it in another thread."""
+    kinds = [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(kind)]
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    cached, device = torch.is_autocast_cache_enabled(), torch.get_default_device()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def enter() -> ExitStack:
+        held = ExitStack()
+        if stream is not None:
+            held.enter_context(torch.cuda.stream(stream))  # and its device
+        if device != torch.device("cpu"):
+            held.enter_context(device)
+        held.enter_context(torch.set_grad_enabled(grad))
+        if inference:
+            held.enter_context(torch.inference_mode())
+        for kind, dtype in casts:
+            held.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+        return held
+
+    return enter
 
 
 def with_grey(pixels: Tensor, is_open: Tensor, patch: int) -> Tensor:

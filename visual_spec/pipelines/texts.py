@@ -240,12 +240,27 @@ def tokenized(tokenizer: Any, texts: list[str]) -> Any:
 
 
 def _check_strings(name: str, texts: Any) -> None:
-    if texts is None or isinstance(texts, str):
+    if texts is None:
         return
+    if isinstance(texts, str):
+        return _check_letters(name, texts)
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name}={texts!r}; pass a string or a list of strings.")
     if not texts:
         raise ValueError(f"{name} is an empty list; pass at least one prompt.")
+    for text in texts:
+        _check_letters(name, text)
+
+
+def _check_letters(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except (
+        UnicodeEncodeError
+    ) as error:  # bytes of another encoding on the command line, or half of a "\\ud83d" pair
+        raise ValueError(
+            f"{name}={text!r} holds what is no letter in Unicode ({error.reason}); write it anew."
+        ) from error
 
 
 def _check_features(name: str, embeds: Tensor | None, mask: Tensor | None) -> None:

@@ -59,9 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("pictures", "queue", "max_n", "max_prompt", "max_body", "window"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}; pass at least 1.")
-    key = args.api_key or os.environ.get("VISUAL_SPEC_API_KEY")
+    # An empty one is none: a variable that was never set, or a secret without a value.
+    key = (args.api_key or os.environ.get("VISUAL_SPEC_API_KEY") or "").strip() or None
     if key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
-        raise ValueError(f"--host {args.host} without a key; pass --api-key, or anybody there may draw.")
+        raise ValueError(
+            f"--host {args.host} without a key (an empty one is none); pass --api-key, or anybody there may draw."
+        )
     _check_model(args)
     uvicorn = _required("uvicorn")
     http = _required("visual_spec.serving.http")

@@ -31,6 +31,13 @@ _FIELDS = (
     "prompt", "model", "n", "size", "seed", "response_format", "stream", "partial_images", "output_format", "user",
     *LAW_DEFAULTS,
 )  # fmt: skip
+# Fields of OpenAI's that change nothing here, with their defaults there, which are the only values that are taken.
+_NEUTRAL = {
+    "quality": ("auto", "standard"),
+    "background": ("auto",),
+    "moderation": ("auto",),
+    "output_compression": (100,),
+}
 _MOST_PARTIAL = 3  # as OpenAI
 
 
@@ -63,7 +70,11 @@ class RefusedError(Exception):
     def response(self) -> JSONResponse:
         """Return the answer in OpenAI's form."""
         error = {"message": str(self), "type": self.kind, "param": self.field, "code": None}
-        headers = {"Retry-After": "1"} if self.status == 429 else {}
+        # Half of a surrogate pair, which a request may hold, has no bytes.
+        error = {
+            name: value and value.encode(errors="backslashreplace").decode() for name, value in error.items()
+        }
+        headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status)
         return JSONResponse({"error": error}, self.status, headers)
 
 
@@ -74,9 +85,14 @@ class Endpoint:
         painter: who draws.
         limits: see `Limits`.
         api_key: what `Authorization: Bearer` must hold; None: anybody may draw.
+
+    Raises:
+        ValueError: an empty key.
     """
 
     def __init__(self, painter: Painter, limits: Limits, api_key: str | None) -> None:
+        if api_key is not None and not api_key.strip():
+            raise ValueError(f"api_key={api_key!r} is empty; pass a key, or None to let anybody draw.")
         self.painter, self.limits, self.api_key = painter, limits, api_key
         self.accepted = 0
 
@@ -102,7 +118,8 @@ class Endpoint:
         """Refuse a request without the key; compares in constant time."""
         if self.api_key is None:
             return
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
         if not hmac.compare_digest(key.encode(), self.api_key.encode()):
             raise RefusedError(
                 401, "wrong or no key; pass it as Authorization: Bearer <key>.", kind="auth_error"
@@ -130,7 +147,9 @@ class Endpoint:
             RefusedError: names the field, its value and what is allowed.
         """
         body = {name: value for name, value in asked.items() if value is not None}
-        if unknown := sorted(set(body) - set(_FIELDS)):
+        for name, values in _NEUTRAL.items():
+            self._one_of(body, name, values)
+        if unknown := sorted(set(body) - {*_FIELDS, *_NEUTRAL}):
             raise RefusedError(400, f"{unknown[0]} is unknown; pass {', '.join(_FIELDS)}.", unknown[0])
         prompt = body.get("prompt")
         if not isinstance(prompt, str) or len(prompt) > self.limits.prompt:

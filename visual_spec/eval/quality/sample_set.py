@@ -15,7 +15,6 @@ or not at all.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -28,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image
@@ -40,7 +39,7 @@ from visual_spec.eval.quality.prompt_files import FLAT, GENEVAL, VBENCH, PromptS
 from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
-from visual_spec.files.reading import inside, parse, read_object, read_regular, read_text, refuse_link
+from visual_spec.files.reading import flags, inside, parse, read_object, read_regular, read_text, refuse_link
 from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
@@ -316,6 +315,18 @@ def _told(report: Report, what: str) -> Iterator[None]:
         thread.join()
 
 
+def _lock(file: IO[str]) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        import msvcrt  # Windows
+
+        file.seek(2**20)  # a place that nobody reads
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     """Hold a lock as long as this process lives, also where it is killed.
@@ -324,9 +335,8 @@ def held(path: Path) -> Iterator[None]:
         OSError: another process holds it; says which.
         ValueError: there is a link, a pipe or a file with other names in its place.
     """
-    descriptor = os.open(
-        refuse_link(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
-    )
+    how = flags("O_RDWR", "O_CREAT", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC")
+    descriptor = os.open(refuse_link(path), how, 0o666)
     state = os.fstat(descriptor)
     if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
         os.close(descriptor)
@@ -335,8 +345,8 @@ def held(path: Path) -> Iterator[None]:
         )
     with os.fdopen(descriptor, "r+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            _lock(file)
+        except (BlockingIOError, PermissionError) as error:
             file.seek(0)
             raise OSError(
                 f"{path.parent} is at work already, by {file.read().strip() or 'another process'}; wait for it, choose "

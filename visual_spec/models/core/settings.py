@@ -41,7 +41,7 @@ class Within:
     def holds(self, number: float) -> bool:
         """Return whether a number is within."""
         return (
-            math.isfinite(number)
+            (isinstance(number, int) or math.isfinite(number))  # an integer may be too large for a float
             and (self.least is None or number >= self.least)
             and (self.most is None or number <= self.most)
             and (self.above is None or number > self.above)
@@ -340,7 +340,7 @@ class LawSettings:
 
     guidance_scale: Annotated[float, Within(0, LARGEST), Help("S", "above 1: classifier-free guidance")] = 1.0
     temperature: Annotated[float, Within(0, LARGEST), Help("T", "0: greedy")] = 1.0
-    top_k: Annotated[int, Within(0), Help("K", "0: off")] = 0
+    top_k: Annotated[int, Within(0, 2**31 - 1), Help("K", "0: off")] = 0
     top_p: Annotated[float, Within(above=0, most=1), Help("P", "1: off")] = 1.0
     guidance_until: Annotated[
         int | None,

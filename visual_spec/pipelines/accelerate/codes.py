@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
-from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, promise, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, promise, tell, unwrapped
 from visual_spec.pipelines.accelerate.arguments import (
     LiveStream,
     by_name,
@@ -207,7 +207,7 @@ def generate_codes(
             batch_size=len(given),
             callback=callback,
         )
-    model.last_trace = result.trace
+    tell(model, last_trace=result.trace)
     texts = stage.texts(result.tokens, pad).to(given.device)
     if isinstance(noise, DrawnNoise):
         noise.rewind(texts.shape[1])

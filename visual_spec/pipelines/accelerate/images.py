@@ -27,7 +27,7 @@ from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.models.next_token.emu3_constraint import NoLayoutError
-from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, plain, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, plain, tell, unwrapped
 from visual_spec.pipelines.accelerate.arguments import (
     LiveStream,
     bound_arguments,
@@ -199,7 +199,7 @@ def generate_images(
             break
         stage, condition = following
         helper = None if helper is None else helper[0].next_stage(helper[1], result.tokens)
-    model.last_trace = joined_traces(traces)
+    tell(model, last_trace=joined_traces(traces))
     ids = stage.output(condition, result.tokens)
     if (
         passed.get("pixel_values") is not None

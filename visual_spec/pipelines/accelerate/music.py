@@ -24,7 +24,7 @@ from visual_spec.models.columns.musicgen_modules import WHOLE_MODELS, MusicCondi
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, is_of, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, is_of, tell, unwrapped
 from visual_spec.pipelines.accelerate.arguments import LiveStream, by_name, read_request, returned
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
@@ -178,9 +178,9 @@ def generate_audio(
             callback=callback,
             **drafts,
         )
-    model.last_trace = result.trace
-    model.last_codes = columns.codes(result.tokens, condition)
-    waves = decode_codes(model.audio_encoder, model.last_codes, columns.num_channels)
+    drawn = columns.codes(result.tokens, condition)
+    tell(model, last_trace=result.trace, last_codes=drawn)
+    waves = decode_codes(model.audio_encoder, drawn, columns.num_channels)
     live.end(steps_of(result.tokens, columns.grid.width))
     return returned(waves, config, "GenerateEncoderDecoderOutput")
 

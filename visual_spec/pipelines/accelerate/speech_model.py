@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.settings import AUTO
-from visual_spec.pipelines.accelerate.adapter import hang
+from visual_spec.pipelines.accelerate.adapter import hang, tell
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.graph import RecordedFunction
 from visual_spec.samplers.core.trace import Stopwatch
@@ -91,7 +91,7 @@ class SpeechModel:
             self.end(result)
         run.watch.lap("rest", self.model.device)
         seconds, phases = run.watch.read()
-        self.model.__dict__["last_trace"] = SpeechTrace(
+        trace = SpeechTrace(
             type(self.model).__name__,
             self.count_latents(run, result),
             run.language_calls,
@@ -99,6 +99,7 @@ class SpeechModel:
             seconds,
             phases,
         )
+        tell(self.model, last_trace=trace)
         return result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

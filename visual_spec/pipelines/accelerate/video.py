@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.video.causal_wan import CausalWan
-from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_accelerated, is_of, take_off, unwrapped
+from visual_spec.pipelines.accelerate.adapter import (
+    Adapter,
+    hang,
+    is_accelerated,
+    is_of,
+    take_off,
+    tell,
+    unwrapped,
+)
 from visual_spec.pipelines.accelerate.arguments import check_neutral
 from visual_spec.pipelines.chunk_video import read_policy
 from visual_spec.pipelines.output import check_pixels
@@ -147,7 +155,7 @@ def generate_latents(
         draft_model=helper,
         **options,
     )
-    transformer.__dict__["last_trace"] = result.trace
+    tell(transformer, last_trace=result.trace)
     return result.tokens
 
 

@@ -40,6 +40,8 @@ def engine_arguments(
         drafts |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}  # vLLM asks for them; nobody looks up
     return {
         "model": str(folder),
+        # vLLM's "auto" takes bfloat16 for float32, and so draws other tokens than the pipeline.
+        "dtype": config["torch_dtype"],
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "enable_prefix_caching": False,
@@ -74,13 +76,14 @@ def requests_of(
     from vllm import SamplingParams
 
     settings = settings_of(law, seed, pair)
-    return [
-        (
-            {"prompt_token_ids": own},
-            SamplingParams(temperature=0, max_tokens=length, detokenize=False, extra_args=extra),
-        )
-        for own, extra in zip(ids.of(prompt), settings, strict=False)
-    ]
+    try:
+        params = [
+            SamplingParams(temperature=0, max_tokens=length, detokenize=False, extra_args=extra)
+            for extra in settings
+        ]
+    except Exception as error:  # its refusals are of a class of its own, which is no ValueError
+        raise ValueError(str(error)) from error
+    return [({"prompt_token_ids": own}, one) for own, one in zip(ids.of(prompt), params, strict=False)]
 
 
 def check_whole(tokens: Sequence[int], length: int) -> None:
