@@ -6,6 +6,7 @@ Whoever reads a kind of JSON writes down its entries once, as {name: kind}, and 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -192,13 +193,18 @@ def read_object(
     return checked(parse(read_text(path, most), str(path)), str(path), needed, optional)
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines of a text. `str.splitlines` would also cut at U+2028 and its kind, which may stand within a line."""
+    return [line.removesuffix("\n") for line in io.StringIO(text, newline=None)]
+
+
 def read_objects(
     path: str | os.PathLike,
     needed: Mapping[str, Kind] | None = None,
     optional: Mapping[str, Kind] | None = None,
 ) -> list[dict[str, Any]]:
     """The objects in a file with one on each line; arguments and errors as `read_object`."""
-    lines = read_text(path, _MOST_LINES).splitlines()
+    lines = lines_of(read_text(path, _MOST_LINES))
     where = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
     return [
         checked(parse(line, place), place, needed, optional) for line, place in zip(lines, where, strict=True)

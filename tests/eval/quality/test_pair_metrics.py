@@ -166,7 +166,9 @@ def test_cmmd_is_its_formula(tmp_path, monkeypatch):
 def test_latex_holds_values_to_the_digits_that_are_known():
     figures = {
         "fid": {"value": 12.3456, "low": 12.2456, "high": 12.4456, "samples": 50000},
+        "whole": {"value": 1.0, "low": 0.862, "high": 1.0, "samples": 24},
         "a_b%": {"value": 0.5, "low": -math.inf, "high": math.inf, "samples": 3},
     }
     text = scores_latex(figures)
+    assert r"whole & $1.000\ [0.862, 1.000]$ & 24 \\" in text  # Wilson's interval ends at the value
     assert r"fid & $12.35 \pm 0.10$ & 50000 \\" in text and r"a b\% & $0.5$ & 3 \\" in text

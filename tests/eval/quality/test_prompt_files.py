@@ -38,6 +38,49 @@ def test_every_form_of_one_list_gives_the_same_prompts(tmp_path):
     assert len({read_prompts(form).fingerprint for form in forms}) == 1
 
 
+@pytest.mark.every_set
+@pytest.mark.parametrize(
+    "name, text, texts",
+    [
+        # PartiPrompts: what looks like quoting is part of the prompt.
+        ("P.tsv", 'Prompt\tCategory\nbond\tA\n"O P E N" on a door\tB\n', ("bond", '"O P E N" on a door')),
+        ("drawbench.csv", "Prompts,Category\nA red colored car.,Colors\n", ("A red colored car.",)),
+        (
+            "coco.csv",
+            'image_id,id,caption\n9,6,"meat, ""fruit"""\n9,7,a tray \n',
+            ('meat, "fruit"', "a tray"),
+        ),
+        ("MJHQ.json", json.dumps({"a": {"category": "people", "prompt": "an old man"}}), ("an old man",)),
+        ("list.JSON", json.dumps([{"prompt": "a"}, {"caption": "b"}]), ("a", "b")),
+        ("LINES.TXT", "a\u2028b\r\nc\x85d\re\x0cf\n", ("a\u2028b", "c\x85d", "e\x0cf")),
+        ("l.Jsonl", '{"prompt": "a\u2028b"}\n{"prompt": "c"}\n', ("a\u2028b", "c")),
+    ],
+)
+def test_files_of_the_field_are_read_whole(tmp_path, name, text, texts):
+    assert read_prompts(write(tmp_path / name, text)).texts == texts
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("a.csv", "id,prompt\n1,a red\n2,a small, blue square\n", "line 3 has 3 fields, .* names 2"),
+        ("a.csv", "id,prompt\n1\n", "line 2 has 1 fields"),
+        ("a.csv", 'prompt\n"a" red\n', "no table"),
+        ("a.jsonl", '{"prompt": "a \\ud83d b"}\n', "prompt 1 .*surrogates"),
+        (
+            "V.json",
+            json.dumps([{"prompt_en": "x" * 300, "dimension": ["color"]}]),
+            "prompt 1 of 300 bytes.* 248",
+        ),
+        ("V.json", json.dumps([{"prompt_en": "a/b", "dimension": ["color"]}]), "slash"),
+    ],
+)
+def test_what_would_be_cut_or_cannot_be_kept_is_refused_when_it_is_read(tmp_path, name, text, said):
+    with pytest.raises(ValueError, match=said):
+        read_prompts(write(tmp_path / name, text))
+
+
 def test_geneval_and_dpg_ask_for_four_pictures_of_each_prompt(tmp_path):
     lines = [
         {"tag": "counting", "prompt": f"{n} cups", "include": [{"class": "cup", "count": n}]} for n in (2, 3)

@@ -240,7 +240,8 @@ class FeatureFolder:
         variant: str = "",
     ) -> None:
         self.path, self.extract = path, extract
-        self.hash = weights if isinstance(weights, str) else fingerprint(weights)
+        # A parser has no weights, and no hash of nothing.
+        self.hash = weights if isinstance(weights, str) else fingerprint(weights) if weights else ""
         self.key = "-".join(filter(None, [name, self.hash, variant]))
 
     def chunks(self, samples: SampleFiles) -> list[tuple[int, int]]:

@@ -4,8 +4,9 @@
 |---|---|
 | `*.txt` | one prompt a line |
 | `*.jsonl` | one object a line, its `prompt`, `caption` or `text`; GenEval's `evaluation_metadata.jsonl` by its `tag` |
-| `*.csv`, `*.tsv` | the column `prompt`, `caption` or `text`, in any case; PartiPrompts is such a file |
-| `*.json` | COCO captions: the first caption of every picture, in the order of their ids; or a list of prompts |
+| `*.csv`, `*.tsv` | the column `prompt`, `caption` or `text`, in any case, also as a plural; PartiPrompts, DrawBench |
+| `*.json` | COCO captions: the first caption of every picture, in the order of their ids |
+| `*.json` | a list of prompts, or of objects with one; an object of such objects, as MJHQ-30K's `meta_data.json` |
 | `VBench_full_info.json` | VBench: every prompt once, and prompts of its dimension temporal_flickering five times |
 | a folder of `*.txt` | DPG-Bench: one prompt a file, in the order of their names |
 | `classes` | no file: the classes of a class model in turn, as often as it takes; `imagenet` says the same |
@@ -25,12 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.files.reading import parse, read_text
+from visual_spec.files.reading import lines_of, parse, read_text
 
 FLAT, GENEVAL, DPG, VBENCH = "flat", "geneval", "dpg", "vbench"
 CLASSES = ("classes", "imagenet")
 _COLUMNS = ("prompt", "caption", "text")
 _PER_PROMPT = {FLAT: 1, GENEVAL: 4, DPG: 4, VBENCH: 5}  # samples of each prompt, as the scorers read them
+_LONGEST_NAME = 255  # bytes of a file's name, on the usual file systems
 _FLICKERING = 5  # times as many videos of VBench's prompts for temporal_flickering
 
 
@@ -114,12 +116,12 @@ def read_prompts(source: str, class_names: Sequence[str] | None = None) -> Promp
         ".tsv": _table,
         ".json": _json,
     }
-    if path.suffix not in readers:
+    if path.suffix.lower() not in readers:
         raise ValueError(
             f"{path}: prompts are read from {', '.join(readers)} files and from folders of .txt files."
         )
     try:
-        prompts = readers[path.suffix](path)
+        prompts = readers[path.suffix.lower()](path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
     return _checked(prompts, path)
@@ -131,17 +133,28 @@ def _checked(prompts: PromptSet, path: Path) -> PromptSet:
     for number, text in enumerate(prompts.texts):
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{path}: prompt {number + 1} is {text!r}; every prompt needs some text.")
+        try:
+            letters = text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{path}: prompt {number + 1} holds half of a pair of surrogates ({text!r}); write the letter whole."
+            ) from error
+        if prompts.layout == VBENCH and (len(letters) > _LONGEST_NAME - len("-24.mp4") or "/" in text):
+            raise ValueError(
+                f"{path}: prompt {number + 1} of {len(letters)} bytes cannot be in a file's name, where VBench reads "
+                f"it: pass prompts of at most {_LONGEST_NAME - len('-24.mp4')} bytes without a slash."
+            )
     return prompts
 
 
 def _lines(path: Path) -> PromptSet:
-    lines = (line.strip() for line in read_text(path).splitlines())
+    lines = (line.strip() for line in lines_of(read_text(path)))
     return PromptSet(tuple(line for line in lines if line))
 
 
 def _json_lines(path: Path) -> PromptSet:
     texts, records, tagged = [], [], True
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(lines_of(read_text(path)), 1):
         if not line.strip():
             continue
         record = parse(line, f"{path}, line {number}")
@@ -164,18 +177,43 @@ def _prompt_of(record: Any, where: str) -> str:
 
 
 def _table(path: Path) -> PromptSet:
-    lines = io.StringIO(read_text(path), newline="")
-    try:
-        rows = list(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
-    except csv.Error as error:
-        raise ValueError(f"{path} is no table ({error}).") from error
-    columns = {(name or "").strip().lower(): name for name in (rows[0] if rows else {})}
-    column = next((columns[name] for name in _COLUMNS if name in columns), None)
-    if column is None:
+    text, delimiter = read_text(path), "\t" if path.suffix.lower() == ".tsv" else ","
+    rows = _rows(path, text, delimiter, csv.QUOTE_MINIMAL)
+    if delimiter == "\t" and (isinstance(rows, csv.Error) or _uneven(rows)):
+        rows = _rows(
+            path, text, delimiter, csv.QUOTE_NONE
+        )  # as PartiPrompts: quotation marks are letters there
+    if isinstance(rows, csv.Error):
+        raise ValueError(f"{path} is no table ({rows}).")
+    header = [name.strip().lower() for name in (rows[0][1] if rows else [])]
+    column = next(
+        (header.index(name + s) for name in _COLUMNS for s in ("", "s") if name + s in header), None
+    )
+    if column is None or len(rows) == 1:
         raise ValueError(
             f"{path} has no column {', '.join(_COLUMNS)} in its first line, or no lines after it."
         )
-    return PromptSet(tuple((row[column] or "").strip() for row in rows))
+    if wrong := _uneven(rows):
+        number, row = wrong[0]
+        raise ValueError(
+            f"{path}, line {number} has {len(row)} fields, and the first line names {len(header)}; put a prompt that "
+            f"holds {delimiter!r} in quotation marks."
+        )
+    return PromptSet(tuple(row[column].strip() for _, row in rows[1:]))
+
+
+def _rows(path: Path, text: str, delimiter: str, quoting: Any) -> list[tuple[int, list[str]]] | csv.Error:
+    """The rows of a table that hold something, each with the number of its last line; or why it is none."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True)
+    try:
+        return [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        return error
+
+
+def _uneven(rows: list[tuple[int, list[str]]]) -> list[tuple[int, list[str]]]:
+    """The rows with another number of fields than the first one has."""
+    return [(number, row) for number, row in rows if len(row) != len(rows[0][1])]
 
 
 def _json(path: Path) -> PromptSet:
@@ -185,6 +223,9 @@ def _json(path: Path) -> PromptSet:
             return PromptSet(tuple(content))
         if all(isinstance(entry, dict) and {"prompt_en", "dimension"} <= entry.keys() for entry in content):
             return _vbench(content)
+        return PromptSet(tuple(_prompt_of(entry, f"{path}, entry {i}") for i, entry in enumerate(content, 1)))
+    if isinstance(content, dict) and content and all(isinstance(entry, dict) for entry in content.values()):
+        return PromptSet(tuple(_prompt_of(entry, f"{path}, {key}") for key, entry in content.items()))
     return _coco(content, path)
 
 
@@ -216,6 +257,6 @@ def _coco(content: Any, path: Path) -> PromptSet:
 
 
 def _dpg(path: Path) -> PromptSet:
-    files = sorted(path.glob("*.txt"))
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".txt")
     texts = [" ".join(read_text(file).split()) for file in files]
     return _checked(PromptSet(tuple(texts), DPG, names=tuple(file.stem for file in files)), path)

@@ -39,7 +39,16 @@ from visual_spec.eval.quality.prompt_files import FLAT, GENEVAL, VBENCH, PromptS
 from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
-from visual_spec.files.reading import flags, inside, parse, read_object, read_regular, read_text, refuse_link
+from visual_spec.files.reading import (
+    flags,
+    inside,
+    lines_of,
+    parse,
+    read_object,
+    read_regular,
+    read_text,
+    refuse_link,
+)
 from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
@@ -138,7 +147,7 @@ class SampleSet:
         indices = []
         for path in (self.folder / BATCHES).glob("*.jsonl"):
             with suppress(ValueError, LookupError, TypeError):  # a damaged one is drawn again
-                line = read_text(path).splitlines()[-1]
+                line = lines_of(read_text(path))[-1]
                 indices.append(int(parse(line, path.name)["index"]))
         return max(indices, default=-1) + 1
 

@@ -139,7 +139,9 @@ def score_table(document: dict[str, Any]) -> str:
         if figure.get("reference_samples"):
             sizes += f" against {figure['reference_samples']}"
         value = f"{figure['value']:.4g} ({figure['low']:.4g} to {figure['high']:.4g})"
-        lines.append([name.replace("_", " "), value, sizes, f"{figure['extractor']} {figure['weights']}"])
+        lines.append(
+            [name.replace("_", " "), value, sizes, f"{figure['extractor']} {figure['weights']}".strip()]
+        )
     table = markdown(["figure", "value (95 %)", "samples", "extractor, weights"], lines)
     notes: dict[str, list[str]] = {}  # by what is noted: of which figures
     for name, figure in document["figures"].items():

@@ -22,7 +22,7 @@ def scores_csv(figures: dict[str, dict[str, Any]]) -> str:
 
 
 def scores_latex(figures: dict[str, dict[str, Any]]) -> str:
-    """A `tabular` for `booktabs`: the figure, its value and half the width of its interval."""
+    """A `tabular` for `booktabs`: the figure, its value and its interval."""
     lines = [
         f"{_escaped(name.replace('_', ' '))} & ${_rounded(figure)}$ & {figure['samples']} \\\\"
         for name, figure in figures.items()
@@ -56,11 +56,15 @@ def _csv(lines: list[list[Any]]) -> str:
 
 
 def _rounded(figure: dict[str, Any]) -> str:
-    """A value with half the width of its interval, to two digits of the latter."""
-    value, reach = figure["value"], (figure["high"] - figure["low"]) / 2
+    """A value with half the width of its interval, or with both ends where they are not equally far; to two digits of
+    the half."""
+    value, low, high = (figure[name] for name in ("value", "low", "high"))
+    reach = (high - low) / 2
     if not math.isfinite(value) or not math.isfinite(reach):
         return f"{value:.4g}".replace("inf", r"\infty")
     digits = 3 if reach <= 0 else max(0, 1 - math.floor(math.log10(reach)))
+    if abs(high + low - 2 * value) > 0.1 * reach:
+        return f"{value:.{digits}f}\\ [{low:.{digits}f}, {high:.{digits}f}]"
     return f"{value:.{digits}f} \\pm {reach:.{digits}f}"
 
 
