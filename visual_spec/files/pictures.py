@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from visual_spec.files.reading import open_regular
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM")
 MOST_PIXELS = 2**27  # of a picture: 11,585 x 11,585
 _MODES = (
     "1",
@@ -39,7 +39,7 @@ _SLACK = 1e-3  # of floats outside of [0, 1]: roundings of a resizing, which are
 
 
 def read_picture_file(path: str | os.PathLike, formats: tuple[str, ...] = FORMATS) -> Image.Image:
-    """The picture in a file, RGB.
+    """The picture in a file, RGB, upright: turned as its EXIF says.
 
     Raises:
         ValueError: no regular file, no whole picture of these formats, one of more than 8 bits, or too large a one.
@@ -50,7 +50,7 @@ def read_picture_file(path: str | os.PathLike, formats: tuple[str, ...] = FORMAT
         try:
             picture = Image.open(file, formats=formats)
             check_size(picture, os.fspath(path))
-            return picture.convert("RGB")
+            return ImageOps.exif_transpose(picture).convert("RGB")
         except UnidentifiedImageError as error:
             raise ValueError(f"{os.fspath(path)} is no picture; pass a {', '.join(formats)} file") from error
         except _UnfitPicture:
@@ -83,8 +83,9 @@ def unit_pixels(picture: Any, name: str, *, mask: bool = False) -> Tensor:
     """A picture as float [3, H, W] in [0, 1], or a mask as float [1, H, W].
 
     Args:
-        picture: PIL of 8 bits; numpy [H, W, 3] or tensor [3, H, W], uint8 (0 to 255) or floats (0 to 1). A mask is
-            [H, W] or [1, H, W], and may also hold True and False, or the whole numbers 0 and 1.
+        picture: PIL of 8 bits, which is turned as its EXIF says; numpy [H, W, 3] or tensor [3, H, W], uint8 (0 to 255)
+            or floats (0 to 1). A mask is [H, W] or [1, H, W], and may also hold True and False, or the whole numbers
+            0 and 1.
         name: for errors.
 
     Raises:
@@ -93,7 +94,7 @@ def unit_pixels(picture: Any, name: str, *, mask: bool = False) -> Tensor:
     """
     if isinstance(picture, Image.Image):
         check_size(picture, name)
-        picture = np.asarray(picture.convert("L" if mask else "RGB"))
+        picture = np.asarray(ImageOps.exif_transpose(picture).convert("L" if mask else "RGB"))
     if isinstance(picture, np.ndarray):
         if picture.dtype.kind not in "buif" or picture.dtype.itemsize > 8:
             raise ValueError(f"{name} is of {picture.dtype}; {_allowed(mask)}.")

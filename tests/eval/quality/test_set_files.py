@@ -3,14 +3,18 @@
 import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.helpers.command import check_refused
+from tests.helpers.networks import make_pictures, with_manifest
 from tests.helpers.sample_sets import scored
 from visual_spec.cli import main
+from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.sample_set import held
 
 
@@ -51,6 +55,44 @@ def test_files_outside_of_the_set_are_not_read(tmp_path, drawn, capsys, way):
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and ("is a link to" in said or "no file below" in said), said
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_folder_is_its_samples_and_what_is_left_is_said(tmp_path):
+    """Copies of notebooks, our own comparison and notes are no samples; pictures of other kinds are."""
+    make_pictures(tmp_path, 6, 1)
+    for number, ending in enumerate((".tif", ".ppm", ".TIFF")):
+        with Image.open(tmp_path / f"{number:03d}.png") as picture:
+            picture.save(tmp_path / f"{number:03d}{ending}")
+        (tmp_path / f"{number:03d}.png").unlink()
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    shutil.copy(tmp_path / "004.png", tmp_path / ".ipynb_checkpoints" / "004-checkpoint.png")
+    shutil.copy(tmp_path / "004.png", tmp_path / "comparison.png")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "other.pcx").write_bytes(b"a picture that is not read")
+    with pytest.warns(
+        UserWarning, match=r"6 samples; .*004-checkpoint.png, comparison.png, other.pcx are none"
+    ):
+        files = SampleFiles.open(tmp_path)
+    assert [Path(name).stem for name in files.files] == [f"{number:03d}" for number in range(6)]
+    assert files.pictures(0, 6).shape == (6, 24, 24, 3)
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_sets_of_equal_names_sizes_and_times_are_told_by_their_content(tmp_path, manifest):
+    prints = []
+    for name, byte in (("one", b"a"), ("other", b"b")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "000.png").write_bytes(byte * 100)
+        if manifest:
+            with_manifest(folder, ["x"])
+            text = (folder / "manifest.jsonl").read_text()
+            (folder / "manifest.jsonl").write_text(
+                text.replace('"crc32": 0', f'"crc32": {zlib.crc32(byte * 100)}')
+            )
+        os.utime(folder / "000.png", ns=(10**18, 10**18))
+        prints.append(SampleFiles.open(folder).fingerprint)
+    assert prints[0] != prints[1]
 
 
 def test_links_in_folders_without_a_manifest_are_not_read(tmp_path, drawn, capsys):

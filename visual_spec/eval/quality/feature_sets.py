@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from visual_spec.eval.quality.media_files import MEDIA, read_clip, read_picture, read_video, resized
 from visual_spec.eval.quality.published import Gaussian
 from visual_spec.eval.quality.set_files import MANIFEST, read_manifest
 from visual_spec.files.arrays import read_npz
-from visual_spec.files.reading import inside
+from visual_spec.files.reading import inside, open_regular
 from visual_spec.files.whole import whole_file, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 
@@ -66,7 +69,8 @@ class SampleFiles:
         if (path / "run.json").is_file():
             raise ValueError(f"{path} is not complete: it has no manifest.jsonl yet; run sample to its end")
         endings = tuple(ending for kind in MEDIA.values() for ending in kind)
-        files = sorted(p.relative_to(path) for p in path.rglob("*") if p.suffix.lower() in endings)
+        every = sorted(p.relative_to(path) for p in path.rglob("*") if not p.is_dir())
+        files = [file for file in every if file.suffix.lower() in endings and not _is_none(file)]
         kinds = sorted({_medium(file.suffix) for file in files})
         if len(kinds) != 1:
             what = f"files of {' and '.join(kinds)}" if kinds else f"no {', '.join(endings)} files"
@@ -74,6 +78,12 @@ class SampleFiles:
         names = [file.as_posix() for file in files]
         for name in names:
             inside(path, name, path)
+        media = {*endings, *Image.registered_extensions()}
+        kept = set(files)
+        others = (file for file in every if file.suffix.lower() in media and file not in kept)
+        if left := [file.as_posix() for file in others]:
+            named = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+            warnings.warn(f"{path}: {len(names)} samples; {named} are none, and left out", stacklevel=2)
         return cls(path, tuple(names))
 
     @property
@@ -146,10 +156,16 @@ class SampleFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the names, sizes and times of the files."""
+        """Changes with the names, the content, the sizes and the times of the files.
+
+        Of a set with a manifest, the content is the checksums there: times alone agree where sets were copied.
+        """
         paths = [self.path / file for file in self.files] or [self.path]
+        sums = [line.get("crc32") for line in self.lines] or [None] * len(paths)
+        sums = [_checksum(path) if one is None else one for path, one in zip(paths, sums, strict=True)]
         facts = [
-            (str(path.relative_to(self.path)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths
+            (str(path.relative_to(self.path)), path.stat().st_size, path.stat().st_mtime_ns, checksum)
+            for path, checksum in zip(paths, sums, strict=True)
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
@@ -218,6 +234,24 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 def _medium(ending: str) -> str:
     return next(medium for medium, endings in MEDIA.items() if ending.lower() in endings)
+
+
+# What this library writes beside samples.
+_OWN = ("comparison.png", "comparison.html", "comparison.json", "comparison.gif")
+
+
+def _is_none(file: Path) -> bool:
+    """Whether a file of a folder is no sample: hidden (copies of notebooks, of macOS), or ours."""
+    return any(part.startswith(".") for part in file.parts) or file.name in _OWN
+
+
+def _checksum(path: Path) -> int:
+    """The CRC-32 of a file's content."""
+    checksum = 0
+    with open_regular(path) as file:
+        while part := file.read(2**20):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 class FeatureFolder:

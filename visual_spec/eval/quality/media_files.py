@@ -18,7 +18,7 @@ from visual_spec.files.arrays import read_npy
 from visual_spec.files.pictures import read_picture_file
 from visual_spec.files.reading import open_regular
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 SOUNDS = (".wav", ".flac", ".ogg")
 VIDEOS = (".npy", ".gif", ".mp4", ".webm", ".mkv", ".mov", ".avi")
 _MOST_RATE = 768_000  # Hz
