@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -60,10 +61,10 @@ def draw(
     Returns:
         tokens, the ids [N, ...], or canvas [N, D, h, w] where the pipeline is stored as that; length: what a call
         commits one or more of, the tokens of a picture or the columns of a clip; calls [N]; moved_mass [N] and
-        divergence, nan for a sampler that measures none; promises, whether its tokens equal plain decoding's
-        without a condition; promise, see `DecodeTrace.promise`; seconds and processor_seconds of the batch. Of
-        continuous tokens head_calls [N]; on a GPU peak_memory; of a next-scale pipeline also cache_held, cache_peak
-        and lossless.
+        divergence, nan for a sampler that measures none; promise, see `DecodeTrace.promise`; own_promise, the same
+        beside plain decoding with its own law settings; law_settings, as JSON; promises, whether its tokens equal
+        those without a condition; seconds and processor_seconds of the batch. Of continuous tokens head_calls [N]; on a
+        GPU peak_memory; of a next-scale pipeline also cache_held, cache_peak and lossless, with its own law settings.
     """
     with setting.on(pipe):
         output, busy = decode(pipe, setting, prompts, first, **asked)
@@ -77,14 +78,17 @@ def draw(
         more["peak_memory"] = np.array(trace.peak_memory)
     if getattr(trace, "head_calls", None) is not None:
         more["head_calls"] = trace.head_calls.cpu().numpy()
+    own = trace.beside(trace.law_settings)
     nothing = np.full(len(prompts), np.nan)
     return {
         "length": np.array(trace.commit_call.shape[1]),
         "calls": trace.target_calls.cpu().numpy(),
         "moved_mass": nothing if trace.moved_mass is None else trace.moved_mass.double().cpu().numpy(),
         "divergence": np.array(np.nan if trace.divergence is None else trace.divergence),
-        "promises": np.array(trace.promises_tokens),
+        "promises": np.array(own.promises_tokens),
         "promise": np.array(trace.promise),
+        "own_promise": np.array(own.promise),
+        "law_settings": np.array(json.dumps(own.law_settings)),
         "seconds": np.array(trace.seconds),
         "processor_seconds": np.array(busy),
         **more,
@@ -106,7 +110,7 @@ def _scale_facts(pipe: Any, setting: Setting, trace: Any, batch_size: int) -> di
     return {
         "cache_held": np.array(max([first.held, *together])),
         "cache_peak": np.array(max([first.peak, *at_work, *measuring])),
-        "lossless": np.array(trace.lossless),
+        "lossless": np.array(trace.beside(trace.law_settings).lossless),
     }
 
 

@@ -15,6 +15,7 @@ from visual_spec.eval import draws, measure
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.media import MEDIA
 from visual_spec.eval.settings import Setting, sampler_settings
+from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, promised
 
 Report = Callable[[str], Any]
 
@@ -108,21 +109,22 @@ def time_rounds(
     return times
 
 
-def facts_of(setting: Setting) -> dict[str, Any]:
-    """Return what a document says of a setting beside its figures."""
+def facts_of(setting: Setting, plain: Setting) -> dict[str, Any]:
+    """Return what a document says of a setting beside its figures and beside plain decoding."""
     return {
         "name": setting.name,
         "window": setting.window,
         "sampler": sampler_settings(setting.sampler),
         "law": setting.pipeline_law,
         "guidance_scale": setting.law.guidance_scale,
-        "lossless": bool(setting.sampler.lossless),
+        "lossless": promised(setting.sampler, plain.sampler) in (IDENTICAL, LOSSLESS),
     }
 
 
 def promises_plain(setting: Setting, plain: Setting) -> bool:
     """Return whether a setting must have the tokens of plain decoding."""
-    return bool(setting.sampler.identical) and (setting.law, setting.seed) == (plain.law, plain.seed)
+    same = (setting.law, setting.seed) == (plain.law, plain.seed)
+    return same and promised(setting.sampler, plain.sampler) == IDENTICAL
 
 
 def add_floors(rows: Sequence[dict[str, Any]], bandwidth: float) -> None:

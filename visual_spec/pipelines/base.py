@@ -43,6 +43,7 @@ from visual_spec.pipelines.steps import Asked, StepListener, Streams, asked_tens
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.promise import PLAIN
 from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SAMPLERS, SCALES, fitting, meant
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
@@ -79,6 +80,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     _steps_made: int = 0
     _interrupt: bool = False
     _facts: Any = None  # with the settings that they were read of
+    _own_sampler: Any = None  # that it was made with
     _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
     _output_types: tuple[str, ...] = ("pil", "np", "pt", "latent")
     _sample = "picture"  # what it makes, where a generator belongs to each
@@ -169,10 +171,19 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     @property
     def facts(self) -> PipelineFacts:
         """What this pipeline is, with the sampler that it has now. Read again when the settings of either change."""
-        as_saved = {**getattr(self.sampler, "config", {}), "_class_name": type(self.sampler).__name__}
+        as_saved = _as_saved(self.sampler)
         if self._facts is None or self._facts[0] != (self.config, as_saved):
             self._facts = (self.config, as_saved), self.facts_of(self.config, as_saved)
         return self._facts[1]
+
+    @property
+    def plain(self) -> Any:
+        """The sampler of the model's plain decoding, as the sampler that it was made or saved with defines its law."""
+        from visual_spec.pipelines.sampler_text import plain_beside
+
+        own = self._own_sampler
+        facts = self.facts if own is self.sampler else self.facts_of(self.config, _as_saved(own))
+        return plain_beside(facts.plain_sampler, own)
 
     medium = _fact("medium", 'What it makes: "image", "video" or "audio".')
     unit = _fact("unit", 'What a call commits, in the plural: "tokens", "columns" or "scales".')
@@ -330,6 +341,8 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         super().register_modules(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "sampler" and self._own_sampler is None:
+            self.__dict__["_own_sampler"] = value
         if isinstance(value, torch.nn.Module):
             align_weights(value)  # other libraries' loaders leave weights where the file has them
         # A component that began as None stays "(None, None)" in diffusers' configuration, and so is lost at the next
@@ -422,7 +435,11 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     def _run(self, args: Mapping[str, Any]) -> Any:
         """Draw or play: check, decode, and return what the call asks for."""
         asked = self._checked(args)
-        made = self._decode(args, asked, self._condition(args, asked))
+        before = PLAIN.set(lambda: self.plain)
+        try:
+            made = self._decode(args, asked, self._condition(args, asked))
+        finally:
+            PLAIN.reset(before)
         self._num_timesteps = self._steps_made
         self.maybe_free_model_hooks()
         return self._output(*made) if args["return_dict"] else made
@@ -512,6 +529,11 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
                 f"{type(self.sampler).__name__} needs a drafter, and this pipeline has none; set pipe.drafter, to "
                 f"{self._fitting_drafter} or a smaller model of the same tokens."
             )
+
+
+def _as_saved(sampler: Any) -> dict[str, Any]:
+    """The configuration of a sampler as its file holds it."""
+    return {**getattr(sampler, "config", {}), "_class_name": type(sampler).__name__}
 
 
 # What a sampler should do, and how those that do it are named.

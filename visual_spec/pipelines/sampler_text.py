@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from visual_spec.models.core.settings import settings_of
+from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.registry import by_name, meant, sampler_class
 
 _MODELS = ("drafter", "refiner")  # settings that name a model, and are taken as they stand
@@ -73,6 +74,20 @@ def as_saved(text: str, config: Mapping[str, Any]) -> str:
         return saved_sampler(name, config)
     pairs = [piece.partition("=") for piece in rest.replace("...", "").split(",") if piece]
     return saved_sampler(name, {key: _value(value) if value else config[key] for key, _, value in pairs})
+
+
+def plain_beside(text: str, own: Any) -> Any:
+    """The sampler of a text of plain decoding, with the other settings of `own` where that is a sampler of its class.
+
+    Models differ in how their guidance grows, or in how many steps a chain has. A sampler that never decodes plainly,
+    such as one that draws several tokens in a call, gives none.
+    """
+    name, settings = parse_sampler(text)
+    sampler = make_sampler(name, **settings)
+    if type(own) is not type(sampler) or (sampler.keeps == IDENTICAL and own.keeps != IDENTICAL):
+        return sampler
+    changed = {key: value for key, value in settings.items() if own.config.get(key, value) != value}
+    return type(own).from_config(own.config, **changed) if changed else own
 
 
 def read_sampler(text: str) -> Any:

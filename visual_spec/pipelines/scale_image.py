@@ -332,11 +332,12 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         split = self._check_split(split)
         first: Any = transformer
         budget = self.budget
-        if split == 0:
+        refines = split == 0
+        if refines:
             first, budget, split = refiner, self.refiner_budget, count
         large = self._cached(first, budget, self.make_law())
         if split == count:
-            stages = [Stage(large, range(count))]
+            stages = [Stage(large, range(count), refines=refines)]
         else:
             own = self.refiner_law(law)
             small = self._cached(refiner, self.refiner_budget, self.refiner_law(self.make_law()))

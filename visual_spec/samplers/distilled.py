@@ -30,6 +30,7 @@ from visual_spec.samplers.core.checks import (
 )
 from visual_spec.samplers.core.law import TokenLaw, non_finite
 from visual_spec.samplers.core.noise import CHAIN, TOKEN
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
@@ -88,7 +89,8 @@ class DistilledSampler(Sampler):
     """
 
     takes = ("codebook", "teacher", "tokenizer")
-    promise = "lossy"
+    law_names = ("steps", "teacher_from")
+    keeps = LOSSY
     counts_prefill = False
     records_steps = False
 

@@ -9,8 +9,7 @@ from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, Stopwa
 def trace(**changes) -> DecodeTrace:
     arguments = dict(
         sampler="Some",
-        lossless=True,
-        identical=False,
+        keeps="lossless",
         target_calls=torch.tensor([2, 4]),
         commit_call=torch.tensor([[0, 1, 1, 1], [0, 1, 2, 3]]),
         seconds=1.5,
@@ -27,12 +26,18 @@ def test_tokens_per_call_counts_the_prefill_and_the_bonus_token():
     "changes, ending",
     [
         ({}, "lossless"),
-        ({"identical": True}, "same tokens as autoregressive sampling"),
-        ({"lossless": False}, "lossy"),
-        ({"lossless": False, "divergence": 0.25}, "lossy, measured divergence 0.2500"),
+        ({"keeps": "identical"}, "same tokens as autoregressive sampling"),
+        ({"keeps": "lossy"}, "lossy"),
+        ({"keeps": "lossy", "divergence": 0.25}, "lossy, measured divergence 0.2500"),
+        ({"keeps": "lossy", "divergence": 0, "at_least": True}, "lossy, measured divergence at least 0.0000"),
         (
-            {"lossless": False, "divergence": 0, "at_least": True},
-            "lossy, measured divergence at least 0.0000",
+            {"keeps": "identical", "law_settings": {"steps": 16, "order": "raster", "eta": None}},
+            "another law than plain decoding's (steps=16, order=raster)",
+        ),
+        ({"law_settings": {"steps": 16}, "plain_settings": {"steps": 16, "eta": None}}, "lossless"),
+        (
+            {"keeps": "lossy", "divergence": 0.25, "plain_settings": {"steps": 16}},
+            "lossy, measured divergence 0.2500 from a law other than plain decoding's (steps=None)",
         ),
         ({"peak_memory": 3 * 2**20}, "1.50 s, 3 MiB peak, lossless"),
     ],

@@ -1,26 +1,37 @@
 """A set of samples compared with another one for the same prompts and seeds, such as plain decoding's.
 
-The statement about the sampler is what it promised while it drew, as the manifest keeps it. The promise speaks of plain
-decoding with the same law; where the two sets differ in more than the sampler, it says nothing about them.
+The statement about the sampler is what it keeps of a plain decoding with the law settings of the other set, by what the
+manifests say (`samplers.core.promise`); where the two sets differ in more than the sampler, it says nothing about them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from visual_spec.eval.intervals import mean_figure, rate
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.set_files import read_run
-from visual_spec.samplers.registry import SAMPLERS
+from visual_spec.samplers.core.promise import (
+    IDENTICAL,
+    LOSSLESS,
+    LOSSY,
+    NEAR_TIES,
+    OTHER,
+    UNKNOWN,
+    kept,
+    named,
+)
+from visual_spec.samplers.registry import SAMPLERS, sampler_class
 
 # By what `DecodeTrace.promise` says.
-IDENTICAL, LOSSY, UNKNOWN = "identical", "lossy", "not known"
 STATEMENTS = {
     IDENTICAL: "The sampler promises the tokens of plain decoding for every seed, and so its law.",
-    "near-ties": "The sampler promises the tokens of plain decoding up to near-ties, which rounding decides.",
-    "lossless": "The sampler promises the law of plain decoding, not the same samples. The test suite enumerates what "
+    NEAR_TIES: "The sampler promises the tokens of plain decoding up to near-ties, which rounding decides.",
+    LOSSLESS: "The sampler promises the law of plain decoding, not the same samples. The test suite enumerates what "
     "it may draw from a small model, and compares that with the law (tests/exactness).",
     LOSSY: "The sampler departs from the law of plain decoding.",
+    OTHER: "The sampler draws from another law than plain decoding's.",
     UNKNOWN: "Nothing is promised.",
 }
 _SAMPLER = {"sampler", "drafter", "refiner", "plan"}  # what may differ; "plan" was saved by earlier versions
@@ -32,7 +43,7 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
     Returns:
         beside: the folder of the other set; same_samples: the share of samples that are equal byte for byte, with its
         interval; differing: settings other than the sampler in which the sets differ; promise and statement: of the
-        sampler, against plain decoding with the same law, "not known" where the other set is none; kept: whether a
+        sampler, beside the plain decoding of the other set, "not known" where that is none; kept: whether a
         promise of the same tokens holds, None where none is made or the batches differ; divergence and moved_mass: of
         a lossy sampler, the measured distance of a tested token and the sum over a sample, else None.
 
@@ -43,7 +54,8 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
     names = sorted({*runs[0], *runs[1]} - _SAMPLER)
     differing = [name for name in names if runs[0].get(name) != runs[1].get(name)]
     same = rate(drawn.same(other))
-    promises = {line.get("promise", UNKNOWN) for line in drawn.lines}
+    laws = [_law_settings(one.lines[0], run) for one, run in zip((drawn, other), runs, strict=True)]
+    promises = {_promise_of(line) for line in drawn.lines}
     plain = {entry.class_name for entry in SAMPLERS if entry.plain}
     comparable = set(differing) <= {"batch_size"} and runs[1].get("sampler", {}).get("class") in plain
     promise = promises.pop() if comparable and len(promises) == 1 else UNKNOWN
@@ -51,12 +63,14 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
         raise ValueError(
             f"{drawn.path} promises {promise!r}; known are {', '.join(STATEMENTS)}; run sample again"
         )
+    promise = kept(promise, *laws)
+    others = f" ({named(*laws)})" if promise == OTHER else ""
     return {
         "beside": str(other.path),
         "same_samples": same,
         "differing": differing,
         "promise": promise,
-        "statement": STATEMENTS[promise],
+        "statement": STATEMENTS[promise].removesuffix(".") + others + "." if others else STATEMENTS[promise],
         # In a batch of another size the same tokens may become pixels by other roundings.
         "kept": same["hits"] == same["total"] if promise == IDENTICAL and not differing else None,
         "divergence": _measured(drawn, "divergence"),
@@ -80,6 +94,21 @@ def summary(comparison: dict[str, Any]) -> str:
         text += f" Divergence, as it measured: {moved['value']:.4f} of a tested token, {sample['value']:.3f} summed "
         text += "over a sample."
     return text
+
+
+def _promise_of(line: Mapping[str, Any]) -> str:
+    """What a sample keeps of plain decoding with its own law settings. Earlier versions knew no other."""
+    return line.get("own_promise", line.get("promise", UNKNOWN))
+
+
+def _law_settings(line: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """The law settings of a set; where earlier versions wrote none, as its sampler says without the model."""
+    if "law_settings" in line:
+        return line["law_settings"]
+    settings = dict(run.get("sampler", {}))
+    known = {entry.class_name: entry for entry in SAMPLERS}
+    entry = known.get(settings.pop("class", None))
+    return {} if entry is None else sampler_class(entry).from_config(settings).law_settings
 
 
 def _measured(samples: SampleFiles, name: str) -> dict[str, float] | None:

@@ -21,6 +21,7 @@ from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, m
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.tables import Column, column, interval, table
 from visual_spec.eval.words import words_of
+from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, LOSSY, kept, promised
 
 
 @dataclass(frozen=True)
@@ -131,30 +132,37 @@ def setting_figures(setting: Setting, first: Setting, judged: Judged, plain: Jud
     Args:
         first: plain decoding, and `plain` its samples.
     """
-    exact = all(judged.batches("lossless"))
+    promise = _promise(setting, judged, first, plain)
     calls, divergence, moved, heads = (
         judged.each("calls"), judged.batches("divergence"), judged.each("moved_mass"), judged.each("head_calls")
     )  # fmt: skip
-    own = _laws_of(setting.sampler) == _laws_of(first.sampler)
-    same = setting.sampler.identical and exact and own
     # With `exact_width` the tokens equal plain decoding with `exact_width`.
     widths = {bool(one.sampler.config.get("exact_width")) for one in (setting, first)}
-    kept = all(judged.batches("promises")) and len(widths) == 1
-    promised = same and (setting.law, setting.seed) == (first.law, first.seed)
+    exact = all(judged.batches("promises")) and len(widths) == 1
+    same = promise == IDENTICAL and (setting.law, setting.seed) == (first.law, first.seed)
     return {
         "name": setting.text,
-        "kind": kind_of(setting, first, exact),
+        "kind": kind_of(setting, first, promise),
         **setting.describe(),
-        "lossless": bool(setting.sampler.lossless) and exact and own,
-        "identical": bool(setting.sampler.identical) and exact and kept and own,
+        "lossless": promise in (IDENTICAL, LOSSLESS),
+        "identical": promise == IDENTICAL and exact,
         "samples": len(calls),
         "tokens_per_call": ratio_figure([judged.times[0]["length"]] * len(calls), calls),
         "speed_up_calls": ratio_figure(plain.each("calls"), calls),
         "head_calls": mean_figure(heads) if heads else None,
         "divergence": mean_figure(divergence) if divergence else None,
         "moved_mass": mean_figure(moved) if moved else None,
-        "identical_samples": sum(judged.samples.same(plain.samples)) if promised else None,
+        "identical_samples": sum(judged.samples.same(plain.samples)) if same else None,
     }
+
+
+def _promise(setting: Setting, judged: Judged, first: Setting, plain: Judged) -> str:
+    """What a setting keeps of the first one, in any precision: by its draws, where they tell, else by its sampler."""
+    keeps = setting.sampler.keeps if all(judged.batches("lossless")) else LOSSY
+    laws = [one.each("law_settings")[:1] for one in (judged, plain)]
+    if not all(laws):
+        laws = [[one.sampler.law_settings] for one in (setting, first)]
+    return kept(keeps, laws[0][0], laws[1][0])
 
 
 def clocks_of(
@@ -172,28 +180,22 @@ def clocks_of(
     }
 
 
-def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:
+def kind_of(setting: Setting, plain: Setting, promise: str | None = None) -> str:
     """`plain`: the setting all others are compared with. `lossy`: its law is not the model's. `control`: plain decoding
     otherwise, or a lossless sampler of another law. `lossless`: the law of `plain`.
 
     Args:
-        exact: whether the trace says that the model's own law was drawn from, where a sampler alone does not tell.
+        promise: what the setting keeps of plain decoding; None: as its sampler says without a run.
     """
+    promise = promised(setting.sampler, plain.sampler) if promise is None else promise
     if setting is plain:
         return "plain"
-    if not plain.sampler.lossless and sampler_settings(setting.sampler) == sampler_settings(plain.sampler):
+    if plain.sampler.keeps == LOSSY and sampler_settings(setting.sampler) == sampler_settings(plain.sampler):
         return "control"  # of a masked model, whose law is defined by its own decoding
-    if not (setting.sampler.lossless and exact):
-        return "lossy"
-    if _laws_of(setting.sampler) != _laws_of(plain.sampler):
+    if promise not in (IDENTICAL, LOSSLESS):
         return "lossy"
     same = type(setting.sampler) is type(plain.sampler) and setting.same_models(plain)
     return "control" if same or setting.law != plain.law else "lossless"
-
-
-def _laws_of(sampler: Any) -> Any:
-    """The settings of a sampler that are part of its law; most samplers have none."""
-    return getattr(sampler, "law_settings", None) or {}
 
 
 def cache_figures(drawn: Judged, plain: Judged) -> dict[str, float] | None:

@@ -173,6 +173,8 @@ class SampleSet:
                     "law": self.setting.pipeline_law,
                     "calls": int(arrays["calls"][index - first]),
                     "promise": str(arrays["promise"]),
+                    "own_promise": str(arrays["own_promise"]),
+                    "law_settings": json.loads(str(arrays["law_settings"])),
                     **_sample_facts(arrays, index - first),
                     "bytes": len(content),
                     "crc32": zlib.crc32(content),

@@ -33,6 +33,8 @@ _LINE = {
     "law": OBJECT,
     "calls": POSITIVE,
     "promise": TEXT,
+    "own_promise": TEXT,
+    "law_settings": OBJECT,
     "moved_mass": NUMBER,
     "divergence": NUMBER,
     "head_calls": COUNT,

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.report.rows import ComparisonRow, Scales
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
+from visual_spec.pipelines.sampler_text import plain_beside
 from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers import registry
 from visual_spec.samplers.registry import MASKED
@@ -81,23 +81,14 @@ def compare(
 
 
 def plain_decoding(pipe: Any) -> Any:
-    """The sampler of a pipeline's plain decoding.
-
-    Where the pipeline has a sampler of that class, its other settings stay: models differ in how their guidance grows.
-    Not so of one that is lossy, such as several tokens in a call: it is no plain decoding.
-    """
-    name, settings = parse_sampler(pipe.plain_sampler)
-    sampler, own = make_sampler(name, **settings), pipe.sampler
-    if type(own) is not type(sampler) or (sampler.lossless and not own.lossless):
-        return sampler
-    changed = {key: value for key, value in settings.items() if own.config.get(key, value) != value}
-    return type(own).from_config(own.config, **changed) if changed else own
+    """The sampler of a pipeline's plain decoding, with settings of the sampler that it has now; see `plain_beside`."""
+    return plain_beside(pipe.plain_sampler, pipe.sampler)
 
 
 def _row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
     shown, grid, rate, scales = _SHOWN[pipe.medium](pipe, plain, fast)
     one, two = shown
-    trace = fast.trace
+    trace = fast.trace.beside(plain.trace.law_settings)
     heads = [getattr(output.trace, "head_calls", None) for output in (plain, fast)]
     entered = getattr(trace, "entry_call", None)
     ids = "codes" if pipe.medium == "audio" else "tokens"

@@ -47,7 +47,7 @@ def curve(
         value, error = ratio_with_error([length] * len(calls), calls)
         same = int((tokens == plain).flatten(1).all(1).sum()) if plain is not None and equal else None
         row = {
-            **facts_of(setting),
+            **facts_of(setting, settings[0]),
             pipe.unit: length,
             "samples": len(prompts),
             "calls_per_sample": calls,

@@ -216,14 +216,14 @@ def time_settings(
     best = _fastest_plain(settings, rounds)
     rows = []
     for index, setting in enumerate(settings):
-        kept = traces[index][-1].identical and setting.sampler.config.get("num_draft_scales") != 0
+        same = traces[index][-1].beside(traces[0][-1].law_settings).identical
         rows.append(
             {
-                **facts_of(setting),
+                **facts_of(setting, first),
                 "batch_size": batch_size,
                 "samples": runs * batch_size,
                 "identical_samples": rounds.identical[index]
-                if index and kept and promises_plain(setting, first)
+                if index and same and promises_plain(setting, first)
                 else None,
                 **machine_figures(rounds, index),
                 **unit_figures(pipe, setting, rounds, index, best, traces[index][-runs:]),
@@ -358,7 +358,7 @@ def _without_cache(pipe: Any, plain: Setting, prompts: list[str]) -> dict[str, A
     )
     length = drawn.tokens.shape[1]
     return {
-        **facts_of(plain),
+        **facts_of(plain, plain),
         **_LOOP,
         "name": plain_loops.NO_CACHE,
         **dict(batch_size=count, tokens=length, samples=count),

@@ -309,6 +309,11 @@ def with_groups(*groups: type) -> Callable[[Callable[..., None]], Callable[..., 
     return add
 
 
+def fields_of(*groups: type) -> tuple[str, ...]:
+    """Return the names of the settings of such dataclasses."""
+    return tuple(one.name for group in groups for one in fields(group))
+
+
 def group_of(group: type[Group], config: Mapping[str, Any]) -> Group:
     """Return the settings of a configuration that are fields of a dataclass."""
     return group(**{one.name: config[one.name] for one in fields(group)})  # pyright: ignore[reportArgumentType]

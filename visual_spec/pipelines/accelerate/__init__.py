@@ -142,7 +142,7 @@ def summary(pipe: Any) -> str:
 
 
 def _promised(pipe: VisualPipeline) -> str:
-    return f"{promise(pipe.sampler)}; nothing decoded yet"
+    return f"{promise(pipe.sampler, pipe.plain)}; nothing decoded yet"
 
 
 # What `accelerate` takes from other libraries, asked in turn: a module beside this one, and its class. Read when an

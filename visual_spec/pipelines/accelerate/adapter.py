@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
+from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, OTHER, promised
+
 PLAIN = "_visual_spec_plain"
 _ABSENT = object()
 
@@ -79,10 +81,11 @@ class Adapter(ABC):
         return promise(model.sampler)
 
 
-def promise(sampler: Any) -> str:
-    """A sampler by name, and what becomes of the tokens."""
-    kept = "the same tokens" if sampler.identical else "the same law" if sampler.lossless else "not lossless"
-    return f"{type(sampler).__name__}, {kept}"
+def promise(sampler: Any, plain: Any = None) -> str:
+    """A sampler by name, and what becomes of the tokens beside those of `plain`; None: plain decoding's defaults."""
+    kept = promised(sampler, plain)
+    words = {IDENTICAL: "the same tokens", LOSSLESS: "the same law", OTHER: OTHER}
+    return f"{type(sampler).__name__}, {words.get(kept, 'not lossless')}"
 
 
 def hang(model: Any, **attributes: Any) -> None:

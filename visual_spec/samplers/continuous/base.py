@@ -18,10 +18,12 @@ from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult
 
 ORDERS = ("random", "raster")
+REUSE = ("reuse", "reuse_from", "local_levels")
 
 
 @dataclass
@@ -157,6 +159,7 @@ class ContinuousTokenSampler(VectorSampler):
     """The base of samplers of continuous tokens, whose settings include `ContinuousLaw`."""
 
     takes: ClassVar[tuple[str, ...]] = ()
+    law_names = ("steps", "order", "guidance", "head_steps", "last_head_steps", "eta", "final_noise", *REUSE)
 
     def chain_settings(self, own: ChainSettings) -> ChainSettings:
         """The chain, where a model's own is `own`."""
@@ -165,11 +168,23 @@ class ContinuousTokenSampler(VectorSampler):
 
     @property
     def law_settings(self) -> dict[str, Any]:
-        """The settings that are part of the law: samplers that differ in one of them draw from different laws."""
-        names = ("steps", "order", "guidance", "head_steps", "last_head_steps", "eta", "final_noise")
-        if self.config.get("reuse"):
-            names += ("reuse", "reuse_from")
-        return {name: self.config.get(name) for name in names}
+        """As of `Sampler`; those of reuse are None where nothing is reused."""
+        return super().law_settings | ({} if self.config.get("reuse") else dict.fromkeys(REUSE))
+
+    def law_settings_in(self, run: Run) -> dict[str, Any]:
+        """As of `Sampler`, with what None stands for in this model."""
+        model, asked = run.model, self.law_settings
+        chain = self.chain_settings(model.chain)
+        levels, last = chain.head_steps, asked["last_head_steps"]
+        return asked | {
+            "steps": self.num_steps(model),
+            "order": None if asked["order"] == "random" else asked["order"],
+            "guidance": asked["guidance"] if run.guided else None,
+            "head_steps": levels,
+            "last_head_steps": None if last == levels else last,
+            "eta": chain.eta,
+            "final_noise": chain.final_noise,
+        }
 
     def num_steps(self, model: ContinuousModel) -> int:
         """Calls of a model that draws every token of a call at once."""
@@ -224,7 +239,7 @@ class ContinuousTokenSampler(VectorSampler):
         state = kind.blank(
             run,
             torch.zeros(*places.shape, model.token_dim, dtype=dtype, device=device),
-            meter=None if self.lossless else DivergenceMeter(size, device),
+            meter=None if self.keeps != LOSSY else DivergenceMeter(size, device),
             places=places,
             law=self.chain_law(run, scratch, device),
             **{name: torch.zeros(size, dtype=torch.long, device=device) for name in COUNTS},

@@ -19,6 +19,7 @@ from visual_spec.models.core.settings import Within, register_to_config
 from visual_spec.samplers.continuous.base import VectorSampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.noise import CHAIN
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
 
 
@@ -79,7 +80,8 @@ class BlockDiffusionSampler(VectorSampler):
     sample and a place, so a sample depends neither on its batch nor, at its start, on the levels.
     """
 
-    promise = "lossy"  # a law of its own
+    law_names = ("levels",)
+    keeps = LOSSY  # a law of its own
     counts_prefill = False
     records_steps = False
 

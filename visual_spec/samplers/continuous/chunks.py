@@ -24,6 +24,7 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 
@@ -170,7 +171,8 @@ class ChunkWiseSampler(Sampler):
     """
 
     takes = ("num_frames", "height", "width", "context", "draft_model", "reward", "threshold")
-    promise = "lossy"  # a law of its own
+    law_names = ("chunk", "steps", "shift", "first_steps")
+    keeps = LOSSY  # a law of its own
     records_steps = False
 
     @register_to_config

@@ -28,6 +28,7 @@ from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState, ContinuousTokenSampler
 from visual_spec.samplers.continuous.conditions import SlotGroup
 from visual_spec.samplers.core.checks import wants_graph
+from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run
 
 # Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.
@@ -80,7 +81,7 @@ class ContinuousSampler(ContinuousTokenSampler):
     `ContinuousTrace`. Noise belongs to a sample, a place and a level, so a token depends on no batch.
     """
 
-    promise = "identical"
+    keeps: Any = IDENTICAL
 
     @register_to_config
     @with_groups(ContinuousLaw)

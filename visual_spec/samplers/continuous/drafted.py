@@ -26,6 +26,7 @@ from visual_spec.samplers.continuous.rules import (
 )
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.promise import LOSSLESS, LOSSY
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE
 
@@ -96,8 +97,8 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         return RULES[self.config.rule](self.config.tolerance)
 
     @property
-    def promise(self) -> str:
-        return "lossless" if RULES[self.config.rule].lossless else "lossy"
+    def keeps(self) -> str:
+        return LOSSLESS if RULES[self.config.rule].lossless else LOSSY
 
     @property
     def measures_at_least(self) -> bool:

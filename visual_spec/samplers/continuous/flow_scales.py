@@ -20,6 +20,7 @@ from visual_spec.samplers.continuous.base import ContinuousTrace, VectorSampler
 from visual_spec.samplers.core.checks import check_guided, check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run
 
 _LEVELS = Within(2, 1000)
@@ -89,7 +90,8 @@ class FlowScaleSampler(VectorSampler):
     of a map, so a picture depends on no batch.
     """
 
-    promise = "lossy"  # a law of its own
+    law_names = ("levels", "last_levels", "guided_from")
+    keeps = LOSSY  # a law of its own
     records_steps = False
 
     @register_to_config

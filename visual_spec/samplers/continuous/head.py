@@ -22,6 +22,7 @@ from visual_spec.samplers.continuous.denoising import Chains, Law, drawn
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
+from visual_spec.samplers.core.promise import LOSSLESS
 from visual_spec.samplers.core.state import Run
 
 
@@ -36,7 +37,7 @@ class HeadSpeculativeSampler(ContinuousSampler):
     `ContinuousTrace.head_calls` counts what it saves; `target_calls` stay.
     """
 
-    promise = "lossless"
+    keeps = LOSSLESS
 
     @register_to_config
     @with_groups(ContinuousLaw)

@@ -20,6 +20,7 @@ from visual_spec.samplers.continuous.denoising import ChainLog
 from visual_spec.samplers.continuous.rules import AlignedRule, ChainRule, Rule, Window
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.promise import LOSSLESS, LOSSY
 from visual_spec.samplers.core.state import Run
 
 
@@ -66,11 +67,11 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
         return kind(self.config.tolerance)
 
     @property
-    def promise(self) -> str:
-        return "lossless" if self._rule.lossless else "lossy"
+    def keeps(self) -> str:
+        return LOSSLESS if self._rule.lossless else LOSSY
 
     def window_of(self, model: Any) -> int:
-        return self.config.window if self.lossless else 2 * self.config.window
+        return self.config.window if self.keeps != LOSSY else 2 * self.config.window
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

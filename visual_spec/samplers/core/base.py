@@ -21,7 +21,8 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.core.settings import whole
-from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, RELAXED, AcceptanceRule, Relaxation
+from visual_spec.samplers.core.acceptance import EXACT, RELAXED, AcceptanceRule, Relaxation
+from visual_spec.samplers.core.acceptance import IDENTICAL as IDENTICAL_RULE
 from visual_spec.samplers.core.checks import (
     CheckedLaw,
     check_guided,
@@ -39,6 +40,7 @@ from visual_spec.samplers.core.precision import (
     scales_by_batch,
     watched,
 )
+from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, LOSSY, PLAIN, kept
 from visual_spec.samplers.core.state import (
     SO_FAR,
     WATCHER,
@@ -63,7 +65,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
     Attributes:
         takes: names of the arguments of a call beside the model, its condition and the law, such as "drafter".
         needs_drafter: whether the sampler drafts with a second model.
-        promise: "identical", "lossless" or "lossy" for a sampler without a setting `acceptance`; else None.
+        law_names: the settings that change the law that plain decoding draws from. Their defaults are plain decoding's.
+        keeps: what the rule keeps of plain decoding with the same law settings, in the words of `core.promise`; of a
+            sampler with a setting `acceptance`, what that says.
         counts_prefill: whether the prefill predicts the first slots and therefore counts as call 0.
         records_steps: whether the setting `graph` records whole steps; else the method records what it says.
         reads_text: whether the method decodes laws that read the tokens before the slot, and ends that come early.
@@ -73,7 +77,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     config: Any
     takes: tuple[str, ...] = ()
     needs_drafter: bool = False
-    promise: Any = None
+    law_names: ClassVar[tuple[str, ...]] = ()
     counts_prefill: ClassVar[bool] = True
     records_steps: bool = True
     reads_text: ClassVar[bool] = False
@@ -104,14 +108,36 @@ class Sampler(SchedulerMixin, ConfigMixin):
         return EXACT_WIDTH if self.config.get("exact_width") else None
 
     @property
+    def _kept_by_acceptance(self) -> str:
+        acceptance = self.config.acceptance
+        return IDENTICAL if acceptance == "identical" else LOSSY if acceptance in RELAXED else LOSSLESS
+
+    keeps: Any = _kept_by_acceptance
+
+    @property
+    def law_settings(self) -> dict[str, Any]:
+        """The settings of the law, by name: plain decoding with the same ones has the law that the rule keeps."""
+        return {name: _comparable(self.config.get(name)) for name in self.law_names}
+
+    def law_settings_in(self, run: Run) -> dict[str, Any]:
+        """Return the same as they are in one run: None where they change nothing there."""
+        return self.law_settings
+
+    def promise(self, plain: Sampler | None = None) -> str:
+        """Return what is kept of a plain decoding, as `core.promise` says; None: plain decoding with its defaults."""
+        if plain is None:
+            plain = type(self)() if self.law_names else self
+        return kept(self.keeps, self.law_settings, plain.law_settings)
+
+    @property
     def identical(self) -> bool:
-        """Whether the tokens equal plain decoding's with the same generator."""
-        return (self.promise or self.config.acceptance) == "identical"
+        """Whether the tokens equal those of plain decoding, with its defaults and the same generator."""
+        return self.promise() == IDENTICAL
 
     @property
     def lossless(self) -> bool:
-        """Whether the output law equals plain decoding's."""
-        return (self.promise or self.config.acceptance) not in ("lossy", *RELAXED)
+        """Whether the output law equals that of plain decoding with its defaults."""
+        return self.promise() in (IDENTICAL, LOSSLESS)
 
     @property
     def measures_at_least(self) -> bool:
@@ -135,7 +161,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         if "acceptance" not in self.config or self.config.acceptance == "exact":
             return EXACT
         if self.config.acceptance == "identical":
-            return IDENTICAL
+            return IDENTICAL_RULE
         from visual_spec.samplers.core.relaxed import rule_of  # with its tables and kernels
 
         return rule_of(self.relaxation, parts.get("codebook"), device)
@@ -394,6 +420,19 @@ def decode(
     return _result(sampler, run, state, active, cut=stopped and steps != num_calls)
 
 
+def _comparable(value: Any) -> Any:
+    """A setting as files keep it: a configuration that was loaded has lists."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _plain_settings(sampler: Sampler, run: Run) -> dict[str, Any]:
+    """Return the law settings of plain decoding in a run, see `PLAIN`."""
+    if not sampler.law_names:
+        return {}
+    plain = PLAIN.get()
+    return (type(sampler)() if plain is None else plain()).law_settings_in(run)
+
+
 def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cut: bool) -> SampleResult:
     """Build the result of a decode. `cut`: a callback ended it before its last step."""
     tokens = active.whole("tokens", state.tokens)[:, : run.num_tokens].clone()
@@ -409,8 +448,9 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         stopped = sampler.num_calls(run) is not None or not bool(done.all())
     trace = dict(
         sampler=type(sampler).__name__,
-        lossless=sampler.lossless,
-        identical=sampler.identical,
+        keeps=sampler.keeps,
+        law_settings=sampler.law_settings_in(run),
+        plain_settings=_plain_settings(sampler, run),
         target_calls=active.whole("target_calls", state.target_calls).cpu(),
         commit_call=commit_call,
         seconds=seconds,

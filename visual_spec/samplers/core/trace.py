@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, NEAR_TIES, OTHER, UNKNOWN, kept, named
 
 MEASURE = "measure"  # the phase in which a lossy sampler measures its divergence
 
@@ -18,9 +22,9 @@ class DecodeTrace:
 
     Attributes:
         sampler: class name of the sampler.
-        lossless: whether the output law equals the law of autoregressive sampling.
-        identical: whether the sampler returns the tokens of autoregressive sampling with the same generator, as far as
-            `low_precision` and `scales_by_batch` allow.
+        keeps: what the rule of the sampler keeps of plain decoding with the same law settings: see `core.promise`.
+        law_settings, plain_settings: settings of the law (`Sampler.law_settings_in`) of this run, and of the plain
+            decoding of the model that it is compared with.
         target_calls: long [B], target calls until the sample was complete, including the prefill, which yields slot 0.
         commit_call: long [B, L], the call at which each slot was committed (the prefill is call 0); -1 at slots that
             were not committed before a callback ended the decode, and after an end that came early
@@ -47,8 +51,7 @@ class DecodeTrace:
     """
 
     sampler: str
-    lossless: bool
-    identical: bool
+    keeps: str
     target_calls: Tensor
     commit_call: Tensor
     seconds: float
@@ -64,6 +67,27 @@ class DecodeTrace:
     near_ties: Tensor | None = None
     exact_width: bool | None = None
     known: Tensor | None = None
+    law_settings: Mapping[str, Any] = field(default_factory=dict)
+    plain_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def beside(self, law_settings: Mapping[str, Any]) -> Self:
+        """Return the same record beside plain decoding with other law settings, such as those of its trace."""
+        return replace(self, plain_settings=law_settings)
+
+    @property
+    def _kept(self) -> str:
+        return kept(self.keeps, self.law_settings, self.plain_settings)
+
+    @property
+    def identical(self) -> bool:
+        """Whether the tokens are those of plain decoding with the same generator, as far as `low_precision` and
+        `scales_by_batch` allow."""
+        return self._kept == IDENTICAL
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output law equals the law of plain decoding."""
+        return self._kept in (IDENTICAL, LOSSLESS)
 
     @property
     def promises_tokens(self) -> bool:
@@ -76,18 +100,12 @@ class DecodeTrace:
 
     @property
     def promise(self) -> str:
-        """What is promised against autoregressive sampling.
-
-        One of "identical" (the same tokens), "near-ties" (the same but for these), "lossless" (the same law), "lossy",
-        and "not known".
-        """
-        if self.promises_tokens:
-            return "identical"
+        """What this run keeps of plain decoding, in the words of `core.promise`."""
+        if self.promises_tokens or self._kept == OTHER:
+            return self._kept
         if self.scales_by_batch:
-            return "not known"
-        if self.identical:
-            return "near-ties"
-        return "lossless" if self.lossless else "lossy"
+            return UNKNOWN
+        return NEAR_TIES if self.identical else self._kept
 
     @property
     def tokens_per_call(self) -> Tensor:
@@ -98,6 +116,9 @@ class DecodeTrace:
     @property
     def output_law(self) -> str:
         """The output law in words."""
+        others = named(self.law_settings, self.plain_settings)
+        if self._kept == OTHER:
+            return f"another law than plain decoding's ({others})"
         if self.scales_by_batch:
             return "not known: the scales of quantised activations depend on the window"
         if self.identical:
@@ -107,7 +128,8 @@ class DecodeTrace:
         if self.divergence is None:
             return "lossy"
         bound = "at least " if self.at_least else "at most " if self.at_most else ""
-        return f"lossy, measured divergence {bound}{self.divergence:.4f}"
+        moved = f"lossy, measured divergence {bound}{self.divergence:.4f}"
+        return f"{moved} from a law other than plain decoding's ({others})" if others else moved
 
     @property
     def _condition(self) -> str:

@@ -33,6 +33,7 @@ from visual_spec.models.core.settings import (
     SHARE,
     OneOf,
     Within,
+    fields_of,
     group_of,
     register_to_config,
     with_groups,
@@ -41,6 +42,7 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_known_tokens
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.checks import check_frame_model
@@ -157,7 +159,11 @@ class FrameMaskedSampler(Sampler):
     """
 
     takes = ("known_tokens",)
-    promise = "lossy"
+    law_names = (
+        "steps", "history_hidden", "history_pattern", "unconditional_history", "choice_temperature", "later_noise",
+        *fields_of(Schedule, Ranking, LawByStep),
+    )  # fmt: skip
+    keeps = LOSSY
     counts_prefill = False
     records_steps = False
 

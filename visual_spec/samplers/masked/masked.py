@@ -24,6 +24,7 @@ from visual_spec.models.core.settings import (
     SHARE,
     Graph,
     OneOf,
+    fields_of,
     group_of,
     register_to_config,
     with_groups,
@@ -32,6 +33,7 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_known_tokens, wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import SPAN_SCORES
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.calls import RecordedCalls, Reuse
@@ -75,7 +77,14 @@ class MaskedSampler(Sampler):
     """
 
     takes = ("known_tokens", "rescorer", "rescorer_condition", "shortcut")
-    promise = "lossy"
+    law_names = (
+        "steps",
+        "span",
+        "span_score",
+        "rescorer_share",
+        *fields_of(Schedule, Ranking, LawByStep, Reuse),
+    )
+    keeps = LOSSY
     counts_prefill = False
     records_steps = False
 

@@ -38,6 +38,7 @@ from visual_spec.samplers.core.masking import (
     hidden_shares,
 )
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 from visual_spec.samplers.core.verification import verify
@@ -118,7 +119,8 @@ class SelfSpeculativeMaskedSampler(Sampler):
     """
 
     takes = ("causal_layer",)
-    promise = "lossy"  # beside one token a call: its law is the layer's
+    law_names = ("steps", "schedule", "order")
+    keeps = LOSSY  # beside one token a call: its law is the layer's
     counts_prefill = False
     records_steps = False
 

@@ -32,6 +32,7 @@ from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import Verdict
@@ -138,6 +139,7 @@ class SpeculativeMaskedSampler(ChainSampler):
     """
 
     takes = ()
+    law_names = ("order",)
 
     @register_to_config
     def __init__(
@@ -172,7 +174,7 @@ class SpeculativeMaskedSampler(ChainSampler):
         rows = state.row.repeat(len(ahead) // len(slots))
         logits = ahead[torch.arange(len(ahead), device=rows.device), rows]  # [R, N, V]
         laws = run.law(logits, slots, run.guided)
-        stream, round = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
+        stream, round = (TOKEN, 0) if self.keeps == IDENTICAL else (DRAFT, state.round + 1)
         tokens = run.noise.categorical(laws, slots, stream, round)
         run.lap("draft")
         there = slots < run.num_tokens

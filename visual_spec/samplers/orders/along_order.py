@@ -165,6 +165,12 @@ class AlongOrderSampler(Sampler):
     """
 
     takes: tuple[str, ...] = ("known_tokens",)
+    law_names = ("order", "guidance_start")
+
+    def law_settings_in(self, run: Run) -> dict[str, Any]:
+        start, scale = self.config.guidance_start, run.law_given.guidance_scale
+        ramps = run.guided and start != scale
+        return self.law_settings | {"guidance_start": start if ramps else None}
 
     def first_places(self, num_tokens: int) -> int:
         """Return how many places the prefill asks."""

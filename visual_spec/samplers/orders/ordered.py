@@ -14,6 +14,7 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_request, check_returned
 from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.promise import LOSSLESS, OTHER
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
@@ -49,10 +50,20 @@ class OrderedSampler(Sampler):
     ) -> None:
         pass
 
+    law_names = ("order",)
+
     @property
-    def promise(self) -> str:
+    def keeps(self) -> str:
         """Of every run that is not refused. The trace says it of one run."""
-        return "lossy" if self.config.allow_approximate else "lossless"
+        return OTHER if self.config.allow_approximate and self.config.order else LOSSLESS
+
+    @property
+    def law_settings(self) -> dict[str, Any]:
+        """None: an order that is not refused is the model's own, unless another one is allowed."""
+        return {"order": self.config.order if self.config.allow_approximate else None}
+
+    def law_settings_in(self, run: Run) -> dict[str, Any]:
+        return {"order": None if self.fidelity(run.model) == TRAINED else self.name_for(run.model)}
 
     def name_for(self, model: Any) -> str:
         """Return the name of the order in which this model is decoded."""
@@ -153,7 +164,9 @@ class OrderedSampler(Sampler):
         return done.to(run.device).expand(len(state.tokens), -1)
 
     def result(self, run: Run, state: OrderedState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        return super().result(run, state, tokens, trace | {"lossless": self.fidelity(run.model) == TRAINED})
+        return super().result(
+            run, state, tokens, trace | {"keeps": LOSSLESS}
+        )  # in the order of `law_settings_in`
 
 
 def whole_picture(run: Run, first: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import MEASURE
 from visual_spec.samplers.orders.row_order import RowOrder, RowPlan
@@ -65,7 +66,7 @@ class RowSampler(Sampler):
     samples and slots. `target_calls` does not count the extra pass; its time is phase `MEASURE`.
     """
 
-    promise = "lossy"
+    keeps = LOSSY
 
     def order(self, grid: TokenGrid) -> RowOrder:
         """Return the decoding order for this grid."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from visual_spec.models.core.settings import AUTO, Graph, register_to_config
 from visual_spec.samplers.core.base import Sampler
+from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run, State
 
 
@@ -17,7 +18,7 @@ class AutoregressiveSampler(Sampler):
             the reference for samplers with `exact_width` (see `SpeculativeJacobiSampler`).
     """
 
-    promise = "identical"
+    keeps = IDENTICAL
     reads_text = True
 
     @register_to_config

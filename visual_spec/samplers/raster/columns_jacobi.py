@@ -28,6 +28,7 @@ from visual_spec.samplers.core.acceptance import (
 from visual_spec.samplers.core.checks import Coupling, ExactWidth, Window
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.relaxed import rule_of
 from visual_spec.samplers.raster.column_base import (
     CODEBOOK,
@@ -102,7 +103,7 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
         self.relaxation.check(books, model.vocab_size)
 
     def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
-        if self.lossless:
+        if self.keeps != LOSSY:
             return super().rule(model, parts, device)
         books = parts.get("codebook")
         codes = [None] * model.grid.codebooks if books is None else books

@@ -25,6 +25,7 @@ from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_draf
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.raster.block import BLOCK
@@ -124,7 +125,7 @@ class DraftedSampler(ChainSampler):
         """Draft up to `num_drafts` slots, one drafter call each."""
         view, law, guided = run.view, partial(draft_law, run.law), state.drafter_cache.guided
         # The identical mode draws with the slot's own noise, so a draft equals the target's token if the laws agree.
-        stream, round = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
+        stream, round = (TOKEN, 0) if self.keeps == IDENTICAL else (DRAFT, state.round + 1)
         going = state.lengths < run.num_tokens  # [B], rows that still draft
         tokens, laws, drafted = [], [], []
         logits = catch_up(run, state, self.window_of(run.model))  # [R, 1, V], or [R, 1, K, V]

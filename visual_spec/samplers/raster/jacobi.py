@@ -29,6 +29,7 @@ from visual_spec.samplers.core.drafts import (
     copied_slots,
 )
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.raster.redrafting import (
@@ -171,17 +172,19 @@ class SpeculativeJacobiSampler(ChainSampler):
     def drafts(self) -> str:
         """Who drafts a slot whose draft is stale."""
         drafts = self.config.get("drafts", CARRIED)  # a subclass may have no such setting
-        return drafts or (REPAIRED if self.identical else CARRIED)
+        return drafts or (REPAIRED if self.keeps == IDENTICAL else CARRIED)
 
     @property
     def redrafting(self) -> Redrafting:
         """How drafts follow from the last call."""
-        return Redrafting(self.config.coupling, self.identical, self.config.initial_draft, self.labels)
+        return Redrafting(
+            self.config.coupling, self.keeps == IDENTICAL, self.config.initial_draft, self.labels
+        )
 
     @property
     def labels(self) -> bool:
         """Whether drafts are labelled with the laws they were drawn from."""
-        return not self.identical
+        return self.keeps != IDENTICAL
 
     @property
     def coupled(self) -> bool:
@@ -193,7 +196,7 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
         # Under the other acceptances the tokens of a seed depend on the window, so it may not depend on the batch.
-        if self.fixed_width is not None or not self.identical or isinstance(self.config.window, int):
+        if self.fixed_width is not None or self.keeps != IDENTICAL or isinstance(self.config.window, int):
             return advance
         if self.config.window is None:
             return by_rows(advance, state, run.cache.guided)
@@ -217,7 +220,7 @@ class SpeculativeJacobiSampler(ChainSampler):
 
             state.drafter_cache = start_drafter(run, window=window)
             state.fed = torch.zeros_like(state.lengths)
-            state.steady = torch.zeros_like(state.tokens) if self.identical else None
+            state.steady = torch.zeros_like(state.tokens) if self.keeps == IDENTICAL else None
         slots, logits = torch.zeros_like(state.lengths)[:, None], run.view.first(run.cache.logits)
         first = run.view.laws(run.law, logits, slots, run.guided)  # [B, K, V]
         self.redraft(run, state, first.repeat(1, window, 1), torch.ones_like(state.lengths), width=1)
@@ -290,7 +293,9 @@ class SpeculativeJacobiSampler(ChainSampler):
         # If the last column is forced and the next is not, "last_law" drafts token 0 with certainty: a poor draft,
         # correctly labelled.
         reached, rows = source < width, view.places(source.clamp(max=width - 1))
-        if self.identical:  # an earlier, wider call may also have scored a slot: drafts need no label
+        if (
+            self.keeps == IDENTICAL
+        ):  # an earlier, wider call may also have scored a slot: drafts need no label
             reached = reached | (state.commit_call.gather(1, slots) > 0)
 
         def copies(drafts: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from visual_spec.samplers.core.checks import CheckedLaw, check_guided, check_ret
 from visual_spec.samplers.core.drafters import draft_law
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise
+from visual_spec.samplers.core.promise import LOSSLESS, LOSSY
 from visual_spec.samplers.core.relaxed import neighbour_table
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DivergenceMeter
@@ -97,10 +98,10 @@ class MultiscaleSampler(Sampler):
         pass
 
     @property
-    def promise(self) -> str:
+    def keeps(self) -> str:
         """Lossless without pooling, if every slot after a refusal is verified again."""
         config = self.config
-        return "lossless" if (config.pool, config.radius, config.max_rounds) == (1, None, None) else "lossy"
+        return LOSSLESS if (config.pool, config.radius, config.max_rounds) == (1, None, None) else LOSSY
 
     @property
     def needs_codebook(self) -> bool:
@@ -158,7 +159,7 @@ class MultiscaleSampler(Sampler):
             run,
             tokens,
             target_calls=torch.ones_like(tokens[:, 0]),
-            meter=None if self.lossless else DivergenceMeter(run.batch_size, run.device),
+            meter=None if self.keeps != LOSSY else DivergenceMeter(run.batch_size, run.device),
             label=label,
             open=torch.ones_like(tokens, dtype=torch.bool),
         )

@@ -25,6 +25,7 @@ from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_draf
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.verification import draw_near
 from visual_spec.samplers.raster.drafted import DraftedState, begin_drafted
@@ -252,7 +253,7 @@ class TreeSampler(Sampler):
         depth, width, top_k = self.config.depth, self.config.width, self.config.siblings == TOP_K
         # Nodes of one level share a slot, and so its noise. At most one of them is on the kept path, and which one does
         # not depend on this noise.
-        stream, round = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
+        stream, round = (TOKEN, 0) if self.keeps == IDENTICAL else (DRAFT, state.round + 1)
         zero = torch.zeros_like(state.lengths)[:, None]  # [B, 1]
         logits = catch_up(run, state, depth + 1)  # [R, 1, V]
         precise = torch.promote_types(logits.dtype, torch.float32)
@@ -303,7 +304,7 @@ class TreeSampler(Sampler):
             # is chosen without its parent.
             chosen = tree.scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.num_scored]
             return tree.nodes(chosen.sort(-1).values)
-        if not self.identical and not top_k:
+        if self.keeps != IDENTICAL and not top_k:
             tree.laws = torch.cat(laws, 1)
         return tree
 
@@ -327,7 +328,7 @@ class TreeSampler(Sampler):
             accepted, refused = verify_siblings(
                 left,
                 tokens,
-                None if self.identical else _sibling_laws(tree, at, tokens, target),
+                None if self.keeps == IDENTICAL else _sibling_laws(tree, at, tokens, target),
                 run.noise,
                 slots + level,
                 rule=run.rule,

@@ -21,6 +21,7 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
+from visual_spec.samplers.core.promise import IDENTICAL, LOSSY
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE, SampleResult
 from visual_spec.samplers.scales.schedule import SCHEDULES, ScaleSchedule
@@ -117,6 +118,7 @@ class ScaleWiseSampler(Sampler):
     """
 
     takes = ("tokenizer",)
+    law_names = ("ramp", "scales", "num_draft_scales")
     flat_settings: ClassVar[dict[str, Sequence[str]]] = {"schedule": ("preset", *ScaleSchedule.names())}
 
     @register_to_config
@@ -144,15 +146,23 @@ class ScaleWiseSampler(Sampler):
         return ScaleSchedule.of(self.config["schedule"])
 
     @property
-    def promise(self) -> str:
+    def keeps(self) -> str:
         """What samples of one model follow: the model's sampling, token for token. Several models have no common law.
 
-        With a schedule only if it leaves nothing out, whatever the number of scales. Not if the refiner draws alone,
-        nor with scales in place of the model's own.
+        With a schedule only if it leaves nothing out, whatever the number of scales.
         """
-        own = self.schedule.empty and self.config["scales"] is None
-        exact = not self.config["smooth"] and own and self.config["num_draft_scales"] != 0
-        return "identical" if exact else "lossy"
+        return IDENTICAL if self.schedule.empty and not self.config["smooth"] else LOSSY
+
+    @property
+    def law_settings(self) -> dict[str, Any]:
+        """As of `Sampler`; of `num_draft_scales`, 0: two models that share the scales have no law in common."""
+        alone = self.config["num_draft_scales"] == 0
+        return super().law_settings | {"num_draft_scales": 0 if alone else None}
+
+    def law_settings_in(self, run: Run) -> dict[str, Any]:
+        refined = run.model[0].refines  # a call may say so too
+        ramp = self.config["ramp"] if run.guided else None
+        return self.law_settings | {"ramp": ramp, "num_draft_scales": 0 if refined else None}
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -340,8 +350,7 @@ class ScaleWiseSampler(Sampler):
         # A model with a compressed cache draws from a different law.
         exact = len(runs) == 1 and getattr(run.model[0].model, "lossless", True)
         whole = not self.schedule.leaves_out(len(run.parts["tokenizer"].scales))
-        promised = exact and whole and not self.config["smooth"] and self.config["scales"] is None
-        trace |= dict(lossless=promised, identical=promised)
+        trace["keeps"] = IDENTICAL if exact and whole and not self.config["smooth"] else LOSSY
         drawn = range(state.round + 1)
         calls = tuple(sum(scale in drawn for stage in stages for scale in stage.scales) for stages in runs)
         whole_trace = ScaleTrace(

@@ -41,6 +41,7 @@ class Stage:
         law: the law of these scales; None is the law of the call.
         late_temperature: divides the log-probabilities after the law's filters; the law's own temperature applies
             before them. The published CoDe samples this way.
+        refines: whether a refiner draws all scales, which has a law of its own.
 
     Raises:
         ValueError: the range is empty or has steps, or the temperature is not above 0.
@@ -50,6 +51,7 @@ class Stage:
     scales: range
     law: TokenLaw | None = None
     late_temperature: Annotated[float, Within(above=0)] = 1.0
+    refines: bool = False
 
     def __post_init__(self) -> None:
         read_fields(self)
