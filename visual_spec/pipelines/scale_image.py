@@ -175,7 +175,8 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         budgets = (settings.get("budget"), settings.get("refiner_budget"), sampler.get("cache_share"))
         whole_cache = {} if budgets == (None, None, None) else {"cache_share": "off"}
-        plain = write_sampler("scale-wise", {"num_draft_scales": "all"} | whole_cache)
+        ramp = {} if sampler.get("ramp", True) else {"ramp": False}  # which belongs to the model
+        plain = write_sampler("scale-wise", {"num_draft_scales": "all"} | whole_cache | ramp)
         stored = "canvas" if sampler.get("smooth") or sampler.get("scales") else "ids"
         return replace(super().facts_of(settings, sampler), plain_sampler=plain, stored_as=stored)
 

@@ -281,8 +281,7 @@ def test_a_folder_holds_one_setting_one_model_and_one_list_of_prompts(pictures, 
 def test_a_lossy_sampler_is_called_so(tmp_path, monkeypatch):
     from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
-    monkeypatch.setattr(SpeculativeJacobiSampler, "lossless", False)
-    monkeypatch.setattr(SpeculativeJacobiSampler, "identical", False)
+    monkeypatch.setattr(SpeculativeJacobiSampler, "keeps", "lossy")
     document = evaluated("tokens", tmp_path, rows=TOKENS[::2], samples=4)
     assert [row["kind"] for row in document["rows"]] == ["plain", "lossy"]
 

@@ -55,5 +55,4 @@ def kept(keeps: str, law: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
         keeps: what its rule keeps where both have the same law settings, in the words of this module.
         law, plain: law settings of the run, and of plain decoding.
     """
-    exact = keeps in (IDENTICAL, NEAR_TIES, LOSSLESS)
-    return OTHER if exact and changed(law, plain) else keeps
+    return OTHER if keeps != LOSSY and changed(law, plain) else keeps

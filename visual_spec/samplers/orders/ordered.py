@@ -14,9 +14,8 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_request, check_returned
 from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.promise import LOSSLESS, OTHER
+from visual_spec.samplers.core.promise import LOSSLESS
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.orders.rows import check_order_model
 from visual_spec.samplers.orders.tables import ORDERS, Step, TokenOrder, order_of, steps_on
@@ -51,11 +50,7 @@ class OrderedSampler(Sampler):
         pass
 
     law_names = ("order",)
-
-    @property
-    def keeps(self) -> str:
-        """Of every run that is not refused. The trace says it of one run."""
-        return OTHER if self.config.allow_approximate and self.config.order else LOSSLESS
+    keeps = LOSSLESS
 
     @property
     def law_settings(self) -> dict[str, Any]:
@@ -162,11 +157,6 @@ class OrderedSampler(Sampler):
         done = torch.zeros(run.num_tokens, dtype=torch.bool)
         done[torch.cat([step.emitted for step in steps])] = True
         return done.to(run.device).expand(len(state.tokens), -1)
-
-    def result(self, run: Run, state: OrderedState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        return super().result(
-            run, state, tokens, trace | {"keeps": LOSSLESS}
-        )  # in the order of `law_settings_in`
 
 
 def whole_picture(run: Run, first: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from visual_spec.samplers.scales.stages import (
     check_alone,
     check_stages,
     drawn_stages,
+    draws_guided,
     first_slots,
     law_at_scale,
     of_one_model,
@@ -161,7 +162,7 @@ class ScaleWiseSampler(Sampler):
 
     def law_settings_in(self, run: Run) -> dict[str, Any]:
         refined = run.model[0].refines  # a call may say so too
-        ramp = self.config["ramp"] if run.guided else None
+        ramp = self.config["ramp"] if draws_guided(run.model, run.law_given.guided) else None
         return self.law_settings | {"ramp": ramp, "num_draft_scales": 0 if refined else None}
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
