@@ -9,6 +9,7 @@ import torch
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.figures import Judged, picture_sheet, setting_figures, thumbnails
 from visual_spec.eval.settings import parse_setting
+from visual_spec.eval.timing import facts_of, promises_plain
 from visual_spec.samplers.core.law import TokenLaw
 
 
@@ -36,6 +37,41 @@ def test_identical_follows_the_precision_of_the_draws(text, promises, identical)
     # The count is told in any precision.
     same = None if "exact," in text or "acceptance" in text else 2
     assert found["identical_samples"] == same
+
+
+@pytest.mark.parametrize(
+    ("plain", "text", "kind", "identical"),
+    [
+        ("any-order", "any-order:order=raster", "lossy", False),
+        ("any-order", "any-order:guidance_start=1.0", "lossy", False),
+        ("any-order", "speculative-any-order:order=raster", "lossy", False),
+        ("any-order:order=raster", "speculative-any-order:order=raster", "lossless", True),
+        ("continuous", "continuous:steps=16", "lossy", False),
+        ("continuous:steps=16", "continuous:steps=16,local_levels=0.5", "control", True),
+        ("continuous:steps=16,reuse=1", "continuous:steps=16,reuse=1,local_levels=0.5", "lossy", False),
+        ("continuous:steps=16", "head-speculation:steps=16", "lossless", False),
+        ("continuous", "head-speculation:steps=16", "lossy", False),
+        ("scale-wise:ramp=false", "scale-wise", "lossy", False),
+    ],
+)
+def test_a_setting_is_held_to_its_promise_beside_the_same_law(plain, text, kind, identical):
+    first, setting = (parse_setting(one, TokenLaw(), 0) for one in (plain, text))
+    found = setting_figures(setting, first, judged([]), judged([]))
+    assert (found["kind"], found["identical"]) == (kind, identical)
+    assert found["lossless"] == (kind != "lossy")
+    assert found["identical_samples"] == (2 if identical else None)
+    assert facts_of(setting, first)["lossless"] == found["lossless"]
+    assert promises_plain(setting, first) == identical
+
+
+def test_what_the_draws_say_of_the_law_counts_before_the_settings():
+    """A number that is given may be the model's own."""
+    first, setting = (parse_setting(one, TokenLaw(), 0) for one in ("continuous", "continuous:steps=64"))
+    drawn = judged([])
+    for line in drawn.samples.lines:
+        line["law_settings"] = {"steps": 64}  # type: ignore[index]
+    found = setting_figures(setting, first, drawn, drawn)
+    assert (found["kind"], found["identical"], found["identical_samples"]) == ("control", True, 2)
 
 
 def test_clips_show_four_frames_on_the_sheet(tmp_path):

@@ -16,9 +16,11 @@ from tests.helpers.command import check_refused
 from tests.helpers.evaluation import tiny_network
 from tests.helpers.networks import exact_distance, make_pictures, mean_colours
 from tests.helpers.sample_sets import work_in
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from visual_spec.cli import main
 from visual_spec.eval.quality import extractors, feature_sets, features, score_command, statistics
 from visual_spec.eval.quality import score as scoring
+from visual_spec.eval.quality.beside import compared
 from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.metric_table import EXTRACTORS, METRICS
@@ -173,6 +175,43 @@ def test_sets_for_the_same_seeds_are_compared_sample_by_sample(tmp_path, small_n
     sample(work_in(tmp_path / "seeds", batch_size=4, seed=1))
     with pytest.raises(ValueError, match="plain"):
         compared(tmp_path / "seeds")
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["", "without the law settings of earlier versions"])
+def test_a_set_is_held_to_its_promise_beside_a_set_of_the_same_law(tmp_path, earlier):
+    pipe = tiny_latent_pipeline()
+    texts = {
+        "plain": "continuous",
+        "few": "continuous:steps=4",
+        "few again": "continuous:steps=4,graph=false",
+        "few exact": "head-speculation:steps=4",
+        "exact": "head-speculation",
+    }
+    sets = {}
+    for name, text in texts.items():
+        work = work_in(
+            tmp_path / name, num=2, batch_size=2, text=text, pipe=pipe, prompts=PromptSet(("3", "1"))
+        )
+        sample(work)
+        path = tmp_path / name / "manifest.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        own = "identical" if text.startswith("continuous") else "lossless"
+        assert {line["promise"] for line in lines} == {"another law" if "steps=4" in text else own}
+        if earlier:
+            lines = [
+                {**line, "promise": line.pop("own_promise")} for line in lines if line.pop("law_settings")
+            ]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        sets[name] = SampleFiles.open(tmp_path / name)
+
+    def promise(drawn, other):
+        found = compared(sets[drawn], sets[other])
+        return found["promise"], found["kept"], found["statement"].endswith("plain decoding's (steps=4).")
+
+    assert promise("few", "plain") == promise("few exact", "plain") == ("another law", None, True)
+    assert promise("few again", "few") == ("identical", True, False)
+    assert promise("few exact", "few") == promise("exact", "plain") == ("lossless", None, False)
+    assert promise("plain", "few")[:2] == promise("exact", "few")[:2] == ("another law", None)
 
 
 def test_a_broken_promise_is_told_and_fails(tmp_path, small_network, capsys):

@@ -5,8 +5,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny import seeded, tiny_pipeline
+from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from visual_spec.eval.report.comparison import compare
+from visual_spec.pipelines.accelerate import accelerate, summary
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.continuous.continuous import ContinuousSampler
+from visual_spec.samplers.continuous.head import HeadSpeculativeSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
@@ -40,6 +45,44 @@ def test_the_sampler_is_put_back_after_an_error():
     with pytest.raises(ValueError, match="no words"):
         compare(pipe, SpeculativeJacobiSampler(window=4), [("", 0)], {})
     assert pipe.sampler is sampler
+
+
+# -- settings of the law --
+
+
+def test_a_faster_setting_of_another_law_promises_nothing_but_the_same_law_does():
+    """As `generate --compare` and a call say it. The plain decoding is the one that the pipeline was saved with."""
+    pipe: Any = tiny_latent_pipeline()
+    (row,) = compare(pipe, ContinuousSampler(steps=4), [("3", 9)], {})
+    assert not (row.identical or row.promised or row.lossless)
+    assert row.output_law == "another law than plain decoding's (steps=4)"
+    (row,) = compare(pipe, HeadSpeculativeSampler(steps=4), [("3", 9)], {})
+    assert not row.lossless and "(steps=4)" in row.output_law
+    (row,) = compare(pipe, HeadSpeculativeSampler(), [("3", 9)], {})
+    assert row.lossless and row.output_law == "lossless"
+
+    pipe.sampler = ContinuousSampler(steps=4)
+    assert pipe("3").trace.output_law == "another law than plain decoding's (steps=4)"
+    accelerate(pipe, "head-speculation:steps=4")
+    pipe.last_trace = None
+    assert summary(pipe) == "HeadSpeculativeSampler, another law; nothing decoded yet"
+    pipe.sampler = ContinuousSampler(steps=4)
+    (same,) = compare(pipe, ContinuousSampler(steps=4, graph=False), [("3", 9)], {})
+    assert same.identical and same.promised
+    (exact,) = compare(pipe, HeadSpeculativeSampler(steps=4), [("3", 9)], {})
+    assert exact.lossless and not exact.promised
+
+
+def test_a_saved_sampler_defines_the_plain_law(tmp_path):
+    pipe: Any = tiny_latent_pipeline()
+    pipe.sampler = ContinuousSampler(steps=4, head_steps=3)
+    pipe.save_pretrained(tmp_path)
+    loaded: Any = load_pipeline(tmp_path)
+    assert loaded("3").trace.identical
+    loaded.sampler = HeadSpeculativeSampler(steps=4, head_steps=3)
+    assert loaded("3").trace.promise == "lossless"
+    loaded.sampler = ContinuousSampler(head_steps=3)
+    assert loaded("3").trace.output_law == "another law than plain decoding's (steps=16)"
 
 
 # -- next-scale models --
