@@ -210,7 +210,7 @@ SAMPLERS = (
         "continuous",
         f"{_HERE}.continuous.continuous:ContinuousSampler",
         CONTINUOUS,
-        "the reference",
+        "the reference; fewer steps or levels, reuse: another law",
         plain=True,
     ),
     SamplerEntry(
