@@ -354,7 +354,7 @@ FAMILIES = (
     Family(
         "MAR", (CONTINUOUS,), ("ContinuousImagePipeline",),
         ("continuous.mar:MARTransformer", "continuous.causal:CausalContinuousTransformer"), stored_as="canvas",
-        plain="continuous:...", shorter="continuous:head_steps=25", measured="eval.defaults:continuous_settings",
+        plain="continuous", shorter="continuous:head_steps=25", measured="eval.defaults:continuous_settings",
         load="ContinuousImagePipeline.from_official",
         layout=FileLayout((
             OfficialFile("transformer", "MAR", "continuous.mar_checkpoint:is_mar",

@@ -8,7 +8,7 @@ import torch
 from tests.helpers.sampler_kinds import CHANGED, KINDS, Kind, decode
 from tests.helpers.sampler_settings import settings_of
 from tests.models.continuous.tiny import calm, tiny_mar
-from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, LOSSY, OTHER
+from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, LOSSY, OTHER
 from visual_spec.samplers.registry import (
     CHUNKS,
     CONTINUOUS,

@@ -15,7 +15,7 @@ from visual_spec.eval import draws, measure
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.media import MEDIA
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, promised
+from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, promised
 
 Report = Callable[[str], Any]
 

@@ -43,7 +43,7 @@ from visual_spec.pipelines.steps import Asked, StepListener, Streams, asked_tens
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.promise import PLAIN
+from visual_spec.samplers.core.trace import PLAIN
 from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SAMPLERS, SCALES, fitting, meant
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.

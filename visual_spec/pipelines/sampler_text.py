@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from visual_spec.models.core.settings import settings_of
-from visual_spec.samplers.core.promise import IDENTICAL
+from visual_spec.samplers.core.trace import IDENTICAL
 from visual_spec.samplers.registry import by_name, meant, sampler_class
 
 _MODELS = ("drafter", "refiner")  # settings that name a model, and are taken as they stand

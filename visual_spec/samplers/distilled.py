@@ -30,9 +30,8 @@ from visual_spec.samplers.core.checks import (
 )
 from visual_spec.samplers.core.law import TokenLaw, non_finite
 from visual_spec.samplers.core.noise import CHAIN, TOKEN
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.trace import SampleResult
+from visual_spec.samplers.core.trace import LOSSY, SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.scales.stages import law_at_scale
 

@@ -1,7 +1,7 @@
 """A set of samples compared with another one for the same prompts and seeds, such as plain decoding's.
 
 The statement about the sampler is what it keeps of a plain decoding with the law settings of the other set, by what the
-manifests say (`samplers.core.promise`); where the two sets differ in more than the sampler, it says nothing about them.
+manifests say (`samplers.core.trace`); where the two sets differ in more than the sampler, it says nothing about them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from visual_spec.eval.intervals import mean_figure, rate
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.set_files import read_run
-from visual_spec.samplers.core.promise import (
+from visual_spec.samplers.core.trace import (
     IDENTICAL,
     LOSSLESS,
     LOSSY,

@@ -21,7 +21,7 @@ from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, m
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.tables import Column, column, interval, table
 from visual_spec.eval.words import words_of
-from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, LOSSY, kept, promised
+from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, LOSSY, kept, promised
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
-from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, OTHER, promised
+from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, OTHER, promised
 
 PLAIN = "_visual_spec_plain"
 _ABSENT = object()

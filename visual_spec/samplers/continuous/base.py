@@ -18,9 +18,8 @@ from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult
+from visual_spec.samplers.core.trace import LOSSY, DecodeTrace, DivergenceMeter, SampleResult
 
 ORDERS = ("random", "raster")
 REUSE = ("reuse", "reuse_from", "local_levels")

@@ -19,8 +19,8 @@ from visual_spec.models.core.settings import Within, register_to_config
 from visual_spec.samplers.continuous.base import VectorSampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.noise import CHAIN
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.trace import LOSSY
 
 
 class BlockModel(Protocol):

@@ -24,9 +24,8 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
+from visual_spec.samplers.core.trace import LOSSY, DecodeTrace, SampleResult
 
 
 def _check_falling(name: str, timesteps: Any, settings: Mapping[str, Any]) -> None:

@@ -28,8 +28,8 @@ from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState, ContinuousTokenSampler
 from visual_spec.samplers.continuous.conditions import SlotGroup
 from visual_spec.samplers.core.checks import wants_graph
-from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.trace import IDENTICAL
 
 # Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.
 _ROOM = 64

@@ -26,9 +26,8 @@ from visual_spec.samplers.continuous.rules import (
 )
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.promise import LOSSLESS, LOSSY
 from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.trace import MEASURE
+from visual_spec.samplers.core.trace import LOSSLESS, LOSSY, MEASURE
 
 RULES: dict[str, type[Rule]] = {
     "chain": ChainRule,

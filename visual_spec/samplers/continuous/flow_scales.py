@@ -20,8 +20,8 @@ from visual_spec.samplers.continuous.base import ContinuousTrace, VectorSampler
 from visual_spec.samplers.core.checks import check_guided, check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.trace import LOSSY
 
 _LEVELS = Within(2, 1000)
 

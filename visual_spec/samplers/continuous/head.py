@@ -22,8 +22,8 @@ from visual_spec.samplers.continuous.denoising import Chains, Law, drawn
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
-from visual_spec.samplers.core.promise import LOSSLESS
 from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.trace import LOSSLESS
 
 
 class HeadSpeculativeSampler(ContinuousSampler):

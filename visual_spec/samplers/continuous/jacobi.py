@@ -20,8 +20,8 @@ from visual_spec.samplers.continuous.denoising import ChainLog
 from visual_spec.samplers.continuous.rules import AlignedRule, ChainRule, Rule, Window
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.promise import LOSSLESS, LOSSY
 from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.trace import LOSSLESS, LOSSY
 
 
 @dataclass

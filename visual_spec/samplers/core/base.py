@@ -40,7 +40,6 @@ from visual_spec.samplers.core.precision import (
     scales_by_batch,
     watched,
 )
-from visual_spec.samplers.core.promise import IDENTICAL, LOSSLESS, LOSSY, PLAIN, kept
 from visual_spec.samplers.core.state import (
     SO_FAR,
     WATCHER,
@@ -50,7 +49,16 @@ from visual_spec.samplers.core.state import (
     counted,
     device_of,
 )
-from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.core.trace import (
+    IDENTICAL,
+    LOSSLESS,
+    LOSSY,
+    PLAIN,
+    DecodeTrace,
+    SampleResult,
+    Stopwatch,
+    kept,
+)
 
 Callback = Callable[[int, Tensor], Any]
 _AHEAD = 32  # slots after the window whose noise is drawn with it on the host
@@ -66,7 +74,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         takes: names of the arguments of a call beside the model, its condition and the law, such as "drafter".
         needs_drafter: whether the sampler drafts with a second model.
         law_names: the settings that change the law that plain decoding draws from. Their defaults are plain decoding's.
-        keeps: what the rule keeps of plain decoding with the same law settings, in the words of `core.promise`; of a
+        keeps: what the rule keeps of plain decoding with the same law settings, in the words of `core.trace`; of a
             sampler with a setting `acceptance`, what that says.
         counts_prefill: whether the prefill predicts the first slots and therefore counts as call 0.
         records_steps: whether the setting `graph` records whole steps; else the method records what it says.
@@ -124,7 +132,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         return self.law_settings
 
     def promise(self, plain: Sampler | None = None) -> str:
-        """Return what is kept of a plain decoding, as `core.promise` says; None: plain decoding with its defaults."""
+        """Return what is kept of a plain decoding, as `core.trace` says; None: plain decoding with its defaults."""
         if plain is None:
             plain = type(self)() if self.law_names else self
         return kept(self.keeps, self.law_settings, plain.law_settings)
@@ -425,10 +433,10 @@ def _comparable(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _plain_settings(sampler: Sampler, run: Run) -> dict[str, Any]:
-    """Return the law settings of plain decoding in a run, see `PLAIN`."""
-    if not sampler.law_names:
-        return {}
+def _plain_settings(sampler: Sampler, run: Run, measured: bool) -> dict[str, Any]:
+    """Return the law settings of plain decoding in a run, see `PLAIN`; a lossy one that measures nothing has no use."""
+    if not sampler.law_names or (sampler.keeps == LOSSY and not measured):
+        return sampler.law_settings_in(run)
     plain = PLAIN.get()
     return (type(sampler)() if plain is None else plain()).law_settings_in(run)
 
@@ -450,7 +458,7 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         sampler=type(sampler).__name__,
         keeps=sampler.keeps,
         law_settings=sampler.law_settings_in(run),
-        plain_settings=_plain_settings(sampler, run),
+        plain_settings=_plain_settings(sampler, run, divergence is not None),
         target_calls=active.whole("target_calls", state.target_calls).cpu(),
         commit_call=commit_call,
         seconds=seconds,

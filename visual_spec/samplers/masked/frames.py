@@ -42,9 +42,8 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_known_tokens
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.trace import SampleResult
+from visual_spec.samplers.core.trace import LOSSY, SampleResult
 from visual_spec.samplers.masked.checks import check_frame_model
 from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
 from visual_spec.samplers.masked.state import Dependence, MaskedRunState, MaskedTrace

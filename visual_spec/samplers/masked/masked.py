@@ -33,9 +33,8 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_known_tokens, wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import SPAN_SCORES
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.trace import SampleResult
+from visual_spec.samplers.core.trace import LOSSY, SampleResult
 from visual_spec.samplers.masked.calls import RecordedCalls, Reuse
 from visual_spec.samplers.masked.checks import (
     check_masked_model,

@@ -38,9 +38,8 @@ from visual_spec.samplers.core.masking import (
     hidden_shares,
 )
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
+from visual_spec.samplers.core.trace import LOSSY, DecodeTrace, SampleResult
 from visual_spec.samplers.core.verification import verify
 from visual_spec.samplers.masked.checks import check_causal_layer, check_masked_model
 from visual_spec.samplers.orders.along_order import placed_in_grid

@@ -32,9 +32,8 @@ from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.trace import SampleResult
+from visual_spec.samplers.core.trace import IDENTICAL, SampleResult
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.masked.checks import check_in_order, check_masked_model
 from visual_spec.samplers.orders.along_order import placed_in_grid, slots_in_order

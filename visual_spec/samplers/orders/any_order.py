@@ -14,8 +14,8 @@ from torch import Tensor
 
 from visual_spec.models.core.settings import MOST_CALLS, Within, register_to_config
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.trace import IDENTICAL, OTHER
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.orders.along_order import AlongOrderSampler, GuidanceStart, SlotOrder
 
@@ -58,7 +58,10 @@ class AnyOrderSampler(AlongOrderSampler):
         pass
 
     law_names = (*AlongOrderSampler.law_names, "steps")
-    keeps = IDENTICAL
+
+    @property
+    def keeps(self) -> str:
+        return IDENTICAL if self.config.steps is None else OTHER
 
     def bounds(self, num_tokens: int) -> tuple[int, ...]:
         """Return how many places are decoded before each call and after the last: 0 to `num_tokens`."""

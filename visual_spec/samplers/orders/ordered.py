@@ -14,8 +14,8 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_request, check_returned
 from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.promise import LOSSLESS
 from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.trace import LOSSLESS
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.orders.rows import check_order_model
 from visual_spec.samplers.orders.tables import ORDERS, Step, TokenOrder, order_of, steps_on

@@ -19,9 +19,8 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.trace import MEASURE
+from visual_spec.samplers.core.trace import LOSSY, MEASURE
 from visual_spec.samplers.orders.row_order import RowOrder, RowPlan
 
 

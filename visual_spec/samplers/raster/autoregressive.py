@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from visual_spec.models.core.settings import AUTO, Graph, register_to_config
 from visual_spec.samplers.core.base import Sampler
-from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.trace import IDENTICAL
 
 
 class AutoregressiveSampler(Sampler):

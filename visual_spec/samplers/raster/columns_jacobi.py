@@ -28,8 +28,8 @@ from visual_spec.samplers.core.acceptance import (
 from visual_spec.samplers.core.checks import Coupling, ExactWidth, Window
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.promise import LOSSY
 from visual_spec.samplers.core.relaxed import rule_of
+from visual_spec.samplers.core.trace import LOSSY
 from visual_spec.samplers.raster.column_base import (
     CODEBOOK,
     COLUMN,

@@ -25,8 +25,8 @@ from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_draf
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.trace import IDENTICAL
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.raster.block import BLOCK
 

@@ -29,8 +29,8 @@ from visual_spec.samplers.core.drafts import (
     copied_slots,
 )
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.promise import IDENTICAL
 from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.trace import IDENTICAL
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.raster.redrafting import (
     CARRIED,

@@ -22,10 +22,9 @@ from visual_spec.samplers.core.checks import CheckedLaw, check_guided, check_ret
 from visual_spec.samplers.core.drafters import draft_law
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise
-from visual_spec.samplers.core.promise import LOSSLESS, LOSSY
 from visual_spec.samplers.core.relaxed import neighbour_table
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.trace import DivergenceMeter
+from visual_spec.samplers.core.trace import LOSSLESS, LOSSY, DivergenceMeter
 
 
 def pooled(law: Tensor, drafts: Tensor, neighbours: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
-from visual_spec.samplers.core.promise import IDENTICAL, LOSSY
 from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.trace import MEASURE, SampleResult
+from visual_spec.samplers.core.trace import IDENTICAL, LOSSY, MEASURE, SampleResult
 from visual_spec.samplers.scales.schedule import SCHEDULES, ScaleSchedule
 from visual_spec.samplers.scales.stages import (
     Reference,
