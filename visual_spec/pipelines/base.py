@@ -43,7 +43,7 @@ from visual_spec.pipelines.steps import Asked, StepListener, Streams, asked_tens
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.trace import PLAIN
+from visual_spec.samplers.core.trace import IDENTICAL, PLAIN
 from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SAMPLERS, SCALES, fitting, meant
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
@@ -179,10 +179,13 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     @property
     def plain(self) -> Any:
         """The sampler of the model's plain decoding, as the sampler that it was made or saved with defines its law."""
-        from visual_spec.pipelines.sampler_text import plain_beside
-
         own = self._own_sampler
         facts = self.facts if own is self.sampler else self.facts_of(self.config, _as_saved(own))
+        plain = {entry.name: entry.class_name for entry in SAMPLERS}.get(facts.plain_sampler)
+        if plain == type(own).__name__ and own.keeps == IDENTICAL:  # it decodes plainly itself
+            return own
+        from visual_spec.pipelines.sampler_text import plain_beside
+
         return plain_beside(facts.plain_sampler, own)
 
     medium = _fact("medium", 'What it makes: "image", "video" or "audio".')

@@ -77,16 +77,15 @@ def as_saved(text: str, config: Mapping[str, Any]) -> str:
 
 
 def plain_beside(text: str, own: Any) -> Any:
-    """The sampler of a text of plain decoding, which says all of its law; the other settings are those of `own`, where
-    that is a sampler of the same class that decodes plainly.
+    """The sampler of a text of plain decoding, with the other settings of `own` where that is a sampler of its class.
+
+    Models differ in how their guidance grows, or in how many steps a chain has. A sampler that never decodes plainly,
+    such as one that draws several tokens in a call, gives none.
     """
     name, settings = parse_sampler(text)
     sampler = make_sampler(name, **settings)
     if type(own) is not type(sampler) or (sampler.keeps == IDENTICAL and own.keeps != IDENTICAL):
         return sampler
-    settings = {
-        name: sampler.config[name] for name in (*sampler.law_names, *settings) if name in sampler.config
-    }
     changed = {key: value for key, value in settings.items() if own.config.get(key, value) != value}
     return type(own).from_config(own.config, **changed) if changed else own
 

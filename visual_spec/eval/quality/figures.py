@@ -21,7 +21,7 @@ from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, m
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.tables import Column, column, interval, table
 from visual_spec.eval.words import words_of
-from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, LOSSY, kept, promised
+from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, LOSSY, OTHER, kept, promised
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,9 @@ def kind_of(setting: Setting, plain: Setting, promise: str | None = None) -> str
     promise = promised(setting.sampler, plain.sampler) if promise is None else promise
     if setting is plain:
         return "plain"
-    if plain.sampler.keeps == LOSSY and sampler_settings(setting.sampler) == sampler_settings(plain.sampler):
+    if plain.sampler.keeps in (LOSSY, OTHER) and sampler_settings(setting.sampler) == sampler_settings(
+        plain.sampler
+    ):
         return "control"  # of a masked model, whose law is defined by its own decoding
     if promise not in (IDENTICAL, LOSSLESS):
         return "lossy"
