@@ -306,7 +306,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         from visual_spec.files.whole import written_whole
         from visual_spec.pipelines.card import COMPANIONS
 
-        with written_whole(save_directory, INDEX) as folder:
+        with written_whole(save_directory) as folder:
             for name in COMPANIONS:  # somebody's own stay as they are
                 if (Path(save_directory) / name).is_file():
                     shutil.copy2(Path(save_directory) / name, folder / name)

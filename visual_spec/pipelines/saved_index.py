@@ -18,6 +18,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.families import FAMILIES
 from visual_spec.files.reading import shortened
+from visual_spec.files.whole import sweep
 from visual_spec.models.core.saved import SavedModel, check_folder, read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved
@@ -50,6 +51,8 @@ def refuse_no_pipeline(name: str | os.PathLike) -> None:
             says what to do.
     """
     path, text = Path(name), os.fspath(name)
+    if path.is_dir() and not (path / INDEX).exists():
+        sweep(path)  # a save that was killed between two renames
     if not text.strip():
         raise ValueError(
             "an empty model name given; pass an embedded model, a folder written by save_pretrained, or a Hub id "
