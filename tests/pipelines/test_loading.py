@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -34,7 +35,7 @@ from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.pipelines.loading import load_drafter, load_pipeline
+from visual_spec.pipelines.loading import load_drafter, load_pipeline, read_facts
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -316,6 +317,35 @@ def test_trap_9_casting_gives_no_false_alarm(pipe, caplog, monkeypatch):
         pipe.to(torch.float32)
     assert "should be kept in float32: ['norm']" in caplog.text
     assert pipe.sampler.compatibles == []  # ours swap through from_config, see above
+
+
+def test_what_lies_under_the_name_of_an_embedded_model_hides_it_only_if_it_is_a_pipeline(
+    folder, tmp_path, monkeypatch
+):
+    """`sample --model tiny --out tiny` makes such a folder."""
+    monkeypatch.setattr(embedded, "weights_folder", lambda: folder.parent)
+    here = tmp_path / "here"
+    (here / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    wanted = load_pipeline(folder)(PROMPT, generator=seeded(0), output_type="latent").tokens
+    (here / "tiny" / "000000.png").touch()
+
+    def draw() -> Any:
+        assert read_facts("tiny").medium == "image"
+        pipes = load_pipeline("tiny"), ImagePipeline.from_pretrained("tiny")
+        first, second = (pipe(PROMPT, generator=seeded(0), output_type="latent").tokens for pipe in pipes)
+        assert torch.equal(first, second)
+        return first
+
+    assert torch.equal(draw(), wanted)
+    shutil.rmtree(here / "tiny")
+    (here / "tiny").touch()
+    assert torch.equal(draw(), wanted)
+    (here / "tiny").unlink()
+    other = tiny_pipeline()
+    torch.nn.init.zeros_(other.transformer.output.weight)
+    other.save_pretrained("tiny")
+    assert not torch.equal(draw(), wanted)
 
 
 def test_a_hub_id_that_is_not_there_tells_of_the_embedded_models(monkeypatch):

@@ -29,12 +29,12 @@ from visual_spec.pipelines.components import annotated_types, arguments_of, reso
 from visual_spec.pipelines.embedded import (
     embedded_folder,
     embedded_models,
+    local_folder,
     missing_models,
     part_folder,
     shared_parts,
 )
 from visual_spec.pipelines.saved_index import (
-    INDEX,
     check_saved_pipeline,
     read_index_file,
     refuse_no_pipeline,
@@ -99,12 +99,12 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         if new is not None or old is not None:
             kwargs[_DTYPE] = old if new is None else new
         name = os.fspath(pretrained_model_name_or_path)
-        folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
-        if (folder / INDEX).exists():  # else on the Hub
+        folder = local_folder(name) or Path(name)
+        if folder.exists():  # else on the Hub
             check_saved_pipeline(folder, cls, passed=kwargs, variant=kwargs.get("variant"))
         shared = [part for part in shared_parts(folder) if part not in kwargs]
         others = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | others)
+        loaded: Any = super().from_pretrained(str(folder) if Path(name).exists() else name, **kwargs | others)
         pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.
@@ -131,8 +131,8 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     @classmethod
     def _refuse_other_class(cls, name: str | os.PathLike) -> None:
         """Refuse a pipeline on this disk that was saved as one of our other classes."""
-        folder = Path(name) if Path(name).is_dir() else embedded_folder(os.fspath(name))
-        if not (folder / "model_index.json").is_file():
+        folder = local_folder(name)
+        if folder is None:
             return  # of a Hub id diffusers says what it finds
         saved_as = read_index_file(folder)["_class_name"]
         if saved_as in PIPELINES and saved_as not in {kind.__name__ for kind in cls.__mro__}:

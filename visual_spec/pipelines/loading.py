@@ -16,6 +16,7 @@ from visual_spec.pipelines.embedded import (
     embedded_folder,
     embedded_models,
     embedded_refiners,
+    local_folder,
     missing_models,
     part_folder,
 )
@@ -103,7 +104,7 @@ def read_config(name: str | os.PathLike, component: str, **kwargs: Any) -> dict[
 
 
 def _folder(name: str | os.PathLike, **kwargs: Any) -> Path:
-    return Path(name if Path(name).is_dir() else VisualPipeline.download(name, **kwargs))
+    return local_folder(name) or Path(VisualPipeline.download(name, **kwargs))
 
 
 def load_drafter(name: str | os.PathLike, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from visual_spec.files.whole import sweep
 from visual_spec.models.core.saved import SavedModel, check_folder, read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved
-from visual_spec.pipelines.embedded import SHARED, part_folder
+from visual_spec.pipelines.embedded import SHARED, local_folder, part_folder
 from visual_spec.samplers.core.law import TokenLaw
 
 INDEX = "model_index.json"
@@ -50,7 +50,7 @@ def refuse_no_pipeline(name: str | os.PathLike) -> None:
         ValueError: an empty name, a path at which there is nothing, a file, or a folder without model_index.json;
             says what to do.
     """
-    path, text = Path(name), os.fspath(name)
+    path, text = local_folder(name) or Path(name), os.fspath(name)
     if path.is_dir() and not (path / INDEX).exists():
         sweep(path)  # a save that was killed between two renames
     if not text.strip():
