@@ -212,7 +212,7 @@ def _check_component(folder: Path, kind: type, variant: str | None) -> None:
         for path in sorted(folder.glob("*.json")):
             read_settings(path)
         return
-    config = read_settings(folder / "config.json")
+    config = resolved(read_settings(folder / "config.json"))
     if issubclass(kind, SavedModel):
         saved_as = config.get("_class_name", kind.__name__)
         if saved_as not in (kind.__name__, *kind.reads):
