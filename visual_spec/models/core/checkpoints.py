@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import shlex
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,11 +123,29 @@ def read_content(path: Path, keep: str = '{"model": c["model"]}', *, namespaces:
 
 
 def write_content(path: Path, content: Mapping[str, Any]) -> None:
-    """Write tensors and plain values as `read_content` reads them; an error or a kill leaves `path` as it was."""
+    """Write tensors and plain values as `read_written` reads them; an error or a kill leaves `path` as it was."""
     from visual_spec.files.whole import whole_file
 
     with whole_file(path) as part, part.open("wb") as file:  # a path's name would get into the file
         torch.save(dict(content), file)
+
+
+def read_written(path: Path) -> Any:
+    """What `write_content` wrote, where every checksum in the file is right.
+
+    Raises:
+        ValueError: the file is damaged; names it.
+        FileNotFoundError, IsADirectoryError, ValueError: as of `read_content`.
+    """
+    if path.is_file() and zipfile.is_zipfile(path):  # what is no archive any more `read_content` refuses
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+        except Exception as error:  # a damaged directory can raise any error
+            damaged = str(error) or type(error).__name__
+        if damaged is not None:
+            raise ValueError(f"{path} is damaged ({damaged}: wrong checksum); remove it, or copy it again.")
+    return read_content(path)
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
