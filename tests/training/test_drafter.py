@@ -66,7 +66,7 @@ def test_refuses_pictures_of_another_run(tmp_path):
     torch.nn.init.zeros_(target.output.weight[:1])
     draw = Draw(target, encoder)
     with pytest.raises(ValueError, match="00000.pt holds pictures of another target"):
-        train_drafter(fresh(target), target, draw, encoder, DrafterTraining(**TINY | dict(steps=1)), tmp_path)
+        train_drafter(fresh(target), target, draw, encoder, DrafterTraining(**{**TINY, "steps": 1}), tmp_path)
     assert draw.calls == 0
 
 
