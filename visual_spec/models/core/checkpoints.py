@@ -46,7 +46,7 @@ _CONTAINERS = (
 
 # Parts of keys that name no part of the model: torch.compile, FSDP, activation checkpoints and Lightning Fabric wrap
 # any module. Before all keys stands the name under which DDP, Lightning or a class of averages holds the model.
-_WRAPPERS = {
+WRAPPERS = {
     "_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module",
 }  # fmt: skip
 _HOLDERS = ("module", "model", "net", "network", "ema", "ema_model")
@@ -275,7 +275,7 @@ def bare_keys(tensors: Mapping[Any, Any], name: str) -> dict[Any, Any]:
         return dict(tensors)
     averaged = all(any(key.startswith(f"{one}_model.") for key in tensors) for one in ("online", "ema"))
     bare = {
-        key: ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+        key: ".".join(part for part in key.split(".") if part not in WRAPPERS)
         for key in tensors
         if key != "n_averaged"
         and (key.startswith("ema_model.") or not averaged)  # torch's AveragedModel counts
