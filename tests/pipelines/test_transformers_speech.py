@@ -397,16 +397,6 @@ def test_after_a_failure_the_model_speaks_as_before():
     compare(speak(model, "stops"), want)
 
 
-def test_a_copy_of_an_accelerated_model_is_accelerated():
-    model = tiny_vibevoice()
-    want = speak(model)
-    visual_spec.accelerate(model)
-    other = copy.deepcopy(model)
-    model.model.diffusion_head.cond_proj.weight.data.zero_()
-    compare(speak(other), want)
-    assert model.last_trace is None and other.last_trace is not None
-
-
 def test_what_does_not_fit_is_refused(monkeypatch):
     model = tiny_vibevoice()
     with pytest.raises(TypeError, match="SpeculativeJacobiSampler.*VibeVoiceForConditionalGeneration"):
