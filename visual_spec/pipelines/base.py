@@ -396,8 +396,11 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     def save_lora_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, save_directory: str | os.PathLike, adapter_name: str = "default"
     ) -> None:
-        """Write an adapter as a file for `load_lora_weights`."""
-        self.transformer.save_lora_adapter(os.fspath(save_directory), adapter_name)
+        """Write an adapter as a file for `load_lora_weights`; an error leaves what is there."""
+        from visual_spec.files.whole import written_whole
+
+        with written_whole(save_directory) as folder:
+            self.transformer.save_lora_adapter(os.fspath(folder), adapter_name)
 
     def fuse_lora(self, components: Sequence[str] = ("transformer",), **kwargs: Any) -> None:
         """Add the active adapters to the weights, so that calls are as fast as without."""

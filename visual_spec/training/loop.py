@@ -16,7 +16,7 @@ from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.whole import write_atomically, written_whole
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 
@@ -50,12 +50,12 @@ def round_matrices(model: Any, out: Path) -> None:
     }
     for name, parameter in model.named_parameters():
         parameter.copy_(parts[name])
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_config(out)
-    config = json.loads((out / "config.json").read_text())
-    config.pop("_name_or_path", None)  # where it was trained is nobody's business
-    write_json(out / "config.json", config)
-    save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    with written_whole(out) as folder:
+        model.save_config(folder)
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("_name_or_path", None)  # where it was trained is nobody's business
+        write_json(folder / "config.json", config)
+        save_file(parts, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def muon_and_adamw(
