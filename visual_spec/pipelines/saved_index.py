@@ -18,7 +18,6 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.families import FAMILIES
 from visual_spec.files.reading import shortened
-from visual_spec.files.whole import sweep
 from visual_spec.models.core.saved import SavedModel, check_folder, read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved
@@ -52,6 +51,8 @@ def refuse_no_pipeline(name: str | os.PathLike) -> None:
     """
     path, text = local_folder(name) or Path(name), os.fspath(name)
     if path.is_dir() and not (path / INDEX).exists():
+        from visual_spec.files.whole import sweep
+
         sweep(path)  # a save that was killed between two renames
     if not text.strip():
         raise ValueError(
