@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import WRAPPERS
+from visual_spec.models.core.checkpoints import bare_key
 from visual_spec.models.core.saved import read_settings
 
 LoraSource = str | os.PathLike | Mapping[str, Tensor]
@@ -123,7 +123,7 @@ def _read(source: LoraSource, weight_name: str | None) -> tuple[dict[str, Tensor
 def _own_key(key: str) -> str:
     for prefix in _PREFIXES:
         key = key.removeprefix(prefix)
-    return ".".join(part for part in key.split(".") if part not in WRAPPERS)
+    return bare_key(key)
 
 
 def _check(weights: Mapping[str, Tensor], model: nn.Module, source: str) -> None:

@@ -46,7 +46,7 @@ _CONTAINERS = (
 
 # Parts of keys that name no part of the model: torch.compile, FSDP, activation checkpoints and Lightning Fabric wrap
 # any module. Before all keys stands the name under which DDP, Lightning or a class of averages holds the model.
-WRAPPERS = {
+_WRAPPERS = {
     "_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module",
 }  # fmt: skip
 _HOLDERS = ("module", "model", "net", "network", "ema", "ema_model")
@@ -263,6 +263,11 @@ def _at(content: Any, place: tuple[str, ...]) -> Mapping | None:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
+def bare_key(key: str) -> str:
+    """A key without the names of what wraps single modules."""
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+
+
 def bare_keys(tensors: Mapping[Any, Any], name: str) -> dict[Any, Any]:
     """Return a state dict, with other entries of its file if there are any, without what wrappers add to keys.
 
@@ -275,7 +280,7 @@ def bare_keys(tensors: Mapping[Any, Any], name: str) -> dict[Any, Any]:
         return dict(tensors)
     averaged = all(any(key.startswith(f"{one}_model.") for key in tensors) for one in ("online", "ema"))
     bare = {
-        key: ".".join(part for part in key.split(".") if part not in WRAPPERS)
+        key: bare_key(key)
         for key in tensors
         if key != "n_averaged"
         and (key.startswith("ema_model.") or not averaged)  # torch's AveragedModel counts
