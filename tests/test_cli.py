@@ -1,5 +1,7 @@
 """The command line, run on a tiny real model."""
 
+import errno
+import importlib
 import json
 import os
 import re
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -20,6 +23,7 @@ from tests.helpers.tiny import tiny_masked_pipeline, tiny_pipeline
 from visual_spec import cli
 from visual_spec.files.whole import ready_folder
 from visual_spec.pipelines import embedded
+from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 PROMPT = "a red circle"
@@ -317,6 +321,57 @@ def test_an_interruption_keeps_what_is_finished(model, tmp_path, capsys, monkeyp
     assert error == "visual-spec: interrupted; files that were finished are kept"
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"00{index}-a-red-circle-seed{index}.png" for index in (0, 1)]
+
+
+def device_out_of_memory() -> None:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"
+    )
+
+
+def no_pages() -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def a_file_that_does_not_fit() -> None:
+    try:
+        np.empty(2**57)
+    except MemoryError as error:
+        raise ValueError("weights.pt is damaged") from error
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda: torch.empty(2**60),
+        lambda: np.empty(2**57),
+        device_out_of_memory,
+        no_pages,
+        a_file_that_does_not_fit,
+    ],
+)
+def test_out_of_memory_is_one_line_that_names_the_size_of_batches(model, tmp_path, capsys, monkeypatch, fail):
+    monkeypatch.setattr(Sampler, "__call__", lambda *args, **kwargs: fail())
+    status = generate(model, tmp_path, PROMPT, "--num-images", "3", "--quiet")
+    check_refused(status, "pass a smaller --batch-size", capsys, tmp_path)
+    options: dict[Any, str] = dict(eval="size", sample="size", score="size", bench="sizes")
+    for command, option in options.items():
+        module = importlib.import_module(cli._OWN_ARGUMENTS[command][0])
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            module.main(["--help"])
+        assert f"--batch-{option} " in capsys.readouterr().out
+        monkeypatch.setattr(module, "main", lambda arguments: fail())
+        check_refused(cli.main(["--quiet", command]), f"--batch-{option}", capsys)
+
+
+def test_other_errors_of_a_program_are_not_taken_for_a_lack_of_memory(model, tmp_path, monkeypatch):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(Sampler, "__call__", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        generate(model, tmp_path, PROMPT)
 
 
 def test_a_reader_that_has_gone_ends_the_command_quietly(tmp_path):

@@ -7,6 +7,7 @@ a file in the way are answered at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import json
@@ -48,6 +49,13 @@ _OWN_ARGUMENTS = {
     "app": ("visual_spec.app", "a page on this machine: plain and accelerated decoding side by side"),
     "serve": ("visual_spec.serving.command", "pictures over HTTP, by vLLM or Ray Serve"),
 }
+# The commands that decode batches, and what to pass when there is no memory for one.
+_BATCHES: dict[str, str] = dict.fromkeys(("generate", "eval", "sample", "score"), "a smaller --batch-size")
+_BATCHES["bench"] = "smaller --batch-sizes"
+# Errors of torch that are no class of their own.
+_NO_MEMORY = re.compile(
+    "OutOfMemory|(can't|cannot) allocate memory|not enough memory|out of memory|ALLOC_FAILED", re.I
+)
 _DTYPES = ("float32", "bfloat16", "float16")
 # fmt: off
 # Short flags of `generate`: medium and model, or the setting of the sampler that they stand for; name of a value; help.
@@ -245,9 +253,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                     signal.SIGINT, signal.SIG_DFL
                 )  # a second one ends the process at once, without a trace
             return _ended(130, "\nvisual-spec: interrupted; files that were finished are kept")
-        except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        except Exception as error:
+            said = str(error)
+            if _is_of_memory(error):
+                command = next((text for text in arguments if not text.startswith("-")), "")
+                remedy = _BATCHES.get(command, "a smaller model, or take a machine with more memory")
+                said = f"out of memory ({' '.join(said.split())[:200]}); pass {remedy}"
+            elif not isinstance(error, ValueError | OSError | ImportError | FloatingPointError):
+                raise
             # One line, whatever a library wrote into its message.
-            return _ended(2, f"visual-spec: error: {' '.join(str(error).split())}")
+            return _ended(2, f"visual-spec: error: {' '.join(said.split())}")
 
 
 def _ended(status: int, message: str = "") -> int:
@@ -258,6 +273,15 @@ def _ended(status: int, message: str = "") -> int:
         except OSError:  # a closed pipe, a full disk: the interpreter flushes once more when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return status
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether there was no memory, on a device or the host, or whether that is what another error was made of."""
+    if error is None:
+        return False
+    told = isinstance(error, RuntimeError) and _NO_MEMORY.search(f"{type(error).__name__} {error}")
+    no_pages = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or bool(told) or no_pages or _is_of_memory(error.__cause__)
 
 
 def _open_closed_streams() -> None:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.data.shapes import caption, held_out_prompts, is_held_out, sample_scene
-from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -135,7 +135,7 @@ def collected(
             text = caption(sample_scene(rng))
             captions += [] if is_held_out(text) else [text]
         path = out / f"trajectories_{first}.pt"
-        saved = read_content(path) if path.exists() else {}
+        saved = read_written(path) if path.exists() else {}
         if saved.get("owner") != owner:
             seed = (settings.seed << 32) + first
             shard = record(model, encoder, captions, law, settings.window, seed)

@@ -27,7 +27,7 @@ from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of
 from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import HEADS, MARTransformer
-from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.continuous import guided
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.orders import check_order, guidance_scales, hidden_after
@@ -93,7 +93,7 @@ def latent_pictures(
     """Latents of scenes of one large object, kept in `cache`, a folder, if given, under the tokenizer's fingerprint."""
     path = cache / f"latents_{fingerprint([tokenizer])}_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
-        return EncodedPictures(**read_content(path))
+        return EncodedPictures(**read_written(path))
     size, side = tokenizer.config["sample_size"], latent_side(tokenizer)
     scenes = sample_one_object_scenes(count, seed, held_out=held_out)
     means, stds = [], []

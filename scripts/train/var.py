@@ -30,7 +30,7 @@ from scripts.train.classes import class_accuracy, object_slots, sample_one_objec
 from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of
-from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.settings import Count, Share, Within, read_fields
 from visual_spec.models.next_scale.flexvar import FlexVARTransformer, FlexVQModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
@@ -131,7 +131,7 @@ def tokenize_classes(
     codebook = vq_model.quantize.embedding.weight.detach().cpu()
     path = cache / f"tokens_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
-        saved = read_content(path)
+        saved = read_written(path)
         if not torch.equal(saved["codebook"], codebook) or saved["tokens"].shape[1] != vq_model.num_tokens:
             raise ValueError(
                 f"{path} holds tokens of another tokenizer; pass another --out folder, or remove it."

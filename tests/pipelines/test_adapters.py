@@ -1,11 +1,13 @@
 """LoRA adapters: what a pipeline draws with one is what it draws with the product of its matrices in the weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.helpers.pipelines import KINDS, Kind
@@ -17,7 +19,7 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 KINDS = {name: kind for name, kind in KINDS.items() if isinstance(kind.make().transformer, SavedModel)}
 KINDS |= {name: Kind(lambda name=name: tiny_latent_pipeline(name), 1) for name in ("mar", "causal")}
@@ -144,6 +146,90 @@ def test_files_of_diffusers_and_of_peft(tmp_path: Path) -> None:
         one.unload_lora_weights()  # what was fused stays
         for key, value in one.transformer.named_parameters():
             assert torch.allclose(value, merged[key], atol=1e-6)
+
+
+def state_of(model: nn.Module) -> Any:
+    """Which modules there are, and what each holds of its own."""
+    modules = {name: id(module) for name, module in model.named_modules()}
+    parameters = {name: (id(value), value.requires_grad) for name, value in model.named_parameters()}
+    return modules, parameters, adapter_state([model]), repr(getattr(model, "peft_config", {}))
+
+
+@pytest.mark.parametrize("earlier", ["", "stylish"])
+@pytest.mark.parametrize(
+    "case", ["rank of the settings", "name with a dot", "interrupted", "settings of a kind"]
+)
+def test_an_adapter_is_added_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch, case: str, earlier: str
+) -> None:
+    pipe = quiet(tiny_pipeline())
+    lora = random_lora(pipe.transformer)
+    if earlier:
+        pipe.load_lora_weights(random_lora(pipe.transformer, seed=8), adapter_name=earlier)
+    before, drawn = state_of(pipe.transformer), pipe("a circle", generator=torch.Generator().manual_seed(0))
+    settings = dict(r=2, lora_alpha=2, target_modules=["wqkv", "w1"])
+    if case == "rank of the settings":
+        settings |= dict(r=3)
+    elif case == "settings of a kind":
+        settings |= dict(lora_alpha="two")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_file(lora, folder / "adapter_model.safetensors")
+    if case in ("rank of the settings", "settings of a kind"):
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+    elif case == "interrupted":
+        monkeypatch.setattr(peft, "set_peft_model_state_dict", interrupted)
+    name = "st.y" if case == "name with a dot" else "styl"  # a part of the earlier one's
+    with pytest.raises(KeyboardInterrupt if case == "interrupted" else ValueError) as told:
+        pipe.load_lora_weights(folder, adapter_name=name)
+    assert case == "interrupted" or f"{folder / 'adapter_model.safetensors'} cannot be added" in str(
+        told.value
+    )
+    assert state_of(pipe.transformer) == before
+    monkeypatch.undo()
+    again = pipe("a circle", generator=torch.Generator().manual_seed(0))
+    assert np.array_equal(np.asarray(again.images[0]), np.asarray(drawn.images[0]))
+    pipe.load_lora_weights(lora, adapter_name="styl")  # nothing is in the way of another one
+    assert pipe.get_active_adapters() == ["styl"]
+
+
+def interrupted(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_damaged_adapters_are_named(tmp_path: Path) -> None:
+    pipe = tiny_pipeline()
+    lora, path = random_lora(pipe.transformer), tmp_path / "adapter_model.safetensors"
+    key = next(iter(lora))
+    for wrong, match in (
+        ({name: value for name, value in lora.items() if "lora_B" not in name}, "lora_B.weight is missing"),
+        (lora | {key: lora[key] * torch.nan}, "not all finite"),
+        (lora | {key: lora[key][:1].contiguous()}, "of another rank"),
+        (lora | {key: lora[key].to(torch.int8)}, "torch.int8"),
+    ):
+        save_file(wrong, path)
+        with pytest.raises(ValueError, match=rf"{path}.*{match}"):
+            pipe.load_lora_weights(tmp_path)
+    save_file(lora, path)
+    whole = path.read_bytes()
+    for content in (whole[:-9], whole[:40], b"", b"x" * 100):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path} is truncated or damaged"):
+            pipe.load_lora_weights(path)
+    path.write_bytes(whole)
+    for text in ("{", "[]"):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"adapter_config\.json"):
+            pipe.load_lora_weights(path)
+    assert not any("lora" in name for name, _ in pipe.transformer.named_modules())
+    (tmp_path / "adapter_config.json").unlink()
+    compiled = {
+        name.replace("blocks.0.", "_orig_mod.blocks.0._orig_mod."): value for name, value in lora.items()
+    }
+    pipe.load_lora_weights(compiled)
+    assert (
+        sum("lora_A.default_0" in name for name, _ in pipe.transformer.named_parameters()) == len(lora) // 2
+    )
 
 
 def test_adapters_that_do_not_fit(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Accelerated depth decoders against the models' own `generate`: CSM, Moshi, Qwen3-Omni's talker."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor
 
 import visual_spec
+from tests.helpers.copies import check_copy, unpickled
 from tests.helpers.tiny_depth import tiny_csm, tiny_moshi, tiny_talker
 from visual_spec.models.columns.depth import CsmDepth
 from visual_spec.samplers.raster.depth_window import DepthWindow
@@ -115,6 +117,12 @@ def test_what_a_frame_does_not_know_goes_the_models_own_way() -> None:
     settings = dict(depth_decoder_do_sample=True, depth_decoder_eos_token_id=3)
     scored.generate(**inputs("csm", 2), do_sample=True, **settings)
     assert (scored.last_trace.frames, scored.last_trace.plain) == (0, FRAMES)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
+@pytest.mark.parametrize("name", MAKE)
+def test_a_copy_is_plain_and_stands_alone(name: str, copied: Any) -> None:
+    check_copy(MAKE[name](), lambda model: drawn(model, name, "sampled"), copied)
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -3,12 +3,15 @@
 Each exception has its test here, so that a new diffusers release that changes one is noticed.
 """
 
+import inspect
 import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.pipelines.loading import load_drafter, load_pipeline
+from visual_spec.pipelines.loading import load_drafter, load_pipeline, read_facts
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -316,6 +319,61 @@ def test_trap_9_casting_gives_no_false_alarm(pipe, caplog, monkeypatch):
         pipe.to(torch.float32)
     assert "should be kept in float32: ['norm']" in caplog.text
     assert pipe.sampler.compatibles == []  # ours swap through from_config, see above
+
+
+def test_what_lies_under_the_name_of_an_embedded_model_hides_it_only_if_it_is_a_pipeline(
+    folder, tmp_path, monkeypatch
+):
+    """`sample --model tiny --out tiny` makes such a folder."""
+    monkeypatch.setattr(embedded, "weights_folder", lambda: folder.parent)
+    here = tmp_path / "here"
+    (here / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    wanted = load_pipeline(folder)(PROMPT, generator=seeded(0), output_type="latent").tokens
+    (here / "tiny" / "000000.png").touch()
+
+    def draw() -> Any:
+        assert read_facts("tiny").medium == "image"
+        pipes = load_pipeline("tiny"), ImagePipeline.from_pretrained("tiny")
+        first, second = (pipe(PROMPT, generator=seeded(0), output_type="latent").tokens for pipe in pipes)
+        assert torch.equal(first, second)
+        return first
+
+    assert torch.equal(draw(), wanted)
+    shutil.rmtree(here / "tiny")
+    (here / "tiny").touch()
+    assert torch.equal(draw(), wanted)
+    (here / "tiny").unlink()
+    other = tiny_pipeline()
+    torch.nn.init.zeros_(other.transformer.output.weight)
+    other.save_pretrained("tiny")
+    assert not torch.equal(draw(), wanted)
+
+
+def test_folders_of_earlier_versions_load(tmp_path):
+    """Tiny folders of each kind, as the code of 2026-11-24 and 25 wrote them but for their weights, which are zeros."""
+    with tarfile.open(ROOT / "tests" / "pipelines" / "former_folders.tar.xz") as file:
+        file.extractall(tmp_path, filter="data")
+    kinds = set()
+    for folder in sorted(tmp_path.iterdir()):
+        if (folder / "model_index.json").exists():
+            assert read_facts(folder).medium in ("image", "audio", "video")
+            pipe = load_pipeline(folder)
+            parts = {name: part for name, part in pipe.components.items() if part is not None}
+            kinds.add(type(pipe).__name__)
+        else:
+            saved_as = json.loads((folder / "config.json").read_text())["_class_name"]
+            parts = {"": getattr(components, saved_as).from_pretrained(folder)}
+        for name, part in parts.items():
+            written = [*(folder / name).glob("*_config.json"), *(folder / name).glob("config.json")]
+            ours = written and isinstance(part, ConfigMixin)  # some are made anew
+            settings = json.loads(written[0].read_text()) if ours else {}
+            kept = {key: value for key, value in settings.items() if not key.startswith("_")}
+            assert kept == {key: part.config[key] for key in kept}, (folder.name, name)
+            known = inspect.signature(type(part).__init__).parameters
+            assert kept.keys() <= known.keys(), (folder.name, name)
+    assert len(kinds) == 14 and "ContinuousImagePipeline" in kinds
+    assert type(load_drafter(tmp_path / "LlamaGenTwoHeads")).__name__ == "LlamaGenNearToFar"
 
 
 def test_a_hub_id_that_is_not_there_tells_of_the_embedded_models(monkeypatch):

@@ -1,5 +1,6 @@
 """MiniMax-Music 3 of diffusers, tiny and random: its block of codes, accelerated and as it is."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import Tensor
 
 import visual_spec
+from tests.helpers.copies import check_copy, unpickled
 from tests.helpers.tiny_depth import MUSIC_WIDTH as WIDTH
 from tests.helpers.tiny_depth import tiny_minimax_music as pipeline
 
@@ -73,6 +75,11 @@ def test_modules_are_their_own_outside_of_the_block_and_after_restore() -> None:
     visual_spec.restore(pipe)
     assert pipe._blocks.sub_blocks["generate"] is block
     assert "not accelerated" in visual_spec.summary(pipe)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
+def test_a_copy_is_plain_and_stands_alone(copied: Any) -> None:
+    check_copy(pipeline(), lambda pipe: hiddens(pipe, 0), copied)
 
 
 def test_a_sampler_is_refused() -> None:

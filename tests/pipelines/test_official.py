@@ -390,7 +390,7 @@ def test_what_was_there_comes_back_if_the_new_folder_cannot_be_put_there(files, 
     rename = Path.rename
 
     def fail(self, target):
-        if self.name == "new":
+        if self.parent.name == "new":
             raise OSError("no")
         return rename(self, target)
 

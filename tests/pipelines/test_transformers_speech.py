@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
+from tests.helpers.copies import check_copy, unpickled
 from tests.helpers.recordings import traced
 from tests.helpers.tiny_speech import (
     AUDIO,
@@ -397,14 +398,12 @@ def test_after_a_failure_the_model_speaks_as_before():
     compare(speak(model, "stops"), want)
 
 
-def test_a_copy_of_an_accelerated_model_is_accelerated():
-    model = tiny_vibevoice()
-    want = speak(model)
-    visual_spec.accelerate(model)
-    other = copy.deepcopy(model)
-    model.model.diffusion_head.cond_proj.weight.data.zero_()
-    compare(speak(other), want)
-    assert model.last_trace is None and other.last_trace is not None
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
+@pytest.mark.parametrize("make", [tiny_vibevoice, tiny_pocket])
+def test_a_copy_is_plain_and_stands_alone(make, copied):
+    run = speak if make is tiny_vibevoice else lambda model: frames(model, 2)
+    name = "latents" if make is tiny_vibevoice else "audio_latents"
+    check_copy(make(), lambda model: getattr(run(model), name), copied)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.helpers.drafter_training import SIDE, VOCAB, Draw, fresh, models, train_tiny_drafter
+from tests.helpers.drafter_training import SIDE, TINY, VOCAB, Draw, fresh, models, train_tiny_drafter
 from tests.helpers.training import check_training
 from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
@@ -20,6 +20,7 @@ from visual_spec.training.drafter import (
     drafter_loss,
     guided_logits,
     target_features,
+    train_drafter,
 )
 
 
@@ -61,6 +62,12 @@ def test_refuses_pictures_of_another_run(tmp_path):
     train_tiny_drafter(tmp_path, steps=1)
     with pytest.raises(ValueError, match="guidance.*--out"):
         train_tiny_drafter(tmp_path, steps=1, seed=1)
+    target, encoder = models()
+    torch.nn.init.zeros_(target.output.weight[:1])
+    draw = Draw(target, encoder)
+    with pytest.raises(ValueError, match="00000.pt holds pictures of another target"):
+        train_drafter(fresh(target), target, draw, encoder, DrafterTraining(**{**TINY, "steps": 1}), tmp_path)
+    assert draw.calls == 0
 
 
 def test_refuses_settings_that_train_nothing():

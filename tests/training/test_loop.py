@@ -1,6 +1,8 @@
 """Steps under one rate are those of plain loops, and a run that was interrupted goes on where it was."""
 
 import copy
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from visual_spec.training.loop import Descent, ResumePoint, cosine_rate, muon_and_adamw
+from visual_spec.training.loop import Descent, ResumePoint, Trainer, cosine_rate, muon_and_adamw
 
 TOTAL = 9
 
@@ -107,6 +109,67 @@ def test_a_run_with_other_settings_is_refused_by_name(tmp_path: Path):
         teacher[0].weight[0, 0] += 1e-3
     with pytest.raises(ValueError, match="read='dfd650c0de5f'"):
         resume(settings, teacher)
+
+
+@dataclass
+class Settings:
+    steps: int = 12
+
+
+@pytest.mark.parametrize(
+    ("spoil", "at", "message"),
+    [
+        (lambda loss: loss * math.nan, 7, "step 7, loss nan: the loss is not finite"),
+        (lambda loss: loss / 0, 7, "step 7, loss inf: the loss is not finite"),
+        # The loss is finite, and its gradient is not; the step makes the weights so.
+        (lambda loss: loss + (loss - loss).sqrt(), 8, r"step 9, loss [\d.]+: model\.0\.weight is not finite"),
+        (
+            lambda loss: loss + (loss - loss).sqrt(),
+            11,
+            r"step 12, loss [\d.]+: model\.0\.weight is not finite",
+        ),
+    ],
+)
+def test_what_is_not_finite_stops_the_run_and_the_last_good_state_stays(tmp_path: Path, spoil, at, message):
+    def run(spoil: Any = None, **judge: Any) -> tuple[nn.Module, dict]:
+        model = network()
+        trainer = Trainer(model, Settings(), tmp_path, descent(model), every=3)
+        record = trainer.run(
+            lambda step: spoil(loss_of(model, step)) if spoil and step == at else loss_of(model, step),
+            lambda step: (step,),
+            dict,
+            lambda: torch.save(model.state_dict(), tmp_path / "model.pt"),
+        )
+        return model, record
+
+    with pytest.raises(
+        FloatingPointError, match=message + rf".*resume\.pt holds the state after step {at // 3 * 3}"
+    ):
+        run(spoil)
+    assert [path.name for path in tmp_path.iterdir()] == ["resume.pt"]
+    model, record = run()  # goes on from the good state
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    model_of_one_go = network()
+    descend = descent(model_of_one_go)
+    for step in range(12):
+        descend(loss_of(model_of_one_go, step), step)
+    assert equal(model, model_of_one_go) and record["settings"] == {"steps": 12}
+
+
+def test_a_resume_file_with_any_byte_changed_is_refused_by_name_or_is_the_same(tmp_path: Path):
+    path, wanted = tmp_path / "resume.pt", nn.Linear(3, 2)
+    ResumePoint(path, 1, {}, model=wanted).after(0, 3, torch.ones(()))
+    whole, refused = path.read_bytes(), 0
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        model = nn.Linear(3, 2)
+        try:
+            assert ResumePoint(path, 1, {}, model=model).resume() == 1
+            assert equal(model, wanted), place
+        except ValueError as error:
+            assert "resume.pt" in str(error)
+            refused += 1
+    assert refused > len(whole) / 7 / 3
 
 
 def test_what_is_no_run_of_this_trainer_is_refused(tmp_path: Path):

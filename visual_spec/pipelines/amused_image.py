@@ -22,6 +22,7 @@ from visual_spec.models.masked.amused import (
 )
 from visual_spec.pipelines.components import draws, registers
 from visual_spec.pipelines.decoders import AmusedDecoder
+from visual_spec.pipelines.embedded import local_folder
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.saved_index import read_index_file
@@ -83,7 +84,7 @@ class AmusedImagePipeline(TokenImagePipeline):
             ValueError: as `VisualPipeline.from_pretrained`.
         """
         name = pretrained_model_name_or_path
-        folder = Path(name if Path(name).is_dir() else cls.download(name, **kwargs))
+        folder = local_folder(name) or Path(cls.download(name, **kwargs))
         if read_index_file(folder)["_class_name"] != DIFFUSERS_CLASS:
             return super().from_pretrained(folder, **kwargs)
         new, old = kwargs.get("dtype"), kwargs.get("torch_dtype")

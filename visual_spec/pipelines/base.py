@@ -29,12 +29,12 @@ from visual_spec.pipelines.components import annotated_types, arguments_of, reso
 from visual_spec.pipelines.embedded import (
     embedded_folder,
     embedded_models,
+    local_folder,
     missing_models,
     part_folder,
     shared_parts,
 )
 from visual_spec.pipelines.saved_index import (
-    INDEX,
     check_saved_pipeline,
     read_index_file,
     refuse_no_pipeline,
@@ -101,12 +101,12 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         if new is not None or old is not None:
             kwargs[_DTYPE] = old if new is None else new
         name = os.fspath(pretrained_model_name_or_path)
-        folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
-        if (folder / INDEX).exists():  # else on the Hub
+        folder = local_folder(name) or Path(name)
+        if folder.exists():  # else on the Hub
             check_saved_pipeline(folder, cls, passed=kwargs, variant=kwargs.get("variant"))
         shared = [part for part in shared_parts(folder) if part not in kwargs]
         others = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | others)
+        loaded: Any = super().from_pretrained(str(folder) if Path(name).exists() else name, **kwargs | others)
         pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.
@@ -133,8 +133,8 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     @classmethod
     def _refuse_other_class(cls, name: str | os.PathLike) -> None:
         """Refuse a pipeline on this disk that was saved as one of our other classes."""
-        folder = Path(name) if Path(name).is_dir() else embedded_folder(os.fspath(name))
-        if not (folder / "model_index.json").is_file():
+        folder = local_folder(name)
+        if folder is None:
             return  # of a Hub id diffusers says what it finds
         saved_as = read_index_file(folder)["_class_name"]
         if saved_as in PIPELINES and saved_as not in {kind.__name__ for kind in cls.__mro__}:
@@ -320,7 +320,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         from visual_spec.files.whole import written_whole
         from visual_spec.pipelines.card import COMPANIONS
 
-        with written_whole(save_directory, INDEX) as folder:
+        with written_whole(save_directory) as folder:
             for name in COMPANIONS:  # somebody's own stay as they are
                 if (Path(save_directory) / name).is_file():
                     shutil.copy2(Path(save_directory) / name, folder / name)
@@ -412,8 +412,11 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     def save_lora_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, save_directory: str | os.PathLike, adapter_name: str = "default"
     ) -> None:
-        """Write an adapter as a file for `load_lora_weights`."""
-        self.transformer.save_lora_adapter(os.fspath(save_directory), adapter_name)
+        """Write an adapter as a file for `load_lora_weights`; an error leaves what is there."""
+        from visual_spec.files.whole import written_whole
+
+        with written_whole(save_directory) as folder:
+            self.transformer.save_lora_adapter(os.fspath(folder), adapter_name)
 
     def fuse_lora(self, components: Sequence[str] = ("transformer",), **kwargs: Any) -> None:
         """Add the active adapters to the weights, so that calls are as fast as without."""

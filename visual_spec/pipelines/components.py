@@ -26,9 +26,10 @@ _BASES = {
 
 
 def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
-    """What model_index.json says, with our classes named by name, whatever module they lived in when it was saved.
+    """What model_index.json or a component's configuration says, with our classes by their names of today.
 
-    The class of the pipeline is its name alone; diffusers reads the pair ["pipeline", name].
+    They are found whatever module they lived in when it was saved. The class of the pipeline is its name alone;
+    diffusers reads the pair ["pipeline", name].
     """
     named = {
         name: [__name__, FORMER.get(value[1], value[1])] if _is_ours(value) else value
@@ -160,7 +161,7 @@ def _with_subclasses(kind: type) -> list[type]:
 
 def __getattr__(name: str) -> Any:
     pipelines = {kind: entry.module for kind, entry in PIPELINES.items()}
-    homes = component_homes() | pipelines | _BASES
+    homes, name = component_homes() | pipelines | _BASES, FORMER.get(name, name)
     if name not in homes:
         raise AttributeError(
             f"{name!r} is no class that a saved pipeline names; those are {', '.join(homes)}"

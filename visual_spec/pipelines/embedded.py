@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import struct
 from math import prod
 from pathlib import Path
@@ -55,6 +56,17 @@ def embedded_refiners() -> list[str]:
 def embedded_folder(name: str) -> Path:
     """The `save_pretrained` folder of an embedded model."""
     return weights_folder() / name
+
+
+def local_folder(name: str | os.PathLike) -> Path | None:
+    """Where a pipeline of this name is on this disk; None: nowhere.
+
+    What the working directory has under the name of an embedded model counts only if it is a pipeline.
+    """
+    path = Path(name)
+    if os.fspath(name) in embedded_models() and not (path / "model_index.json").is_file():
+        return embedded_folder(os.fspath(name))
+    return path if path.is_dir() else None
 
 
 def part_folder(folder: Path, part: str) -> Path:

@@ -6,12 +6,13 @@ else in it is someone's own.
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from visual_spec.files.reading import OBJECT, read_object, refuse_link
-from visual_spec.files.whole import scratch_folder, sweep
+from visual_spec.files.whole import sweep, written_whole
 
 MANIFEST = "conversion.json"
 
@@ -28,6 +29,7 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
             `write_folder` did not write.
     """
     sweep(out.absolute().parent)
+    sweep(out)
     if out.is_symlink():
         raise FileExistsError(
             f"{out} is a link to {os.readlink(out)}; name the folder itself, or another one."
@@ -60,20 +62,11 @@ def write_folder(save: Callable[[Path], Any], out: Path) -> None:
 
     What is there stays until the new folder is complete; `check_replaceable` says what may be replaced.
     """
-    with scratch_folder(out) as scratch:
-        new, old = scratch / "new", scratch / "old"
-        new.mkdir()
+    former = {re.escape(name.partition("/")[0]) for name in _read_manifest(out) or ()}
+    with written_whole(out, "|".join(former)) as new:
         save(new)
         manifest = {"written_by": "visual-spec convert", "files": _sizes(new)}
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        if out.exists():
-            out.rename(old)
-        try:
-            new.rename(out)
-        except OSError:
-            if old.exists():
-                old.rename(out)
-            raise
 
 
 def _sizes(folder: Path) -> dict[str, int]:

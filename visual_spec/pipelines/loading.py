@@ -11,11 +11,13 @@ from visual_spec.families import FAMILIES, PIPELINES, family_of
 from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import (
     embedded_drafters,
     embedded_folder,
     embedded_models,
     embedded_refiners,
+    local_folder,
     missing_models,
     part_folder,
 )
@@ -86,7 +88,7 @@ def read_family(name: str | os.PathLike, **kwargs: Any) -> Family:
 
 def _read_sampler(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
     sampler = _folder(name, **kwargs) / "sampler" / "sampler_config.json"
-    return read_settings(sampler) if sampler.is_file() else {}
+    return resolved(read_settings(sampler)) if sampler.is_file() else {}
 
 
 def read_config(name: str | os.PathLike, component: str, **kwargs: Any) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def read_config(name: str | os.PathLike, component: str, **kwargs: Any) -> dict[
 
 
 def _folder(name: str | os.PathLike, **kwargs: Any) -> Path:
-    return Path(name if Path(name).is_dir() else VisualPipeline.download(name, **kwargs))
+    return local_folder(name) or Path(VisualPipeline.download(name, **kwargs))
 
 
 def load_drafter(name: str | os.PathLike, **kwargs: Any) -> Any:
@@ -185,7 +187,7 @@ def _load_part(
             f"no {kind} {os.fspath(name)!r}; pass a folder written by save_pretrained, or an embedded one: "
             f"{', '.join(embedded) or missing_models() or '(none)'}."
         )
-    saved_as: Any = read_settings(folder / "config.json").get("_class_name")
+    saved_as: Any = resolved(read_settings(folder / "config.json")).get("_class_name")
     if saved_as not in classes and not _is_one(saved_as, classes):
         raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(classes)}.")
     return getattr(components, saved_as).from_pretrained(folder, **kwargs).eval()

@@ -21,7 +21,7 @@ from visual_spec.files.reading import shortened
 from visual_spec.models.core.saved import SavedModel, check_folder, read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved
-from visual_spec.pipelines.embedded import SHARED, part_folder
+from visual_spec.pipelines.embedded import SHARED, local_folder, part_folder
 from visual_spec.samplers.core.law import TokenLaw
 
 INDEX = "model_index.json"
@@ -49,7 +49,11 @@ def refuse_no_pipeline(name: str | os.PathLike) -> None:
         ValueError: an empty name, a path at which there is nothing, a file, or a folder without model_index.json;
             says what to do.
     """
-    path, text = Path(name), os.fspath(name)
+    path, text = local_folder(name) or Path(name), os.fspath(name)
+    if path.is_dir() and not (path / INDEX).exists():
+        from visual_spec.files.whole import sweep
+
+        sweep(path)  # a save that was killed between two renames
     if not text.strip():
         raise ValueError(
             "an empty model name given; pass an embedded model, a folder written by save_pretrained, or a Hub id "
@@ -209,7 +213,7 @@ def _check_component(folder: Path, kind: type, variant: str | None) -> None:
         for path in sorted(folder.glob("*.json")):
             read_settings(path)
         return
-    config = read_settings(folder / "config.json")
+    config = resolved(read_settings(folder / "config.json"))
     if issubclass(kind, SavedModel):
         saved_as = config.get("_class_name", kind.__name__)
         if saved_as not in (kind.__name__, *kind.reads):

@@ -25,7 +25,7 @@ from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, held_out_prompts, sample_tunes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
-from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.settings import Count, OneOf, Within, read_fields
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
@@ -131,7 +131,7 @@ def play(
         prompts = [caption(tune, index % NUM_FORMS) for index, tune in enumerate(tunes)]
         path = cache / f"played_{seed}_{int(held_out)}_{start}_{len(tunes)}.pt" if cache else None
         if path and path.exists():
-            saved = read_content(path)
+            saved = read_written(path)
             if saved["owner"] != owner:
                 raise ValueError(
                     f"{path} holds clips that another model played, or under another law; pass another --out folder, "

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.data.shapes import training_prompts
-from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -206,7 +206,7 @@ def drawn_pairs(
 
 
 def _read(path: Path, owner: str) -> Pairs:
-    saved: Any = read_content(path)
+    saved: Any = read_written(path)
     if not isinstance(saved, dict) or saved.get("owner") != owner:
         raise ValueError(
             f"{path} holds pictures of another teacher, or drawn with other settings; pass another folder, or remove "

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.data.shapes import held_out_prompts, training_prompts
-from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.checkpoints import read_written, write_content
+from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.settings import Count, read_fields
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
@@ -94,17 +95,23 @@ def draw_pictures(
     folder: Path,
     seed: int,
 ) -> DrawnPictures:
-    """Draw one shard of pictures for each list of prompts, or read it from `folder` if it was drawn before."""
+    """Draw one shard of pictures for each list of prompts, or read it from `folder` if it was drawn before.
+
+    Raises:
+        ValueError: the folder holds shards of another target, other prompts or guidance, or a damaged one.
+    """
     tokens, features, scales = [], [], []
+    owner = fingerprint([target])
     for shard, (texts, scale) in enumerate(zip(prompts, guidance, strict=True)):
         path = folder / f"{shard:05d}.pt"
         if not path.exists():
             drawn = draw(texts, scale, seed + shard)
-            write_content(path, {"tokens": drawn.cpu(), "prompts": texts, "guidance": scale})
-        saved = read_content(path)
-        if saved["prompts"] != texts or saved["guidance"] != scale:
+            write_content(path, {"tokens": drawn.cpu(), "prompts": texts, "guidance": scale, "owner": owner})
+        saved = read_written(path)
+        if (saved["prompts"], saved["guidance"], saved.get("owner")) != (texts, scale, owner):
             raise ValueError(
-                f"{path} holds pictures of other prompts or guidance; pass another --out folder, or remove it."
+                f"{path} holds pictures of another target, or of other prompts or guidance; pass another --out folder, "
+                "or remove it."
             )
         tokens.append(saved["tokens"])
         scales.append(torch.full((len(texts),), float(scale)))

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from visual_spec.files.whole import write_atomically
-from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.files.whole import write_atomically, written_whole
+from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 
 _ANEW = "remove the file to start anew, or choose another folder"
@@ -50,12 +50,12 @@ def round_matrices(model: Any, out: Path) -> None:
     }
     for name, parameter in model.named_parameters():
         parameter.copy_(parts[name])
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_config(out)
-    config = json.loads((out / "config.json").read_text())
-    config.pop("_name_or_path", None)  # where it was trained is nobody's business
-    write_json(out / "config.json", config)
-    save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    with written_whole(out) as folder:
+        model.save_config(folder)
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("_name_or_path", None)  # where it was trained is nobody's business
+        write_json(folder / "config.json", config)
+        save_file(parts, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def muon_and_adamw(
@@ -145,6 +145,7 @@ class ResumePoint:
         self.started = time.monotonic()
         self.seconds_before = 0.0
         self.curve: list[tuple[int, float]] = []
+        self.saved_step = 0
 
     @property
     def seconds(self) -> float:
@@ -162,7 +163,7 @@ class ResumePoint:
         """
         if not self.path.exists():
             return 0
-        saved = read_content(self.path)
+        saved = read_written(self.path)
         wanted = {"settings", "curve", "seconds", "step", *self.parts}
         if not isinstance(saved, dict) or not wanted <= saved.keys():
             raise ValueError(f"{self.path} is no interrupted run of this trainer; {_ANEW}.")
@@ -176,7 +177,8 @@ class ResumePoint:
                 f"{self.path} is of a run with a model of another size ({reason}); {_ANEW}."
             ) from error
         self.curve, self.seconds_before = saved["curve"], saved["seconds"]
-        return saved["step"]
+        self.saved_step = saved["step"]
+        return self.saved_step
 
     def _refuse_other_settings(self, before: Mapping[str, Any]) -> None:
         nothing = object()
@@ -191,22 +193,61 @@ class ResumePoint:
             )
 
     def after(self, step: int, total: int, loss: Tensor, *, curve_every: int = 20, digits: int = 4) -> None:
-        """Record the loss of a step, save, and print, each at its own interval."""
+        """Record the loss of a step, save, and print, each at its own interval; the last step is saved, too.
+
+        Raises:
+            FloatingPointError: as of `refuse`, where the step has left something that is not finite.
+        """
         if step % curve_every == 0:
             self.curve.append((step, round(loss.item(), digits)))
-        if (step + 1) % self.every == 0:
-            self._save(step + 1)
+        if (step + 1) % self.every == 0 or step + 1 == total:
+            self._save(step + 1, loss)
             print(f"step {step + 1}/{total} loss {loss.item():.4f} {self.seconds:.0f} s", flush=True)
 
-    def _save(self, step: int) -> None:
+    def refuse(self, step: int, loss: Tensor, what: str) -> NoReturn:
+        """Stop a run that has come to what is not finite; the file stays as it is.
+
+        Raises:
+            FloatingPointError: names the step, the loss, and the state that is kept.
+        """
+        kept = (
+            f"{self.path} holds the state after step {self.saved_step}"
+            if self.saved_step
+            else "nothing is saved"
+        )
+        raise FloatingPointError(
+            f"step {step}, loss {loss.item()}: {what} not finite, so training stops; {kept}. Look at the data, or "
+            f"lower the learning rate: {_ANEW}."
+        )
+
+    def _save(self, step: int, loss: Tensor) -> None:
         """Write atomically: an interrupted save leaves the previous file."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
+        if wrong := _not_finite(state):
+            self.refuse(step, loss, f"{wrong} is")
         record = {"settings": self.settings, "curve": self.curve, "seconds": self.seconds, "step": step}
         write_content(self.path, {**state, **record})
+        self.saved_step = step
 
     def remove(self) -> None:
         """Remove the file; the run is done."""
         self.path.unlink(missing_ok=True)
+
+
+def _not_finite(state: Any) -> str:
+    """Where in nested states there is a number that is not finite; "" for nowhere."""
+    if isinstance(state, Tensor):
+        checked = state.is_floating_point() and state.itemsize > 1
+        return "" if not checked or state.isfinite().all() else "a tensor"
+    parts = (
+        state.items()
+        if isinstance(state, Mapping)
+        else enumerate(state if isinstance(state, list | tuple) else ())
+    )
+    for name, part in parts:
+        if wrong := _not_finite(part):
+            return f"{name}.{wrong}".removesuffix(".a tensor")
+    return ""
 
 
 class Trainer:
@@ -272,6 +313,9 @@ class Trainer:
             after: is called with the step and what the loss gave more, when a step is made.
             folder: of `training.json` (default: `out`).
             dynamic: as of `torch.compile`.
+
+        Raises:
+            FloatingPointError: the loss, or what a step leaves, is not finite; the last good `resume.pt` stays.
         """
         steps, checkpoint = self.settings.steps, self.checkpoint
         compiled = getattr(self.settings, "compile", False)
@@ -283,6 +327,8 @@ class Trainer:
             batch = [part.to(device) if isinstance(part, Tensor) else part for part in batches(step)]
             terms = loss_of(*batch)
             minimised, shown, *more = terms if isinstance(terms, tuple) else (terms, terms)
+            if not minimised.isfinite():
+                checkpoint.refuse(step, minimised, "the loss is")
             self.descend(minimised, step)
             if after is not None:
                 after(step, *more)

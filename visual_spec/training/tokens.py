@@ -21,7 +21,7 @@ from visual_spec.data.tunes import NUM_FORMS
 from visual_spec.data.tunes import caption as caption_of_tune
 from visual_spec.data.tunes_synth import sample_dataset as sample_tunes
 from visual_spec.models.columns.encodec import encode_waves
-from visual_spec.models.core.checkpoints import read_content, write_content
+from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -63,7 +63,7 @@ def tokenize_dataset(
     path = cache / f"tokens_{data}_{side}_{count}_{seed}_{int(held_out)}{which}.pt" if cache else None
     owner = f"{fingerprint([vq_model])} {list(encoder.config['vocabulary'])} {encoder.max_words}"
     if path and path.exists():
-        saved = read_content(path)
+        saved = read_written(path)
         if not isinstance(saved, dict) or saved.get("owner") != owner:
             raise ValueError(
                 f"{path} holds tokens of another tokenizer or words of another encoder; pass another --out folder, or "
@@ -133,7 +133,7 @@ def tokenize_tunes(
     books = torch.stack([layer.codebook.embed.cpu() for layer in codec.quantizer.layers])  # pyright: ignore
     path = cache / f"codes_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
-        saved = read_content(path)
+        saved = read_written(path)
         if not torch.equal(saved["codebooks"], books):
             raise ValueError(f"{path} holds codes of another codec; pass another --out folder, or remove it.")
         return saved["words"], saved["codes"]

@@ -8,14 +8,17 @@ import shlex
 import subprocess
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.optim.swa_utils import AveragedModel
 
 from tests.helpers.official import CLASS_SHAPES, random_weights
-from visual_spec.models.core.checkpoints import check_values, fill, read_checkpoint
+from tests.models.continuous.tiny import tiny_mar
+from visual_spec.models.continuous.mar_checkpoint import load_mar_checkpoint
+from visual_spec.models.core.checkpoints import check_values, fill, plain_weights, read_checkpoint
 
 
 def write(path: Path, content: Any) -> Path:
@@ -163,11 +166,68 @@ def test_pipes_and_devices_are_refused_without_waiting(tmp_path):
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
+class Tiny(torch.nn.Module):
+    """Holds a network under a name, as a module of Lightning or an average does."""
+
+    def __init__(self, **networks: Any):
+        super().__init__()
+        for name, network in networks.items():
+            self.add_module(name, network)
+
+
+def wrapped_forms(network: torch.nn.Sequential) -> dict[str, Any]:
+    """What tools write of a network: the classes that wrap make the keys, where they run in one process."""
+    plain = network.state_dict()
+    noise = {key: torch.full_like(value, 7) for key, value in plain.items()}
+    average = AveragedModel(network)
+    return {
+        "DDP": Tiny(module=network).state_dict(),
+        "compile": cast(Any, torch.compile(network)).state_dict(),
+        "compile of DDP": cast(Any, torch.compile(Tiny(module=network))).state_dict(),
+        "DDP of compile": Tiny(module=cast(Any, torch.compile(network))).state_dict(),
+        "activation checkpoints": {key.replace(".", "._checkpoint_wrapped_module.", 1): value
+                                   for key, value in plain.items()},
+        "FSDP": {f"_fsdp_wrapped_module.{key}": value for key, value in plain.items()},
+        "FSDP of layers": {key.replace(".", "._fsdp_wrapped_module._checkpoint_wrapped_module.", 1): value
+                           for key, value in plain.items()},
+        "Lightning": {"state_dict": Tiny(model=cast(Any, torch.compile(network))).state_dict(), "epoch": 3},
+        "torch's average": average.state_dict(),
+        "Lightning and average": {"state_dict": Tiny(net=average.module).state_dict()},
+        "ema_pytorch": {"model": {**Tiny(online_model=network).state_dict(), **{
+            f"online_model.{key}": value for key, value in noise.items()}, "initted": torch.tensor(True),
+            **Tiny(ema_model=network).state_dict(), "step": torch.tensor(3)}},
+        "average alone": {"ema": Tiny(module=network).state_dict(), "decay": 0.99},
+    }  # fmt: skip
+
+
+def test_what_wrappers_add_to_keys_is_left_out_for_every_reader(tmp_path):
+    network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    plain = network.state_dict()
+    for name, content in wrapped_forms(network).items():
+        found = read_checkpoint(write(tmp_path / "w.pt", content)).weights
+        assert found.keys() == plain.keys(), name
+        assert all(torch.equal(found[key], value) for key, value in plain.items()), name
+    # A family that looks for a container of its own has its weights so, too.
+    model = tiny_mar()
+    averaged = AveragedModel(cast(Any, torch.compile(model))).state_dict()
+    assert all(key == "n_averaged" or key.startswith("module._orig_mod.") for key in averaged)
+    write(tmp_path / "mar.pth", {"model": {"module.mask_token": torch.zeros(1)}, "model_ema": averaged})
+    found = load_mar_checkpoint(tmp_path / "mar.pth", num_heads=2).state_dict()
+    assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
+
+
+def test_views_that_are_negated_or_conjugated_are_read_as_their_values(tmp_path):
+    """A file of safetensors holds what lies in memory, which such a view has with another sign."""
+    pair = torch.randn(3, 4, dtype=torch.complex64)
+    for view in (pair.conj().imag.T, pair.conj().imag, pair.conj().imag[:, :2]):
+        assert view.is_neg()
+        found = plain_weights({"a": view}, "a state dict")
+        save_file(found, tmp_path / "a.safetensors")
+        assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], view.clone() * 1)
+
+
 def test_prefixes_of_wrappers_are_left_out(tmp_path):
     plain = {"blocks.0.weight": torch.ones(2), "module.bias": torch.zeros(1)}
-    for prefix in ("module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."):
-        wrapped = {prefix + key: value for key, value in plain.items()}
-        assert read_checkpoint(write(tmp_path / "w.pt", {"model": wrapped})).weights.keys() == plain.keys()
     # A compiled layer inside; and a prefix that not all keys have is part of a name.
     compiled = {"blocks.0._orig_mod.weight": torch.ones(2), "module.bias": torch.zeros(1)}
     assert read_checkpoint(write(tmp_path / "w.pt", compiled)).weights.keys() == plain.keys()

@@ -172,7 +172,7 @@ def test_the_official_decoder_has_the_official_keys():
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == want
 
 
-@pytest.mark.parametrize("layout", ["vqgan.ckpt", "anole folder"])
+@pytest.mark.parametrize("layout", ["vqgan.ckpt", "anole folder", "wrapped folder"])
 def test_the_decoder_is_read_from_official_files(tmp_path, layout):
     wanted = decoder()
     tensors = wanted.state_dict()
@@ -184,7 +184,8 @@ def test_the_decoder_is_read_from_official_files(tmp_path, layout):
         )
     else:
         path = tmp_path
-        named = {f"model.vqmodel.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        start = "module._orig_mod." if layout == "wrapped folder" else ""
+        named = {f"{start}model.vqmodel.{name}": tensor.contiguous() for name, tensor in tensors.items()}
         half = sorted(named)[::2]
         save_file({name: named[name] for name in half}, tmp_path / "model-00001-of-00002.safetensors")
         rest = {name: tensor for name, tensor in named.items() if name not in half}

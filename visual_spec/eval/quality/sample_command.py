@@ -125,11 +125,12 @@ def _by_ray(args: argparse.Namespace) -> dict[str, Any] | None:
     """Draw by actors of Ray, which have folders of their own. This process loads no model: it may have no GPU."""
     from visual_spec.eval.quality.prompt_files import CLASSES
     from visual_spec.eval.quality.ray_engine import sample_with_ray
+    from visual_spec.pipelines.embedded import local_folder
 
     args.out = args.out.absolute()
     if args.prompts not in CLASSES:
         args.prompts = str(Path(args.prompts).absolute())
-    if Path(args.model).is_dir():
+    if local_folder(args.model) == Path(args.model):
         args.model = str(Path(args.model).absolute())
     outline = sample_set(args, drawn_here=False)
     return sample_with_ray(lambda: sample_set(args), outline, workers=args.workers, report=progress)

@@ -12,7 +12,8 @@ import os
 import pickle
 import re
 import shlex
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from visual_spec.models.core.saved import FLOATING, Difference, check_finite, sh
 # Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
 # bare dict, Infinity's tokenizers "vae", VAR's training "trainer" with "var_wo_ddp" in it, its students' the averaged
 # "ema_parameters" too, and Self-Forcing "generator_ema", beside which "generator" is the last step of training, and
-# LongLive's LoRA "generator_lora".
+# LongLive's LoRA "generator_lora". Averages are read where there is nothing else, unless the family's reader asks.
 _CONTAINERS = (
     ("generator_ema",),
     ("generator",),
@@ -40,7 +41,15 @@ _CONTAINERS = (
     ("trainer", "ema_parameters"),
     ("trainer", "var_wo_ddp"),
     ("var_wo_ddp",),
+    *((name,) for name in ("model_ema", "ema", "ema_model", "ema_state_dict", "state_dict_ema")),
 )
+
+# Parts of keys that name no part of the model: torch.compile, FSDP, activation checkpoints and Lightning Fabric wrap
+# any module. Before all keys stands the name under which DDP, Lightning or a class of averages holds the model.
+_WRAPPERS = {
+    "_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module",
+}  # fmt: skip
+_HOLDERS = ("module", "model", "net", "network", "ema", "ema_model")
 
 
 # A file may say a number several times (tied weights), but not this often.
@@ -73,7 +82,7 @@ Source = str | os.PathLike | Checkpoint
 def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
     """Read a file without running any code in it.
 
-    Key prefixes of training wrappers (`module.` of DDP, `_orig_mod.` of torch.compile) are removed.
+    What training wrappers (DDP, FSDP, torch.compile, Lightning, averages) add to keys is removed.
 
     Args:
         path: a `torch.save` file (`.pt`, `.pth`, `.bin`) or a safetensors file, with official keys.
@@ -87,16 +96,28 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
     return unpack_checkpoint(path, read_content(path))
 
 
-def read_content(path: Path, keep: str = '{"model": c["model"]}', *, namespaces: bool = True) -> Any:
-    """Return the content of a file without running any code in it.
+_KEEP = '{"model": c["model"]}'
+
+
+def read_content(path: Path, keep: str = _KEEP) -> Any:
+    """Return the content of a file without running any code in it; dicts of tensors with bare keys (`bare_keys`).
 
     Args:
         keep: Python expression for the part of the content `c` to save again, shown if the file needs pickle.
-        namespaces: also read the argparse.Namespace of a training run, which is plain attributes.
 
     Raises:
         FileNotFoundError, IsADirectoryError, ValueError: as in `read_checkpoint`, but any content is accepted.
     """
+    return _unwrapped(_content(path, keep), str(path))
+
+
+def _unwrapped(content: Any, name: str) -> Any:
+    if not isinstance(content, Mapping):
+        return content
+    return bare_keys({key: _unwrapped(value, name) for key, value in content.items()}, name)
+
+
+def _content(path: Path, keep: str) -> Any:
     if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a folder; name the checkpoint file in it, or load a folder that save_pretrained wrote with "
@@ -114,7 +135,7 @@ def read_content(path: Path, keep: str = '{"model": c["model"]}', *, namespaces:
     if path.suffix == ".safetensors" or start[8:9] == b"{":
         return _load_safetensors(path)
     if start.startswith((b"PK\x03\x04", b"\x80")):
-        return _load_torch(path, start.startswith(b"PK"), keep, [argparse.Namespace] if namespaces else [])
+        return _load_torch(path, start.startswith(b"PK"), keep)
     raise ValueError(
         f"{path} is no checkpoint: it begins with {start[:12]!r}, and neither torch.save nor safetensors writes "
         "that. Pass an official .pt or .pth file; if this one was downloaded, look at it: it may be a web page."
@@ -122,11 +143,29 @@ def read_content(path: Path, keep: str = '{"model": c["model"]}', *, namespaces:
 
 
 def write_content(path: Path, content: Mapping[str, Any]) -> None:
-    """Write tensors and plain values as `read_content` reads them; an error or a kill leaves `path` as it was."""
+    """Write tensors and plain values as `read_written` reads them; an error or a kill leaves `path` as it was."""
     from visual_spec.files.whole import whole_file
 
     with whole_file(path) as part, part.open("wb") as file:  # a path's name would get into the file
         torch.save(dict(content), file)
+
+
+def read_written(path: Path) -> Any:
+    """What `write_content` wrote, where every checksum in the file is right.
+
+    Raises:
+        ValueError: the file is damaged; names it.
+        FileNotFoundError, IsADirectoryError, ValueError: as of `read_content`.
+    """
+    if path.is_file() and zipfile.is_zipfile(path):  # what is no archive any more `read_content` refuses
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+        except Exception as error:  # a damaged directory can raise any error
+            damaged = str(error) or type(error).__name__
+        if damaged is not None:
+            raise ValueError(f"{path} is damaged ({damaged}: wrong checksum); remove it, or copy it again.")
+    return _content(path, _KEEP)
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
@@ -137,10 +176,10 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is truncated or damaged ({reason}); copy or download it again.") from error
 
 
-def _load_torch(path: Path, mapped: bool, keep: str, known: list[Any]) -> Any:
+def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
     try:
         # Training runs save their argparse.Namespace beside the weights: plain attributes, no code.
-        with torch.serialization.safe_globals(known):
+        with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     # Reading a damaged file can raise anything: IndexError, struct.error, TypeError, MemoryError ...
     except Exception as error:
@@ -167,7 +206,7 @@ def _load_torch(path: Path, mapped: bool, keep: str, known: list[Any]) -> Any:
 
 
 def read_by(
-    source: Source, unpack: Callable[[Path, Any], Checkpoint | None], keep: str = '{"model": c["model"]}'
+    source: Source, unpack: Callable[[Path, Any], Checkpoint | None], keep: str = _KEEP
 ) -> Checkpoint:
     """Return what `unpack` finds in a file, else what `unpack_checkpoint` does; a checkpoint as it is.
 
@@ -224,6 +263,41 @@ def _at(content: Any, place: tuple[str, ...]) -> Mapping | None:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
+def bare_key(key: str) -> str:
+    """A key without the names of what wraps single modules."""
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+
+
+def bare_keys(tensors: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+    """Return a state dict, with other entries of its file if there are any, without what wrappers add to keys.
+
+    Of a model beside its average by `ema_pytorch` the average stays.
+
+    Raises:
+        ValueError: two keys are equal without it; the message names them.
+    """
+    if not all(isinstance(key, str) for key in tensors):
+        return dict(tensors)
+    averaged = all(any(key.startswith(f"{one}_model.") for key in tensors) for one in ("online", "ema"))
+    bare = {
+        key: bare_key(key)
+        for key in tensors
+        if key != "n_averaged"
+        and (key.startswith("ema_model.") or not averaged)  # torch's AveragedModel counts
+    }
+    while holder := next((one for one in _HOLDERS if _all_in(bare.values(), f"{one}.")), ""):
+        bare = {key: plain.removeprefix(f"{holder}.") for key, plain in bare.items()}
+    keys: dict[str, str] = {}
+    for key, plain in bare.items():
+        if keys.setdefault(plain, key) != key:
+            raise ValueError(f"{name} has {plain} twice, once as {key}; pass a file with one set of weights.")
+    return {plain: tensors[key] for plain, key in keys.items()}
+
+
+def _all_in(keys: Collection[str], start: str) -> bool:
+    return bool(keys) and all(key.startswith(start) for key in keys)
+
+
 def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]:
     """Return the tensors of a state dict in our form: with bare keys, dense, each with its own memory.
 
@@ -241,19 +315,14 @@ def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]
             f"{name} has keys that are no strings ({some(map(repr, strange))}); pass a state dict, as state_dict() "
             "of a model makes it."
         )
-    # torch.compile wraps any module, whole models or single layers; DDP wraps the whole model.
-    wrapped = all(key.replace("_orig_mod.", "").startswith("module.") for key in tensors)
     weights: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in bare_keys(tensors, name).items():
         if tensor.is_quantized or tensor.layout != torch.strided:
             kind = f"quantised ({tensor.dtype})" if tensor.is_quantized else f"sparse ({tensor.layout})"
             raise ValueError(
                 f"{name}: {key} is {kind}; save the model with dense weights of one floating dtype, and pass that file."
             )
-        bare = key.replace("_orig_mod.", "").removeprefix("module." if wrapped else "")
-        if bare in weights:
-            raise ValueError(f"{name} has {bare} twice, once as {key}; pass a file with one set of weights.")
-        weights[bare] = tensor.detach()
+        weights[key] = tensor.detach()
     _refuse_expanded(weights, name)
     return _untied(weights)
 
@@ -280,8 +349,10 @@ def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         owners[place] = owners.get(place, 0) + 1
     return {
         key: tensor
-        if owners[tensor.untyped_storage().data_ptr()] == 1 and tensor.is_contiguous()
-        else tensor.clone(memory_format=torch.contiguous_format)
+        if owners[tensor.untyped_storage().data_ptr()] == 1
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+        else tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         for key, tensor in weights.items()
     }
 

@@ -109,7 +109,7 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         stale = r"diffusion_pytorch_model(-\d+-of-\d+\.safetensors|\.safetensors(\.index\.json)?)"
         from visual_spec.files.whole import written_whole
 
-        with written_whole(save_directory, "config.json", "" if kwargs.get("variant") else stale) as folder:
+        with written_whole(save_directory, "" if kwargs.get("variant") else stale) as folder:
             super().save_pretrained(folder, *args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import fill, read_checkpoint
+from visual_spec.models.core.checkpoints import bare_key, fill, read_checkpoint
 from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
@@ -117,5 +117,5 @@ def decoder_weights(path: str | os.PathLike) -> dict[str, Tensor]:
 
 
 def _official(key: str) -> str | None:
-    name = key.removeprefix("model.").removeprefix("vqmodel.")
+    name = bare_key(key).removeprefix("module.").removeprefix("model.").removeprefix("vqmodel.")
     return name if name.startswith(_PARTS) else None

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.whole import write_atomically, written_whole
 from visual_spec.models.core.offload import align_weights, decodes
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import warn_cut
@@ -126,9 +126,10 @@ class T5Features(ModelMixin, ConfigMixin):
             options: max_shard_size is passed on to transformers.
         """
         known = {name: options[name] for name in ("max_shard_size",) if options.get(name)}
-        self.encoder.save_pretrained(save_directory, variant=variant, **known)
-        self.tokenizer.save_pretrained(save_directory)
-        self.save_config(save_directory)
+        with written_whole(save_directory) as folder:
+            self.encoder.save_pretrained(folder, variant=variant, **known)
+            self.tokenizer.save_pretrained(folder)
+            self.save_config(folder)
 
     # -- the interface of CaptionEncoder -------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ Cached keys are rotated whenever they are read, five times a chunk. A rotated co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,6 +124,10 @@ class CausalProcessor:
         # diffusers sets these two on processors: `set_attention_backend` and context parallelism.
         self._attention_backend = getattr(plain, "_attention_backend", None)
         self._parallel_config = getattr(plain, "_parallel_config", None)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a transformer have plain processors."""
+        return copy.copy, (self.plain,)
 
     def __call__(
         self,

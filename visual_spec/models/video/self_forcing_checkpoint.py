@@ -44,7 +44,6 @@ _WAN = KeyLayout(
         "blocks.0.ffn.net.0.proj.weight": 2,
     },
     renamed={
-        r"_(fsdp_wrapped|checkpoint_wrapped)_module\.": "",
         r"^(base_model\.model\.)?(model\.)?": "",
         r"^text_embedding\.0\.": "condition_embedder.text_embedder.linear_1.",
         r"^text_embedding\.2\.": "condition_embedder.text_embedder.linear_2.",

@@ -25,8 +25,9 @@ def accelerate(
     """Make a pipeline decode with another sampler; by default the fastest one that returns the same tokens.
 
     Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first. A sampler that is
-    refused changes nothing. The logger "visual_spec" says at level INFO what was done and what to expect, in the line
-    that `summary` returns before the first call.
+    refused changes nothing. Copies and pickles of an accelerated model of another library are plain. The logger
+    "visual_spec" says at level INFO what was done and what to expect, in the line that `summary` returns before the
+    first call.
 
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, a

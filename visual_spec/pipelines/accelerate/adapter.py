@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
@@ -89,9 +90,13 @@ def promise(sampler: Any, plain: Any = None) -> str:
 
 
 def hang(model: Any, **attributes: Any) -> None:
-    """Set attributes of an object, and remember those that it had of its own before it was first accelerated."""
+    """Set attributes of an object, and remember those that it had of its own before it was first accelerated.
+
+    Copies and pickles of the object are plain: what is hung belongs to this one, and may hold graphs of a GPU.
+    """
     own = vars(model)
     before = own.setdefault(PLAIN, {})
+    attributes["__getstate__"] = functools.partial(_plain_state, model)
     for name, value in attributes.items():
         before.setdefault(name, own.get(name, _ABSENT))
         own[name] = value
@@ -99,11 +104,22 @@ def hang(model: Any, **attributes: Any) -> None:
 
 def take_off(thing: Any) -> None:
     """Give an object back what it had before `hang`."""
-    own = vars(thing)
+    _made_plain(vars(thing))
+
+
+def _made_plain(own: dict[str, Any]) -> dict[str, Any]:
     for name, value in own.pop(PLAIN, {}).items():
         own.pop(name, None)
         if value is not _ABSENT:
             own[name] = value
+    return own
+
+
+def _plain_state(model: Any) -> dict[str, Any]:
+    """What `copy` and `pickle` make another object of."""
+    blank = object.__new__(type(model))
+    vars(blank).update(_made_plain(dict(vars(model))))
+    return blank.__getstate__()
 
 
 def tell(model: Any, **values: Any) -> None:
