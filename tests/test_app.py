@@ -46,13 +46,14 @@ def test_refusals_and_a_page_that_is_left() -> None:
     pipe = tiny_pipeline()
     pipe.set_progress_bar_config(disable=True)
     asked = partial(draw, lambda name: pipe, "tiny")
-    for arguments, wrong in (
+    refused: list[tuple[tuple[Any, ...], str]] = [
         (("x" * 3000, "", 0), "3000 letters"),
         (("a red circle", "no-such", 0), "no-such"),
         (("a red circle", "masked", 0), "MaskedSampler"),
         (("a red circle", "", None), "seed=None"),  # the field is empty
         (("a red circle", "", 0.5), "seed=0.5"),
-    ):
+    ]
+    for arguments, wrong in refused:
         with pytest.raises((ValueError, TypeError), match=wrong):
             next(asked(*arguments))
     before = threading.active_count()
