@@ -65,6 +65,59 @@ def test_internal_links_and_anchors_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def numbers_of(content: Any) -> list[float]:
+    """All numbers of a stored result, with the shares and the speeds of what it counted or timed."""
+    if isinstance(content, dict):
+        further = []
+        if {"right", "pictures"} <= set(content):
+            further = [content["right"] / content["pictures"]]
+        elif set(content) == {"public", "accelerated"}:  # seconds, in turn
+            further = [sum(content["public"]) / sum(content["accelerated"])]
+        content = [*content.values(), *further]
+    if isinstance(content, list):
+        return [number for one in content for number in numbers_of(one)]
+    return [content] if isinstance(content, int | float) and not isinstance(content, bool) else []
+
+
+# Results behind the rows of the README's table.
+HEADLINES = {
+    "images: ZipAR": "`shapes-quality`",
+    "video: Jacobi": "`motion-panned`, `motion-plain`, `motion-quality`",
+    "images by scale: CoDe": "`shapes-var-8-bits-quality`",
+    "music: MAGNeT": "`tunes-cpu-2-threads`, `tunes-8-bits-quality`",
+}
+
+
+def claims() -> list[tuple[str, str, str]]:
+    """Rows with figures: (what, what was measured, files of results)."""
+    lines = (DOCS / "METHODS.md").read_text().split("\n## Measures")[0].splitlines()
+    methods = [line[2:-2].split(" | ") for line in lines]
+    rows = [(row[0], row[2], row[3]) for row in methods if len(row) == 5 and row[0] != "system"]
+    readme = (ROOT / "README.md").read_text().splitlines()
+    for name, files in HEADLINES.items():
+        (line,) = [line for line in readme if line.startswith(f"| {name}")]
+        *_, speed, accuracy, plain = line[2:-2].split(" | ")
+        rows.append((name, speed + "".join(f" {part.split(' (')[0]} %" for part in (accuracy, plain)), files))
+    return rows
+
+
+@pytest.mark.parametrize(("name", "measured", "files"), claims(), ids=lambda text: text[:20])
+def test_a_speed_or_accuracy_stands_in_a_file_that_its_row_names(
+    name: str, measured: str, files: str
+) -> None:
+    """Printed as stored, or as a percentage of it, at the digits that are printed."""
+    known = [
+        number
+        for file in re.findall(r"`([\w-]+)`", files)
+        for number in numbers_of(json.loads((ROOT / f"benchmarks/results/{file}.json").read_text()))
+    ]
+    for figure in re.findall(
+        r"(?<![\w.,-])(\d+(?:\.\d+)?)(?=x\b| %| tokens a call| columns a call)", measured
+    ):
+        half = 0.5 * 10 ** -len(figure.partition(".")[2]) + 1e-9
+        assert any(abs(scale * one - float(figure)) <= half for one in known for scale in (1, 100)), figure
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     assert set(re.findall(r"\S+\.md", navigation)) == {page.name for page in DOCS.glob("*.md")}

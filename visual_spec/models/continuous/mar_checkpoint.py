@@ -43,8 +43,8 @@ def load_mar_checkpoint(
 ) -> MARTransformer:
     """The model of an official file, `checkpoint-last.pth`, from its averaged weights.
 
-    The released files also hold the arguments of the training run, a Python object that only pickle reads: they are
-    refused, with a command that saves the weights alone.
+    The released files also hold the arguments of the training run, a Python object that only pickle reads: it is read
+    past.
     `source`, `dtype` and errors: see `visual_spec.models.core.layouts`.
 
     Args:
