@@ -201,6 +201,7 @@ class Options(RunOptions):
     grid_size: int = option("tokens per side; 8 for the low-resolution drafter", 16)
     text_encoder: Path | None = option("a trained text encoder to keep as it is; without: train one", None)
     start_from: Path | None = option("folder with transformer/ and text_encoder/ to start from", None)
+    blocks_from: Path | None = option("folder of a transformer of these sizes to take the blocks of", None)
     dim: int = 192
     num_layers: int = 6
     num_heads: int = 4
@@ -232,6 +233,10 @@ def main() -> None:
     if options.start_from is not None:
         for part, name in ((encoder, "text_encoder"), (model, "transformer")):
             part.load_state_dict(type(part).from_pretrained(options.start_from / name).state_dict())
+    if options.blocks_from is not None:
+        model.layers.load_state_dict(
+            LlamaGenTransformer.from_pretrained(options.blocks_from).layers.state_dict()
+        )
     model.to(options.device)
     encoder.to(options.device)
     record = train_autoregressive(model, encoder, vq_model, settings, options.out)

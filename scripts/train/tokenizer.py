@@ -211,6 +211,7 @@ class Options:
     out: Path = option("folder for weights and training.json; an interrupted run resumes")
     codebook_size: int = 1024
     base_channels: int = 8
+    start_from: Path | None = option("folder of a tokenizer of these sizes to start from", None)
 
 
 def main() -> None:
@@ -225,6 +226,8 @@ def main() -> None:
         norm_groups=None,
         image_size=128,
     )
+    if options.start_from is not None:
+        model.load_state_dict(VQModel.from_pretrained(options.start_from).state_dict())
     record = train_tokenizer(model, settings, options.out)
     print(f"PSNR {record['psnr_db']} dB, {record['codes_used']} codes in use, {record['seconds']} s")
 
