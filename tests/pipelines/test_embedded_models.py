@@ -159,22 +159,6 @@ def test_reuse_stays_near_the_model():
 
 
 @pytest.mark.slow
-def test_the_shortcut_stands_in_for_the_model_on_some_calls():
-    pipe, prompts = load("shapes_masked"), shapes.held_out_prompts(2, seed=18)
-    settings: Any = dict(steps=12, schedule="arccos", clock="halton", score="halton", reuse_by="shortcut")
-    moved = []
-    for reuse in (0, 1):
-        pipe.sampler = MaskedSampler(**settings, reuse=reuse, measure=True)
-        found = pipe(prompts, generator=seeded(0, 1))
-        moved.append(found.trace.divergence)
-        assert found.trace.whole_calls == 12 - 3 * reuse
-        assert right(prompts, found.images) > 0.6
-    assert moved[0] > 0 and moved[1] < 3 * moved[0]
-    weights = embedded_folder("shapes_masked") / "shortcut" / "diffusion_pytorch_model.safetensors"
-    assert weights.stat().st_size < 0.6e6
-
-
-@pytest.mark.slow
 def test_one_call_and_two_show_more_of_their_own_prompts_than_of_others():
     pipe, prompts = load("shapes_distilled"), shapes.held_out_prompts(24, seed=17)
     assert pipe.facts.calls == ("distilled",)
