@@ -102,6 +102,12 @@ def test_masks_of_other_numbers_are_refused(mask):
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
+def test_exif_that_cannot_be_read_turns_nothing(tmp_path):
+    path = tmp_path / "a.jpg"
+    Image.fromarray(EIGHT).save(path, exif=b"Exif\0\0XX of no kind", quality=100)
+    assert read_picture_file(path).size == (4, 5)
+
+
 def bomb(path: Path, width: int = 60_000, height: int = 60_000) -> Path:
     """A PNG file of a few bytes that says it has many pixels."""
 
