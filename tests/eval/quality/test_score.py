@@ -1,6 +1,7 @@
 """The scores of a set: torch-fidelity's for the same files, the same for any number of processes, refused otherwise."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -136,6 +137,15 @@ def test_a_set_is_its_content_and_its_prompts(tmp_path, small_network):
     asked = SampleFiles.open(sets[2])
     with_manifest(sets[2], ["an organ"] * 6, "bmp")
     assert len({asked.fingerprint, SampleFiles.open(sets[2]).fingerprint, one.fingerprint}) == 3
+
+
+def test_a_single_sample_has_a_mean_whose_interval_is_not_known(tmp_path, monkeypatch):
+    drawn = with_manifest(make_pictures(tmp_path / "drawn", 1, 0), ["a melody"])
+    monkeypatch.setattr(
+        extractors, "clip_features", lambda setup: (lambda *of: {"scores": torch.tensor([7.0])}, [], "")
+    )
+    figure = score(work_of(drawn, drawn, ("clip",), tmp_path / "s", clip=tmp_path))["figures"]["clip_score"]
+    assert (figure["value"], figure["low"], figure["high"]) == (7.0, -math.inf, math.inf)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -270,6 +270,8 @@ def key(line: dict[str, Any]) -> tuple[Any, ...]:
 def _mean(values: Tensor) -> dict[str, Any]:
     """The mean of finite values with its interval: the ratio of signal to noise of equal pictures is infinite."""
     finite = values[values.isfinite()]
+    if len(values) == 1:  # whose spread nobody knows
+        return {"value": values.item(), "low": -math.inf, "high": math.inf}
     if len(finite) == len(values):
         return mean_figure(values.tolist())
     figure = (
