@@ -12,12 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
 from visual_spec.files.reading import open_regular
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM")
+_TURNS = {  # by the orientation of EXIF
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 MOST_PIXELS = 2**27  # of a picture: 11,585 x 11,585
 _MODES = (
     "1",
@@ -61,12 +70,19 @@ def read_picture_file(path: str | os.PathLike, formats: tuple[str, ...] = FORMAT
 
 
 def _upright(picture: Image.Image) -> Image.Image:
-    """A picture turned as its EXIF says; EXIF that cannot be read turns nothing."""
+    """A picture turned as its EXIF says, and without it; EXIF that cannot be read turns nothing.
+
+    `ImageOps.exif_transpose` writes the rest of the EXIF anew, and fails where that is damaged.
+    """
     try:
-        turned = picture.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        turn = _TURNS.get(picture.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # readers of damaged EXIF raise anything
+        turn = None
+    if turn is None:
         return picture
-    return ImageOps.exif_transpose(picture) if turned else picture
+    picture = picture.transpose(turn)
+    picture.info = {}
+    return picture
 
 
 class _UnfitPicture(ValueError):
