@@ -221,6 +221,10 @@ def test_seconds_stand_beside_the_machine_that_measured_them(tmp_path, monkeypat
     monkeypatch.setattr(evaluate_module, "environment", lambda *of: real(*of) | {"commit": "new"})
     commit = evaluated("tokens", tmp_path, rows=TOKENS[:2], samples=6, alone=1)["environment"]["commit"]
     assert commit == ", ".join(filter(None, [before["commit"], "new"]))
+    for name in ("machine.json", "results.json"):
+        (tmp_path / name).unlink()
+    with pytest.warns(UserWarning, match="does not say which machine"):
+        evaluated("tokens", tmp_path, rows=TOKENS[:2], samples=8, alone=1)
 
 
 def test_a_judge_that_is_not_there_is_refused_before_anything_is_drawn(tmp_path):

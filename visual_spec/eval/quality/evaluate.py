@@ -181,7 +181,13 @@ class _Run:
     def settle_machine(self) -> None:
         """Keep the facts of this machine, which is about to measure; ValueError where another one did before."""
         here = environment(self.pipe.device, self.pipe.transformer.dtype)
-        there = self.machine() or here
+        there = self.machine()
+        if there is None and any(self.folder.glob("*/batches/*.seconds")):
+            warnings.warn(
+                f"{self.folder} does not say which machine its seconds are of; they count as this one's",
+                stacklevel=2,
+            )
+        there = there or here
         if changes := [
             f"{name}: {there.get(name)} there, {here[name]} here"
             for name in _TIMED_ON
