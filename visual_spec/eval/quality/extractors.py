@@ -136,7 +136,7 @@ def _inception(setup: Setup, outputs: list[str]) -> Any:
     if path is None or not Path(path).is_file():
         raise FileNotFoundError(
             f"no Inception weights{'' if path is None else f' at {path}'}; download {INCEPTION_FILE} of "
-            "torch-fidelity and pass it as --feature-weights"
+            "torch-fidelity and pass it as --feature-weights (to eval as --inception)"
         )
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
