@@ -102,6 +102,18 @@ def test_masks_of_other_numbers_are_refused(mask):
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
+def test_damaged_exif_does_not_hide_a_picture(tmp_path):
+    """Turned where the turn can be read, else as it is stored; once, whatever is called on it."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "maker"
+    fine, cut = bytearray(exif.tobytes()), b"Exif\0\0MM\0"
+    fine[17] = 9  # the maker's name is of a kind of numbers
+    for content, size in ((bytes(fine), (5, 4)), (cut, (4, 5))):
+        Image.fromarray(EIGHT).save(tmp_path / "a.jpg", exif=content, quality=100)
+        read = read_picture_file(tmp_path / "a.jpg")
+        assert read.size == size and unit_pixels(read, "image").shape == (3, size[1], size[0])
+
+
 def bomb(path: Path, width: int = 60_000, height: int = 60_000) -> Path:
     """A PNG file of a few bytes that says it has many pixels."""
 

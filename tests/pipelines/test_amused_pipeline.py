@@ -126,6 +126,8 @@ def test_prompts_are_those_of_clip(folder):
         pipe(PROMPTS, prompt_embeds=features[0])
     other = pipe.make_condition(PROMPTS[0])
     assert not torch.allclose(told.null_pooled, other.null_pooled)
+    pipe.tokenizer.model_max_length = int(1e30)  # as it is saved where nobody said it
+    assert pipe.make_condition(PROMPTS[0]).states.equal(other.states)
 
 
 def test_it_draws_into_pictures_and_is_saved_as_ours(folder, tmp_path):

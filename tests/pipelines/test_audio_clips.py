@@ -4,7 +4,6 @@ import io
 import math
 import sys
 import wave
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.pipelines import audio as audio_module
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.pipelines.audio_files import audio_bytes, prepare_clip, write_audio
+from visual_spec.pipelines.audio_files import audio_bytes, prepare_clip, resample, write_audio
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
@@ -213,25 +212,43 @@ def test_music_goes_on_from_a_clip(pipe):
     assert long.codes.shape[-1] == 50 and not long.codes[0, :, :30].equal(long.codes[1, :, :30])
 
 
-def test_clips_are_brought_to_the_codecs_rate_and_channels(monkeypatch):
+def test_clips_are_brought_to_the_codecs_rate_and_channels():
     with pytest.warns(UserWarning, match="the clip has 2 channels; it is averaged to mono"):
         mono = prepare_clip(clip_of(3, 2), RATE, rate=RATE, channels=1)
     assert torch.allclose(mono[0, 0], torch.from_numpy(clip_of(3, 2)).mean(0))
     with pytest.warns(UserWarning, match="1 channels; it stands in both"):
         assert prepare_clip(clip_of(3)[0], RATE, rate=RATE, channels=2).shape == (1, 2, 3 * HOP)
-    functional: Any = ModuleType("torchaudio.functional")
-    functional.resample = lambda clip, before, after: clip[..., :: before // after]
-    monkeypatch.setitem(sys.modules, "torchaudio", ModuleType("torchaudio"))
-    monkeypatch.setitem(sys.modules, "torchaudio.functional", functional)
     with pytest.warns(UserWarning, match="the clip is resampled from 800 Hz to 400 Hz"):
         assert prepare_clip(clip_of(6), 800, rate=RATE, channels=1).shape == (1, 1, 3 * HOP)
-    monkeypatch.setitem(sys.modules, "torchaudio.functional", None)
-    with pytest.raises(ImportError, match=r"800 Hz.*400 Hz.*\[audio\]"):
-        prepare_clip(clip_of(6), 800, rate=RATE, channels=1)
 
 
-def test_a_tone_keeps_its_pitch_when_resampled(pipe):
-    pytest.importorskip("torchaudio")
+@pytest.mark.parametrize(
+    ("rate", "wanted"), [(960, 400), (400, 960), (441, 320), (401, 400), (7, 5), (3, 1000)]
+)
+def test_resampling_is_torchaudios_law(rate, wanted):
+    functional = pytest.importorskip("torchaudio.functional")
+    for length in (1, 2, 50, 1003):
+        clip = torch.randn(2, 3, length, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        torch.testing.assert_close(
+            resample(clip, rate, wanted), functional.resample(clip, rate, wanted), rtol=0, atol=1e-10
+        )
+
+
+def test_rates_without_a_common_factor_take_no_kernel_of_rate_times_rate(monkeypatch):
+    largest, plain = [], torch.nn.functional.conv1d
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "conv1d",
+        lambda clip, kernel, **more: (largest.append(kernel.numel()), plain(clip, kernel, **more))[1],
+    )
+    tone = torch.sin(2 * math.pi * 440 * torch.arange(8009) / 8009)
+    found = resample(tone, 8009, 16000)
+    want = torch.sin(2 * math.pi * 440 * torch.arange(16000) / 16000)
+    assert found.shape == (16000,) and (found - want)[200:-200].abs().max() < 1e-2
+    assert max(largest) < 10_000
+
+
+def test_a_tone_keeps_its_pitch_when_resampled():
     tone = np.sin(2 * np.pi * 30 * np.arange(960) / 960).astype(np.float32)
     with pytest.warns(UserWarning, match="resampled"):
         got = prepare_clip(tone, 960, rate=RATE, channels=1)[0, 0]

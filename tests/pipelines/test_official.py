@@ -205,6 +205,11 @@ BAD_LABELS = {
     "fraction": ([1.5], TypeError, r"label 1\.5"),
     "bool": (True, TypeError, "label True"),
     "none": (None, TypeError, "class_labels"),
+    "bytes": (b"12", TypeError, "labels=b'12'"),
+    "table": (torch.tensor([[1]]), TypeError, r"label \[1\]"),
+    "floats": (np.array([1.0]), TypeError, r"label 1\.0"),
+    "flags": (torch.tensor([True]), TypeError, "label True"),
+    "no array": (np.array([], int), ValueError, "labels.*empty"),
 }
 
 

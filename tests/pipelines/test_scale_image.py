@@ -103,7 +103,18 @@ def test_pictures_are_those_of_the_straight_path(pipe):
 
 def test_labels_by_name_and_number(pipe):
     assert pipe.label_ids(["tabby", "crane", "machine", 4, "1"]) == [0, 2, 3, 4, 1]
-    assert pipe.label_ids(torch.tensor([2, 0])) == [2, 0] and pipe.label_ids(range(3)) == [0, 1, 2]
+    arrays = [
+        torch.tensor([2, 0]),
+        np.array([2, 0]),
+        np.array(["crane", "0"]),
+        [torch.tensor(2), np.int64(0)],
+    ]
+    arrays += [torch.tensor([2, 0], dtype=torch.uint8), (np.str_("2"), np.uint8(0))]
+    assert [pipe.label_ids(array) for array in arrays] == [[2, 0]] * len(arrays)
+    assert (
+        pipe.label_ids(torch.tensor(2)) == pipe.label_ids(np.array("2")) == pipe.label_ids(np.int32(2)) == [2]
+    )
+    assert pipe.label_ids(range(3)) == [0, 1, 2]
     assert pipe(range(2), height=8, width=8, generator=seeded(1, 2)).tokens.shape == (2, 30)
 
 

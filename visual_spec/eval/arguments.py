@@ -167,9 +167,17 @@ def share(args: argparse.Namespace) -> dict[str, int]:
     """The `rank` of this process among `shards`: as the options say, else as torchrun does."""
     asked = {"rank": (args.rank, "RANK", 0), "shards": (args.shards, "WORLD_SIZE", 1)}
     return {
-        name: int(os.environ.get(variable, usual)) if value is None else value
+        name: _of_environment(variable, usual) if value is None else value
         for name, (value, variable, usual) in asked.items()
     }
+
+
+def _of_environment(variable: str, usual: int) -> int:
+    """A whole number of the environment; one that is not set, or empty as some launchers leave it, is the usual one."""
+    text = os.environ.get(variable, "").strip()
+    if text and not text.isdecimal():
+        raise ValueError(f"{variable}={text!r} in the environment; unset it, or set a whole number")
+    return int(text or usual)
 
 
 def progress(text: str) -> None:

@@ -53,9 +53,9 @@ def load(
 
 def own_device(asked: str | None) -> str | None:
     """The device that was asked for; under torchrun, the GPU of this process."""
-    if asked is not None or "LOCAL_RANK" not in os.environ:
+    if asked is not None or not os.environ.get("LOCAL_RANK", "").strip():
         return asked
-    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{os.environ['LOCAL_RANK'].strip()}" if torch.cuda.is_available() else "cpu"
 
 
 def choose_device(name: str | None) -> torch.device:

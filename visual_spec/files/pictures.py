@@ -12,12 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
 from visual_spec.files.reading import open_regular
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM")
+_TURNS = {  # by the orientation of EXIF
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 MOST_PIXELS = 2**27  # of a picture: 11,585 x 11,585
 _MODES = (
     "1",
@@ -50,7 +59,7 @@ def read_picture_file(path: str | os.PathLike, formats: tuple[str, ...] = FORMAT
         try:
             picture = Image.open(file, formats=formats)
             check_size(picture, os.fspath(path))
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            return _upright(picture).convert("RGB")
         except UnidentifiedImageError as error:
             raise ValueError(f"{os.fspath(path)} is no picture; pass a {', '.join(formats)} file") from error
         except _UnfitPicture:
@@ -58,6 +67,22 @@ def read_picture_file(path: str | os.PathLike, formats: tuple[str, ...] = FORMAT
         except Exception as error:  # decoders raise anything
             reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise ValueError(f"{os.fspath(path)} is no whole picture ({reason})") from error
+
+
+def _upright(picture: Image.Image) -> Image.Image:
+    """A picture turned as its EXIF says, and without it; EXIF that cannot be read turns nothing.
+
+    `ImageOps.exif_transpose` writes the rest of the EXIF anew, and fails where that is damaged.
+    """
+    try:
+        turn = _TURNS.get(picture.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # readers of damaged EXIF raise anything
+        turn = None
+    if turn is None:
+        return picture
+    picture = picture.transpose(turn)
+    picture.info = {}
+    return picture
 
 
 class _UnfitPicture(ValueError):
@@ -94,7 +119,7 @@ def unit_pixels(picture: Any, name: str, *, mask: bool = False) -> Tensor:
     """
     if isinstance(picture, Image.Image):
         check_size(picture, name)
-        picture = np.asarray(ImageOps.exif_transpose(picture).convert("L" if mask else "RGB"))
+        picture = np.asarray(_upright(picture).convert("L" if mask else "RGB"))
     if isinstance(picture, np.ndarray):
         if picture.dtype.kind not in "buif" or picture.dtype.itemsize > 8:
             raise ValueError(f"{name} is of {picture.dtype}; {_allowed(mask)}.")

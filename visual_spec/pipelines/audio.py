@@ -473,7 +473,6 @@ class AudioPipeline(ReadsText):
 
         Raises:
             ValueError, TypeError: bad input, before any computation.
-            ImportError: a clip at another rate than the codec's, and torchaudio is missing.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
         ...

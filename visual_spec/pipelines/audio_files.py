@@ -1,6 +1,7 @@
 """Waves as files, and clips of others as what a codec reads: rates and channels."""
 
 import io
+import math
 import os
 import warnings
 import wave as wave_files
@@ -9,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.settings import whole
 
 FORMATS = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS"}
+_CROSSINGS = 6  # zero crossings of the resampling kernel a side
 
 
 def audio_bytes(audio: Any, sampling_rate: int, kind: str = "wav") -> bytes:
@@ -86,7 +89,6 @@ def prepare_clip(audio: Any, sampling_rate: int | None, *, rate: int, channels: 
 
     Raises:
         ValueError: no rate given, another shape, no samples, nan or infinity.
-        ImportError: another rate, and torchaudio is missing (extra `audio`).
     """
     if sampling_rate is None:
         raise ValueError(f"audio given without its rate; pass sampling_rate (the model's own is {rate}).")
@@ -106,13 +108,39 @@ def prepare_clip(audio: Any, sampling_rate: int | None, *, rate: int, channels: 
         warnings.warn(f"the clip has {clip.shape[1]} channels; it {what}.", stacklevel=3)
         clip = clip.mean(1, keepdim=True).expand(-1, channels, -1)
     if sampling_rate != rate:
-        try:
-            from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                f"a clip at {sampling_rate} Hz needs torchaudio to become {rate} Hz: install visual-spec[audio], or "
-                f"pass the clip at {rate} Hz."
-            ) from error
         warnings.warn(f"the clip is resampled from {sampling_rate} Hz to {rate} Hz.", stacklevel=3)
         clip = resample(clip, sampling_rate, rate)
     return clip
+
+
+def resample(clip: Tensor, rate: int, wanted: int) -> Tensor:
+    """A clip [..., N] at another rate, [..., ceil(N * wanted / rate)]; both in Hz.
+
+    By a sinc with six zero crossings a side in a Hann window, cut off at 0.99 of the lower of the two Nyquist rates, as
+    torchaudio's `resample`. Its kernel of rate x rate numbers takes gigabytes where two rates have no common factor;
+    here outputs that lie close share one that is little wider than the window.
+    """
+    if rate == wanted:
+        return clip
+    common = math.gcd(rate, wanted)
+    before, after = (
+        rate // common,
+        wanted // common,
+    )  # as many outputs as `after` repeat every `before` samples
+    cutoff = 0.99 * min(before, after) / before  # zero crossings a sample of the clip
+    reach = math.ceil(_CROSSINGS / cutoff)
+    count = -(-clip.shape[-1] * after // before)
+    turns = -(-count // after)
+    padded = F.pad(clip.reshape(-1, 1, clip.shape[-1]), (reach, 2 * before + 2 * reach))
+    parts = []
+    for places in torch.arange(min(after, count)).split(max(1, 2 * reach * after // before)):
+        times = places.double()[:, None] * before / after  # in samples of the clip
+        first, width = int(times[0]), math.ceil(times[-1] - times[0]) + 2 * reach + 1
+        distances = (first - reach + torch.arange(width) - times) * cutoff
+        distances = distances.clamp(-_CROSSINGS, _CROSSINGS)
+        window = (distances * math.pi / (2 * _CROSSINGS)).cos() ** 2
+        kernel = (torch.sinc(distances) * window * cutoff).to(clip)
+        heard = padded[..., first : first + (turns - 1) * before + width]
+        parts.append(F.conv1d(heard, kernel[:, None], stride=before))
+    whole = torch.cat(parts, 1).transpose(1, 2).reshape(-1, turns * sum(part.shape[1] for part in parts))
+    return whole[:, :count].reshape(*clip.shape[:-1], count)

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.steps import Asked
 
-Labels = int | str | Sequence[int | str]
+Labels = int | str | Sequence[int | str] | np.ndarray | Tensor
 
 
 class ClassNames:
@@ -43,15 +44,14 @@ class ClassNames:
         Raises:
             TypeError, ValueError: a label that is none of these; names those that are close.
         """
+        labels = _plain(labels)
         if isinstance(labels, (Integral, str)):
             labels = [labels]  # type: ignore[list-item]
-        elif isinstance(labels, torch.Tensor):
-            labels = labels.tolist()
-        if not isinstance(labels, Sequence):
+        if not isinstance(labels, Sequence) or isinstance(labels, (bytes, bytearray)):
             raise TypeError(f"labels={labels!r}; pass a class number or name, or a list of them.")
         if not labels:
             raise ValueError("labels is an empty list; pass at least one class.")
-        return [self._id(label) for label in labels]
+        return [self._id(_plain(label)) for label in labels]
 
     def _id(self, label: Any) -> int:
         if isinstance(label, str) and label not in self._ids and not label.isdecimal():
@@ -124,7 +124,12 @@ class DrawsClasses(VisualPipeline):
         Raises:
             TypeError, ValueError: a label that is none of these; names those that are close.
         """
-        return self.class_names().ids(list(labels) if isinstance(labels, range) else labels)
+        return self.class_names().ids(labels)
+
+
+def _plain(labels: Any) -> Any:
+    """Arrays, tensors and their elements as Python's own numbers, texts and lists."""
+    return labels.tolist() if hasattr(labels, "tolist") else labels
 
 
 def one_of(default: Any = None, /, **given: Any) -> Any:

@@ -244,7 +244,7 @@ class MaskgctPipeline(VisualPipeline):
             sampling_rate: of the clip, in Hz.
 
         Raises:
-            ValueError, ImportError: as `prepare_clip`; or a pipeline without a speech encoder.
+            ValueError: as `prepare_clip`; or a pipeline without a speech encoder.
         """
         if self.speech_encoder is None or self.semantic_codec is None:
             raise ValueError(
@@ -415,7 +415,6 @@ class MaskgctPipeline(VisualPipeline):
 
         Raises:
             ValueError, TypeError: bad input, before any decoding.
-            ImportError: a clip at another rate, and torchaudio is missing.
             FloatingPointError: a network gave non-finite logits; names the slot.
         """
         ...

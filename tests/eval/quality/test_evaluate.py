@@ -28,8 +28,10 @@ from visual_spec.eval.draws import draw, stored_name
 from visual_spec.eval.media import show
 from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.quality import command, report_command, tasks
+from visual_spec.eval.quality import evaluate as evaluate_module
 from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.evaluate import evaluate, folder_name
+from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.features import MelStatistics
 from visual_spec.eval.quality.figures import clock_figures, quality_table
 from visual_spec.eval.quality.published import frechet_distance
@@ -192,6 +194,46 @@ def test_charts_of_scales_have_caches_and_speed_against_quality(tmp_path):
     assert bars == [pytest.approx((1 / share, 1 - 0.1 / 0.9 * place)) for place, share in enumerate(shares)]
 
 
+def test_no_more_samples_are_timed_alone_than_there_are(tmp_path):
+    document = evaluated("tokens", tmp_path, rows=TOKENS[:2], samples=4, alone=8)
+    assert json.loads((tmp_path / "alone.json").read_text())["pictures"] == 4
+    assert document["rows"][1]["wall_clock"]["alone_speed_up"]["p50"] > 0
+
+
+def test_seconds_stand_beside_the_machine_that_measured_them(tmp_path, monkeypatch):
+    """Another machine may judge what is there; it measures nothing beside it."""
+    before = evaluated("tokens", tmp_path, rows=TOKENS[:2], samples=4, alone=1)["environment"]
+    real = evaluate_module.environment
+    monkeypatch.setattr(
+        evaluate_module, "environment", lambda *of: real(*of) | {"device_name": "another", "commit": "new"}
+    )
+    again = evaluated("tokens", tmp_path, rows=TOKENS[:2], samples=4, alone=1)
+    assert again["environment"] == before
+    for more in (
+        dict(rows=TOKENS[:3], alone=1),
+        dict(rows=TOKENS[:2], samples=6),
+        dict(rows=TOKENS[:2], alone=2),
+    ):
+        with pytest.raises(ValueError, match=f"device_name: {before['device_name']} there, another here"):
+            evaluated("tokens", tmp_path, **{"samples": 4, **more})
+    (tmp_path / "machine.json").unlink()  # as earlier versions left folders
+    assert evaluated("tokens", tmp_path, rows=TOKENS[:2], samples=4, alone=1)["environment"] == before
+    monkeypatch.setattr(evaluate_module, "environment", lambda *of: real(*of) | {"commit": "new"})
+    commit = evaluated("tokens", tmp_path, rows=TOKENS[:2], samples=6, alone=1)["environment"]["commit"]
+    assert commit == ", ".join(filter(None, [before["commit"], "new"]))
+    for name in ("machine.json", "results.json"):
+        (tmp_path / name).unlink()
+    with pytest.warns(UserWarning, match="does not say which machine"):
+        evaluated("tokens", tmp_path, rows=TOKENS[:2], samples=8, alone=1)
+
+
+def test_a_judge_that_is_not_there_is_refused_before_anything_is_drawn(tmp_path):
+    setup = Setup({"feature_weights": tmp_path / "none.pth"})
+    with pytest.raises(FileNotFoundError, match="no Inception weights"):
+        evaluated("tokens", tmp_path / "new", extractors=("shapes", "inception"), setup=setup)
+    assert not list(tmp_path.rglob("*.png"))
+
+
 class Stop(Exception):
     pass
 
@@ -336,6 +378,9 @@ def test_the_command(pictures, tmp_path, monkeypatch, capsys):
     captured = capsys.readouterr()
     assert captured.out == "" and "other processes have samples to draw" in captured.err
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="WORLD_SIZE='two' in the environment"):
+        command.main(arguments)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert command.main([*arguments, "--json"]) == 0
     captured = capsys.readouterr()
@@ -344,6 +389,8 @@ def test_the_command(pictures, tmp_path, monkeypatch, capsys):
     assert [row["name"] for row in document["rows"]] == TOKENS  # plain decoding first, and once
     assert timeless(document)["rows"] == timeless(pictures[1])["rows"]
     assert "batch 1 of 1" in captured.err and "| autoregressive " in captured.out
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as some launchers leave them
+        monkeypatch.setenv(variable, "")
     assert command.main(arguments) == 0  # everything is there already
     shown = capsys.readouterr().out
     assert "| autoregressive " in shown and "{" not in shown

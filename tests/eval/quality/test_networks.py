@@ -1,5 +1,6 @@
 """Scores by networks of the real classes, tiny and random, against the same networks called sample by sample."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import (
     ASTConfig,
     ASTFeatureExtractor,
     ASTForAudioClassification,
+    AutoTokenizer,
     ClapFeatureExtractor,
     ClapModel,
     CLIPConfig,
@@ -35,9 +37,12 @@ from tests.helpers.networks import (
     write_clips,
 )
 from visual_spec.cli import main
+from visual_spec.eval.quality import extractors
+from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.eval.quality.media_files import read_video
+from visual_spec.eval.quality.programs import VideoProgram
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +124,8 @@ def test_clap_scores_and_frechet_audio_distances_are_those_of_the_model(tmp_path
     assert found["fad_clap"]["extractor"] == "clap" and found["fad_clap"]["reference_samples"] == 9
 
 
-def test_the_divergence_of_labels_is_that_of_the_tagger(tmp_path, capsys):
-    pytest.importorskip("torchaudio")
+def save_tagger(folder: Path) -> tuple[Any, ASTFeatureExtractor]:
+    """An audio spectrogram transformer, tiny and random, saved with its extractor."""
     torch.manual_seed(1)
     size = dict(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=5
@@ -130,9 +135,14 @@ def test_the_divergence_of_labels_is_that_of_the_tagger(tmp_path, capsys):
         ASTConfig(**size, **mel, patch_size=8, frequency_stride=8, time_stride=8)
     ).eval()
     spread(model)
-    model.save_pretrained(tmp_path / "tagger")
+    model.save_pretrained(folder)
     extractor = ASTFeatureExtractor(**mel, sampling_rate=16_000)
-    extractor.save_pretrained(tmp_path / "tagger")
+    extractor.save_pretrained(folder)
+    return model, extractor
+
+
+def test_the_divergence_of_labels_is_that_of_the_tagger(tmp_path, capsys):
+    model, extractor = save_tagger(tmp_path / "tagger")
     drawn, clips = clips_with_prompts(tmp_path / "drawn", 5, 2, rate=16_000)
     true, other_clips = clips_with_prompts(tmp_path / "true", 5, 3, rate=16_000)
     asked = ("--metrics", "kl", "--tagger", tmp_path / "tagger", "--reference")
@@ -151,6 +161,58 @@ def test_the_divergence_of_labels_is_that_of_the_tagger(tmp_path, capsys):
     short, _ = clips_with_prompts(tmp_path / "short", 4, 4, rate=16_000)
     assert main(["score", *map(str, (drawn, *asked, short))]) == 2
     assert "compares clip by clip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_judges_that_are_saved_in_16_bits_compute_in_32(dtype, tmp_path, clip, i3d):
+    """Their features are those of the same weights saved in 32 bits."""
+    save_clap(tmp_path / "clap")
+    save_tagger(tmp_path / "tagger")
+    pictures = with_manifest(make_pictures(tmp_path / "pictures", 3, 0), PROMPTS[:3])
+    clips, _ = clips_with_prompts(tmp_path / "clips", 3, 2, rate=16_000)
+    for make, option, model, folder, samples in (
+        (extractors.clip_features, "clip", CLIPModel, clip, pictures),
+        (extractors.clap_features, "clap", ClapModel, tmp_path / "clap", clips),
+        (extractors.tag_features, "tagger", ASTForAudioClassification, tmp_path / "tagger", clips),
+    ):
+        found = []
+        for kind in (dtype, torch.float32):
+            copy = tmp_path / f"{option}-{kind}"
+            shutil.copytree(folder, copy)
+            network: Any = model.from_pretrained(folder)
+            network.to(dtype).to(kind).save_pretrained(copy)
+            extract, _, _ = make(Setup({option: copy}))
+            found.append(extract(SampleFiles.open(samples), 0, 3))
+        for name, rows in found[1].items():
+            torch.testing.assert_close(found[0][name], rows, rtol=1e-5, atol=1e-5)
+    program: Any = torch.jit.load(i3d)
+    videos = make_videos(2, 0)
+    found = []
+    for kind in (dtype, torch.float32):
+        program.to(dtype).to(kind).save(tmp_path / f"{kind}.pt")
+        found.append(VideoProgram(tmp_path / f"{kind}.pt", "cpu")(videos))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_prompts_are_cut_at_what_a_judge_reads_where_its_tokenizer_was_saved_without_that(
+    tmp_path, clip, capsys
+):
+    long = [" ".join(PROMPTS)] * 3
+    pictures = with_manifest(make_pictures(tmp_path / "pictures", 3, 0), long)
+    save_clap(tmp_path / "clap")
+    clips, _ = clips_with_prompts(tmp_path / "clips", 3, 2, rate=16_000)
+    with_manifest(clips, long, "wav")
+    for option, folder, samples in (("clip", clip, pictures), ("clap", tmp_path / "clap", clips)):
+        free = tmp_path / f"free-{option}"
+        shutil.copytree(folder, free)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.model_max_length = int(1e30)
+        tokenizer.save_pretrained(free)
+        one, other = (
+            scores(capsys, samples, "--metrics", option, f"--{option}", judge, "--out", tmp_path / judge.name)
+            for judge in (folder, free)
+        )
+        assert one[f"{option}_score"]["value"] == other[f"{option}_score"]["value"] != 0
 
 
 class VideoNetwork(nn.Module):

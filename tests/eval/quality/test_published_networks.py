@@ -156,7 +156,7 @@ def test_frechet_audio_distances_are_of_all_seconds(tmp_path, vggish, capsys):
     found = scores(capsys, drawn, "--reference", true, "--metrics", "fad", "--vggish", vggish)["fad"]
     assert found["value"] == pytest.approx(exact_distance(*map(torch.cat, sets)), rel=1e-4)
     assert (found["samples"], found["reference_samples"]) == (3, 4) and found["value"] > 1e-3
-    write_clips(tmp_path / "short", (0.9,), 2)
+    write_clips(tmp_path / "short", (0.9, 0.9), 2)
     asked = ("score", tmp_path / "short", "--reference", true, "--metrics", "fad", "--vggish")
     check_refused(main([*map(str, asked), str(vggish)]), "000.wav", capsys)
     torch.save({"features.0.weight": torch.zeros(64, 1, 3, 3)}, tmp_path / "other.pth")

@@ -1,6 +1,7 @@
 """The scores of a set: torch-fidelity's for the same files, the same for any number of processes, refused otherwise."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from PIL import Image
 
 from tests.helpers.command import check_refused
 from tests.helpers.evaluation import tiny_network
-from tests.helpers.networks import exact_distance, make_pictures, mean_colours
+from tests.helpers.networks import exact_distance, make_pictures, mean_colours, with_manifest
 from tests.helpers.sample_sets import work_in
 from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from visual_spec.cli import main
@@ -100,12 +101,71 @@ def test_damaged_features_are_extracted_again_and_new_pictures_too(tmp_path, sma
         return score(work_of(drawn, true, ("shapes",), tmp_path / "s"))
 
     before = run()
-    for path in (tmp_path / "s").glob("*.npz"):
+    kept = sorted((tmp_path / "s").glob("*.npz"))
+    for path in kept:
         path.write_bytes(path.read_bytes()[:-30])
     assert run() == before
+    for damage in (np.full((6, 4), np.nan, np.float32), np.zeros((6, 4, 1), np.float32)):
+        np.savez(kept[0], features=damage)
+        assert run() == before
+    np.savez(kept[0], others=np.zeros((6, 4), np.float32))
+    with pytest.raises(ValueError, match="others without features; remove shapes-"):
+        run()
+    kept[0].unlink()
     make_pictures(drawn, 6, 2)
-    os.utime(drawn / "000.png", (1, 1))
     assert run()["figures"] != before["figures"]
+
+
+def test_a_set_is_its_content_and_its_prompts(tmp_path, small_network):
+    """Not names, sizes and times, in which these sets agree."""
+    sets = []
+    for name, seed in (("a", 0), ("b", 1), ("c", 0)):
+        folder = make_pictures(tmp_path / name, 6, seed)
+        for path in folder.glob("*.png"):
+            Image.open(path).save(path.with_suffix(".bmp"))
+            path.unlink()
+        for path in folder.iterdir():
+            os.utime(path, (1, 1))
+        sets.append(folder)
+    one, two, three = (SampleFiles.open(folder) for folder in sets)
+    assert one.fingerprint == three.fingerprint != two.fingerprint
+    figure = score(work_of(sets[1], sets[0], ("shapes",), tmp_path / "s"))["figures"]["frechet_shapes"]
+    assert figure["value"] > 1e-3
+    for folder in sets:
+        with_manifest(folder, ["a melody"] * 6, "bmp")  # of the same checksums
+    assert SampleFiles.open(sets[0]).fingerprint != SampleFiles.open(sets[1]).fingerprint
+    asked = SampleFiles.open(sets[2])
+    with_manifest(sets[2], ["an organ"] * 6, "bmp")
+    assert len({asked.fingerprint, SampleFiles.open(sets[2]).fingerprint, one.fingerprint}) == 3
+
+
+def test_a_single_sample_has_a_mean_whose_interval_is_not_known(tmp_path, monkeypatch):
+    drawn = with_manifest(make_pictures(tmp_path / "drawn", 1, 0), ["a melody"])
+    monkeypatch.setattr(
+        extractors, "clip_features", lambda setup: (lambda *of: {"scores": torch.tensor([7.0])}, [], "")
+    )
+    figure = score(work_of(drawn, drawn, ("clip",), tmp_path / "s", clip=tmp_path))["figures"]["clip_score"]
+    assert (figure["value"], figure["low"], figure["high"]) == (7.0, -math.inf, math.inf)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_pictures_have_the_figures_that_they_are_enough_for(count, tmp_path, small_network):
+    drawn, true = make_pictures(tmp_path / "drawn", count, 0), make_pictures(tmp_path / "true", 12, 1)
+    needed = {name: metric.fewest for name, metric in METRICS.items() if metric.medium == "image"}
+    assert needed["kid"] == 3 and needed["prc"] == 4 and needed["is"] == 10
+    if count == 1:
+        with pytest.raises(ValueError, match="shapes needs 2 pictures or more of each set.*drawn holds 1"):
+            work_of(drawn, true, ("shapes",), tmp_path / "s").check()
+        with pytest.raises(ValueError, match="drawn holds 1"):
+            work_of(true, drawn, ("shapes",), tmp_path / "s").check()
+        return
+    figures = score(work_of(drawn, true, ("shapes",), tmp_path / "s"))["figures"]
+    assert list(figures) == ["frechet_shapes"] and "need 4 pictures" in figures["frechet_shapes"]["note"]
+    sets = [SampleFiles.open(path).pictures(0, 99) for path in (drawn, true)]
+    one, other = (features.features_of(small_network, pictures) for pictures in sets)
+    assert figures["frechet_shapes"]["value"] == pytest.approx(frechet_distance(one, other), rel=1e-6)
+    with pytest.raises(ValueError, match="prc needs 4 pictures"):
+        work_of(drawn, true, ("prc",), tmp_path / "s", feature_weights=Path("x")).check()
 
 
 def test_adms_files_are_written_and_read(tmp_path, small_network):
@@ -134,8 +194,14 @@ def test_a_reference_of_moments_alone_serves_fid(tmp_path, monkeypatch):
     )
     assert found["value"] == pytest.approx(expected["value"], rel=1e-10)
     assert found["reference_samples"] is None
-    with pytest.raises(ValueError, match=r"stats\.npz.*arr_0"):
+    with pytest.raises(ValueError, match=r"stats\.npz.*arr_0 \(its arrays are mu, sigma\)"):
         score(work_of(drawn, stats, ("fid", "kid"), tmp_path))
+    with pytest.raises(ValueError, match=r"stats\.npz holds 0 as arr_0 \(its arrays are mu, sigma\)"):
+        score(work_of(stats, true, ("fid",), tmp_path))
+    for wrong, said in ((-np.eye(3), "its eigenvalues go from -1 to -1"), (np.tri(3), "not symmetric")):
+        np.savez(stats, mu=rows.mean(0), sigma=wrong)
+        with pytest.raises(ValueError, match=rf"stats\.npz: sigma is no covariance \({said}"):
+            score(work_of(drawn, stats, ("fid",), tmp_path))
 
 
 def test_sets_for_the_same_seeds_are_compared_sample_by_sample(tmp_path, small_network):
@@ -221,9 +287,8 @@ def test_a_broken_promise_is_told_and_fails(tmp_path, small_network, capsys):
     true = make_pictures(tmp_path / "true", 9, 1, size=8)
     asked = ["score", str(fast), "--reference", str(true), "--compare-to", str(plain)]
     assert main(asked) == 0
-    lines = (fast / "manifest.jsonl").read_text().splitlines()
-    lines[2] = json.dumps(json.loads(lines[2]) | {"crc32": 1})
-    (fast / "manifest.jsonl").write_text("\n".join(lines) + "\n")
+    make_pictures(tmp_path / "other", 1, 0, size=8)
+    (tmp_path / "other" / "000.png").replace(fast / "000002.png")  # the manifest still says what it said
     assert main(asked) == 1
     assert "6 of 7 samples" in (printed := capsys.readouterr().out) and "promise is broken" in printed
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.helpers.command import check_refused
-from tests.helpers.networks import make_pictures, with_manifest
+from tests.helpers.networks import make_pictures
 from tests.helpers.sample_sets import scored
 from visual_spec.cli import main
 from visual_spec.eval.quality.feature_sets import SampleFiles
@@ -75,24 +74,6 @@ def test_a_folder_is_its_samples_and_what_is_left_is_said(tmp_path):
         files = SampleFiles.open(tmp_path)
     assert [Path(name).stem for name in files.files] == [f"{number:03d}" for number in range(6)]
     assert files.pictures(0, 6).shape == (6, 24, 24, 3)
-
-
-@pytest.mark.parametrize("manifest", [False, True])
-def test_sets_of_equal_names_sizes_and_times_are_told_by_their_content(tmp_path, manifest):
-    prints = []
-    for name, byte in (("one", b"a"), ("other", b"b")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "000.png").write_bytes(byte * 100)
-        if manifest:
-            with_manifest(folder, ["x"])
-            text = (folder / "manifest.jsonl").read_text()
-            (folder / "manifest.jsonl").write_text(
-                text.replace('"crc32": 0', f'"crc32": {zlib.crc32(byte * 100)}')
-            )
-        os.utime(folder / "000.png", ns=(10**18, 10**18))
-        prints.append(SampleFiles.open(folder).fingerprint)
-    assert prints[0] != prints[1]
 
 
 def test_links_in_folders_without_a_manifest_are_not_read(tmp_path, drawn, capsys):

@@ -119,6 +119,9 @@ def test_a_text_encoder_by_its_folder(tmp_path):
     model: Any = load_musicgen(write_musicgen(tmp_path), tmp_path / "t5")[0]
     for name, value in tiny_t5(d_model=TEXT).state_dict().items():
         assert torch.equal(model.text_encoder.state_dict()[name], value)
+    tiny_t5(d_model=TEXT).bfloat16().save_pretrained(tmp_path / "t5")
+    model = load_musicgen(tmp_path, tmp_path / "t5")[0]
+    assert model.text_encoder.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

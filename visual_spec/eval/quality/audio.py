@@ -16,6 +16,7 @@ from torch import Tensor
 from visual_spec.eval.intervals import Figure
 from visual_spec.eval.quality.discrepancy import Sums, gaussian_kernel
 from visual_spec.eval.quality.published import check_features
+from visual_spec.pipelines.audio_files import resample
 
 _MEDIAN_ROWS = 4096  # embeddings whose pairs give the bandwidth: 8.4 million distances
 KAD_SCALE = 100.0  # as the distance is published
@@ -64,13 +65,5 @@ def median_distance(reference: Tensor) -> float:
 
 
 def resampled(clip: Tensor, rate: int, wanted: int) -> np.ndarray:
-    """A clip at another rate; ImportError where that needs torchaudio, and it is missing (extra `audio`)."""
-    if rate != wanted:
-        try:
-            from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                f"clips at {rate} Hz need torchaudio to become {wanted} Hz: install visual-spec[audio]"
-            ) from error
-        clip = resample(clip, rate, wanted)
-    return clip.numpy()
+    """A clip [samples] at another rate."""
+    return resample(clip, rate, wanted).numpy()

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="pictures timed at batch 1 too (default: 8; 0: none)",
+        help="pictures timed at batch 1 too, at most --samples (default: 8; 0: none)",
     )
     parser.add_argument(
         "--guidance-scale",

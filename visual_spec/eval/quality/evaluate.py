@@ -20,10 +20,11 @@ from torch import Tensor
 
 from visual_spec.eval import draws
 from visual_spec.eval.machine import environment
+from visual_spec.eval.quality import extractors
 from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.figures import Judged, figures_of, picture_sheet, thumbnails
-from visual_spec.eval.quality.metric_table import OWN
+from visual_spec.eval.quality.metric_table import EXTRACTORS, OWN
 from visual_spec.eval.quality.prompt_files import PromptSet
 from visual_spec.eval.quality.sample_set import SampleSet, draw_share, held, keep_true_samples, weights_of
 from visual_spec.eval.quality.score import Scoring
@@ -32,7 +33,7 @@ from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.timing import Decoded, decoded, time_rounds
-from visual_spec.files.reading import COUNT, LIST, read_object
+from visual_spec.files.reading import COUNT, LIST, OBJECT, read_object
 from visual_spec.files.whole import write_atomically
 from visual_spec.records import MEDIA
 
@@ -40,6 +41,15 @@ Report = Callable[[str], Any]
 PARSER = "parser"
 FEWEST = 4  # samples whose figures have intervals
 _SHOWN = 8  # prompts on the sheet of samples
+_TIMED_ON = (
+    "device",
+    "device_name",
+    "threads",
+    "torch",
+    "cuda",
+    "python",
+    "platform",
+)  # what seconds depend on
 
 
 def evaluate(
@@ -65,19 +75,22 @@ def evaluate(
         settings: what is measured. The first one is plain decoding, which the others are compared with.
         task: at least `samples` prompts, rounded up to whole batches.
         folder: a set of samples for each setting, the true samples and what the tokenizer makes of them, features,
-            `alone.json`, and once complete `results.json` and `pictures.png`.
+            `alone.json`, `machine.json` with the facts of what measures, and once complete `results.json` and
+            `pictures.png`.
         samples: of each setting; may be raised later, not lowered.
         extractors: names of `metric_table.EXTRACTORS` that sets are compared by; None: the medium's own.
         setup: what extractors are made of.
         rank, shards: this process takes every `shards`-th batch of `batch_size` samples, from batch `rank`.
-        alone: time that many samples of each setting at batch 1 too, in turn.
+        alone: time that many samples of each setting at batch 1 too, in turn, at most `samples`.
         model: its name, for the record.
 
     Returns:
         The document (see `figures.figures_of`), or None as long as other processes have samples to draw.
 
     Raises:
-        ValueError: sizes out of range, too few prompts, or a folder with samples of other settings or prompts.
+        ValueError: sizes out of range, too few prompts, a folder with samples of other settings or prompts, or
+            something to be timed where the seconds in the folder are of another machine.
+        FileNotFoundError, ImportError: an extractor's network or its library is not there.
         OSError: another process is at this share.
     """
     if samples < FEWEST or batch_size < 1 or alone < 0 or not 0 <= rank < shards:
@@ -92,8 +105,8 @@ def evaluate(
     )
     run.open()
     with held(run.folder / f".lock-{rank}"):
-        draw_share(run.sets, rank, shards, report)
-        timings = run.timings(alone, measure=rank == 0)
+        draw_share(run.sets, rank, shards, report, before=run.settle_machine)
+        timings = run.timings(min(alone, samples), measure=rank == 0)
         # Where only the timings are missing, process 0 is at it, and writes the document afterwards.
         finished = [one.finish() for one in run.sets]
         if timings is None or None in finished:
@@ -116,7 +129,7 @@ class _Run:
     folder: Path
     samples: int
     batch_size: int
-    extractors: Sequence[str]
+    judges: Sequence[str]
     setup: Setup
     model: str
     report: Report
@@ -151,8 +164,42 @@ class _Run:
             )
             for setting in self.settings
         ]  # fmt: skip
+        for name in self.judges:
+            if EXTRACTORS[name].option:  # a network that is not there is refused now, not once all is drawn
+                getattr(extractors, EXTRACTORS[name].make)(self.setup)
         for one in self.sets:
             one.open()
+
+    def machine(self) -> dict[str, Any] | None:
+        """The facts of the machine that measured what the folder holds; None where it holds none."""
+        if (path := self.folder / "machine.json").exists():
+            return read_object(path)
+        # Earlier versions kept them there alone.
+        results = self.folder / "results.json"
+        return read_object(results, {"environment": OBJECT})["environment"] if results.exists() else None
+
+    def settle_machine(self) -> None:
+        """Keep the facts of this machine, which is about to measure; ValueError where another one did before."""
+        here = environment(self.pipe.device, self.pipe.transformer.dtype)
+        there = self.machine()
+        if there is None and any(self.folder.glob("*/batches/*.seconds")):
+            warnings.warn(
+                f"{self.folder} does not say which machine its seconds are of; they count as this one's",
+                stacklevel=2,
+            )
+        there = there or here
+        if changes := [
+            f"{name}: {there.get(name)} there, {here[name]} here"
+            for name in _TIMED_ON
+            if there.get(name) != here[name]
+        ]:
+            raise ValueError(
+                f"{self.folder} holds seconds that another machine measured ({'; '.join(changes)}), which do not "
+                "compare with this one's; go on there, or pass another folder"
+            )
+        commits = filter(None, dict.fromkeys([*(there.get("commit") or "").split(", "), here["commit"]]))
+        facts = there | {"commit": ", ".join(commits) or None}
+        write_atomically(self.folder / "machine.json", json.dumps(facts, indent=1) + "\n", overwrite=True)
 
     def timings(self, rounds: int, *, measure: bool) -> dict[str, Any] | None:
         """What `alone.json` holds, measured now if it is not there; {} for no rounds, None where it is not there yet.
@@ -165,6 +212,7 @@ class _Run:
         path, texts = self.folder / "alone.json", [setting.text for setting in self.settings]
         stored = _read_timings(path, texts, rounds)
         if stored is None and measure:
+            self.settle_machine()
             self.report(f"timing {rounds} {MEDIA[self.pipe.medium].samples} of each setting at batch 1")
             seconds = time_alone(self.pipe, self.settings, self.task.prompts, rounds)
             stored = {"settings": texts, "pictures": rounds, **seconds}
@@ -202,7 +250,7 @@ class _Run:
         samples = SampleFiles.open(folder)
         if samples.prompts != self.task.prompts[: self.samples]:
             raise ValueError(f"the samples in {folder} were drawn for other prompts; pass another folder")
-        features = {name: self.features(samples, name) for name in self.extractors}
+        features = {name: self.features(samples, name) for name in self.judges}
         times = read_times(folder) if folder.name != "tokenizer" else []
         return Judged(samples, times, self.features(samples, PARSER), features)
 
@@ -218,14 +266,14 @@ class _Run:
                 "samples": self.samples,
                 "seed": first.seed,
                 "law": first.pipeline_law,
-                "judge": " ".join(self.scoring.extractor(name).key for name in self.extractors),
+                "judge": " ".join(self.scoring.extractor(name).key for name in self.judges),
             },
-            "environment": environment(self.pipe.device, self.pipe.transformer.dtype),
+            "environment": self.machine() or environment(self.pipe.device, self.pipe.transformer.dtype),
             **figures_of(
                 self.settings,
                 [self.judged(one.folder) for one in self.sets],
                 self.judged(self.folder / "tokenizer"),
-                {name: self.features(self.true, name) for name in self.extractors},
+                {name: self.features(self.true, name) for name in self.judges},
                 timings,
                 on_processor=self.pipe.device.type == "cpu",
                 kernels=self.pipe.medium == "audio",

@@ -75,16 +75,22 @@ def _in_parts(size: int, part: Extract) -> Extract:
 
 
 def _of_transformers(setup: Setup, option: str, missing: str, model: str, processor: str) -> tuple[Any, Any]:
-    """A model of transformers on the device, and its processor, of the folder that an option passes; `missing` says
-    that there is none, with `{}` for it."""
+    """A model of transformers on the device, in single precision however it is saved, and its processor, of the folder
+    that an option passes; `missing` says that there is none, with `{}` for it."""
     folder = setup.networks.get(option)
     if folder is None or not Path(folder).is_dir():
         raise FileNotFoundError(missing.format(folder))
     import transformers
 
-    network = getattr(transformers, model).from_pretrained(folder, local_files_only=True)
+    network = getattr(transformers, model).from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     network.eval().requires_grad_(False).to(setup.device)
     return network, getattr(transformers, processor).from_pretrained(folder, local_files_only=True)
+
+
+def _tokens(tokenizer: Any, texts: list[str], most: int) -> Any:
+    """Texts as a model that reads at most `most` tokens takes them; a tokenizer may be saved without that limit."""
+    most = min(most, tokenizer.model_max_length)
+    return tokenizer(texts, padding=True, truncation=True, max_length=most, return_tensors="pt")
 
 
 def _resize_variant(size: int | None) -> str:
@@ -130,7 +136,7 @@ def _inception(setup: Setup, outputs: list[str]) -> Any:
     if path is None or not Path(path).is_file():
         raise FileNotFoundError(
             f"no Inception weights{'' if path is None else f' at {path}'}; download {INCEPTION_FILE} of "
-            "torch-fidelity and pass it as --feature-weights"
+            "torch-fidelity and pass it as --feature-weights (to eval as --inception)"
         )
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -211,6 +217,7 @@ def clip_features(setup: Setup) -> Extractor:
     """
     missing = "no CLIP model at {}; pass a folder such as openai/clip-vit-large-patch14 holds"
     model, processor = _of_transformers(setup, "clip", missing, "CLIPModel", "AutoProcessor")
+    longest = model.config.text_config.max_position_embeddings
 
     def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         pictures = torch.from_numpy(samples.pictures(first, end, setup.size)).permute(0, 3, 1, 2)
@@ -218,8 +225,7 @@ def clip_features(setup: Setup) -> Extractor:
         image = F.normalize(_pooled(model.get_image_features(**inputs)).float(), dim=-1)
         features = {"features": image.cpu()}
         if samples.prompts is not None:
-            texts = samples.prompts[first:end]
-            tokens = processor(text=texts, return_tensors="pt", padding=True, truncation=True)
+            tokens = _tokens(processor.tokenizer, samples.prompts[first:end], longest)
             text = _pooled(model.get_text_features(**tokens.to(setup.device)))
             features["scores"] = (
                 (100 * (image * F.normalize(text.float(), dim=-1)).sum(-1)).clamp_min(0).cpu()
@@ -250,8 +256,7 @@ def preference_features(setup: Setup) -> Extractor:
         assert samples.prompts is not None
         pictures = _channels_first(samples.pictures(first, end, setup.size), setup.device)
         image = F.normalize(_pooled(network.get_image_features(pixel_values=pixels(pictures, side))), dim=-1)
-        texts = samples.prompts[first:end]
-        tokens = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=longest)
+        tokens = _tokens(tokenizer, samples.prompts[first:end], longest)
         text = F.normalize(_pooled(network.get_text_features(**tokens.to(setup.device))), dim=-1)
         return {"features": image.cpu(), "scores": 100 * (image * text).sum(-1).cpu()}
 
@@ -300,7 +305,8 @@ def clap_features(setup: Setup) -> Extractor:
         )
     # Not the stored setting: "fusion", the default, makes four spectrograms of a clip where the model takes one.
     extractor.truncation, extractor.padding = "rand_trunc", "repeatpad"
-    longest = extractor.nb_max_samples
+    longest, texts = extractor.nb_max_samples, model.config.text_config
+    most = texts.max_position_embeddings - texts.pad_token_id - 1  # positions begin behind the padding's
 
     def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         rows = []
@@ -312,9 +318,8 @@ def clap_features(setup: Setup) -> Extractor:
             rows.append(_pooled(model.get_audio_features(**inputs)).float().cpu())
         features = {"features": torch.cat(rows)}
         if samples.prompts is not None:
-            texts = samples.prompts[first:end]
-            tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(setup.device)
-            text = _pooled(model.get_text_features(**tokens)).float().cpu()
+            tokens = _tokens(tokenizer, samples.prompts[first:end], most)
+            text = _pooled(model.get_text_features(**tokens.to(setup.device))).float().cpu()
             features["scores"] = (features["features"] * text).sum(-1)
         return features
 

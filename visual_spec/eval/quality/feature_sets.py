@@ -12,7 +12,6 @@ import io
 import json
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,7 +58,7 @@ class SampleFiles:
             ValueError: no samples in it, of two kinds, or outside of it; a damaged manifest.
         """
         path = Path(path)
-        if path.suffix == ".npz" and path.is_file():
+        if path.suffix.lower() == ".npz" and path.is_file():
             return cls(path)
         if not path.is_dir():
             raise FileNotFoundError(f"no folder of samples and no .npz file at {path}")
@@ -100,9 +99,7 @@ class SampleFiles:
 
     def same(self, other: SampleFiles) -> list[bool]:
         """Whether each sample is, byte for byte, that of another set."""
-        names = ("crc32", "bytes")
-        pairs = zip(self.lines, other.lines, strict=True)
-        return [all(one[name] == two[name] for name in names) for one, two in pairs]
+        return [one == two for one, two in zip(self.digests, other.digests, strict=True)]
 
     def moments(self, names: tuple[str, ...]) -> Gaussian | None:
         """Return what an `.npz` file states under the names of a mean and of a covariance, where it does.
@@ -134,7 +131,10 @@ class SampleFiles:
             raise ValueError(
                 f"{self.path}: {names[0]} {list(mean.shape)} and {names[1]} {list(covariance.shape)} do not fit"
             )
-        return Gaussian.of_moments(mean, covariance)
+        try:
+            return Gaussian.of_moments(mean, covariance)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {names[1]} is no covariance ({error})") from error
 
     @cached_property
     def _array(self) -> np.ndarray | None:
@@ -148,6 +148,13 @@ class SampleFiles:
             )
         return array
 
+    @property
+    def arrays(self) -> str:
+        """What an `.npz` file holds, in words."""
+        with zipfile.ZipFile(self.path) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+        return f"its arrays are {', '.join(names[:8])}" if names else "it is empty"
+
     def __len__(self) -> int:
         """Samples; 0 for a file that holds moments alone."""
         if self.files:
@@ -155,19 +162,19 @@ class SampleFiles:
         return 0 if self._array is None else len(self._array)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Changes with the names, the content, the sizes and the times of the files.
+    def digests(self) -> tuple[str, ...]:
+        """SHA-256 of each file as it is now, whatever a manifest says of it."""
+        paths, digests = [self.path / file for file in self.files] or [self.path], []
+        for path in paths:
+            with open_regular(path) as file:
+                digest = hashlib.file_digest(file, "sha256")  # pyright: ignore[reportArgumentType]
+                digests.append(digest.hexdigest())
+        return tuple(digests)
 
-        Of a set with a manifest, the content is the checksums there: times alone agree where sets were copied.
-        """
-        paths = [self.path / file for file in self.files] or [self.path]
-        sums = [line.get("crc32") for line in self.lines] or [None] * len(paths)
-        sums = [_checksum(path) if one is None else one for path, one in zip(paths, sums, strict=True)]
-        facts = [
-            (str(path.relative_to(self.path)), path.stat().st_size, path.stat().st_mtime_ns, checksum)
-            for path, checksum in zip(paths, sums, strict=True)
-        ]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the content, the names and the order of the files, and with their prompts."""
+        return hashlib.sha256(json.dumps([self.files, self.digests, self.prompts]).encode()).hexdigest()[:12]
 
     def pictures(self, first: int, end: int, size: int | None = None) -> np.ndarray:
         """Pictures uint8 [N, H, W, 3].
@@ -245,15 +252,6 @@ def _is_none(file: Path) -> bool:
     return any(part.startswith(".") for part in file.parts) or file.name in _OWN
 
 
-def _checksum(path: Path) -> int:
-    """The CRC-32 of a file's content."""
-    checksum = 0
-    with open_regular(path) as file:
-        while part := file.read(2**20):
-            checksum = zlib.crc32(part, checksum)
-    return checksum
-
-
 class FeatureFolder:
     """Features of sets, in chunks that processes share.
 
@@ -301,12 +299,23 @@ class FeatureFolder:
                 report(f"{samples.path}: features of {end} samples; chunk {number} of {len(mine)}")
 
     def read(self, samples: SampleFiles) -> dict[str, Tensor] | None:
-        """All features [N, D] by name; None as long as a chunk is missing. Shorter rows are filled up with zeros."""
+        """All features [N, D] by name; None as long as a chunk is missing. Shorter rows are filled up with zeros.
+
+        Raises:
+            ValueError: chunks of different forms.
+        """
         parts = [self._read(samples, *bounds) for bounds in self.chunks(samples)]
-        if not parts or any(part is None for part in parts):
+        whole = [part for part in parts if part is not None]
+        if not whole or len(whole) < len(parts):
             return None
-        names = parts[0] or {}
-        return {name: torch.from_numpy(_joined([part[name] for part in parts if part])) for name in names}
+        # Rows differ in length only where their number is said beside them.
+        forms = [{name: rows.shape[1:] for name, rows in part.items()} for part in whole]
+        if any(form.keys() != forms[0].keys() or (form != forms[0] and "rows" not in form) for form in forms):
+            raise ValueError(
+                f"{self.path} keeps features of {samples.path} in different forms; remove {self.key}-*.npz there, or "
+                "choose another folder"
+            )
+        return {name: torch.from_numpy(_joined([part[name] for part in whole])) for name in forms[0]}
 
     def _read(self, samples: SampleFiles, first: int, end: int) -> dict[str, np.ndarray] | None:
         """A chunk; None where there is none, or a damaged one."""
@@ -315,7 +324,11 @@ class FeatureFolder:
         except (OSError, ValueError):
             return None
         whole = all(
-            rows.ndim and len(rows) == end - first and rows.dtype.kind == "f" for rows in arrays.values()
+            rows.ndim in (1, 2)
+            and len(rows) == end - first
+            and rows.dtype.kind == "f"
+            and np.isfinite(rows).all()
+            for rows in arrays.values()
         )
         return arrays if arrays and whole else None
 

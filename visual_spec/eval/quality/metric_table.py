@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 _JACKKNIFE = "delete-a-group jackknife, 20 groups, about the mean at this number of samples"
 _NORMAL = "normal law"
+NEIGHBOURS = 3  # of precision and recall
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Metric:
         reference, prompts, beside: whether it needs true samples, prompts, and another set for the same seeds.
         distance: whether it is a Frechet distance, whose difference to another set is reported and which pages draw.
         moments: names of the mean and the covariance that ADM's reference files state of these features; (): none.
+        fewest: samples of each set without which there is no figure.
     """
 
     medium: str
@@ -43,6 +45,7 @@ class Metric:
     beside: bool = False
     distance: bool = False
     moments: tuple[str, ...] = ()
+    fewest: int = 2
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,32 @@ def _distance(
 
 
 def _to_beside(figure: str, label: str, features: str) -> Metric:
-    return Metric("image", figure, label, features, figure, _NORMAL, each=True, reference=False, beside=True)
+    return Metric(
+        "image",
+        figure,
+        label,
+        features,
+        figure,
+        _NORMAL,
+        each=True,
+        reference=False,
+        beside=True,
+        fewest=1,
+    )
 
 
 def _to_prompt(medium: str, figure: str, label: str, features: str) -> Metric:
     return Metric(
-        medium, figure, label, features, "scores", _NORMAL, each=True, reference=False, prompts=True
+        medium,
+        figure,
+        label,
+        features,
+        "scores",
+        _NORMAL,
+        each=True,
+        reference=False,
+        prompts=True,
+        fewest=1,
     )
 
 
@@ -110,6 +133,7 @@ METRICS: dict[str, Metric] = {
         "inception",
         "kernel_inception",
         "delete-one jackknife, and the choice of subsets",
+        fewest=3,
     ),
     "is": Metric(
         "image",
@@ -119,6 +143,7 @@ METRICS: dict[str, Metric] = {
         "inception_score",
         "standard error over the splits, by Student's law",
         reference=False,
+        fewest=10,
     ),
     "is-adm": Metric(
         "image",
@@ -148,6 +173,7 @@ METRICS: dict[str, Metric] = {
         "inception",
         "precision_recall",
         "Wilson, for the binomial variance and a jackknife over balls",
+        fewest=NEIGHBOURS + 1,
     ),
     "clip": _to_prompt(
         "image", "clip_score", "CLIP score: 100 cos of picture and prompt, at least 0", "clip"
@@ -173,7 +199,9 @@ METRICS: dict[str, Metric] = {
         "Frechet distance of CLAP embeddings (Gui et al. 2024); does not compare with FAD",
         "clap",
     ),
-    "kad": Metric("audio", "kad", "kernel audio distance", "clap", "kernel_audio", "delete-one jackknife"),
+    "kad": Metric(
+        "audio", "kad", "kernel audio distance", "clap", "kernel_audio", "delete-one jackknife", fewest=3
+    ),
     "clap": _to_prompt("audio", "clap_score", "cosine of clip and prompt", "clap"),
     "mel": _distance(
         "audio", "frechet_mel", "Frechet distance of mean and spread of 64 mel bands; no FAD", "mel"
@@ -186,6 +214,7 @@ METRICS: dict[str, Metric] = {
         "label_divergence",
         _NORMAL,
         each=True,
+        fewest=1,
     ),
     "fvd": _distance("video", "fvd", "Frechet video distance", "i3d"),
     "frames": _distance(
@@ -203,6 +232,7 @@ METRICS: dict[str, Metric] = {
         "Wilson",
         reference=False,
         prompts=True,
+        fewest=1,
     ),
 }
 EXTRACTORS: dict[str, Source] = {

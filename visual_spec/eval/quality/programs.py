@@ -131,7 +131,7 @@ def main(path: str, device: str, threads: int, descriptor: int) -> None:
     torch.set_num_threads(threads)
     line = Connection(descriptor)
     try:
-        network: Any = torch.jit.load(path, map_location=device).eval()
+        network: Any = torch.jit.load(path, map_location=device).eval().float()
     except Exception as error:  # the reader raises anything, and so does the program
         line.send_bytes(
             _FAILED + f"is no TorchScript file, or fails when it is loaded ({_reason(error)})".encode()

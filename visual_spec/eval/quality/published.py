@@ -26,6 +26,7 @@ from visual_spec.eval.intervals import Z_95, Figure
 from visual_spec.eval.quality.discrepancy import Sums, cubic_kernel
 
 GROUPS = 20  # of the jackknife
+_ROUNDING = 1e-2  # of a covariance that others stated, relative to its largest entry or eigenvalue
 _SUBSETS = 100  # of KID, as torch-fidelity takes them
 _SPLITS, _T_95 = (
     10,
@@ -87,8 +88,16 @@ class Gaussian:
 
     @classmethod
     def of_moments(cls, mean: Tensor, covariance: Tensor) -> Gaussian:
-        """The Gaussian of a mean [D] and a covariance [D, D], whose eigenvalues below zero are rounding."""
+        """The Gaussian of a mean [D] and a covariance [D, D], whose eigenvalues a little below zero are rounding.
+
+        Raises:
+            ValueError: a matrix that is not symmetric, or has eigenvalues far below zero.
+        """
+        if (covariance - covariance.T).abs().max() > _ROUNDING * covariance.abs().max():
+            raise ValueError("not symmetric")
         values, vectors = torch.linalg.eigh(covariance)
+        if values[0] < -_ROUNDING * values.abs().max():
+            raise ValueError(f"its eigenvalues go from {values[0]:.4g} to {values[-1]:.4g}")
         return cls(mean, values.clamp_min(0).sqrt()[:, None] * vectors.T)
 
 

@@ -284,8 +284,18 @@ def sample(
     return work.finish()
 
 
-def draw_share(sets: Sequence[SampleSet], rank: int, shards: int, report: Report) -> None:
-    """Draw what is missing of a process's share of sets of one size, batch by batch of all in turn."""
+def draw_share(
+    sets: Sequence[SampleSet],
+    rank: int,
+    shards: int,
+    report: Report,
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    """Draw what is missing of a process's share of sets of one size, batch by batch of all in turn.
+
+    Args:
+        before: is called once where something is missing, before it is drawn.
+    """
     who, one = f"process {rank + 1} of {shards}: " if shards > 1 else "", sets[0]
     mine = one.batches[rank::shards]
     missing = [first for first in mine if any(each.done(first) is None for each in sets)]
@@ -296,6 +306,8 @@ def draw_share(sets: Sequence[SampleSet], rank: int, shards: int, report: Report
             f"{who}the last batch is drawn whole, {one.batch_size} samples, of which {more} are not kept; so a "
             "longer run has the same ones. --batch-size sets its size"
         )
+    if missing:
+        before()
     started = time.monotonic()
     for number, first in enumerate(missing, 1):
         with _told(report, f"{who}batch {number} of {len(missing)}"):

@@ -66,6 +66,7 @@ class Scoring:
         if not self.metrics:
             raise ValueError(f"no metrics; pass some of {' '.join(known)}")
         self._check_needs()
+        self._check_sizes()
         for other in (self.reference, self.beside):
             if other is not None and other.files and other.medium != self.drawn.medium:
                 raise ValueError(f"{self.drawn.path} holds {self.drawn.medium}, {other.path} {other.medium}")
@@ -73,8 +74,8 @@ class Scoring:
             lacking = [name for name in self._asked("reference") if self._stated(METRICS[name]) is None]
             if lacking:
                 raise ValueError(
-                    f"{self.reference.path} holds no arr_0, and no moments that {' '.join(lacking)} could do with; "
-                    "pass the samples"
+                    f"{self.reference.path} holds no samples as arr_0 ({self.reference.arrays}), and no moments that "
+                    f"{' '.join(lacking)} could do with; pass the samples"
                 )
         if self.beside is not None and (
             not self.drawn.lines
@@ -112,6 +113,17 @@ class Scoring:
             compared(self.drawn, self.beside)
         self.run()
 
+    def _check_sizes(self) -> None:
+        for name in self.metrics:
+            metric = METRICS[name]
+            sets = [self.drawn, *(self._others(metric))]
+            if few := [one for one in sets if len(one) < metric.fewest]:
+                what, one = MEDIA[self.drawn.medium].samples, few[0]
+                raise ValueError(
+                    f"--metrics {name} needs {metric.fewest} {what} or more of each set, and {one.path} holds "
+                    f"{len(one)}{'' if one.files else f' as arr_0 ({one.arrays})'}"
+                )
+
     def run(self) -> dict[str, Any] | None:
         """Return what fixed the samples, where `visual-spec sample` drew them."""
         there = (self.drawn.path / RUN).exists() or (self.drawn.path / RUN).is_symlink()
@@ -134,18 +146,28 @@ class Scoring:
         """Extractors and the sets that they see."""
         pairs: list[tuple[str, SampleFiles]] = []
         for metric in (METRICS[name] for name in self.metrics):
-            sets = [self.drawn]
-            if metric.reference and self.reference is not None and len(self.reference):
-                if self._stated(metric) is None:
-                    sets.append(self.reference)
-            if metric.distance and self.beside is not None:
-                sets.append(self.beside)
+            sets = [self.drawn, *self._others(metric)]
             pairs += [(metric.features, one) for one in sets if (metric.features, one) not in pairs]
         return pairs
+
+    def _others(self, metric: Metric) -> list[SampleFiles]:
+        """The sets beside the drawn one whose features a metric takes."""
+        sets = []
+        if metric.reference and self.reference is not None and len(self.reference):
+            if self._stated(metric) is None:
+                sets.append(self.reference)
+        if metric.distance and self.beside is not None:
+            sets.append(self.beside)
+        return sets
 
     def features(self, name: str, samples: SampleFiles, kind: str = "features") -> Tensor:
         features = self.extractor(name).read(samples)
         assert features is not None, "not complete"
+        if kind not in features:
+            raise ValueError(
+                f"{self.folder} keeps features of {samples.path} of another form, {', '.join(features)} without "
+                f"{kind}; remove {self.extractor(name).key}-*.npz there, or choose another folder"
+            )
         return features[kind]
 
     def notes(self) -> list[str]:
@@ -248,6 +270,8 @@ def key(line: dict[str, Any]) -> tuple[Any, ...]:
 def _mean(values: Tensor) -> dict[str, Any]:
     """The mean of finite values with its interval: the ratio of signal to noise of equal pictures is infinite."""
     finite = values[values.isfinite()]
+    if len(values) == 1:  # whose spread nobody knows
+        return {"value": values.item(), "low": -math.inf, "high": math.inf}
     if len(finite) == len(values):
         return mean_figure(values.tolist())
     figure = (

@@ -136,9 +136,9 @@ def _points(sets: Sequence[ScoredSet], distance: str) -> list[Point]:
 def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:
     """A prompt, and what each set has for it."""
     lines = [one.samples.lines[index] for one in sets]
+    paths = [one.samples.path / line["file"] for one, line in zip(sets, lines, strict=True)]
     cells = []
-    for one, line in zip(sets, lines, strict=True):
-        path = one.samples.path / line["file"]
+    for one, line, path in zip(sets, lines, paths, strict=True):
         content, kind, size = _shown(path)
         cells.append(
             {
@@ -146,7 +146,7 @@ def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:
                 "url": data_url(kind, content),
                 "size": size,
                 "calls": line["calls"],
-                "same": (line["crc32"], line["bytes"]) == (lines[0]["crc32"], lines[0]["bytes"]),
+                "same": read_regular(path) == read_regular(paths[0]),
             }
         )
     return {"index": index, "prompt": lines[0]["prompt"], "seed": lines[0]["seed"], "cells": cells}

@@ -14,6 +14,7 @@ from visual_spec.eval.quality.accuracy import hits_of, summarise
 from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.discrepancy import Sums, gaussian_product_kernel
 from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.metric_table import NEIGHBOURS
 from visual_spec.eval.quality.published import Gaussian
 
 Report = Callable[[str], Any]
@@ -108,13 +109,18 @@ def frechet_inception(sets: Sets) -> Figures:
 
 
 def frechet_shapes(sets: Sets) -> Figures:
-    return frechet(sets) | {f"shapes_{name}": figure for name, figure in precision_recall(sets).items()}
+    """The distance, and precision and recall where both sets have as many samples as these need."""
+    figures = frechet(sets)
+    if min(len(sets.truth()), len(sets.features())) <= NEIGHBOURS:
+        figures[sets.figure]["note"] += f"; precision and recall need {NEIGHBOURS + 1} pictures of each set"
+        return figures
+    return figures | {f"shapes_{name}": figure for name, figure in precision_recall(sets).items()}
 
 
 def precision_recall(sets: Sets) -> Figures:
     """Precision and recall."""
     figures = neighbours.precision_recall(
-        sets.truth(), sets.features(), device=sets.device, report=sets.report
+        sets.truth(), sets.features(), neighbours=NEIGHBOURS, device=sets.device, report=sets.report
     )
     return dict(figures)
 

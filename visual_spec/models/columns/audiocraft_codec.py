@@ -44,7 +44,8 @@ def load_audiocraft_codec(
                 f"{path} names the codec {name!r}, which is no EnCodec; pass the EnCodec that the model was trained on."
             )
         try:
-            return EncodecModel.from_pretrained(name if pretrained is None else pretrained).eval()
+            codec = name if pretrained is None else pretrained
+            return EncodecModel.from_pretrained(codec, dtype=torch.float32).eval()
         except OSError as error:
             raise OSError(
                 f"{path} only names its codec, {name}, and that could not be loaded; pass pretrained=, a folder of it, "

@@ -76,7 +76,7 @@ def load_musicgen(
             f"of {entries}; pass codec=, the one that the model was trained on."
         )
     if not isinstance(text_encoder, T5EncoderModel):
-        text_encoder = T5EncoderModel.from_pretrained(text_encoder)
+        text_encoder = T5EncoderModel.from_pretrained(text_encoder, dtype=decoder.dtype)
     projection: Any = decoder.enc_to_dec_proj
     width, dim = projection.in_features, decoder.config.hidden_size
     if text_encoder.config.hidden_size != width:

@@ -56,7 +56,8 @@ def clip_condition(
     """
 
     def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        length = tokenizer.model_max_length
+        # A tokenizer may be saved without what its model reads.
+        length = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
         ids = tokenizer(
             list(texts), return_tensors="pt", padding="max_length", truncation=True, max_length=length
         )
