@@ -197,6 +197,53 @@ def test_known_tokens_come_first_in_the_sequence(loaded, acceptance):
         assert torch.equal(result.tokens, tokens)
 
 
+@pytest.mark.every_set
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("counts", [(4, 4), (2, 5), (0, 3), (8, 1)], ids=str)
+def test_the_prefill_feeds_known_tokens_as_a_sequence_that_begins_with_them(loaded, counts, first):
+    """The first open places, asked in parallel, and the calls that follow, under guidance that rises."""
+    weights, model = loaded
+    tokens, known = drawn(3), torch.full((2, LENGTH), -1)
+    for row, count in enumerate(counts):
+        slots = [6, 1, 8, 0, 3, 5, 2, 7][:count]
+        known[row, slots] = tokens[row, slots]
+    orders = torch.tensor(
+        [sorted(ORDERS[row].tolist(), key=lambda slot, row=row: known[row, slot] < 0) for row in range(2)]
+    )
+    along = AlongOrder(model, ORDERS, first, ramp=(1.0, 4.0))
+    along.begin_with(known)
+    assert torch.equal(along.order, orders)
+    assert along.known is not None and along.known.tolist() == list(counts)
+    assert along.known_tokens is not None and torch.equal(along.known_tokens, known.gather(1, orders))
+
+    def compare(found: Tensor, wanted: Tensor, row: int, place: int) -> None:
+        """Logits [4, V] and those of sequences; of one picture, and guided as the place says."""
+        conditional, other = wanted[row], wanted[row + 2]
+        rising = other + (1 + 3 * place / LENGTH) / 4 * (conditional - other)
+        close(found[[row, row + 2]], torch.stack([rising, other]))
+
+    state = along.prefill(LABELS, batch_size=2, guided=True, window=LENGTH)
+    assert state.logits.shape == (4, first, VOCAB)
+    for ahead in range(first):
+        moved = torch.stack(
+            [
+                torch.cat([order[:count], order[count + ahead :], order[count : count + ahead]])
+                for order, count in zip(orders, counts, strict=True)
+            ]
+        )
+        want = expected(weights, tokens, moved)
+        for row, count in enumerate(counts):
+            if count + ahead < LENGTH:
+                compare(state.logits[:, ahead], want[:, count], row, count + ahead)
+    want, by_place = expected(weights, tokens, orders), tokens.gather(1, orders)
+    places = torch.tensor(counts)[:, None] + torch.arange(2)
+    logits = along(state, by_place.gather(1, places.clamp(max=LENGTH - 1)), places)
+    for row, count in enumerate(counts):
+        for ahead in range(2):
+            if count + ahead + 1 < LENGTH:
+                compare(logits[:, ahead], want[:, count + ahead + 1], row, count + ahead + 1)
+
+
 def test_instructions_of_one_call_see_the_earlier_ones_of_it(loaded):
     """Five places after three known ones: the sequence ends in five instructions without tokens between them."""
     weights, model = loaded
