@@ -72,6 +72,7 @@ def assert_is_law_by_hand(law: TokenLaw, logits: Tensor, guided: bool, tolerance
             assert (got[row, column].exp().double() - expected).abs().max() < tolerance, law
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize(
     "settings",
