@@ -154,6 +154,7 @@ MODELS = [
 LAYOUTS = {"row ends": dict(row_end=19), "plain": {}}
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -199,12 +200,14 @@ def pair(windows: Windows, *names: str) -> None:
             windows.join(f"{name}/{member}", PictureRequest.of(settings))
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize(
     "batch",
     [
         [Rows("a/0", 0, 1, []), Rows("a/1", 1, 0, [])],
         [Rows("a/1", 0, 3, [7, 8]), Rows("a/0", 3, 2, [7, 8])],
         [Rows("a/0", 0, 1, [7]), Rows("a/1", 2, 1, [])],
+        [Rows("a/0", 0, 1, [7]), Rows("a/1", 2, 2, [])],
         [Rows("a/0", 0, 1, []), Rows("b/1", 1, 1, [])],
         [Rows("b/0", 0, 1, []), Rows("a/0", 1, 1, [])],
     ],

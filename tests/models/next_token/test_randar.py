@@ -154,7 +154,9 @@ def test_rows_go_at_their_own_pace_and_may_leave(loaded):
     logits = along(state, by_place.gather(1, places), places)
     for row in range(4):
         close(logits[row], want[row, places[row % 2] + 1])
+    first = state.logits
     state.select(torch.tensor([1]))
+    assert torch.equal(state.logits, first[[1, 3]])
     logits = along(state, by_place[1:, 6:7], every[None, 6:7])
     close(logits, want[1::2, 7:8])
     along(state, by_place[1:, :3], every[None, LENGTH : LENGTH + 3])  # scratch room
@@ -200,7 +202,9 @@ def test_known_tokens_come_first_in_the_sequence(loaded, acceptance):
 @pytest.mark.every_set
 @pytest.mark.parametrize("first", [1, 3])
 @pytest.mark.parametrize("counts", [(4, 4), (2, 5), (0, 3), (8, 1)], ids=str)
-def test_the_prefill_feeds_known_tokens_as_a_sequence_that_begins_with_them(loaded, counts, first):
+def test_the_prefill_feeds_known_tokens_as_a_sequence_that_begins_with_them(
+    loaded, monkeypatch, counts, first
+):
     """The first open places, asked in parallel, and the calls that follow, under guidance that rises."""
     weights, model = loaded
     tokens, known = drawn(3), torch.full((2, LENGTH), -1)
@@ -222,7 +226,15 @@ def test_the_prefill_feeds_known_tokens_as_a_sequence_that_begins_with_them(load
         rising = other + (1 + 3 * place / LENGTH) / 4 * (conditional - other)
         close(found[[row, row + 2]], torch.stack([rising, other]))
 
+    seen: list[Tensor] = []
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda *given, **more: (seen.append(more["seen"]), forward(*given, **more))[1]
+    )
     state = along.prefill(LABELS, batch_size=2, guided=True, window=LENGTH)
+    assert (
+        seen[0].sum(-1) <= torch.tensor(counts)[:, None]
+    ).all()  # in scratch too: nothing that was not fed
     assert state.logits.shape == (4, first, VOCAB)
     for ahead in range(first):
         moved = torch.stack(

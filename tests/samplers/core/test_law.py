@@ -134,6 +134,15 @@ def test_ties_share_their_fate():
     assert (TokenLaw(top_p=0.3)(level, False) == -math.log(4)).all()
 
 
+@pytest.mark.parametrize("top_k", [3, 9])
+def test_a_top_p_that_rounded_sums_do_not_reach_keeps_what_top_k_left(top_k):
+    logits = torch.randn(1, 300, 17, generator=torch.Generator().manual_seed(0))
+    assert (logits.topk(top_k).values.softmax(-1).cumsum(-1)[..., -1] < 1).any()
+    for top_p in (1 - 1e-9, 1 - 1e-12):
+        kept = TokenLaw(top_k=top_k, top_p=top_p)(logits, False) > -torch.inf
+        assert torch.equal(kept, logits >= logits.topk(top_k).values[..., -1:])
+
+
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
     logits = torch.tensor([[[0.5, 0.25, 0.125, 0.125]]], dtype=torch.float64).log()
     for top_p, kept in [(0.4, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4)]:
