@@ -62,7 +62,8 @@ def theirs(
     model: Any, inputs: dict[str, Any], codes=(CODES,), end: int | None = END, **settings: Any
 ) -> Tensor:
     processors = [*settings.pop("logits_processor", []), OnlyCodes(list(codes), end)]
-    settings.setdefault("max_new_tokens", 24)
+    if not {"max_length", "generation_config"} & settings.keys():
+        settings.setdefault("max_new_tokens", 24)
     return model.generate(
         **inputs, eos_token_id=end, logits_processor=LogitsProcessorList(processors), **settings
     )
@@ -76,7 +77,8 @@ def ours(
     end: int | None = END,
     **settings: Any,
 ) -> Tensor:
-    settings.setdefault("max_new_tokens", 24)
+    if not {"max_length", "generation_config"} & settings.keys():
+        settings.setdefault("max_new_tokens", 24)
     visual_spec.accelerate(model, sampler, codes=codes, end=end)
     try:
         return model.generate(**inputs, **settings)
@@ -159,22 +161,20 @@ STEPS: dict[str, dict[str, Any]] = {
     "least with the prompt": dict(min_length=TEXT + 9),
     "least, new before whole": dict(min_length=TEXT + 9, min_new_tokens=3),
     "least below the prompt": dict(min_length=3),
-    "most with the prompt": dict(max_length=TEXT + 11, max_new_tokens=None),
+    "most with the prompt": dict(max_length=TEXT + 11),
     "most, new before whole": dict(max_length=TEXT + 11, max_new_tokens=5),
     "all the same": dict(max_new_tokens=9, min_new_tokens=9),
     "a config": dict(
         generation_config=GenerationConfig(
             max_length=TEXT + 12, min_length=TEXT + 8, do_sample=True, pad_token_id=0
         ),
-        max_new_tokens=None,
     ),
     "a config under the call": dict(
         generation_config=GenerationConfig(max_new_tokens=4, min_length=TEXT + 4, top_k=3, pad_token_id=0),
-        max_length=TEXT + 10,
-        max_new_tokens=None,
+        max_length=TEXT + 10,  # new tokens count, whoever says them
         top_k=0,
     ),
-    "the usual": dict(max_new_tokens=None),
+    "the usual, and no end before": dict(max_new_tokens=None, min_new_tokens=20),
 }
 
 
