@@ -54,9 +54,9 @@ def test_no_slot_is_drawn_that_nobody_asked_for():
     """A row that has ended asks at scratch, and must not draw the noise of all slots before."""
     noise, rows = made(6), torch.arange(ROWS)
     slots = torch.tensor([[4, 5], [SLOTS, SLOTS + 1], [SLOTS + 7, SLOTS + 8]])
-    likeliest = laws()[-1].argmax(-1, keepdim=True)  # of scratch, whose noise is 1
-    assert torch.equal(asked(noise, slots, rows)[1:], likeliest[1:].expand(-1, 2))
-    assert torch.equal(asked(noise, slots[1:], rows[1:]), likeliest[1:].expand(-1, 2))
+    asked(noise, slots, rows)
+    for here in (slots, slots[1:]):  # the noise of scratch is 1: of a flat law it takes the first token
+        assert not noise.categorical(torch.zeros(len(here), 2, len(IDS)), here, TOKEN)[-2:].any()
     after = torch.rand(2)
     torch.manual_seed(6)
     for law in laws()[:6]:
@@ -84,7 +84,7 @@ def test_the_margin_of_a_race_is_that_of_the_two_best_quotients(dtype):
     )
     slots, own = torch.arange(4).expand(ROWS, -1), laws()[:4, :, IDS].transpose(0, 1).to(dtype)
     tokens, margin = noise.race(own.log(), slots, TOKEN)
-    near = dict(rel=1e-4, abs=1e-5) if dtype == torch.float32 else dict(rel=1e-12, abs=1e-12)
+    near = 1e-4 if dtype == torch.float32 else 1e-12
     generator = torch.Generator().manual_seed(3)
     for slot in range(4):
         drawn = torch.empty(ROWS, NUM_IDS, dtype=dtype).exponential_(generator=generator)
@@ -96,7 +96,7 @@ def test_the_margin_of_a_race_is_that_of_the_two_best_quotients(dtype):
             ]
             second, best = sorted(scores)[-2:]
             assert scores.index(best) == int(tokens[row, slot])
-            assert float(margin[row, slot]) == pytest.approx(best - second, **near)
+            assert float(margin[row, slot]) == pytest.approx(best - second, rel=near, abs=near)
     tokens, margin = noise.race(torch.zeros(ROWS, 1, 1), slots[:, :1] + SLOTS, TOKEN)
     assert tokens.tolist() == [[0]] * ROWS and margin.isposinf().all()  # one id, at scratch
 
