@@ -28,7 +28,7 @@ NUM_IDS, NEVER = 8, -math.inf
 
 def shifted(ids: Tensor, scores: Tensor) -> Tensor:
     """Some function of the whole text and of all scores, which writes into these."""
-    scores += ((ids.sum(1, keepdim=True) + torch.arange(NUM_IDS)) % 3 == 0) * 1.5
+    scores += ((ids.sum(1, keepdim=True) + torch.arange(scores.shape[1])) % 3 == 0) * 1.5
     scores[scores == scores.max()] -= 0.25
     return scores
 
@@ -37,27 +37,31 @@ def unchanged(scores: Tensor, text: Text) -> Tensor:
     return scores
 
 
-def by_hand(rule: Any, ids: list[int], real: list[bool], start: int, scores: list[float]) -> list[float]:
+def by_hand(
+    rule: Any, ids: list[int], real: list[bool], start: int, scores: list[float], tokens: Sequence[int] = IDS
+) -> list[float]:
     """The scores of the tokens after the text `ids`, whose places are padding where `real` is false."""
     match rule:
         case RepetitionPenalty(penalty, window):
             first = 0 if window is None else max(0, len(ids) - window)
             seen = {ids[place] for place in range(first, len(ids)) if real[place]}
             changed = [score * penalty if score < 0 else score / penalty for score in scores]
-            return [new if own in seen else old for own, old, new in zip(IDS, scores, changed, strict=True)]
+            return [
+                new if own in seen else old for own, old, new in zip(tokens, scores, changed, strict=True)
+            ]
         case NoRepeatNgram(size):
             grams = {tuple(ids[first : first + size]) for first in range(len(ids) - size + 1)}
             return [
                 NEVER if tuple([*ids, own][-size:]) in grams else score
-                for own, score in zip(IDS, scores, strict=True)
+                for own, score in zip(tokens, scores, strict=True)
             ]
         case NotBefore(token, count):
             early = len(ids) - start < count
             return [NEVER if early and own == token else score for own, score in enumerate(scores)]
         case TextFunction():
             whole = torch.full((1, NUM_IDS), NEVER, dtype=torch.float64)
-            whole[0, IDS] = torch.tensor(scores, dtype=torch.float64)
-            return shifted(torch.tensor([ids]), whole)[0, IDS].tolist()
+            whole[0, list(tokens)] = torch.tensor(scores, dtype=torch.float64)
+            return shifted(torch.tensor([ids]), whole)[0, list(tokens)].tolist()
     return scores
 
 
@@ -131,7 +135,10 @@ LAWS = {
 
 def scores_by_hand(model: TabularModel, law: TokenLaw, condition: int, tokens: list[int]) -> list[float]:
     """The scores of the slot after `tokens`."""
-    slot, ids = len(tokens), PROMPTS[condition].tolist() + [IDS[token] for token in tokens]
+    slot, prompt, real, of_tokens = len(tokens), [], [], [*range(5)]
+    if isinstance(model, Reader):
+        prompt, real, of_tokens = PROMPTS[condition].tolist(), REAL[condition].tolist(), IDS
+    ids = prompt + [of_tokens[token] for token in tokens]
     if law.end in tokens:
         return [0.0 if token == law.end else NEVER for token in range(5)]
     if slot >= LENGTH:
@@ -144,7 +151,7 @@ def scores_by_hand(model: TabularModel, law: TokenLaw, condition: int, tokens: l
         other = model.logits[model.conditions, slot, context].tolist()
         scores = [weak + law.guidance_scale * (own - weak) for own, weak in zip(scores, other, strict=True)]
     for rule in law.history:
-        scores = by_hand(rule, ids, REAL[condition].tolist() + [True] * slot, 4, scores)
+        scores = by_hand(rule, ids, real + [True] * slot, len(prompt), scores, of_tokens)
     return scores
 
 
@@ -155,12 +162,16 @@ def check(found: Tensor, want: Sequence[float], tolerance: float) -> None:
 
 
 @pytest.mark.every_set
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [(Reader, torch.float64), (Reader, torch.bfloat16), (TabularModel, torch.float64)],
+    ids=["text", "text in 16 bits", "no text"],
+)
 @pytest.mark.parametrize("name", LAWS)
-def test_a_window_scores_every_slot_after_the_drafts_before_it(name, dtype):
+def test_a_window_scores_every_slot_after_the_drafts_before_it(name, kind, dtype):
     """Rows at their own places, slots fed again, scratch after the grid, and rows that leave."""
     law, pick = LAWS[name], random.Random(name)
-    model: Any = Reader(TokenGrid(1, LENGTH), 5, order=2, conditions=3, dtype=dtype)
+    model: Any = kind(TokenGrid(1, LENGTH), 5, order=2, conditions=3, dtype=dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     conditions, texts = [2, 0, 1, 0], [[] for _ in range(4)]
     prefix = PrefixModel(model, law)
