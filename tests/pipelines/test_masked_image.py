@@ -119,7 +119,8 @@ def test_the_pictures_of_a_prompt_follow_each_other(masks, pictures, strength):
         return
     pipe = tiny_masked_pipeline()
     images = [picture(seed) for seed in range(pictures)]
-    white = [mask_of((0, 0, 4, 6), (7, 7, 8, 8)), mask_of((4, 2, 8, 8))][:masks]
+    half = np.where(np.array(mask_of((0, 0, 4, 6), (7, 7, 8, 8))) > 0, 1.0, 0.5)  # which is not white
+    white = [half, mask_of((4, 2, 8, 8))][:masks]
     inside = [{0, 1, 2, 4, 5, 6, 15}, {9, 10, 11, 13, 14, 15}][:masks] or [set(range(16))]
     found = known_tokens(pipe, images, white or None, strength, seeded(5, 6, 7, 8), count=2, each=2)
     assert found.shape == (4, 16)

@@ -83,6 +83,7 @@ def assert_is_law_by_hand(law: TokenLaw, logits: Tensor, guided: bool, tolerance
         {"allowed": (3, 17)},
         {"allowed": (0, 1)},
         {"temperature": 0.7},
+        {"temperature": 2.0},
         {"temperature": 3.0},
         {"temperature": 0},
         {"temperature": 0, "allowed": (5, 20), "top_k": 4, "top_p": 0.3},
