@@ -109,6 +109,9 @@ def test_noise_of_other_purposes_moves_no_generator():
         assert torch.equal(noise.categorical(*given), plain.categorical(*given))
         for found, want in zip(noise.race(*given), plain.race(*given), strict=True):
             assert torch.equal(found, want)
+    for each in (noise, plain):
+        each.select(torch.tensor([2, 0]))
+    assert torch.equal(noise.uniform(slots[:2], ACCEPT), plain.uniform(slots[:2], ACCEPT))
     after = torch.rand(2)
     torch.manual_seed(8)
     assert torch.equal(after, torch.rand(2))
