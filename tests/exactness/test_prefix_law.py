@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every_set
 @pytest.mark.fast_sets(16)
 @pytest.mark.parametrize("name, window", CASES)
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
@@ -129,6 +130,7 @@ def test_windows_keep_laws_that_read_the_text(coupling, acceptance, window, name
         assert window == 1 or found.calls < 3.6
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("name", LAWS)
 def test_plain_decoding_has_the_law_too(name):
     found, apart = run(name, AutoregressiveSampler(), model(seed=2))

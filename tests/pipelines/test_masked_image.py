@@ -1,5 +1,6 @@
 """Pipelines of masked image models: whole pictures, pictures drawn into, and official files."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from tests.helpers.tiny import (
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
+from visual_spec.pipelines.repaint import known_tokens
+from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
@@ -104,6 +107,33 @@ def test_a_variation_draws_a_share_of_the_tokens_anew():
         for seed in (0, 1, 0)
     ]
     assert torch.equal(rows[0], rows[2]) and not torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize("strength", [None, 0.3])
+@pytest.mark.parametrize("pictures", [1, 2])
+@pytest.mark.parametrize("masks", [0, 1, 2])
+def test_the_pictures_of_a_prompt_follow_each_other(masks, pictures, strength):
+    """Two prompts, two pictures each: which tokens are open, one sample after the other, by hand."""
+    if not masks and strength is None:
+        return
+    pipe = tiny_masked_pipeline()
+    images = [picture(seed) for seed in range(pictures)]
+    half = np.where(np.array(mask_of((0, 0, 4, 6), (7, 7, 8, 8))) > 0, 1.0, 0.5)  # which is not white
+    white = [half, mask_of((4, 2, 8, 8))][:masks]
+    inside = [{0, 1, 2, 4, 5, 6, 15}, {9, 10, 11, 13, 14, 15}][:masks] or [set(range(16))]
+    found = known_tokens(pipe, images, white or None, strength, seeded(5, 6, 7, 8), count=2, each=2)
+    assert found.shape == (4, 16)
+    chance = CounterNoise(draw_keys(seeded(5, 6, 7, 8), 4), "cpu").uniform(
+        torch.arange(16).expand(4, -1), CHOICE
+    )
+    for row in range(4):
+        first = row // 2
+        order = sorted(inside[first % len(inside)], key=lambda slot, row=row: float(chance[row, slot]))
+        opened = order[: len(order) if strength is None else math.ceil(strength * len(order))]
+        want = tokens_of(pipe, images[first % pictures])
+        want[opened] = pipe.transformer.mask_id
+        assert torch.equal(found[row], want)
 
 
 @pytest.mark.parametrize("sampler", [AnyOrderSampler("halton"), SpeculativeAnyOrderSampler(3, "random")])

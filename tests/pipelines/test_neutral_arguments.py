@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.helpers.tiny_audio import tiny_musicgen
 from tests.helpers.tiny_wan import prompts as embeddings
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
-from visual_spec.pipelines.accelerate.arguments import NEUTRAL
+from visual_spec.pipelines.accelerate.arguments import NEUTRAL, read_request
 
 # Prompts of one length: nothing is padding.
 CALLS: dict[str, dict[str, Any]] = {
@@ -192,6 +193,32 @@ def test_a_class_of_samplers_is_no_sampler():
     with pytest.raises(TypeError, match="TreeSampler.*TreeSampler"):
         visual_spec.accelerate(model, visual_spec.TreeSampler)
     assert set(vars(model)) == names
+
+
+NONE: dict[str, Any] = dict(top_k=None, top_p=None, temperature=None)
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize(
+    "passed, asked, want",
+    [
+        (None, {}, dict(do_sample=True, top_k=1, temperature=0.5, max_new_tokens=7)),
+        (dict(top_k=0), {}, dict(do_sample=True, top_k=0, temperature=0.5)),
+        (dict(do_sample=False), {}, dict(do_sample=False, top_k=1)),
+        (dict(top_k=9), dict(top_k=4), dict(top_k=4, temperature=0.5)),
+        (dict(top_k=9, temperature=0.7), dict(top_k=0, do_sample=False), dict(top_k=0, temperature=0.7)),
+        (dict(top_k=9, max_length=20), dict(do_sample=False), dict(do_sample=False, top_k=9, max_length=20)),
+        (dict(top_k=9, top_p=0.3), NONE, dict(top_k=0, top_p=1.0, temperature=1.0)),
+    ],
+)
+def test_a_call_stands_over_its_config_and_that_over_the_models(passed, asked, want):
+    own = GenerationConfig(do_sample=True, top_k=1, temperature=0.5, max_new_tokens=7)
+    before = own.to_dict()
+    config = None if passed is None else GenerationConfig(**passed)
+    request = read_request(SimpleNamespace(generation_config=own), config, asked, "a model", ())
+    assert {name: getattr(request.config, name) for name in want} == want
+    assert request.asked == {name: getattr(request.config, name) for name in asked}
+    assert own.to_dict() == before
 
 
 def test_the_models_own_settings_stand_under_a_config_that_is_passed():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
@@ -61,7 +62,8 @@ def theirs(
     model: Any, inputs: dict[str, Any], codes=(CODES,), end: int | None = END, **settings: Any
 ) -> Tensor:
     processors = [*settings.pop("logits_processor", []), OnlyCodes(list(codes), end)]
-    settings.setdefault("max_new_tokens", 24)
+    if not {"max_length", "generation_config"} & settings.keys():
+        settings.setdefault("max_new_tokens", 24)
     return model.generate(
         **inputs, eos_token_id=end, logits_processor=LogitsProcessorList(processors), **settings
     )
@@ -75,7 +77,8 @@ def ours(
     end: int | None = END,
     **settings: Any,
 ) -> Tensor:
-    settings.setdefault("max_new_tokens", 24)
+    if not {"max_length", "generation_config"} & settings.keys():
+        settings.setdefault("max_new_tokens", 24)
     visual_spec.accelerate(model, sampler, codes=codes, end=end)
     try:
         return model.generate(**inputs, **settings)
@@ -130,6 +133,61 @@ def test_a_processor_of_the_user_reads_the_drafts_before_a_slot(sampler, guidanc
     got = ours(LLAMA, PROMPTS, SAMPLERS[sampler], logits_processor=[Alternating()], **settings)
     assert torch.equal(got, want)
     assert not torch.equal(want, theirs(LLAMA, PROMPTS, **settings))
+
+
+class Signs(LogitsProcessor):
+    """Looks at the sign of a score."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.where(scores > -6, scores * 0.4 + 3, scores)
+
+
+class Favoured(LogitsProcessor):
+    """Adds to a third of the ids."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + (torch.arange(scores.shape[1]) % 3 == 0) * 3.0
+
+
+TEXT = PROMPTS["input_ids"].shape[1]
+# What `generate` does to scores one after the other, and the lengths it takes; ends are likely.
+STEPS: dict[str, dict[str, Any]] = {
+    "signs under guidance": dict(guidance_scale=2.0, logits_processor=[Signs()]),
+    "signs after a penalty": dict(
+        guidance_scale=1.5, repetition_penalty=1.4, logits_processor=[Signs(), Favoured()]
+    ),
+    "signs without guidance": dict(logits_processor=[Favoured(), Signs()], min_new_tokens=4),
+    "a penalty and a processor": dict(repetition_penalty=3.0, logits_processor=[Favoured()], top_k=4),
+    "least with the prompt": dict(min_length=TEXT + 9),
+    "least, new before whole": dict(min_length=TEXT + 9, min_new_tokens=3),
+    "least below the prompt": dict(min_length=3),
+    "most with the prompt": dict(max_length=TEXT + 11),
+    "most, new before whole": dict(max_length=TEXT + 11, max_new_tokens=5),
+    "all the same": dict(max_new_tokens=9, min_new_tokens=9),
+    "a config": dict(
+        generation_config=GenerationConfig(
+            max_length=TEXT + 12, min_length=TEXT + 8, do_sample=True, pad_token_id=0
+        ),
+    ),
+    "a config under the call": dict(
+        generation_config=GenerationConfig(max_new_tokens=4, min_length=TEXT + 4, top_k=3, pad_token_id=0),
+        max_length=TEXT + 10,  # new tokens count, whoever says them
+        top_k=0,
+    ),
+    "the usual, and no end before": dict(max_new_tokens=None, min_new_tokens=20),
+}
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_and_lengths_are_those_of_generate(name):
+    settings, codes = STEPS[name] | dict(do_sample=True), (40, 46)
+    torch.manual_seed(1)
+    want = [theirs(LLAMA, PROMPTS, [codes], 46, **settings) for _ in range(2)]
+    torch.manual_seed(1)
+    for text in want:
+        got = ours(LLAMA, PROMPTS, SAMPLERS["window 4"], codes, 46, **settings)
+        assert torch.equal(got, text)
 
 
 class FirstToken(LogitsProcessor):

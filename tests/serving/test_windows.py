@@ -154,6 +154,7 @@ MODELS = [
 LAYOUTS = {"row ends": dict(row_end=19), "plain": {}}
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -191,6 +192,62 @@ def test_a_picture_without_its_other_member_ends(missing, caplog):
     while len(engine.tokens["beside/0"]) < LENGTH:
         engine.step(["beside/1", "beside/0"])
     assert engine.tokens["beside/0"][:LENGTH] == by_sampler(1, LAWS[0], 2, 8)[0]
+
+
+def pair(windows: Windows, *names: str) -> None:
+    for name in names:
+        for member, settings in enumerate(settings_of(LAWS[0], 1, name)):
+            windows.join(f"{name}/{member}", PictureRequest.of(settings))
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [Rows("a/0", 0, 1, []), Rows("a/1", 1, 0, [])],
+        [Rows("a/1", 0, 3, [7, 8]), Rows("a/0", 3, 2, [7, 8])],
+        [Rows("a/0", 0, 1, [7]), Rows("a/1", 2, 1, [])],
+        [Rows("a/0", 0, 1, [7]), Rows("a/1", 2, 2, [])],
+        [Rows("a/0", 0, 1, []), Rows("b/1", 1, 1, [])],
+        [Rows("b/0", 0, 1, []), Rows("a/0", 1, 1, [])],
+    ],
+)
+def test_members_that_are_not_at_the_same_places_of_one_picture_end(batch):
+    """Each of two members gets the end in all its rows; those of a picture at one place get one token."""
+    windows = Windows(SERVED, 3)
+    pair(windows, "a", "b")
+    together = [Rows("c/1", 9, 2, [7]), Rows("c/0", 7, 2, [7])]
+    pair(windows, "c")
+    logits = torch.randn(11, 21, generator=torch.Generator().manual_seed(0))
+    ids = windows.draw(logits, [*batch, *together]).tolist()
+    ended = [rows.first + offset for rows in batch for offset in range(rows.count)]
+    assert [ids[row] for row in ended] == [SERVED.end] * len(ended)
+    assert ids[7:9] == ids[9:] and all(FIRST <= drawn < FIRST + 12 for drawn in ids[7:])
+    assert all(ids[row] == -1 for row in set(range(7)) - set(ended))
+
+
+@pytest.mark.parametrize("how", ["left", "joined again"])
+def test_a_handle_that_is_used_again_begins_anew(how):
+    """Tokens, calls and drafts are those of windows that never knew the handle."""
+    used, new = Engine(Windows(SERVED, 7), 8), Engine(Windows(SERVED, 7), 8)
+    used.enter("p", 0, LAWS[1], 1)
+    for _ in range(4):
+        used.step(["p/0"])
+    assert len(used.windows.next_drafts("p/0")) == 7 and used.windows.handles == {"p/0"}
+    if how == "left":
+        used.windows.leave(["p/0", "of nobody"])
+        assert used.windows.handles == set() and used.windows.next_drafts("p/0") == []
+        assert used.windows.draw(torch.zeros(1, 21), [Rows("p/0", 0, 0, [])]).tolist() == [-1]
+    for engine in (used, new):
+        engine.enter("p", 1, LAWS[1], 2)
+        assert engine.windows.next_drafts("p/0") == []
+    while len(new.tokens["p/0"]) < LENGTH:
+        for engine in (used, new):
+            engine.step(["p/0"])
+        assert used.windows.next_drafts("p/0") == new.windows.next_drafts("p/0")
+    assert used.tokens == new.tokens
+    used.windows.join("p/0", None)
+    assert used.windows.handles == set() and used.windows.next_drafts("p/0") == []
 
 
 def test_strange_requests_are_left_as_they_are():

@@ -118,6 +118,5 @@ def known_tokens(
         keys = draw_keys(generator, count * each)
         slots = torch.arange(grid.num_tokens, device=device).expand(count * each, -1)
         chance = CounterNoise(keys, device).uniform(slots, CHOICE).masked_fill(~drawn, math.inf)
-        most = (drawn.sum(1) * strength).ceil()
-        drawn = drawn & (chance.argsort(1).argsort(1) < most[:, None])
+        drawn = chance.argsort(1).argsort(1) < drawn.sum(1, keepdim=True) * strength
     return torch.where(drawn, open_id(pipe.transformer), tokens)

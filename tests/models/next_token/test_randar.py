@@ -154,7 +154,9 @@ def test_rows_go_at_their_own_pace_and_may_leave(loaded):
     logits = along(state, by_place.gather(1, places), places)
     for row in range(4):
         close(logits[row], want[row, places[row % 2] + 1])
+    first = state.logits
     state.select(torch.tensor([1]))
+    assert torch.equal(state.logits, first[[1, 3]])
     logits = along(state, by_place[1:, 6:7], every[None, 6:7])
     close(logits, want[1::2, 7:8])
     along(state, by_place[1:, :3], every[None, LENGTH : LENGTH + 3])  # scratch room
@@ -195,6 +197,63 @@ def test_known_tokens_come_first_in_the_sequence(loaded, acceptance):
     for sampler in (AnyOrderSampler(order), SpeculativeAnyOrderSampler(3, order, acceptance)):
         result = sampler(model, LABELS, law=law, batch_size=2, known_tokens=known)
         assert torch.equal(result.tokens, tokens)
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("counts", [(4, 4), (2, 5), (0, 3), (8, 1)], ids=str)
+def test_the_prefill_feeds_known_tokens_as_a_sequence_that_begins_with_them(
+    loaded, monkeypatch, counts, first
+):
+    """The first open places, asked in parallel, and the calls that follow, under guidance that rises."""
+    weights, model = loaded
+    tokens, known = drawn(3), torch.full((2, LENGTH), -1)
+    for row, count in enumerate(counts):
+        slots = [6, 1, 8, 0, 3, 5, 2, 7][:count]
+        known[row, slots] = tokens[row, slots]
+    orders = torch.tensor(
+        [sorted(ORDERS[row].tolist(), key=lambda slot, row=row: known[row, slot] < 0) for row in range(2)]
+    )
+    along = AlongOrder(model, ORDERS, first, ramp=(1.0, 4.0))
+    along.begin_with(known)
+    assert torch.equal(along.order, orders)
+    assert along.known is not None and along.known.tolist() == list(counts)
+    assert along.known_tokens is not None and torch.equal(along.known_tokens, known.gather(1, orders))
+
+    def compare(found: Tensor, wanted: Tensor, row: int, place: int) -> None:
+        """Logits [4, V] and those of sequences; of one picture, and guided as the place says."""
+        conditional, other = wanted[row], wanted[row + 2]
+        rising = other + (1 + 3 * place / LENGTH) / 4 * (conditional - other)
+        close(found[[row, row + 2]], torch.stack([rising, other]))
+
+    seen: list[Tensor] = []
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda *given, **more: (seen.append(more["seen"]), forward(*given, **more))[1]
+    )
+    state = along.prefill(LABELS, batch_size=2, guided=True, window=LENGTH)
+    assert (
+        seen[0].sum(-1) <= torch.tensor(counts)[:, None]
+    ).all()  # in scratch too: nothing that was not fed
+    assert state.logits.shape == (4, first, VOCAB)
+    for ahead in range(first):
+        moved = torch.stack(
+            [
+                torch.cat([order[:count], order[count + ahead :], order[count : count + ahead]])
+                for order, count in zip(orders, counts, strict=True)
+            ]
+        )
+        want = expected(weights, tokens, moved)
+        for row, count in enumerate(counts):
+            if count + ahead < LENGTH:
+                compare(state.logits[:, ahead], want[:, count], row, count + ahead)
+    want, by_place = expected(weights, tokens, orders), tokens.gather(1, orders)
+    places = torch.tensor(counts)[:, None] + torch.arange(2)
+    logits = along(state, by_place.gather(1, places.clamp(max=LENGTH - 1)), places)
+    for row, count in enumerate(counts):
+        for ahead in range(2):
+            if count + ahead + 1 < LENGTH:
+                compare(logits[:, ahead], want[:, count + ahead + 1], row, count + ahead + 1)
 
 
 def test_instructions_of_one_call_see_the_earlier_ones_of_it(loaded):

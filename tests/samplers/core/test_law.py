@@ -72,6 +72,7 @@ def assert_is_law_by_hand(law: TokenLaw, logits: Tensor, guided: bool, tolerance
             assert (got[row, column].exp().double() - expected).abs().max() < tolerance, law
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize(
     "settings",
@@ -82,6 +83,7 @@ def assert_is_law_by_hand(law: TokenLaw, logits: Tensor, guided: bool, tolerance
         {"allowed": (3, 17)},
         {"allowed": (0, 1)},
         {"temperature": 0.7},
+        {"temperature": 2.0},
         {"temperature": 3.0},
         {"temperature": 0},
         {"temperature": 0, "allowed": (5, 20), "top_k": 4, "top_p": 0.3},
@@ -131,6 +133,15 @@ def test_ties_share_their_fate():
     level = torch.zeros(1, 1, 4, dtype=torch.float64)
     assert (TokenLaw(top_k=1)(level, False) == -math.log(4)).all()
     assert (TokenLaw(top_p=0.3)(level, False) == -math.log(4)).all()
+
+
+@pytest.mark.parametrize("top_k", [3, 9])
+def test_a_top_p_that_rounded_sums_do_not_reach_keeps_what_top_k_left(top_k):
+    logits = torch.randn(1, 300, 17, generator=torch.Generator().manual_seed(0))
+    assert (logits.topk(top_k).values.softmax(-1).cumsum(-1)[..., -1] < 1).any()
+    for top_p in (1 - 1e-9, 1 - 1e-12):
+        kept = TokenLaw(top_k=top_k, top_p=top_p)(logits, False) > -torch.inf
+        assert torch.equal(kept, logits >= logits.topk(top_k).values[..., -1:])
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.core import noise as noise_module
-from visual_spec.samplers.core.noise import ACCEPT, CHAIN, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.noise import (
+    ACCEPT,
+    CHAIN,
+    DRAFT,
+    RESIDUAL,
+    TOKEN,
+    CounterNoise,
+    draw_keys,
+    rounds_of,
+)
 
 STREAMS = (TOKEN, DRAFT, ACCEPT, RESIDUAL)
 
@@ -219,6 +228,16 @@ def test_rounds_may_be_tensors():
     assert torch.equal(noise.uniform(slots, DRAFT, torch.tensor([5, 8])), expected)
     assert torch.equal(noise.uniform(slots, DRAFT, torch.tensor([[5] * 3, [8] * 3])), expected)
     assert torch.equal(noise.uniform(slots, DRAFT, torch.tensor(5)), noise.uniform(slots, DRAFT, 5))
+
+
+def test_no_two_attempts_or_levels_of_a_chain_share_a_round():
+    levels, attempts = torch.arange(1001), torch.arange(5)
+    rounds = rounds_of(levels, attempts[:, None])
+    assert isinstance(rounds, Tensor) and rounds.dtype == torch.int64 and rounds.unique().numel() == 5 * 1001
+    assert 0 <= int(rounds.min()) and int(rounds.max()) < 2**32
+    assert torch.equal(rounds[0], levels)  # a first attempt draws what a chain without attempts does
+    assert torch.equal(torch.as_tensor(rounds_of(7, attempts)), rounds[:, 7])
+    assert rounds_of(7, None) == 7 and rounds_of(levels, None) is levels
 
 
 def test_an_empty_window_draws_nothing():

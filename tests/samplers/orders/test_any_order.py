@@ -14,6 +14,7 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order
+from visual_spec.samplers.orders.along_order import AlongOrder
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
 from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
 
@@ -135,6 +136,25 @@ def test_known_tokens_stay_and_a_row_does_not_depend_on_what_others_know(order):
     none = decode(AnyOrderSampler(order), range(4), known_tokens=torch.full_like(KNOWN, -1))
     assert torch.equal(none.tokens, decode(AnyOrderSampler(order), range(4)).tokens)
     assert none.trace.known is None
+
+
+def test_what_one_of_two_rows_forbids_stays_forbidden_while_guidance_rises(monkeypatch):
+    """Token 0 by the condition, token 1 without it: neither turns into a number or nan, from no guidance on."""
+    scores = TabularAnyOrderModel._scores
+
+    def forbidding(self: Any, *given: Any) -> Tensor:
+        conditional, other = scores(self, *given).chunk(2)
+        conditional[..., 0], other[..., 1] = -torch.inf, -torch.inf
+        return torch.cat([conditional, other])
+
+    monkeypatch.setattr(TabularAnyOrderModel, "_scores", forbidding)
+    along = AlongOrder(MODEL, torch.tensor([GIVEN, GIVEN[::-1]]), first=3, ramp=(0.0, 2.0))
+    state = along.prefill(torch.tensor([0, 2]), batch_size=2, guided=True, window=2)
+    places = torch.arange(2).expand(2, -1)
+    for logits in (state.logits, along(state, places % 3, places)):
+        conditional, other = logits.chunk(2)
+        assert conditional[..., :2].isneginf().all() and conditional[..., 2].isfinite().all()
+        assert other[..., 1].isneginf().all() and other[..., [0, 2]].isfinite().all()
 
 
 def test_known_tokens_that_cannot_be_kept_are_refused():

@@ -11,7 +11,7 @@ of `generate` with a processor that forbids every other id: greedy ones, and sam
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -173,7 +173,7 @@ def generate_codes(
     asked_end = request.asked.get("eos_token_id")
     if asked_end is not None and asked_end not in (end, [end]):
         raise ValueError(f"eos_token_id={asked_end}, but end={end}; pass the end in visual_spec.accelerate.")
-    most, least = _lengths(request.asked, config, input_ids.shape[1])
+    most, least = _lengths(config, input_ids.shape[1])
     law = law_of(config, 1.0)
     processors = tuple(logits_processor or ())
     penalty = getattr(config, "repetition_penalty", None)
@@ -252,16 +252,13 @@ def _with_rules(
     return TokenLaw(**numbers, history=tuple(rules), end=stage.end)
 
 
-def _lengths(asked: Mapping[str, Any], config: Any, given: int) -> tuple[int, int]:
+def _lengths(config: Any, given: int) -> tuple[int, int]:
     """The most and the least tokens of a text after a prompt of `given`, as transformers reads them."""
 
     def setting(new: str, whole: str, default: int) -> int:
-        for source in (asked, vars(config)):
-            if source.get(new) is not None:
-                return source[new]
-            if source.get(whole):  # 0 says nothing
-                return source[whole] - given
-        return default
+        if getattr(config, new) is not None:
+            return getattr(config, new)
+        return getattr(config, whole) - given if getattr(config, whole) else default  # 0 says nothing
 
     most = setting("max_new_tokens", "max_length", _USUAL_NEW)
     least = max(0, setting("min_new_tokens", "min_length", 0))

@@ -113,7 +113,6 @@ class NoRepeatNgram:
         for back in range(1, count + 1):
             last = text.ids.gather(1, (text.stops - back).clamp(min=0))  # [B, W]
             where = where & (text.ids[:, None, count - back : count - back + starts] == last[..., None])
-        where &= (text.stops >= count)[..., None]
         return scores.masked_fill(text.marked(text.ids[:, count:], where), -torch.inf)
 
 
@@ -152,9 +151,8 @@ class TextFunction:
         whole[..., text.ids_of] = scores
         for row, stops in enumerate(text.stops.tolist()):
             for column, stop in enumerate(stops):
-                # A copy: processors may write into what they get.
-                scored = whole[row, column, None].clone()
-                whole[row, column] = self.function(text.ids[row : row + 1, :stop], scored)[0]
+                before = text.ids[row : row + 1, :stop]
+                whole[row, column] = self.function(before, whole[row, column, None])[0]
         return whole[..., text.ids_of]
 
 
