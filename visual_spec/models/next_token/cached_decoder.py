@@ -25,7 +25,13 @@ from visual_spec.models.core.cache import on_host, seen_causally, seen_in_order,
 from visual_spec.models.core.offload import check_cache_fits, loads_groups
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster, wide
 from visual_spec.models.core.transformers_attention import window_calls
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache, attention_mask
+from visual_spec.models.core.transformers_cache import (
+    ImagePrompt,
+    Prompt,
+    SlotCache,
+    attention_mask,
+    cache_argument,
+)
 
 _PROMPT_STEP = 32  # prompts are padded to multiples of this where shapes are fixed
 
@@ -390,9 +396,8 @@ class CachedDecoder:
         a GPU needs no mask.
         """
         cache.at(places, visible.shape[-1])
-        inputs: dict[str, Any] = dict(
-            inputs_embeds=embeddings, position_ids=positions, past_key_values=cache, use_cache=True
-        )
+        inputs: dict[str, Any] = dict(inputs_embeds=embeddings, position_ids=positions, use_cache=True)
+        inputs[cache_argument(self.decoder)] = cache
         if prefix_mask is not None and takes(embeddings, self._head_dim):
             with window_calls(self.decoder, places, prefix_mask) as more:
                 return self.decoder(**inputs, **more).last_hidden_state

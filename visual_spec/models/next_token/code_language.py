@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.core.protocol import TokenGrid, wide
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache, attention_mask
+from visual_spec.models.core.transformers_cache import (
+    ImagePrompt,
+    Prompt,
+    SlotCache,
+    attention_mask,
+    cache_argument,
+)
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 
 Ranges = tuple[tuple[int, int], ...]
@@ -154,9 +160,9 @@ class CodeLanguageModel(CachedDecoder):
         return self.decoder(
             inputs_embeds=embeddings,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             attention_mask=mask,
+            **{cache_argument(self.decoder): cache},
         ).last_hidden_state
 
 

@@ -29,7 +29,7 @@ PocketTTS makes one call of the language model a latent as it is. Its head is sp
 No speculation is offered, because both solvers are deterministic: the only randomness of a latent is the noise it
 starts from, so no later draw is left by which a draft could be accepted.
 
-Checked with transformers 5.20 (VibeVoice), 5.22 and 5.23.
+Checked with transformers 5.20 (VibeVoice), 5.22 to 5.24.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SpeechAdapter(Adapter):
 
             raise TypeError(
                 f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; use a "
-                "release from 5.20 to 5.23."
+                "release from 5.20 to 5.24."
             )
         if not is_accelerated(model):
             kind(model).hang()
