@@ -32,6 +32,7 @@ from visual_spec.models.core.transformers_cache import (
     attention_mask,
     cache_argument,
 )
+from visual_spec.models.next_token.length_limits import check_length
 
 _PROMPT_STEP = 32  # prompts are padded to multiples of this where shapes are fixed
 
@@ -223,11 +224,17 @@ class CachedDecoder:
     def run_prompt(
         self, prompt: tuple[Tensor, ...], *, guided: bool, window: int, held: CachedState | None = None
     ) -> CachedState:
-        """Run checked prompts, see `PromptModel`."""
+        """Run checked prompts, see `PromptModel`.
+
+        Raises:
+            ValueError: prompt and new tokens are longer than the decoder takes (`check_length`).
+        """
         ids, mask, positions, start = prompt
         rows, length = ids.shape
+        samples = rows // (1 + guided)
+        check_length(self.decoder, self.table, length + self.length, window=window, samples=samples)
         if held is None:
-            cache = self._allocate(rows, rows // (1 + guided), length, window)
+            cache = self._allocate(rows, samples, length, window)
         else:
             cache = held.cache
             cache.clear()

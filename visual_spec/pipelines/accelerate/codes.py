@@ -181,7 +181,6 @@ def generate_codes(
     stage = CodeLanguageModel(
         model, codes, end, new_tokens=most, normalised=law.guided and bool(penalty != 1 or processors)
     )
-    _check_places(model, input_ids.shape[1] + most)
     law = _with_rules(law, config, stage, penalty, least, processors)
     count = config.num_return_sequences or 1
     prompt = prompt_of(input_ids, attention_mask)
@@ -214,20 +213,6 @@ def generate_codes(
     live.end(texts)
     ids = torch.cat([given, texts], 1)
     return returned(ids, config)
-
-
-def _check_places(model: Any, length: int) -> None:
-    """Refuse texts that are longer than a model's table of positions, if it has one."""
-    most = getattr(model.config, "max_position_embeddings", None)
-    table = model.get_input_embeddings()
-    learned = any(
-        isinstance(part, nn.Embedding) and part is not table and part.num_embeddings == most
-        for part in model.base_model.modules()
-    )
-    if learned and most is not None and length > most:
-        raise ValueError(
-            f"prompt and new tokens are {length} places, and the model has learned {most}; pass fewer max_new_tokens."
-        )
 
 
 def _with_rules(
