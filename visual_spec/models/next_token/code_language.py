@@ -202,7 +202,9 @@ def why_not(model: Any) -> str | None:
         return "it is no decoder with one head over its vocabulary"
     decoder, size, new = model.base_model, head.weight.shape[0], _NEW
     if strange := strange_layers(decoder.config):
-        return f"its decoder has layers of {' and '.join(strange)}, and which places these see is not known here"
+        return (
+            f"its decoder has layers of {' and '.join(strange)}, and which places these see is not known here"
+        )
     limits = [most for most, _ in length_limits(decoder, table)]
     if (local := local_window(decoder)) is not None:
         limits.append(local - _TRIED)

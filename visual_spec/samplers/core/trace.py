@@ -91,8 +91,9 @@ class DecodeTrace:
             activations", and the sampler scores several slots a call: rounding then decides near-ties. None: it
             decides nothing.
         near_ties: long [B], committed slots (columns) where rounding may exchange the two best tokens, so that plain
-            decoding may take the other one; None where they are not counted. The first slot is not counted: its
-            logits equal plain decoding's.
+            decoding may take the other one, or if this is plain decoding, a loop that computes the same in other
+            products, such as a model's own `generate`; None where they are not counted. The first slot is not
+            counted: its logits equal plain decoding's.
         known: long [B], tokens that were known before the decode; None: none.
         exact_width: whether all calls had one width, so that rounding decides nothing between samplers with that
             setting; None of a sampler without the setting.
