@@ -45,6 +45,7 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, refuse_sampler, unwrapped
 from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, SpeechModel, SpeechRun
 from visual_spec.pipelines.accelerate.vibevoice import VibeVoice
+from visual_spec.samplers.core.precision import low_precision_of, up_to_rounding
 
 _FLOW = "sample_latent"
 
@@ -139,7 +140,7 @@ class SpeechAdapter(Adapter):
         return thing
 
     def expects(self, model: Any) -> str:
-        return "the same latents in fewer calls, up to rounding"
+        return f"the same latents in fewer calls, {up_to_rounding(low_precision_of(model))}"
 
 
 def _kind_of(model: Any) -> type[SpeechModel] | None:

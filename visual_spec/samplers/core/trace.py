@@ -221,6 +221,13 @@ def with_near_ties(output_law: str, count: int | None) -> str:
     return f"{output_law}, {count} near-{'tie' if count == 1 else 'ties'} met"
 
 
+def up_to_near_ties(claim: str, low_precision: str | None, count: int | None = None) -> str:
+    """Return a claim of equal tokens in words, with its limit where a model rounds to a type coarser than float32."""
+    if low_precision is None:
+        return claim
+    return with_near_ties(f"{claim} up to near-ties ({low_precision})", count)
+
+
 @dataclass
 class SampleResult:
     """The tokens, long [B, L] on the model's device, and the trace of the decode."""
