@@ -222,7 +222,7 @@ def generate_emu3(
         for prompt in (condition.prompt, condition.unconditional)
     ]
     start, width = int(condition.prompt.ids[0, -1]), official.model.grid.width
-    image_ids, row_end = model.vocabulary_mapping.image_tokens, [official.model.row_end]
+    image_ids, row_end = model.model.vocabulary_mapping.image_tokens, [official.model.row_end]
 
     def allowed(_: int, ids: Tensor) -> list[int]:
         offset = len(ids) - int((ids == start).nonzero()[0])
