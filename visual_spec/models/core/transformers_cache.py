@@ -125,8 +125,8 @@ def filled(ids: Tensor, drawn: Tensor, placeholder: int) -> Tensor:
 
 # -- the cache -------------------------------------------------------------------------------------------------------
 
-_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
-CACHE = next(name for name in _NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)
+CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+CACHE = next(name for name in CACHES if name in BaseModelOutputWithPast.__dataclass_fields__)
 
 
 def cache_argument(module: nn.Module) -> str:
@@ -137,7 +137,7 @@ def cache_argument(module: nn.Module) -> str:
 @memoised
 def _cache_argument(kind: type[nn.Module]) -> str:
     taken = inspect.signature(kind.forward).parameters
-    return next((name for name in _NAMES if name in taken), CACHE)
+    return next((name for name in CACHES if name in taken), CACHE)
 
 
 def attention_mask(visible: Tensor, like: Tensor, attention: str) -> Tensor:

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
-from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, promise, tell, unwrapped
+from visual_spec.pipelines.accelerate.adapter import (
+    Adapter,
+    check_needs,
+    hang,
+    is_accelerated,
+    promise,
+    tell,
+    unwrapped,
+)
 from visual_spec.pipelines.accelerate.arguments import (
     LiveStream,
     by_name,
@@ -158,7 +166,7 @@ def generate_codes(
     """
     if input_ids is None:
         raise TypeError("input_ids is missing; pass what the tokenizer makes, long [B, T].")
-    own = vars(model)
+    own, hung = vars(model), is_accelerated(model)
     codes, end = (own.get("codes"), own.get("end")) if codes is None else (codes, end)
     _check_codes(model, codes)
     request = read_request(
@@ -206,7 +214,7 @@ def generate_codes(
             batch_size=len(given),
             callback=callback,
         )
-    tell(model, last_trace=result.trace)
+    tell(model, hung, last_trace=result.trace)
     texts = stage.texts(result.tokens, pad).to(given.device)
     if isinstance(noise, DrawnNoise):
         noise.rewind(texts.shape[1])

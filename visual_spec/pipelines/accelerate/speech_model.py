@@ -103,7 +103,7 @@ class SpeechModel:
             phases,
             low_precision_of(self.model),
         )
-        tell(self.model, last_trace=trace)
+        tell(self.model, True, last_trace=trace)
         return result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
