@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("eval", "audio", "scale", "serve", "video", "quant", "lora", "app")
+EXTRAS = ("eval", "audio", "scale", "serve", "video", "lora", "app")
+NEW = ("quant",)  # needs a newer torch than the others, and would raise theirs: with the newest versions only
 RUNNERS = ("pytest", "pytest-xdist")  # of the extra dev
 # What takes objects of other packages, or hands them on.
 TESTS = """
@@ -70,8 +71,13 @@ def lower_bounds(pyproject: str, extras: Sequence[str] = ()) -> dict[str, str]:
         bound = re.match(r"([\w-]+(\[.*\])?)>=([\w.]+)", requirement)
         if bound is None:
             raise ValueError(f"{requirement!r} has no lower bound; write name>=version")
-        bounds[bound[1]] = f"{bound[1]}=={bound[3]}"
+        known, version = bounds.get(bound[1], ""), f"{bound[1]}=={bound[3]}"
+        bounds[bound[1]] = max(known, version, key=_numbers)  # an extra may ask for more
     return bounds
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("==")[2])]
 
 
 def _requirements(pyproject: str, extras: Sequence[str]) -> list[str]:
@@ -92,7 +98,7 @@ def main() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text()
     wanted = lower_bounds(pyproject, EXTRAS)
     if arguments.newest:
-        wanted = {one: one for one in wanted}
+        wanted = {one: one for one in lower_bounds(pyproject, EXTRAS + NEW)}
     wanted |= {text.split("==")[0]: text for text in arguments.use}
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
