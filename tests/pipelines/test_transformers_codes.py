@@ -399,7 +399,7 @@ def test_up_to_a_limit_texts_are_those_of_generate_and_beyond_it_refused(kind, g
 
 def test_the_longer_prompt_of_guidance_counts():
     model = language_model(*LIMITED["dynamic"][:1], **LIMITED["dynamic"][1])
-    longer = dict(guidance_scale=2.0, negative_prompt_ids=texts([12])["input_ids"])
+    longer: dict[str, Any] = dict(guidance_scale=2.0, negative_prompt_ids=texts([12])["input_ids"])
     with pytest.raises(ValueError, match="21 places"):
         ours(model, texts([4]), SAMPLERS["plain"], max_new_tokens=9, **longer)
 

@@ -168,7 +168,10 @@ def save_custom_generate(folder: str | os.PathLike) -> Path:
         "",
     ]
     (path / "generate.py").write_text("\n".join(lines))
-    (path / "requirements.txt").write_text(f"visual-spec>={visual_spec.__version__}\n")
+    # transformers reads digits and dots alone: of a version in development it would refuse the requirement.
+    released = all(part.isdecimal() for part in visual_spec.__version__.split("."))
+    least = f">={visual_spec.__version__}" if released else ""
+    (path / "requirements.txt").write_text(f"visual-spec{least}\n")
     return Path(folder)
 
 
