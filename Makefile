@@ -1,4 +1,4 @@
-# make demo | figures | test | test-bitwise | test-all | test-peers | test-vllm | lint | bench | docs.
+# make demo | figures | test | test-bitwise | test-all | test-versions | test-peers | test-vllm | lint | bench | docs.
 # PYTHON=python3.12 make test  picks another interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
@@ -31,7 +31,7 @@ DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 
-.PHONY: demo test test-all test-bitwise test-peers test-vllm lint bench docs clean figures
+.PHONY: demo test test-all test-versions test-bitwise test-peers test-vllm lint bench docs clean figures
 
 $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
@@ -63,6 +63,12 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) -m ''
+
+# Tests that meet other packages, with the lowest and with the newest versions that pyproject.toml admits, each in an
+# environment of its own that is removed afterwards (8 GB).
+test-versions:
+	$(PYTHON) scripts/lower_bounds.py
+	$(PYTHON) scripts/lower_bounds.py --newest
 
 # Cases of the tests of vLLM, transformers, diffusers and audiocraft. Fetches nothing. Part of `make test`.
 test-peers: $(STAMP)

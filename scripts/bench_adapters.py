@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 from transformers import StaticCache
 
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
+from visual_spec.models.core.transformers_cache import CACHE, ImagePrompt, Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.models.next_token.chameleon import ChameleonImageModel
 from visual_spec.models.next_token.emu3 import Emu3ImageModel
@@ -79,14 +79,15 @@ def compare(model: CachedDecoder, *, batch: int, width: int, steps: int) -> tupl
     prompt = Prompt(torch.randint(12, 20, (batch, length)), torch.ones(batch, length))
     state = model.prefill(ImagePrompt(prompt), batch_size=batch, guided=False, window=width)
     static: Any = StaticCache(config=model.decoder.config, max_cache_len=length + model.length + width)
-    model.decoder(inputs_embeds=model.table(prompt.ids), past_key_values=static, use_cache=True)
+    held = {CACHE: static}
+    model.decoder(inputs_embeds=model.table(prompt.ids), use_cache=True, **held)
     for step in range(steps):
         first = step * (SIDE * SIDE - width) // steps  # over the whole picture: its later steps read more
         tokens, slots = torch.randint(0, CODES, (batch, width)), first + torch.arange(width).expand(batch, -1)
         for layer in static.layers:
             layer.cumulative_length.fill_(length + first)
         start = time.thread_time()
-        hidden = model.decoder(inputs_embeds=model.embed(tokens), past_key_values=static, use_cache=True)
+        hidden = model.decoder(inputs_embeds=model.embed(tokens), use_cache=True, **held)
         model.score(hidden.last_hidden_state)
         middle = time.thread_time()
         model(state, tokens, slots)

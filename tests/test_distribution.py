@@ -88,3 +88,6 @@ def test_every_lower_bound_is_stated():
     bounds = runpy.run_path(str(ROOT / "scripts" / "lower_bounds.py"))["lower_bounds"]
     found = bounds((ROOT / "pyproject.toml").read_text())
     assert len(found) == len(PROJECT["project"]["dependencies"]) and found["diffusers"] == "diffusers==0.37"
+    extras = set(PROJECT["project"]["optional-dependencies"]) - {"models", "vllm", "docs", "dev"}
+    found = bounds((ROOT / "pyproject.toml").read_text(), sorted(extras))
+    assert {"torchmetrics[image]", "ray[serve]", "peft", "torchao", "gradio", "pytest-xdist"} <= set(found)

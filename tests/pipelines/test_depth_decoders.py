@@ -225,3 +225,60 @@ def test_a_sampler_is_refused_and_changes_nothing() -> None:
     with pytest.raises(TypeError, match="speculative-jacobi"):
         visual_spec.accelerate(model, "speculative-jacobi")
     assert "not accelerated" in visual_spec.summary(model)
+
+
+@pytest.mark.parametrize("window", (None, "depth-window"))
+@pytest.mark.parametrize("name", ("csm", "moshi"))
+def test_in_bfloat16_the_promise_names_the_type_and_counts_near_ties(name: str, window: str | None) -> None:
+    """Most frames of 31 codes differ from the model's own there: nothing is said without a limit."""
+    make = dict(csm=lambda dtype: tiny_csm(dtype, codebooks=32), moshi=tiny_moshi)[name]
+    told = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make(dtype)
+        visual_spec.accelerate(model, window)
+        before = visual_spec.summary(model)
+        drawn(model, name, "sampled", rows=3)
+        told.append((before, visual_spec.summary(model), model.last_trace))
+    (before, after, trace), (low_before, low_after, low_trace) = told
+    assert (
+        before.endswith("the same codes; nothing decoded yet")
+        and trace.near_ties is trace.low_precision is None
+    )
+    assert after.endswith("the codes of its own generate")
+    assert low_before.endswith("the same codes up to near-ties (bfloat16); nothing decoded yet")
+    assert low_trace.low_precision == "bfloat16"
+    met = f"{low_trace.near_ties} near-tie{'' if low_trace.near_ties == 1 else 's'} met"
+    assert low_after.endswith(f"the codes of its own generate up to near-ties (bfloat16), {met}")
+
+
+@pytest.mark.parametrize("window", (None, "depth-window"))
+@pytest.mark.parametrize("law", ("greedy", "sampled", "filtered"))
+def test_near_ties_of_frames_are_counted_by_definition(
+    law: str, window: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, which is said to be bfloat16, so that the scores can be had from the decoder's own `generate`."""
+    model = tiny_csm(codebooks=16)
+    plain, scores = model.depth_decoder.generate, []
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        rows = len(kwargs["input_ids"])
+        draws = [torch.empty(rows, 20, dtype=torch.float32).exponential_() for _ in range(15)]
+        torch.set_rng_state(state)
+        result = plain(*args, **kwargs | dict(output_scores=True, return_dict_in_generate=True))
+        scores.append((torch.stack(result.scores, 1).float(), torch.stack(draws, 1)))
+        return result
+
+    model.depth_decoder.generate = kept
+    expected = drawn(model, "csm", law)
+    del model.depth_decoder.generate
+    near = 0
+    for table, noise in scores:
+        best = table - noise.log() if law != "greedy" else table
+        first, second = best.sort(-1, descending=True).values[..., :2].unbind(-1)
+        largest = table.masked_fill(table.isinf(), 0).abs().amax(-1)
+        near += int((first - second < 2 * 2.0**-7 * largest).sum())
+    monkeypatch.setattr("visual_spec.pipelines.accelerate.depth.low_precision_of", lambda model: "bfloat16")
+    visual_spec.accelerate(model, window)
+    assert same(drawn(model, "csm", law), expected)
+    assert 0 < model.last_trace.near_ties == near

@@ -17,7 +17,7 @@ PICTURE = HEIGHT * (WIDTH + 1) + 3
 EOL, EOF, EOI, EOS, PAD = 9, 10, 11, 2, 1
 MODEL = tiny.emu3()
 INPUTS = tiny.prompts([6, 4, 7], low=50, high=62, pad=PAD, last=START, first=0)
-IMAGES = MODEL.vocabulary_mapping.image_tokens
+IMAGES = MODEL.model.vocabulary_mapping.image_tokens
 
 
 def documented(

@@ -19,6 +19,7 @@ from tests.helpers.tiny_audio import tiny_musicgen
 from tests.helpers.tiny_wan import prompts as embeddings
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
+from visual_spec.models.core.transformers_cache import CACHE
 from visual_spec.pipelines.accelerate.arguments import NEUTRAL, read_request
 
 # Prompts of one length: nothing is padding.
@@ -131,9 +132,7 @@ def same(kind: str, more: dict[str, Any]) -> bool:
 def test_most_arguments_are_neutral_without(kind):
     """Else the test above would compare nothing."""
     taken = [name for name in names_of(kind) if same(kind, {name: None})]
-    assert len(taken) > 60 and {"streamer", "past_key_values", "position_ids"} & set(names_of(kind)) <= set(
-        taken
-    )
+    assert len(taken) > 60 and {"streamer", CACHE, "position_ids"} & set(names_of(kind)) <= set(taken)
 
 
 OTHERS = {

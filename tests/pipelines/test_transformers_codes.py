@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
 from tests.models.next_token.tiny_languages import CLASSES, CODES, END, language_model, texts
+from visual_spec.models.next_token import cached_decoder, code_language
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.codes import generate_codes
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -397,10 +398,109 @@ def test_refuses_settings(settings, text):
         generate_codes(LLAMA, **PROMPTS, codes=CODES, end=END, sampler=SAMPLERS["plain"], **settings)
 
 
-def test_a_text_longer_than_learned_positions_is_refused():
-    model = language_model("gpt2", n_positions=12)
-    with pytest.raises(ValueError, match="12"):
-        ours(model, PROMPTS, SAMPLERS["plain"], max_new_tokens=8)
+ROPE: dict[str, Any] = dict(rope_theta=1e4, factor=2.0)
+LONG: dict[str, Any] = dict(rope_type="longrope", long_factor=[3.0] * 4, short_factor=[1.0] * 4, **ROPE)
+GPT_NEO: dict[str, Any] = dict(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    attention_types=[[["global", "local"], 1]],
+    intermediate_size=64,
+)
+# Class, and what of its configuration says LIMIT, the most places of a text.
+LIMIT = 20
+LIMITED: dict[str, tuple[str, dict[str, Any]]] = {
+    "learned": ("gpt2", dict(n_positions=LIMIT)),
+    "learned, opt": ("OPT", dict(ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=LIMIT)),
+    "dynamic": (
+        "llama",
+        dict(max_position_embeddings=LIMIT, rope_parameters=dict(rope_type="dynamic", **ROPE)),
+    ),
+    "dynamic, old form": (
+        "qwen2",
+        dict(max_position_embeddings=LIMIT, rope_scaling=dict(type="dynamic", factor=2.0)),
+    ),
+    "dynamic, by layer": (
+        "gemma3",
+        dict(
+            max_position_embeddings=LIMIT,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="dynamic", **ROPE),
+                sliding_attention=dict(rope_type="default", **ROPE),
+            ),
+        ),
+    ),
+    "longrope": ("llama", dict(rope_parameters=LONG | dict(original_max_position_embeddings=LIMIT))),
+    "longrope, phi3": ("phi3", dict(original_max_position_embeddings=LIMIT, rope_parameters=LONG)),
+    "chosen places": ("Doge", dict(keep_window_size=LIMIT)),
+    "local layers": ("GPTNeo", GPT_NEO | dict(window_size=LIMIT + 4)),
+    "masks of layers": ("GPTNeo", GPT_NEO | dict(window_size=256, max_position_embeddings=LIMIT + 4)),
+}
+
+
+@pytest.mark.fast_sets(12)
+@pytest.mark.parametrize("guidance", [{}, dict(guidance_scale=2.0)])
+@pytest.mark.parametrize("kind", LIMITED)
+def test_up_to_a_limit_texts_are_those_of_generate_and_beyond_it_refused(kind, guidance):
+    model, prompts = language_model(LIMITED[kind][0], **LIMITED[kind][1]), texts([9] * 6)
+    second = dict(negative_prompt_ids=prompts["input_ids"][:, -3:]) if guidance else {}
+    settings: dict[str, Any] = dict(do_sample=True, codes=(CODES,), end=None, **guidance, **second)
+    torch.manual_seed(0)
+    want = theirs(model, prompts, max_new_tokens=LIMIT - 9, **settings)
+    torch.manual_seed(0)
+    assert torch.equal(ours(model, prompts, SAMPLERS["window 4"], max_new_tokens=LIMIT - 9, **settings), want)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=f"at most {LIMIT} "):
+        ours(model, prompts, SAMPLERS["window 4"], max_new_tokens=LIMIT - 8, **settings)
+    assert torch.equal(torch.get_rng_state(), state)  # before any compute
+
+
+def test_the_longer_prompt_of_guidance_counts():
+    model = language_model(*LIMITED["dynamic"][:1], **LIMITED["dynamic"][1])
+    longer: dict[str, Any] = dict(guidance_scale=2.0, negative_prompt_ids=texts([12])["input_ids"])
+    with pytest.raises(ValueError, match="21 places"):
+        ours(model, texts([4]), SAMPLERS["plain"], max_new_tokens=9, **longer)
+
+
+def test_a_picture_is_held_to_the_limits_too():
+    from tests.helpers.transformers_models import INPUTS
+    from tests.models.next_token import tiny_transformers as tiny
+
+    model = tiny.janus()
+    settings = model.config.text_config
+    settings.max_position_embeddings, settings.rope_parameters = 12, dict(rope_type="dynamic", **ROPE)
+    with pytest.raises(ValueError, match="at most 12 "):
+        visual_spec.accelerate(type(model)(model.config)).generate_images(
+            **INPUTS["janus"], guidance_scale=1.0
+        )
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "chosen places", "local layers"])
+def test_the_trial_sees_what_depends_on_the_length_of_a_call(kind, monkeypatch):
+    """Where nobody names the limit: two texts are read, at different places and beyond it."""
+    name, settings = LIMITED[kind]
+    short = {
+        key: LIMIT // 4
+        if value in (LIMIT, LIMIT + 4)
+        else value | dict(original_max_position_embeddings=5)
+        if isinstance(value, dict)
+        else value
+        for key, value in settings.items()
+    }
+    model = language_model(name, **short)
+    with monkeypatch.context() as patch:
+        patch.setattr(code_language, "length_limits", lambda *_: [])
+        patch.setattr(cached_decoder, "check_length", lambda *_, **__: None)
+        patch.setattr(code_language, "local_window", lambda _: None)
+        assert "depend on more than the places" in (why_not(model) or "")
+    assert "at most" in (why_not(model) or "")
+
+
+def test_layers_whose_masks_are_not_known_are_named():
+    model = language_model(
+        "Llama4", head_dim=8, intermediate_size_mlp=64, attention_chunk_size=64, num_local_experts=2
+    )
+    assert "chunked_attention" in (why_not(model) or "")
 
 
 def test_codes_are_for_language_models_only():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from diffusers.pipelines.glm_image.pipeline_glm_image import GlmImagePipeline
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.pipelines.base import Pipeline
 
@@ -16,6 +16,7 @@ import visual_spec
 from tests.helpers.tiny import seeded
 from tests.helpers.transformers_models import GRIDS, GUIDED, INPUTS, SETTINGS, draw
 from tests.models.next_token import tiny_transformers as tiny
+from visual_spec.models.core.transformers_cache import CACHE
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
 from visual_spec.pipelines.accelerate import accelerate, restore, summary
 from visual_spec.pipelines.accelerate.arguments import read_request
@@ -251,6 +252,25 @@ def test_lengths_of_the_picture_are_no_restriction():
     try:
         want = model.generate_images(**INPUTS["janus"], do_sample=False)
         assert torch.equal(model.generate_images(**INPUTS["janus"], do_sample=False, **lengths), want)
+    finally:
+        restore(model)
+
+
+def test_a_call_that_goes_on_from_a_cache_is_text():
+    """Also where `image_sizes` stays in the call."""
+    model, (ids, mask) = MODELS["emu3"], (INPUTS["emu3"][key] for key in ("input_ids", "attention_mask"))
+    told: dict[str, Any] = dict(do_sample=False, max_new_tokens=5, attention_mask=mask)
+
+    def gone_on(**more: Any) -> torch.Tensor:
+        cache = {CACHE: DynamicCache(config=model.config.text_config)}
+        with torch.no_grad():
+            model.model(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True, **cache)
+        return model.generate(input_ids=ids, **told, **cache, **more)
+
+    want = gone_on()
+    accelerate(model)
+    try:
+        assert torch.equal(gone_on(image_sizes=[[3, 5]] * 3), want)
     finally:
         restore(model)
 

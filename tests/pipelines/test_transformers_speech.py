@@ -31,6 +31,7 @@ from tests.helpers.tiny_speech import (
 from tests.helpers.without_numbers import NoHost, without_numbers
 from visual_spec.models.continuous.dpm_solver import read_solver
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, VibeVoiceHead
+from visual_spec.models.core.transformers_cache import CACHE
 from visual_spec.pipelines.accelerate import speech, speech_model, vibevoice
 
 COSINE: dict[str, Any] = dict(beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")
@@ -111,7 +112,7 @@ def test_latents_are_those_of_generate(script, scale, rows):
     compare(found, want)
     spoken = (want.sequences[:, IDS.shape[1] :] == AUDIO).sum(1)
     assert model.last_trace.latents.equal(spoken) and model.last_trace.head_calls == 10 * len(want.latents)
-    for mine, theirs in zip(found.past_key_values.layers, want.past_key_values.layers, strict=True):
+    for mine, theirs in zip(found[CACHE].layers, want[CACHE].layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-10, atol=1e-10)
         assert mine.values.untyped_storage().nbytes() == mine.values.nbytes  # of this text alone
 
@@ -156,7 +157,7 @@ def test_float32():
             num_diffusion_steps=7,
         ),
         dict(output_scores=True, output_logits=True, output_hidden_states=True),
-        dict(past_key_values=DynamicCache),
+        {CACHE: DynamicCache},
         dict(
             negative_prompt_ids=lambda: torch.tensor([[3, 4, 5]]).repeat(3, 1),
             negative_prompt_attention_mask=lambda: torch.tensor([[0, 1, 1], [1, 1, 1], [1, 1, 1]]),
@@ -367,7 +368,7 @@ def test_restore_leaves_the_model_as_it_was(make):
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     after = run(model)
     assert after.sequences.equal(before.sequences)
-    for mine, theirs in zip(after.past_key_values.layers, before.past_key_values.layers, strict=True):
+    for mine, theirs in zip(after[CACHE].layers, before[CACHE].layers, strict=True):
         assert mine.keys.equal(theirs.keys)
     assert visual_spec.restore(model) is model
 

@@ -33,7 +33,7 @@ from visual_spec.pipelines.sampler_text import make_sampler, read_sampler
 # What transformers prepares for its own loops and ours do not read: they have a cache, positions and a length of their
 # own.
 _PREPARED = (
-    "assistant_model assistant_tokenizer cache_position custom_generate inputs_embeds logits_to_keep "
+    "assistant_model assistant_tokenizer cache cache_position custom_generate inputs_embeds logits_to_keep "
     "mm_encoder_outputs past_key_values position_ids stopping_criteria synced_gpus tokenizer trust_remote_code "
     "use_cache use_model_defaults"
 ).split()
@@ -168,7 +168,10 @@ def save_custom_generate(folder: str | os.PathLike) -> Path:
         "",
     ]
     (path / "generate.py").write_text("\n".join(lines))
-    (path / "requirements.txt").write_text(f"visual-spec>={visual_spec.__version__}\n")
+    # transformers reads digits and dots alone: of a version in development it would refuse the requirement.
+    released = all(part.isdecimal() for part in visual_spec.__version__.split("."))
+    least = f">={visual_spec.__version__}" if released else ""
+    (path / "requirements.txt").write_text(f"visual-spec{least}\n")
     return Path(folder)
 
 

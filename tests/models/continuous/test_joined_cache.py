@@ -10,6 +10,7 @@ from transformers import DynamicCache, StaticCache
 from tests.helpers.tiny_speech import tiny_vibevoice
 from visual_spec.models.continuous import joined_cache
 from visual_spec.models.continuous.joined_cache import JoinedCache, joined_mask
+from visual_spec.models.core.transformers_cache import CACHE
 
 LENGTHS = (5, 0, 2)  # of three texts of two rows
 
@@ -33,7 +34,7 @@ class Texts:
     def feed(self, cache: Any, mask: Tensor, embeds: Tensor) -> Tensor:
         with torch.no_grad():
             return self.decoder(
-                inputs_embeds=embeds, attention_mask=mask, past_key_values=cache, use_cache=True
+                inputs_embeds=embeds, attention_mask=mask, use_cache=True, **{CACHE: cache}
             ).last_hidden_state
 
     def longer(self, number: int) -> Tensor:
@@ -54,8 +55,8 @@ class Texts:
                 inputs_embeds=torch.cat(embeds),
                 attention_mask=joined_mask(masks, size),
                 position_ids=torch.cat(positions),
-                past_key_values=joined,
                 use_cache=True,
+                **{CACHE: joined},
             ).last_hidden_state
         for number in keep:
             joined.keep(number)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchao import quantization
 
 from tests.helpers.tiny import tiny_transformer
 from visual_spec.models.core.projections import fuse_projections
@@ -18,6 +17,8 @@ from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.core.precision import rounding_of, rounding_unit
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+
+quantization = pytest.importorskip("torchao.quantization")
 
 
 class Int8Linear(nn.Module):

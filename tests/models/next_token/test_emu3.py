@@ -19,7 +19,7 @@ NEGATIVE = prompts([4, 2, 5, 3], low=50, high=62, pad=1, last=61, first=0)
 
 def native(inputs, **guidance) -> torch.Tensor:
     """`generate` with the constraint of the documentation: it counts from the last token of the prompt."""
-    image_ids = MODEL.vocabulary_mapping.image_tokens
+    image_ids = MODEL.model.vocabulary_mapping.image_tokens
 
     def allowed(_, ids):
         offset = len(ids) - int((ids == 62).nonzero()[0])

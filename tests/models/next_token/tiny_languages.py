@@ -52,14 +52,16 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def language_model(name: str, **changes: Any) -> Any:
-    """A model with weights large enough that its laws differ from slot to slot."""
-    kind, settings = CLASSES[name]
+    """A model with weights large enough that its laws differ from slot to slot. Of another name than those of CLASSES
+    the configuration holds `changes`, and the sizes of a Llama."""
+    kind, settings = CLASSES.get(name, (f"{name}ForCausalLM", _SIZES))
     model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**(settings | changes)))
     generator = torch.Generator().manual_seed(0)
     for _, parameter in sorted(model.named_parameters()):
         if parameter.ndim >= 2:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-    return model.double().eval()
+    # These compute attention in float32.
+    return (model.float() if name in ("GPTNeo", "Doge") else model.double()).eval()
 
 
 def texts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:

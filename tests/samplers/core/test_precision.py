@@ -52,6 +52,8 @@ def test_the_claim_of_equal_tokens_names_its_condition(dtype, claim):
 def test_plain_decoding_is_itself_in_any_precision():
     trace = trace_of(class_model().to(torch.bfloat16), AutoregressiveSampler())
     assert trace.output_law == SAME and trace.promises_tokens
+    assert "met" in trace.summary()  # near-ties, where the model's own `generate` may take the other token
+    assert trace_of(class_model(), AutoregressiveSampler()).near_ties is None
 
 
 def test_one_narrow_weight_is_enough():

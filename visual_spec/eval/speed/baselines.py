@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.eval.speed.official_sizes import OfficialModel
-from visual_spec.models.core.transformers_cache import ImagePrompt
+from visual_spec.models.core.transformers_cache import CACHE, ImagePrompt
 from visual_spec.samplers.core.law import TokenLaw
 
 # Draws `count` tokens: (model, condition, picture so far [B, N] with row ends, law, count) -> None.
@@ -162,8 +162,8 @@ def draw_as_janus(
         inputs = torch.cat([inputs, seen], 1)
     cache, drawn = None, []
     for _ in range(count):
-        out = model.model.language_model(inputs_embeds=inputs, use_cache=True, past_key_values=cache)
-        cache = out.past_key_values
+        out = model.model.language_model(inputs_embeds=inputs, use_cache=True, **{CACHE: cache})
+        cache = out[CACHE]
         scores = model.model.generation_head(out.last_hidden_state[:, -1])  # [2B, V]
         scores = scores[1::2] + law.guidance_scale * (scores[0::2] - scores[1::2])
         drawn.append(torch.multinomial(torch.softmax(scores / (law.temperature or 1.0), -1), 1))
@@ -193,8 +193,8 @@ def draw_as_lumina(
     for _ in range(count):
         scores = []
         for row, ids in enumerate(inputs):
-            out = model.model(input_ids=ids, use_cache=True, past_key_values=caches[row])
-            caches[row] = out.past_key_values
+            out = model.model(input_ids=ids, use_cache=True, **{CACHE: caches[row]})
+            caches[row] = out[CACHE]
             scores.append(model.lm_head(out.last_hidden_state[:, -1]).float())  # [B, V]
         guided = scores[1] + law.guidance_scale * (scores[0] - scores[1])
         guided = guided.masked_fill(forbidden, -torch.inf) / (law.temperature or 1.0)
@@ -222,7 +222,7 @@ def generate_emu3(
         for prompt in (condition.prompt, condition.unconditional)
     ]
     start, width = int(condition.prompt.ids[0, -1]), official.model.grid.width
-    image_ids, row_end = model.vocabulary_mapping.image_tokens, [official.model.row_end]
+    image_ids, row_end = model.model.vocabulary_mapping.image_tokens, [official.model.row_end]
 
     def allowed(_: int, ids: Tensor) -> list[int]:
         offset = len(ids) - int((ids == start).nonzero()[0])

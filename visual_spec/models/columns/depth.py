@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.models.core.transformers_cache import cache_argument
+
 # (codes before the last slot [B, m], logits [B, n, V] of the last n slots, noise) -> codes [B, n]. Sampled frames have
 # exponential noise [B, n, V], greedy ones None.
 Choice = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
@@ -93,8 +95,9 @@ class DepthDecoder:
         end = start + read.shape[1]
         self.cache.position = start
         tables = dict(self.tables(read, start, end), attention_mask=self._mask(read, start))
+        tables[cache_argument(self.layers[0])] = self.cache
         for layer in self.layers:
-            read = layer(read, past_key_values=self.cache, **tables)
+            read = layer(read, **tables)
         return read if self.norm is None else self.norm(read)
 
     def frame(

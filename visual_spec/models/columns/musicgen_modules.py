@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
 from visual_spec.models.core.protocol import wide
-from visual_spec.models.core.transformers_cache import attention_mask
+from visual_spec.models.core.transformers_cache import attention_mask, cache_argument
 from visual_spec.models.next_token.llamagen import TextCondition
 
 WHOLE_MODELS = ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration")
@@ -232,11 +232,12 @@ class MusicgenModules:
         mask = attention_mask(visible[:, None], embeddings, self._attention)
         text_mask = attention_mask(seen[:, None, None], states, self._attention)
         hidden, outputs = embeddings, []
+        held = {cache_argument(self.decoder.layers[0]): cache}
         for layer in self.decoder.layers:
             if self.prefixed:
-                hidden = layer(hidden, mask, past_key_values=cache)[0]
+                hidden = layer(hidden, mask, **held)[0]
             else:
-                hidden = layer(hidden, mask, states, encoder_attention_mask=text_mask, past_key_values=cache)
+                hidden = layer(hidden, mask, states, encoder_attention_mask=text_mask, **held)
             outputs.append(hidden)
         outputs[-1] = self.decoder.layer_norm(hidden)
         return outputs

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from functools import cache as memoised
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from visual_spec.models.core.cache import Places, StaticCache
 
@@ -121,6 +124,20 @@ def filled(ids: Tensor, drawn: Tensor, placeholder: int) -> Tensor:
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------
+
+CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+CACHE = next(name for name in CACHES if name in BaseModelOutputWithPast.__dataclass_fields__)
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Return what the forward of a module calls its cache. Code that comes with a checkpoint may use the older name."""
+    return _cache_argument(type(module))
+
+
+@memoised
+def _cache_argument(kind: type[nn.Module]) -> str:
+    taken = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHES if name in taken), CACHE)
 
 
 def attention_mask(visible: Tensor, like: Tensor, attention: str) -> Tensor:

@@ -25,7 +25,14 @@ from visual_spec.models.core.cache import on_host, seen_causally, seen_in_order,
 from visual_spec.models.core.offload import check_cache_fits, loads_groups
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster, wide
 from visual_spec.models.core.transformers_attention import window_calls
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache, attention_mask
+from visual_spec.models.core.transformers_cache import (
+    ImagePrompt,
+    Prompt,
+    SlotCache,
+    attention_mask,
+    cache_argument,
+)
+from visual_spec.models.next_token.length_limits import check_length
 
 _PROMPT_STEP = 32  # prompts are padded to multiples of this where shapes are fixed
 
@@ -217,11 +224,17 @@ class CachedDecoder:
     def run_prompt(
         self, prompt: tuple[Tensor, ...], *, guided: bool, window: int, held: CachedState | None = None
     ) -> CachedState:
-        """Run checked prompts, see `PromptModel`."""
+        """Run checked prompts, see `PromptModel`.
+
+        Raises:
+            ValueError: prompt and new tokens are longer than the decoder takes (`check_length`).
+        """
         ids, mask, positions, start = prompt
         rows, length = ids.shape
+        samples = rows // (1 + guided)
+        check_length(self.decoder, self.table, length + self.length, window=window, samples=samples)
         if held is None:
-            cache = self._allocate(rows, rows // (1 + guided), length, window)
+            cache = self._allocate(rows, samples, length, window)
         else:
             cache = held.cache
             cache.clear()
@@ -390,9 +403,8 @@ class CachedDecoder:
         a GPU needs no mask.
         """
         cache.at(places, visible.shape[-1])
-        inputs: dict[str, Any] = dict(
-            inputs_embeds=embeddings, position_ids=positions, past_key_values=cache, use_cache=True
-        )
+        inputs: dict[str, Any] = dict(inputs_embeds=embeddings, position_ids=positions, use_cache=True)
+        inputs[cache_argument(self.decoder)] = cache
         if prefix_mask is not None and takes(embeddings, self._head_dim):
             with window_calls(self.decoder, places, prefix_mask) as more:
                 return self.decoder(**inputs, **more).last_hidden_state

@@ -7,6 +7,7 @@ codes up to an end. `CodeLanguageModel` scores the codes and the end only, so th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.core.protocol import TokenGrid, wide
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache, attention_mask
+from visual_spec.models.core.transformers_cache import (
+    ImagePrompt,
+    Prompt,
+    SlotCache,
+    attention_mask,
+    cache_argument,
+)
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
+from visual_spec.models.next_token.length_limits import (
+    handled_window,
+    length_limits,
+    local_window,
+    strange_layers,
+)
 
 Ranges = tuple[tuple[int, int], ...]
 
-_TRIED = 5  # tokens of the prompt by which a model is tried
+_TRIED, _NEW = 3, 8  # slots of the windows by which a model is tried, and new tokens of its texts
+_LONGEST = 1024  # places of these texts at most
 _NEAR = {torch.float64: 1e-8, torch.float32: 1e-3}  # of the largest logit; types of fewer bits: 0.05
 
 
@@ -137,7 +151,11 @@ class CodeLanguageModel(CachedDecoder):
         visible: Tensor,
         prefix_mask: Tensor | None,
     ) -> Tensor:
-        width = _sliding_window(self.decoder.config)
+        if (
+            local_window(self.decoder) is not None
+        ):  # its own mask is cut by the number of places that are read
+            visible = visible[..., : int(places.max()) + 1]
+        width = handled_window(self.decoder.config)
         if width is None:
             return super()._forward(cache, embeddings, positions, places, visible, prefix_mask)
         near = visible
@@ -154,9 +172,9 @@ class CodeLanguageModel(CachedDecoder):
         return self.decoder(
             inputs_embeds=embeddings,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             attention_mask=mask,
+            **{cache_argument(self.decoder): cache},
         ).last_hidden_state
 
 
@@ -171,35 +189,62 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _sliding_window(config: Any) -> int | None:
-    """The last places that layers of sliding attention see; None if there are no such layers."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds and "sliding_attention" not in kinds:
-        return None
-    return getattr(config, "sliding_window", None)
-
-
 @torch.no_grad()
 def why_not(model: Any) -> str | None:
     """Return why a model cannot be read as a `CodeLanguageModel`, in words; None if it can.
 
-    The model reads a few tokens by its own `forward`, and as a `CodeLanguageModel`; the logits must agree.
+    The model reads two texts by its own `forward`, and as a `CodeLanguageModel` by windows that stand at different
+    places in the two; the logits must agree. The texts are longer than layers of sliding attention see, if that is less
+    than `_LONGEST` places.
     """
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or table is None or getattr(model.config, "is_encoder_decoder", False):
         return "it is no decoder with one head over its vocabulary"
-    ids = torch.arange(2, 2 + _TRIED).remainder(head.weight.shape[0])[None].to(table.weight.device)
+    decoder, size, new = model.base_model, head.weight.shape[0], _NEW
+    if strange := strange_layers(decoder.config):
+        return (
+            f"its decoder has layers of {' and '.join(strange)}, and which places these see is not known here"
+        )
+    limits = [most for most, _ in length_limits(decoder, table)]
+    if (local := local_window(decoder)) is not None:
+        limits.append(local - _TRIED)
+    sees = handled_window(decoder.config) or 1
+    given = min(sees + 1 if sees < _LONGEST else 2, min(limits, default=_LONGEST) - new)
+    if given < 1:
+        return f"its decoder takes texts of at most {min(limits)} places"
+    ids = torch.arange(2 * (given + new)).remainder(max(1, size - 2)) + min(2, size - 1)
+    ids = ids.view(2, -1).to(table.weight.device)
+    # Of a long prompt no logits are kept, if the model can leave them out.
+    known = inspect.signature(type(model).forward).parameters
+    few = {"logits_to_keep": new + 1} if "logits_to_keep" in known else {}
     try:
-        own = model(input_ids=ids).logits[:, 1:]
-        read = CodeLanguageModel(model, (0, head.weight.shape[0]), new_tokens=_TRIED)
-        first = Prompt(ids[:, :2], torch.ones_like(ids[:, :2]))
-        state = read.prefill(ImagePrompt(first), batch_size=1, guided=False, window=_TRIED - 2)
-        slots = torch.arange(_TRIED - 2, device=ids.device)[None]
-        logits = torch.cat([state.logits[:, None], read(state, ids[:, 2:], slots)], 1)
-    except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, NotImplementedError) as error:
-        return f"its decoder does not take a window with a mask and a cache of ours ({error})"
+        own = model(input_ids=ids, **few).logits[:, -new - 1 :]
+        read = CodeLanguageModel(model, (0, size), new_tokens=new)
+        prompt = Prompt(ids[:, :given], torch.ones_like(ids[:, :given]))
+        state = read.prefill(ImagePrompt(prompt), batch_size=2, guided=False, window=_TRIED)
+        logits, wanted = [state.logits[:, None]], [own[:, :1]]
+        for first in ((0, 0), (_TRIED, 1), (new - _TRIED, 2)):
+            slots = torch.tensor(first, device=ids.device)[:, None] + torch.arange(_TRIED, device=ids.device)
+            logits.append(read(state, ids.gather(1, given + slots), slots))
+            wanted.append(own.gather(1, (1 + slots)[..., None].expand(-1, -1, size)))
+        found, own = torch.cat(logits, 1), torch.cat(wanted, 1)
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, NotImplementedError) as error:
+        return f"its decoder does not take a window with a mask and a cache of ours ({_place_of(error)})"
     least = _NEAR.get(own.dtype, 0.05) * float(own.abs().max())
-    apart = float((own.to(logits) - logits).abs().max())
+    apart = float((own.to(found) - found).abs().max())
     if not apart <= least:
-        return f"its logits are not its decoder's and head's alone (apart by {apart:.2g})"
+        return (
+            "its logits depend on more than the places that a slot sees, its decoder and its head (apart by "
+            f"{apart:.2g})"
+        )
     return None
+
+
+def _place_of(error: BaseException) -> str:
+    """Where an error was raised, in words: the class of the innermost module of the model."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        place = type(module).__name__ if isinstance(module, nn.Module) else place
+        trace = trace.tb_next
+    return f"{place or 'it'} stops with {type(error).__name__}"

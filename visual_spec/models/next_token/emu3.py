@@ -38,9 +38,9 @@ class Emu3ImageModel(CachedDecoder):
             decoder=model.model.text_model,
             table=model.get_input_embeddings(),
             head=model.lm_head,
-            image_ids=model.vocabulary_mapping.image_tokens,
+            image_ids=model.model.vocabulary_mapping.image_tokens,
             grid=TokenGrid(height, width),
-            row_end=model.vocabulary_mapping.eol_token_id,
+            row_end=model.model.vocabulary_mapping.eol_token_id,
         )
         self.closing = _closing(model)
 
@@ -51,7 +51,7 @@ class Emu3ImageModel(CachedDecoder):
         Raises:
             ValueError: as in the class, and `NoLayoutError` as in `Emu3Constraint`.
         """
-        mapping = model.vocabulary_mapping
+        mapping = model.model.vocabulary_mapping
         return Emu3Constraint(
             allowed,
             prompts,

@@ -122,9 +122,10 @@ def _plain_state(model: Any) -> dict[str, Any]:
     return blank.__getstate__()
 
 
-def tell(model: Any, **values: Any) -> None:
-    """Set what the last call has come to, such as `last_trace`; not on a model that was restored meanwhile."""
-    if is_accelerated(model):
+def tell(model: Any, before: bool, **values: Any) -> None:
+    """Set what the last call has come to, such as `last_trace`; not on a model that was accelerated `before` the call
+    and restored meanwhile."""
+    if is_accelerated(model) or not before:
         vars(model).update(values)
 
 

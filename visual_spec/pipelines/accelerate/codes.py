@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
-from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, promise, tell, unwrapped
+from visual_spec.pipelines.accelerate.adapter import (
+    Adapter,
+    check_needs,
+    hang,
+    is_accelerated,
+    promise,
+    tell,
+    unwrapped,
+)
 from visual_spec.pipelines.accelerate.arguments import (
     LiveStream,
     by_name,
@@ -158,7 +166,7 @@ def generate_codes(
     """
     if input_ids is None:
         raise TypeError("input_ids is missing; pass what the tokenizer makes, long [B, T].")
-    own = vars(model)
+    own, hung = vars(model), is_accelerated(model)
     codes, end = (own.get("codes"), own.get("end")) if codes is None else (codes, end)
     _check_codes(model, codes)
     request = read_request(
@@ -181,7 +189,6 @@ def generate_codes(
     stage = CodeLanguageModel(
         model, codes, end, new_tokens=most, normalised=law.guided and bool(penalty != 1 or processors)
     )
-    _check_places(model, input_ids.shape[1] + most)
     law = _with_rules(law, config, stage, penalty, least, processors)
     count = config.num_return_sequences or 1
     prompt = prompt_of(input_ids, attention_mask)
@@ -207,27 +214,13 @@ def generate_codes(
             batch_size=len(given),
             callback=callback,
         )
-    tell(model, last_trace=result.trace)
+    tell(model, hung, last_trace=result.trace)
     texts = stage.texts(result.tokens, pad).to(given.device)
     if isinstance(noise, DrawnNoise):
         noise.rewind(texts.shape[1])
     live.end(texts)
     ids = torch.cat([given, texts], 1)
     return returned(ids, config)
-
-
-def _check_places(model: Any, length: int) -> None:
-    """Refuse texts that are longer than a model's table of positions, if it has one."""
-    most = getattr(model.config, "max_position_embeddings", None)
-    table = model.get_input_embeddings()
-    learned = any(
-        isinstance(part, nn.Embedding) and part is not table and part.num_embeddings == most
-        for part in model.base_model.modules()
-    )
-    if learned and most is not None and length > most:
-        raise ValueError(
-            f"prompt and new tokens are {length} places, and the model has learned {most}; pass fewer max_new_tokens."
-        )
 
 
 def _with_rules(

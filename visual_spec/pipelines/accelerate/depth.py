@@ -32,13 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.columns.depth import Choice, CsmDepth, DepthDecoder, MoshiDepth, QwenDepth
+from visual_spec.models.columns.depth import CsmDepth, DepthDecoder, MoshiDepth, QwenDepth
 from visual_spec.models.core.settings import AUTO
 from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_of, unwrapped
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.graph import RecordedFunction
-from visual_spec.samplers.core.trace import Stopwatch
+from visual_spec.samplers.core.precision import low_precision_of, near_ties_of, rounding_unit
+from visual_spec.samplers.core.trace import Stopwatch, up_to_near_ties
 from visual_spec.samplers.raster.depth_window import DepthWindow
 
 # Class of transformers: (where its depth decoder is, how that is read, which argument holds the hidden state).
@@ -69,6 +70,10 @@ class DepthTrace:
         calls: of the depth decoder for them.
         plain: drawn by the decoder's own `generate`.
         seconds: wall time of `frames`.
+        low_precision: what the decoder rounds to where that is coarser than float32, such as "bfloat16": there rounding
+            decides near-ties, between windows, and between them and the decoder's own `generate`. None: it decides
+            nothing.
+        near_ties: codes where rounding may exchange the two best ones; None where they are not counted.
     """
 
     model: str
@@ -78,14 +83,23 @@ class DepthTrace:
     calls: int = 0
     plain: int = 0
     seconds: float = 0.0
+    low_precision: str | None = None
+    near_ties: int | None = None
 
     def summary(self) -> str:
         """Return one line: frames, codes, time, and what the codes are."""
         rate = self.frames * self.codes / max(self.calls, 1)
         return (
             f"{self.model}: {self.frames} frames of {self.codes} codes in {self.calls} calls ({rate:.2f} codes a call) "
-            f"and {self.seconds:.2f} s, {self.plain} by its own generate; the codes of its own generate"
+            f"and {self.seconds:.2f} s, {self.plain} by its own generate; "
+            + up_to_near_ties("the codes of its own generate", self.low_precision, self.near_ties)
         )
+
+    def met(self, low_precision: str | None, near: Tensor | None) -> None:
+        """Count the near-ties of a frame, where the decoder rounds to a type that is coarser than float32."""
+        self.low_precision = low_precision
+        if near is not None:
+            self.near_ties = (self.near_ties or 0) + int(near.sum())
 
 
 def check_window(sampler: Any, model: str) -> None:
@@ -147,7 +161,12 @@ class DepthAdapter(Adapter):
     def expects(self, model: Any) -> str:
         trace = model.last_trace
         drawn = "one by one" if trace.window is None else f"by {trace.window}"
-        return f"{trace.codes} codes a frame in a static cache, {drawn}, the same codes"
+        same = up_to_near_ties("the same codes", low_precision_of(self.decoder_of(model)))
+        return f"{trace.codes} codes a frame in a static cache, {drawn}, {same}"
+
+    def decoder_of(self, model: Any) -> Any:
+        """The decoder of the codes of a frame."""
+        return _decoder(model)
 
 
 def _entry(model: Any) -> tuple[str, Callable[[Any], DepthDecoder], str]:
@@ -187,11 +206,13 @@ class _Frames:
         if law is None:
             self.trace.plain += 1
             return self.plain(*args, **kwargs)
-        key, choose, sampled, as_output, with_states = law
+        key, score, low, sampled, as_output, with_states = law
         watch = Stopwatch()
         noise = draw_noise(self.decoder, len(ids), ids.device) if sampled else None
-        codes = check_codes(self._codes(key, choose, ids, hidden, noise), self.trace.model)
+        made = self._codes(key, score, low, ids, hidden, noise)
+        codes = check_codes(made[:, : self.decoder.steps], self.trace.model)
         watch.lap("frame", codes.device)
+        self.trace.met(low, None if low is None else made[:, self.decoder.steps :])
         self.trace.frames += 1
         self.trace.seconds += watch.read()[0]
         sequences = torch.cat([ids, codes], 1)
@@ -206,16 +227,34 @@ class _Frames:
             states = tuple((state,) for state in (self.decoder.begin(ids, hidden), *read))
         return GenerateDecoderOnlyOutput(sequences=sequences, hidden_states=states)  # pyright: ignore[reportArgumentType]
 
-    def _codes(self, key: str, choose: Choice, ids: Tensor, hidden: Tensor, noise: Tensor | None) -> Tensor:
-        """The codes of a frame, [B, steps]; -1 where a hidden state is no number."""
+    def _codes(
+        self, key: str, score: Any, low: str | None, ids: Tensor, hidden: Tensor, noise: Tensor | None
+    ) -> Tensor:
+        """The codes of a frame, [B, steps]; -1 where a hidden state is no number. Where the decoder rounds to the type
+        `low`, [B, 2 steps]: after the codes those that are near-ties."""
+
+        def choose(ids: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
+            scores = score(ids, logits)
+            return (scores if noise is None else scores.softmax(-1) / noise).argmax(-1)
+
+        def marked(codes: Tensor, states: Tensor) -> Tensor:
+            found = codes.where(states.isfinite().all(-1), -1)
+            if low is None:
+                return found
+            scores = score(torch.cat([ids, codes[:, :-1]], 1), self.decoder.heads(0, states))
+            largest = scores.masked_fill(scores.isinf(), 0).abs().amax(-1)
+            near = near_ties_of(scores, noise, largest * rounding_unit(low))
+            return torch.cat([found, near.long()], 1)
+
         if self.window is not None:
-            drawn = self.window.frame(self.decoder, ids, hidden, choose, noise, self._last)
-            self._last, states, calls = drawn
+            self._last, states, calls = self.window.frame(
+                self.decoder, ids, hidden, choose, noise, self._last
+            )
             self.trace.calls += calls
-            return _marked(self._last, states)
+            return marked(self._last, states)
 
         def frame(*tensors: Tensor) -> Tensor:
-            return _marked(*self.decoder.frame(tensors[0], tensors[1], choose, *tensors[2:]))
+            return marked(*self.decoder.frame(tensors[0], tensors[1], choose, *tensors[2:]))
 
         self.trace.calls += self.decoder.steps
         inputs = (ids, hidden) if noise is None else (ids, hidden, noise)
@@ -227,12 +266,15 @@ class _Frames:
 
     def _law(self, settings: dict[str, Any], ids: Tensor) -> Any:
         """How a code is chosen with settings of `generate`, and these; None: the decoder's own `generate` knows."""
-        key = repr((sorted(settings.items()), vars(self.model.generation_config), ids.shape[1], ids.device))
+        low = low_precision_of(self.model)
+        key = repr(
+            (sorted(settings.items()), vars(self.model.generation_config), ids.shape[1], ids.device, low)
+        )
         if key not in self._laws:
-            self._laws[key] = self._read(key, settings, ids)
+            self._laws[key] = self._read(key, low, settings, ids)
         return self._laws[key]
 
-    def _read(self, key: str, settings: dict[str, Any], ids: Tensor) -> Any:
+    def _read(self, key: str, low: str | None, settings: dict[str, Any], ids: Tensor) -> Any:
         from transformers import LogitsProcessorList
         from transformers.generation.configuration_utils import GenerationMode
 
@@ -273,18 +315,17 @@ class _Frames:
 
         by_slot = all(type(processor).__name__ in _BY_SLOT for processor in processors)
 
-        def choose(ids: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
+        def score(ids: Tensor, logits: Tensor) -> Tensor:
             logits = logits.to(torch.float32, copy=True)
             count = logits.shape[1]
             if by_slot:
-                scores = processors(ids, logits.flatten(0, 1)).view_as(logits)  # pyright: ignore[reportArgumentType]
-            else:
-                texts = [ids[:, : ids.shape[1] - count + 1 + slot] for slot in range(count)]
-                rows = [processors(text, logits[:, slot]) for slot, text in enumerate(texts)]  # pyright: ignore[reportArgumentType]
-                scores = torch.stack(list(map(torch.as_tensor, rows)), 1)
-            return (scores if noise is None else scores.softmax(-1) / noise).argmax(-1)
+                return processors(ids, logits.flatten(0, 1)).view_as(logits)  # pyright: ignore[reportArgumentType]
+            texts = [ids[:, : ids.shape[1] - count + 1 + slot] for slot in range(count)]
+            rows = [processors(text, logits[:, slot]) for slot, text in enumerate(texts)]  # pyright: ignore[reportArgumentType]
+            return torch.stack(list(map(torch.as_tensor, rows)), 1)
 
-        return key, choose, sampled is GenerationMode.SAMPLE, config.return_dict_in_generate, states
+        sampled = sampled is GenerationMode.SAMPLE
+        return key, score, low, sampled, config.return_dict_in_generate, states
 
 
 def draw_noise(
@@ -293,10 +334,6 @@ def draw_noise(
     """The noise of a frame's steps as `torch.multinomial` draws it step by step, [rows, steps, V]."""
     draws = [torch.empty(rows, decoder.vocab_size, device=device) for _ in range(decoder.steps)]
     return torch.stack([draw.exponential_(generator=generator) for draw in draws], 1)
-
-
-def _marked(codes: Tensor, states: Tensor) -> Tensor:
-    return codes.where(states.isfinite().all(-1), -1)
 
 
 def check_codes(codes: Tensor, model: str) -> Tensor:

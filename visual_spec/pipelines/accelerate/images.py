@@ -24,10 +24,18 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.offload import loads_groups
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
+from visual_spec.models.core.transformers_cache import CACHES, ImagePrompt, Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.models.next_token.emu3_constraint import NoLayoutError
-from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, plain, tell, unwrapped
+from visual_spec.pipelines.accelerate.adapter import (
+    Adapter,
+    check_needs,
+    hang,
+    is_accelerated,
+    plain,
+    tell,
+    unwrapped,
+)
 from visual_spec.pipelines.accelerate.arguments import (
     LiveStream,
     bound_arguments,
@@ -153,7 +161,7 @@ def generate_images(
         ValueError: a setting out of range, or one that no sampler here knows.
         FloatingPointError: logits that define no law; names the slot.
     """
-    kind = image_model_class(model)
+    kind, hung = image_model_class(model), is_accelerated(model)
     if input_ids is None:
         raise TypeError(f"input_ids is missing; pass what {kind.family}'s processor makes.")
     known = set(inspect.signature(kind.plan).parameters) - {"model", "prompt", "guided", "negative"}
@@ -199,7 +207,7 @@ def generate_images(
             break
         stage, condition = following
         helper = None if helper is None else helper[0].next_stage(helper[1], result.tokens)
-    tell(model, last_trace=joined_traces(traces))
+    tell(model, hung, last_trace=joined_traces(traces))
     ids = stage.output(condition, result.tokens)
     if (
         passed.get("pixel_values") is not None
@@ -284,6 +292,9 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     if kind.family == "Janus" and kwargs.get("generation_mode", "text") != "image":
         return plain_generate(*args, **kwargs)
     asked = bound_arguments(model, args, kwargs)
+    # What is already in a cache, or has no ids, is no prompt of a picture.
+    if asked.get("input_ids") is None or any(asked.get(name) is not None for name in CACHES):
+        return plain_generate(*args, **kwargs)
     asked.pop("generation_mode", None)
     if kind.family == "Emu3":
         if asked.get("prefix_allowed_tokens_fn") is not None:

@@ -34,6 +34,8 @@ from visual_spec.pipelines.accelerate.depth import (
     check_window,
     draw_noise,
 )
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.precision import low_precision_of, near_ties_of, rounding_of, rounding_unit
 from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.raster.depth_window import DepthWindow
 
@@ -81,6 +83,9 @@ class MiniMaxMusicAdapter(DepthAdapter):
         hang(parent, sub_blocks=blocks)
         hang(pipe, last_trace=trace)
         return thing
+
+    def decoder_of(self, model: Any) -> Any:
+        return model.rvq_depth_decoder
 
     def parts(self, model: Any) -> tuple[Any, ...]:
         place = _place(model._blocks)
@@ -195,15 +200,26 @@ class _FrameCodes:
             codes, states, calls = self.window.frame(depth, ids, hidden, self._choose, noise, self._last)
             self.trace.calls += calls
         self._last = check_codes(codes.where(states.isfinite().all(-1), -1), PIPELINE)
+        low = low_precision_of(decoder)
+        near = None if low is None else self._near_ties(depth.heads(0, states), noise, rounding_unit(low))
+        self.trace.met(low, near)
         return torch.cat([ids, codes], 1), states[:1].flatten(1)
 
     def _choose(self, ids: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
         assert noise is not None
+        shares = self._scores(logits).softmax(-1)
+        shares = shares / shares.sum(-1, keepdim=True)
+        return (shares.to(noise.device) / noise).argmax(-1).to(ids.device).expand(2, -1)
+
+    def _near_ties(self, logits: Tensor, noise: Tensor, unit: float) -> Tensor:
+        rounding = rounding_of(logits, TokenLaw(guidance_scale=self.scale), True, unit)
+        return near_ties_of(self._scores(logits), noise, rounding)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """Guided logits [1, n, V] of both rows' [2, n, V], minus infinity where the law leaves codes out."""
         conditional, unconditional = logits.float().split(1)
         values = torch.nan_to_num(
             unconditional + (conditional - unconditional) * self.scale, nan=-1e9, posinf=1e9, neginf=-1e9
         )
         least = values.topk(min(self.most, values.shape[-1])).values[..., -1:]
-        shares = values.masked_fill(values < least, -torch.inf).softmax(-1)
-        shares = shares / shares.sum(-1, keepdim=True)
-        return (shares.to(noise.device) / noise).argmax(-1).to(ids.device).expand(2, -1)
+        return values.masked_fill(values < least, -torch.inf)

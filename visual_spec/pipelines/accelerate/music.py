@@ -24,7 +24,15 @@ from visual_spec.models.columns.musicgen_modules import WHOLE_MODELS, MusicCondi
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, is_of, tell, unwrapped
+from visual_spec.pipelines.accelerate.adapter import (
+    Adapter,
+    check_needs,
+    hang,
+    is_accelerated,
+    is_of,
+    tell,
+    unwrapped,
+)
 from visual_spec.pipelines.accelerate.arguments import LiveStream, by_name, read_request, returned
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.pipelines.base import check_sampler
@@ -130,7 +138,10 @@ def generate_audio(
         raise TypeError(
             f"{passed} of input_ids and encoder_outputs given; pass what the model's processor makes."
         )
-    prefixed = any(kind.__name__ == WHOLE_MODELS[1] for kind in type(model).__mro__)
+    prefixed, hung = (
+        any(kind.__name__ == WHOLE_MODELS[1] for kind in type(model).__mro__),
+        is_accelerated(model),
+    )
     if prefixed and (input_values is not None or encoder_outputs is not None):
         raise TypeError("MusicGen Melody takes no input_values and no encoder_outputs; see its generate.")
     if not prefixed and input_features is not None:
@@ -179,7 +190,7 @@ def generate_audio(
             **drafts,
         )
     drawn = columns.codes(result.tokens, condition)
-    tell(model, last_trace=result.trace, last_codes=drawn)
+    tell(model, hung, last_trace=result.trace, last_codes=drawn)
     waves = decode_codes(model.audio_encoder, drawn, columns.num_channels)
     live.end(steps_of(result.tokens, columns.grid.width))
     return returned(waves, config, "GenerateEncoderDecoderOutput")

@@ -31,6 +31,7 @@ from visual_spec.models.core.settings import AUTO
 from visual_spec.pipelines.accelerate.adapter import Adapter, hang, refuse_sampler
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.graph import RecordedFunction
+from visual_spec.samplers.core.precision import low_precision_of, up_to_rounding
 from visual_spec.samplers.core.trace import Stopwatch
 
 
@@ -43,18 +44,20 @@ class HeadTrace:
         tokens: made, a batch of them counting once.
         head_calls: evaluations of the head.
         seconds: wall time of them.
+        low_precision: what the head rounds to where that is coarser than float32, such as "bfloat16"; else None.
     """
 
     model: str
     tokens: int = 0
     head_calls: int = 0
     seconds: float = 0.0
+    low_precision: str | None = None
 
     def summary(self) -> str:
         """Return one line: tokens, evaluations, time, and what the tokens are."""
         return (
             f"{self.model}: {self.tokens} tokens in {self.head_calls} evaluations of the head, {self.seconds:.2f} s, "
-            "the tokens of its own code up to rounding"
+            f"the tokens of its own code {up_to_rounding(self.low_precision)}"
         )
 
 
@@ -92,7 +95,8 @@ class NextStepAdapter(Adapter):
         return model.last_trace.summary() if model.last_trace.tokens else self.promised(model)
 
     def expects(self, model: Any) -> str:
-        return "the head's modulations once a token, the same tokens up to rounding"
+        low = low_precision_of(model.image_head)
+        return f"the head's modulations once a token, the same tokens {up_to_rounding(low)}"
 
 
 class _Sample:
@@ -144,6 +148,7 @@ class _Sample:
         self.trace.tokens += 1
         self.trace.head_calls += num_sampling_steps
         self.trace.seconds += watch.read()[0]
+        self.trace.low_precision = low_precision_of(self.head)
         return token
 
 

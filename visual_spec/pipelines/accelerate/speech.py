@@ -29,7 +29,7 @@ PocketTTS makes one call of the language model a latent as it is. Its head is sp
 No speculation is offered, because both solvers are deterministic: the only randomness of a latent is the noise it
 starts from, so no later draw is left by which a draft could be accepted.
 
-Checked with transformers 5.20 (VibeVoice), 5.22 and 5.23.
+Checked with transformers 5.20 (VibeVoice), 5.22 to 5.24.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, refuse_sampler, unwrapped
 from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, SpeechModel, SpeechRun
 from visual_spec.pipelines.accelerate.vibevoice import VibeVoice
+from visual_spec.samplers.core.precision import low_precision_of, up_to_rounding
 
 _FLOW = "sample_latent"
 
@@ -132,14 +133,14 @@ class SpeechAdapter(Adapter):
 
             raise TypeError(
                 f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; use a "
-                "release from 5.20 to 5.23."
+                "release from 5.20 to 5.24."
             )
         if not is_accelerated(model):
             kind(model).hang()
         return thing
 
     def expects(self, model: Any) -> str:
-        return "the same latents in fewer calls, up to rounding"
+        return f"the same latents in fewer calls, {up_to_rounding(low_precision_of(model))}"
 
 
 def _kind_of(model: Any) -> type[SpeechModel] | None:

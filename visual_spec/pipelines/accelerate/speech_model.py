@@ -14,6 +14,7 @@ from visual_spec.models.core.settings import AUTO
 from visual_spec.pipelines.accelerate.adapter import hang, tell
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.graph import RecordedFunction
+from visual_spec.samplers.core.precision import low_precision_of, up_to_rounding
 from visual_spec.samplers.core.trace import Stopwatch
 
 GENERATE, FORWARD = "generate", "forward"
@@ -30,6 +31,7 @@ class SpeechTrace:
         head_calls: evaluations of the head, each of all rows that speak.
         seconds: wall time of `generate`.
         phase_seconds: seconds of "language", "head", and "rest": the codec, and `generate` itself.
+        low_precision: what the model rounds to where that is coarser than float32, such as "bfloat16"; else None.
     """
 
     model: str
@@ -38,13 +40,14 @@ class SpeechTrace:
     head_calls: int
     seconds: float
     phase_seconds: dict[str, float]
+    low_precision: str | None = None
 
     def summary(self) -> str:
         """Return one line: latents, calls, time, and what the latents are."""
         return (
             f"{self.model}: {int(self.latents.sum())} latents in {len(self.latents)} samples, {self.language_calls} "
             f"calls of the language model, {self.head_calls} of the head, {self.seconds:.2f} s, the latents of its own "
-            "generate up to rounding"
+            f"generate {up_to_rounding(self.low_precision)}"
         )
 
 
@@ -98,8 +101,9 @@ class SpeechModel:
             run.head_calls,
             seconds,
             phases,
+            low_precision_of(self.model),
         )
-        tell(self.model, last_trace=trace)
+        tell(self.model, True, last_trace=trace)
         return result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from visual_spec.models.continuous.dpm_solver import LinearSolver, read_solver
 from visual_spec.models.continuous.joined_cache import JoinedCache, joined_mask
 from visual_spec.models.continuous.speech_heads import SpeechHead, VibeVoiceHead, guided
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.transformers_cache import CACHE
 from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, SpeechModel, SpeechRun
 
 _PREPARE, _RESTART = "_prepare_negative_generation", "_reset_negative_cache_for_audio_start"
@@ -34,7 +35,7 @@ class _Text:
     given_positions: Any
     embeds: Tensor
 
-    ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
+    ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE)
 
     @property
     def length(self) -> int:
@@ -85,7 +86,7 @@ class VibeVoice(SpeechModel):
         self.embedded: dict[Any, Tensor] = {}
 
     def end(self, result: Any) -> None:
-        if self.joined is not None and getattr(result, "past_key_values", None) is not None:
+        if self.joined is not None and getattr(result, CACHE, None) is not None:
             self.joined.release()
         self.begin()
 
@@ -98,7 +99,7 @@ class VibeVoice(SpeechModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.run is None or self.negative is None or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        if len(args) == 1 and set(kwargs) == {"attention_mask", "use_cache", "past_key_values"}:
+        if len(args) == 1 and set(kwargs) == {"attention_mask", "use_cache", CACHE}:
             return self._guide(args[0], **kwargs)
         texts = [] if args else self._texts(kwargs)
         if len(texts) < 2:
@@ -108,28 +109,28 @@ class VibeVoice(SpeechModel):
     def _guide(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """The call of the logits processor: from the last joint call, or one that shows where its text stands."""
         ahead, self.guiding_ahead = self.guiding_ahead, None
-        known = self.guiding is not None and kwargs["past_key_values"] is self.guiding[0]
+        known = self.guiding is not None and kwargs[CACHE] is self.guiding[0]
         if ahead is None or not known:
             ahead = self.call(input_ids, **kwargs)
         else:
             assert self.joined is not None
             self.joined.keep(_GUIDING)
-        self.guiding = (ahead.get("past_key_values"), kwargs["attention_mask"])
+        self.guiding = (ahead.get(CACHE), kwargs["attention_mask"])
         return ahead
 
     def _texts(self, kwargs: dict[str, Any]) -> list[_Text]:
         """The texts that a call of the positive one can take along, itself first; none if it is no such call."""
-        embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
+        embeds, cache = kwargs.get("inputs_embeds"), kwargs.get(CACHE)
         assert self.negative is not None
         ids, negative = self.negative
-        if embeds is None or self.scale == 1 or cache is negative.get("past_key_values"):
+        if embeds is None or self.scale == 1 or cache is negative.get(CACHE):
             return []
         self.negative_ahead = self.guiding_ahead = None
         texts = [_Text(cache, kwargs.get("attention_mask"), kwargs.get("position_ids"), embeds)]
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **negative)
         texts.append(
             _Text(
-                inputs.get("past_key_values"),
+                inputs.get(CACHE),
                 inputs.get("attention_mask"),
                 inputs.get("position_ids"),
                 embeds,
@@ -161,13 +162,13 @@ class VibeVoice(SpeechModel):
         batch = len(texts[_POSITIVE].embeds)
         outputs = self.call(
             **kwargs
-            | dict(
-                input_ids=None,
-                inputs_embeds=torch.cat([text.embeds for text in texts]),
-                attention_mask=joined_mask([text.mask for text in texts], size),
-                position_ids=torch.cat([text.positions for text in texts]),
-                past_key_values=self.joined,
-            )
+            | {
+                "input_ids": None,
+                "inputs_embeds": torch.cat([text.embeds for text in texts]),
+                "attention_mask": joined_mask([text.mask for text in texts], size),
+                "position_ids": torch.cat([text.positions for text in texts]),
+                CACHE: self.joined,
+            }
         )
         parts = [
             _rows_of(outputs, slice(number * batch, (number + 1) * batch), cache)
@@ -288,8 +289,8 @@ def _rows_of(outputs: Any, rows: slice, cache: Any) -> Any:
     def cut(value: Any) -> Any:
         return value[rows] if isinstance(value, Tensor) else tuple(cut(one) for one in value)
 
-    parts = {name: cut(value) for name, value in outputs.items() if name != "past_key_values"}
-    return type(outputs)(**parts, past_key_values=cache)
+    parts = {name: cut(value) for name, value in outputs.items() if name != CACHE}
+    return type(outputs)(**parts, **{CACHE: cache})
 
 
 def _solve(

@@ -155,7 +155,7 @@ def generate_latents(
         draft_model=helper,
         **options,
     )
-    tell(transformer, last_trace=result.trace)
+    tell(transformer, True, last_trace=result.trace)
     return result.tokens
 
 

@@ -157,6 +157,11 @@ def rounding_unit(low_precision: str) -> float:
     return _TF32_EPS if low_precision == _TF32 else torch.finfo(getattr(torch, low_precision)).eps
 
 
+def up_to_rounding(low_precision: str | None) -> str:
+    """Say how near the numbers of a faster computation are, with the type where that is coarser than float32."""
+    return "up to rounding" if low_precision is None else f"up to rounding ({low_precision})"
+
+
 def rounding_of(logits: Tensor, law: TokenLaw, guided: bool, unit: float) -> Tensor:
     """Return by how much rounding may move a score, [B, ...]: one unit in the last place of the largest logit.
 
@@ -174,6 +179,18 @@ def rounding_of(logits: Tensor, law: TokenLaw, guided: bool, unit: float) -> Ten
         scale = law.guidance_scale
         largest = scale * conditional + abs(scale - 1) * unconditional
     return largest * unit / (law.temperature or 1.0)
+
+
+def near_ties_of(scores: Tensor, noise: Tensor | None, rounding: Tensor) -> Tensor:
+    """Return the near-ties among draws that take the largest of probability over exponential noise, bool [...].
+
+    Args:
+        scores: [..., V], logarithms of probabilities up to a constant.
+        noise: [..., V]; None: the largest score is taken.
+        rounding: [...], by how much rounding may move a score, see `rounding_of`.
+    """
+    best = (scores if noise is None else scores.to(noise) - noise.log()).topk(2, -1).values
+    return best[..., 0] - best[..., 1] < 2 * rounding.to(best)
 
 
 def scales_by_batch(model: Any) -> bool:

@@ -91,8 +91,9 @@ class DecodeTrace:
             activations", and the sampler scores several slots a call: rounding then decides near-ties. None: it
             decides nothing.
         near_ties: long [B], committed slots (columns) where rounding may exchange the two best tokens, so that plain
-            decoding may take the other one; None where they are not counted. The first slot is not counted: its
-            logits equal plain decoding's.
+            decoding may take the other one, or if this is plain decoding, a loop that computes the same in other
+            products, such as a model's own `generate`; None where they are not counted. The first slot is not
+            counted: its logits equal plain decoding's.
         known: long [B], tokens that were known before the decode; None: none.
         exact_width: whether all calls had one width, so that rounding decides nothing between samplers with that
             setting; None of a sampler without the setting.
@@ -218,6 +219,13 @@ def with_near_ties(output_law: str, count: int | None) -> str:
     if count is None:
         return output_law
     return f"{output_law}, {count} near-{'tie' if count == 1 else 'ties'} met"
+
+
+def up_to_near_ties(claim: str, low_precision: str | None, count: int | None = None) -> str:
+    """Return a claim of equal tokens in words, with its limit where a model rounds to a type coarser than float32."""
+    if low_precision is None:
+        return claim
+    return with_near_ties(f"{claim} up to near-ties ({low_precision})", count)
 
 
 @dataclass

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from visual_spec.models.core.settings import AUTO, Graph, register_to_config
+from visual_spec.samplers.core import acceptance
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import IDENTICAL
+from visual_spec.samplers.core.verification import draw_near
 
 
 class AutoregressiveSampler(Sampler):
@@ -25,6 +32,10 @@ class AutoregressiveSampler(Sampler):
     def __init__(self, graph: Graph = AUTO, exact_width: bool = False) -> None:
         pass
 
+    def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> acceptance.AcceptanceRule:
+        # So near-ties are counted: there another loop over the same model may draw another token.
+        return acceptance.IDENTICAL
+
     def num_calls(self, run: Run) -> int | None:
         # The prefill has predicted slot 0. Where rows end early, those left decide.
         return run.num_tokens - 1 if run.end is None else None
@@ -41,7 +52,13 @@ class AutoregressiveSampler(Sampler):
         logits = run.score(state.cache, newest, before)  # [R, 1, V]
         run.lap("model")
         state.round += 1
-        drawn = run.view.draw(run.law, run.noise, logits, slots, run.guided)
+        drawn, near = self.draw(run, logits, slots)
         run.view.write(state.tokens, slots, drawn)
-        state.commit(slots, state.lengths.new_ones(()), run.num_tokens)
+        state.commit(slots, torch.ones_like(state.lengths), run.num_tokens, near)
         run.lap("verify")
+
+    def draw(self, run: Run, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Draw slots [B, 1] from logits [R, 1, V]. Returns tokens, and near-ties, bool [B, 1], if they are counted."""
+        if run.unit is None:
+            return run.view.draw(run.law, run.noise, logits, slots, run.guided), None
+        return draw_near(run.law, run.noise, logits, slots, run.guided, run.unit)

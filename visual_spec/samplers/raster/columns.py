@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from visual_spec.models.core.settings import AUTO, Graph, register_to_config
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.column_base import ColumnSampler
 
@@ -17,3 +20,11 @@ class ColumnAutoregressiveSampler(ColumnSampler, AutoregressiveSampler):
     @register_to_config
     def __init__(self, graph: Graph = AUTO, exact_width: bool = False) -> None:
         pass
+
+    def draw(self, run: Run, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As of tokens: logits [R, 1, K, V]; a column is a near-tie if an entry is one."""
+        drawn = run.view.draw(run.law, run.noise, logits, slots, run.guided)
+        if run.unit is None:
+            return drawn, None
+        target = run.view.laws(run.law, logits, slots, run.guided)
+        return drawn, self._near_ties(run, target, logits, slots)

@@ -95,13 +95,13 @@ class ModelPrompts:
 
 
 def _emu3(model: Any, grids: list[list[int]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    ids = sorted(model.vocabulary_mapping.image_tokens)
+    ids = sorted(model.model.vocabulary_mapping.image_tokens)
     if ids != list(range(ids[0], ids[-1] + 1)):
         raise ValueError(
             f"image ids {ids[0]} to {ids[-1]} of config.vocabulary_map have gaps; vLLM serves a range."
         )
     config = _plain(model.config.text_config) | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    row_end = model.vocabulary_mapping.eol_token_id
+    row_end = model.model.vocabulary_mapping.eol_token_id
     config["visual_spec"] = {"grids": grids, "image_ids": [ids[0], ids[-1] + 1], "row_end": row_end}
     return config, named("model", model.model.text_model) | named("lm_head", model.lm_head)
 
