@@ -298,10 +298,11 @@ class WholePipeline(Pipeline):
 
 def test_models_are_found_inside_what_wraps_them():
     model, sampler = tiny.janus(), SpeculativeJacobiSampler(5)
-    names = set(vars(model))
     pipeline = WholePipeline(torch.compile(model, backend="eager"))
     holder = SimpleNamespace(components={"generator": PeftModel(model), "scheduler": None})
-    for wrapper in (torch.compile(model, backend="eager"), PeftModel(model), pipeline, holder):
+    wrappers = torch.compile(model, backend="eager"), PeftModel(model), pipeline, holder
+    names = set(vars(model))  # newer versions of PyTorch mark a module that is compiled
+    for wrapper in wrappers:
         assert visual_spec.accelerate(wrapper, sampler) is wrapper
         assert model.sampler is sampler and "nothing decoded yet" in visual_spec.summary(wrapper)
         assert visual_spec.restore(wrapper) is wrapper
