@@ -83,7 +83,7 @@ RULES = [
 
 
 @pytest.mark.every_set
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__}-{RULES.index(rule)}")
 def test_rules_are_their_definition(rule):
     """Rows with padding, positions in any order, texts shorter than an n-gram; -inf and 0 among the scores."""
     for seed in range(12):
