@@ -104,7 +104,7 @@ def test_settings_that_are_not_given_are_the_models_own():
 def test_the_trace_counts_and_tells():
     trace = ContinuousSampler(head_steps=2)(tiny_causal(), None, law=TokenLaw(), generator=seeded(1)).trace
     assert isinstance(trace, ContinuousTrace) and trace.acceptance is None
-    assert trace.summary().endswith("same tokens as autoregressive sampling; 32 head calls")
+    assert trace.summary().endswith("another law than plain decoding's (head_steps=2); 32 head calls")
 
 
 # -- drafts -----------------------------------------------------------------------------------------------------------
