@@ -99,3 +99,5 @@ def test_captions_of_others_are_refused(text):
         parse_caption(text)
     with pytest.raises(ValueError, match=r"\(64, 64, 3\).*128"):
         parse_picture(np.zeros((64, 64, 3), np.uint8))
+    with pytest.raises(ValueError, match="'tartan'.*mint"):
+        things.render(Scene((), "tartan"))

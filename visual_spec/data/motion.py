@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from visual_spec.data.shapes import BACKGROUND_COLOURS, CELL, OBJECT_COLOURS, SHAPES, is_held_out, paint_shape
+from visual_spec.data.shapes import BACKGROUND_COLOURS, CELL, OBJECT_COLOURS, SHAPES, paint_shape
+from visual_spec.data.splits import is_held_out, sample_part
 
 FRAME_SIZE = 64
 NUM_FRAMES = 16
@@ -157,13 +158,7 @@ def sample_clip(rng: np.random.Generator) -> Clip:
 
 def sample_clips(count: int, seed: int, *, held_out: bool = False) -> list[Clip]:
     """Return clips whose captions are all inside or all outside the held-out tenth."""
-    rng = np.random.default_rng(seed)
-    clips: list[Clip] = []
-    while len(clips) < count:
-        clip = sample_clip(rng)
-        if is_held_out(caption(clip)) == held_out:
-            clips.append(clip)
-    return clips
+    return sample_part(sample_clip, lambda clip: is_held_out(caption(clip)), count, seed, held_out)
 
 
 def held_out_prompts(count: int, seed: int = 0) -> list[str]:

@@ -9,10 +9,11 @@ lies on a grid of 8 pixels, one token of the embedded tokenizer, so that a small
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+
+from visual_spec.data.splits import is_held_out, sample_part
 
 IMAGE_SIZE = 128
 CELL = 8  # pixels of one token; all centres are multiples of it
@@ -108,11 +109,6 @@ def vocabulary() -> list[str]:
     return list(dict.fromkeys([*words, *relations, *_PLURAL.values()]))
 
 
-def is_held_out(text: str) -> bool:
-    """Return whether a caption is in the held-out tenth of all captions, which no trainer uses."""
-    return hashlib.sha256(text.encode()).digest()[0] < 26
-
-
 def sample_scene(rng: np.random.Generator, touching: float = TOUCHING) -> Scene:
     """Draw a scene.
 
@@ -185,13 +181,13 @@ def sample_scenes(
     count: int, seed: int | tuple[int, int], *, held_out: bool = False, touching: float = TOUCHING
 ) -> list[Scene]:
     """Draw scenes of `sample_scene` whose captions are all inside or all outside the held-out tenth."""
-    rng = np.random.default_rng(seed)
-    scenes: list[Scene] = []
-    while len(scenes) < count:
-        scene = sample_scene(rng, touching)
-        if is_held_out(caption(scene)) == held_out:
-            scenes.append(scene)
-    return scenes
+    return sample_part(
+        lambda rng: sample_scene(rng, touching),
+        lambda scene: is_held_out(caption(scene)),
+        count,
+        seed,
+        held_out,
+    )
 
 
 def sample_dataset(

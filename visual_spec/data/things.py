@@ -9,7 +9,6 @@ Pairs of things are held out, not captions: a tenth of all pairs is seen togethe
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from visual_spec.data import splits
 from visual_spec.data.shapes import BACKGROUND_COLOURS, CELL, IMAGE_SIZE
 
 SPRITE = 48  # pixels of a side
@@ -71,10 +71,7 @@ def is_held_out(scene: Scene) -> bool:
     The order of a pair does not matter, nor do places.
     """
     names = sorted(one.noun for one in scene.objects)
-    return (
-        hashlib.sha256(" ".join(names if len(names) > 1 else [*names, scene.ground]).encode()).digest()[0]
-        < 26
-    )
+    return splits.is_held_out(" ".join(names if len(names) > 1 else [*names, scene.ground]))
 
 
 def sample_scene(rng: np.random.Generator) -> Scene:
@@ -95,13 +92,7 @@ def sample_scene(rng: np.random.Generator) -> Scene:
 
 def sample_scenes(count: int, seed: int | tuple[int, int], *, held_out: bool = False) -> list[Scene]:
     """Draw scenes of `sample_scene` that are all inside or all outside the held-out tenth."""
-    rng = np.random.default_rng(seed)
-    scenes: list[Scene] = []
-    while len(scenes) < count:
-        scene = sample_scene(rng)
-        if is_held_out(scene) == held_out:
-            scenes.append(scene)
-    return scenes
+    return splits.sample_part(sample_scene, is_held_out, count, seed, held_out)
 
 
 def sample_dataset(
@@ -140,8 +131,10 @@ def render(scene: Scene) -> np.ndarray:
     """Paint a scene: uint8 `[128, 128, 3]`.
 
     Raises:
-        ValueError: a thing that there is not, or one that does not lie within the picture.
+        ValueError: a ground or a thing that there is not, or one that does not lie within the picture.
     """
+    if scene.ground not in GROUNDS:
+        raise ValueError(f"ground {scene.ground!r}; pass one of {', '.join(GROUNDS)}.")
     picture = np.full((IMAGE_SIZE, IMAGE_SIZE, 3), GROUNDS[scene.ground], np.float32)
     for one in scene.objects:
         top, left = one.y - SPRITE // 2, one.x - SPRITE // 2

@@ -11,10 +11,11 @@ bar (I, IV and V in turn). It begins and ends on the tonic, and holds the tones 
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+
+from visual_spec.data import splits
 
 SAMPLE_RATE = 16_000
 FRAME = 320  # samples of one step of the codec, 50 per second; every note begins on one
@@ -138,7 +139,7 @@ def caption(tune: Tune, form: int = 0) -> str:
 
 def is_held_out(tune: Tune) -> bool:
     """Return whether a tune's attributes are in the held-out tenth of all combinations, which no trainer uses."""
-    return hashlib.sha256(caption(tune).encode()).digest()[0] < 26
+    return splits.is_held_out(caption(tune))
 
 
 def sample_tune(rng: np.random.Generator) -> Tune:
@@ -157,13 +158,7 @@ def sample_tune(rng: np.random.Generator) -> Tune:
 
 def sample_tunes(count: int, seed: int, *, held_out: bool = False) -> list[Tune]:
     """Return tunes with attributes all inside or all outside the held-out tenth (`is_held_out`)."""
-    rng = np.random.default_rng(seed)
-    tunes: list[Tune] = []
-    while len(tunes) < count:
-        tune = sample_tune(rng)
-        if is_held_out(tune) == held_out:
-            tunes.append(tune)
-    return tunes
+    return splits.sample_part(sample_tune, is_held_out, count, seed, held_out)
 
 
 def held_out_prompts(count: int, seed: int = 0) -> list[str]:
