@@ -126,7 +126,7 @@ def resample(clip: Tensor, rate: int, wanted: int) -> Tensor:
     before, after = (
         rate // common,
         wanted // common,
-    )  # as many outputs as `after` repeat every `before` samples
+    )  # `after` outputs stand at `before` samples, again and again
     cutoff = 0.99 * min(before, after) / before  # zero crossings a sample of the clip
     reach = math.ceil(_CROSSINGS / cutoff)
     count = -(-clip.shape[-1] * after // before)

@@ -279,12 +279,8 @@ def bare_keys(tensors: Mapping[Any, Any], name: str) -> dict[Any, Any]:
     if not all(isinstance(key, str) for key in tensors):
         return dict(tensors)
     averaged = all(any(key.startswith(f"{one}_model.") for key in tensors) for one in ("online", "ema"))
-    bare = {
-        key: bare_key(key)
-        for key in tensors
-        if key != "n_averaged"
-        and (key.startswith("ema_model.") or not averaged)  # torch's AveragedModel counts
-    }
+    left = [key for key in tensors if key != "n_averaged"]  # torch's AveragedModel counts
+    bare = {key: bare_key(key) for key in left if key.startswith("ema_model.") or not averaged}
     while holder := next((one for one in _HOLDERS if _all_in(bare.values(), f"{one}.")), ""):
         bare = {key: plain.removeprefix(f"{holder}.") for key, plain in bare.items()}
     keys: dict[str, str] = {}

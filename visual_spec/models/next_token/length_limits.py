@@ -14,10 +14,8 @@ from torch import nn
 
 # Settings that say how many places a query sees at most, chosen among all places of the call.
 _CHOSEN = ("keep_window_size", "index_topk")
-_LAYERS = {
-    "full_attention",
-    "sliding_attention",
-}  # kinds of attention layers whose masks `CodeLanguageModel` makes
+# Kinds of attention layers whose masks `CodeLanguageModel` makes.
+_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def check_length(decoder: nn.Module, table: nn.Module, length: int, *, window: int, samples: int) -> None:

@@ -73,7 +73,7 @@ class DepthTrace:
         low_precision: what the decoder rounds to where that is coarser than float32, such as "bfloat16": there rounding
             decides near-ties, between windows, and between them and the decoder's own `generate`. None: it decides
             nothing.
-        near_ties: codes where rounding may exchange the two best ones; None where they are not counted.
+        near_ties: long [], codes where rounding may exchange the two best ones; None where they are not counted.
     """
 
     model: str
@@ -84,22 +84,24 @@ class DepthTrace:
     plain: int = 0
     seconds: float = 0.0
     low_precision: str | None = None
-    near_ties: int | None = None
+    near_ties: Tensor | None = None
 
     def summary(self) -> str:
         """Return one line: frames, codes, time, and what the codes are."""
         rate = self.frames * self.codes / max(self.calls, 1)
+        near = None if self.near_ties is None else int(self.near_ties)
         return (
             f"{self.model}: {self.frames} frames of {self.codes} codes in {self.calls} calls ({rate:.2f} codes a call) "
             f"and {self.seconds:.2f} s, {self.plain} by its own generate; "
-            + up_to_near_ties("the codes of its own generate", self.low_precision, self.near_ties)
+            + up_to_near_ties("the codes of its own generate", self.low_precision, near)
         )
 
     def met(self, low_precision: str | None, near: Tensor | None) -> None:
         """Count the near-ties of a frame, where the decoder rounds to a type that is coarser than float32."""
         self.low_precision = low_precision
         if near is not None:
-            self.near_ties = (self.near_ties or 0) + int(near.sum())
+            count = near.sum()  # stays on the device: a frame does not wait for it
+            self.near_ties = count if self.near_ties is None else self.near_ties + count
 
 
 def check_window(sampler: Any, model: str) -> None:

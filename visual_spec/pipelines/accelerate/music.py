@@ -138,10 +138,8 @@ def generate_audio(
         raise TypeError(
             f"{passed} of input_ids and encoder_outputs given; pass what the model's processor makes."
         )
-    prefixed, hung = (
-        any(kind.__name__ == WHOLE_MODELS[1] for kind in type(model).__mro__),
-        is_accelerated(model),
-    )
+    prefixed = any(kind.__name__ == WHOLE_MODELS[1] for kind in type(model).__mro__)
+    hung = is_accelerated(model)
     if prefixed and (input_values is not None or encoder_outputs is not None):
         raise TypeError("MusicGen Melody takes no input_values and no encoder_outputs; see its generate.")
     if not prefixed and input_features is not None:
@@ -157,9 +155,8 @@ def generate_audio(
         text = TextCondition(features, mask.bool())
     codes = _known_codes(model, len(text.features), input_values, padding_mask, decoder_input_ids)
     length = _num_steps(model, config, codes.shape[-1], request.asked)
-    frames = length - _num_books(
-        model
-    )  # the empty step at the start, and the lag of the last codebook at the end
+    # Without the empty step at the start, and the lag of the last codebook at the end.
+    frames = length - _num_books(model)
     count = config.num_return_sequences or 1
     start = _delayed(model, codes.repeat_interleave(count, 0), length)[0]
     condition = MusicCondition(
