@@ -58,6 +58,47 @@ def round_matrices(model: Any, out: Path) -> None:
         save_file(parts, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` whose matrices on a CPU are orthogonalised in float32.
+
+    PyTorch's own takes bfloat16 everywhere. A CPU without such units needs 20 to 30 times as long for it: 4 of the 6
+    seconds of a step of the embedded transformer.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if any(p.device.type != "cpu" for group in self.param_groups for p in group["params"]):
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            rate, momentum = float(group["lr"]), group["momentum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+                buffer.lerp_(p.grad, 1 - momentum)
+                update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+                update = _orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                p.mul_(1 - rate * group["weight_decay"])
+                # The rate that gives the update the root mean square of an AdamW update ("match_rms_adamw").
+                p.add_(update, alpha=-rate * 0.2 * math.sqrt(max(p.shape)))
+        return loss
+
+
+def _orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Move the singular values of a matrix towards 1 by the Newton-Schulz iteration of Muon, in its own type."""
+    a, b, c = coefficients
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+
+
 def muon_and_adamw(
     blocks: nn.Module, parameters: Iterable[nn.Parameter], rate: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
@@ -70,7 +111,7 @@ def muon_and_adamw(
     known = set(map(id, matrices))
     others = [p for p in parameters if id(p) not in known]
     return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
