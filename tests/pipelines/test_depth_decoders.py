@@ -119,6 +119,24 @@ def test_what_a_frame_does_not_know_goes_the_models_own_way() -> None:
     assert (scored.last_trace.frames, scored.last_trace.plain) == (0, FRAMES)
 
 
+@pytest.mark.parametrize("window", (None, "depth-window"))
+@pytest.mark.parametrize(("most", "plain"), [(16, 0), (15, FRAMES)])
+def test_frames_beyond_the_limit_of_a_rotary_embedding_go_the_models_own_way(
+    most: int, plain: int, window: str | None
+) -> None:
+    model = tiny_csm(codebooks=16)  # its decoder reads the hidden state and 15 codes
+    config = model.config
+    config.depth_decoder_config.max_position_embeddings = most
+    config.depth_decoder_config.rope_parameters = dict(rope_type="dynamic", rope_theta=100.0, factor=4.0)
+    dynamic = type(model)(config).double().eval()
+    dynamic.load_state_dict(model.state_dict())
+    dynamic.generation_config = model.generation_config
+    expected = drawn(dynamic, "csm", "greedy")
+    visual_spec.accelerate(dynamic, window)
+    assert same(drawn(dynamic, "csm", "greedy"), expected)
+    assert dynamic.last_trace.plain == plain
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
 @pytest.mark.parametrize("name", MAKE)
 def test_a_copy_is_plain_and_stands_alone(name: str, copied: Any) -> None:

@@ -195,6 +195,21 @@ def test_eager_attention_and_sliding_windows():
         assert (calls < 14) == joint
 
 
+DYNAMIC: dict[str, Any] = dict(rope_type="dynamic", rope_theta=100.0, factor=4.0)
+
+
+@pytest.mark.parametrize(("longest", "joint"), [(14, True), (7, False)])
+def test_texts_beyond_the_limit_of_a_rotary_embedding_are_called_by_themselves(longest, joint):
+    """A text of five tokens and nine more; the texts of guidance are shorter, so they stay below the limit longer."""
+    model = tiny_vibevoice(max_position_embeddings=longest, rope_parameters=DYNAMIC)
+    want = speak(model, "stops")
+    own = calls_of(model.model.language_model, lambda: speak(model, "stops"))[1]
+    visual_spec.accelerate(model)
+    found, calls = calls_of(model.model.language_model, lambda: speak(model, "stops"))
+    compare(found, want)
+    assert calls < own - 4 if joint else own - 4 <= calls < own
+
+
 def test_streamers_and_lists_of_audio():
     class Streamer(BaseStreamer):
         def __init__(self) -> None:

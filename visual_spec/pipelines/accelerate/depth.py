@@ -17,7 +17,8 @@ recorded as one CUDA graph.
 gains is up to the model: `summary` says how many codes a call it made. Its calls are not recorded.
 
 What the frame does not know goes the model's own way: beams, an end inside a frame, scores or attentions as output,
-attention other than "sdpa" and "eager", weights that are moved between devices. `summary` counts such frames.
+attention other than "sdpa" and "eager", weights that are moved between devices, frames longer than a sliding window
+or than a rotary embedding that follows the length of a call ("dynamic", "longrope") allows. `summary` counts them.
 
 Checked with transformers 5.23.
 """
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from visual_spec.models.columns.depth import CsmDepth, DepthDecoder, MoshiDepth, QwenDepth
 from visual_spec.models.core.settings import AUTO
+from visual_spec.models.next_token.length_limits import length_limits
 from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_of, unwrapped
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.checks import wants_graph
@@ -285,8 +287,10 @@ class _Frames:
             hasattr(part, "_hf_hook") for part in model.modules()
         ):
             return None
-        window = getattr(model.config, "sliding_window", None)
-        if window is not None and self.decoder.cache.places > window:
+        # A cache of all places, whose rotary tables are computed at once, gives other codes beyond these.
+        limits = [most for most, _ in length_limits(model, model)]
+        limits.append(getattr(model.config, "sliding_window", None) or self.decoder.cache.places)
+        if self.decoder.cache.places > min(limits):
             return None
         config, others = model._prepare_generation_config(
             settings.get("generation_config"),

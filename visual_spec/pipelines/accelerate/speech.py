@@ -20,7 +20,8 @@ times. Here:
 * The solver is read off the scheduler once (`read_solver`). On a GPU the whole loop is recorded as a CUDA graph.
 
 Two things stay as they are. Calls of the language model: where the cache is not dynamic (static, quantised,
-offloaded), is not used or has sliding layers, and where attention is neither "sdpa" nor "eager". Steps of the solver:
+offloaded), is not used or has sliding layers, where attention is neither "sdpa" nor "eager", and where a text is longer
+than a rotary embedding that follows the length of a call ("dynamic", "longrope") allows. Steps of the solver:
 where the scheduler is of another class than `DPMSolverMultistepScheduler`, draws noise in its steps, or clips by
 thresholding. The head is split for these schedulers, too.
 

@@ -18,6 +18,7 @@ from visual_spec.models.continuous.joined_cache import JoinedCache, joined_mask
 from visual_spec.models.continuous.speech_heads import SpeechHead, VibeVoiceHead, guided
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.transformers_cache import CACHE
+from visual_spec.models.next_token.length_limits import length_limits
 from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, SpeechModel, SpeechRun
 
 _PREPARE, _RESTART = "_prepare_negative_generation", "_reset_negative_cache_for_audio_start"
@@ -73,6 +74,9 @@ class VibeVoice(SpeechModel):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.solvers: dict[Any, LinearSolver | None] = {}
+        # Rotary embeddings that follow the longest text of a call: beyond this each text needs a call of its own.
+        decoder = model.model.language_model
+        self.longest = min((most for most, _ in length_limits(decoder, decoder)), default=None)
 
     def begin(self) -> None:
         self.scale = 1.0
@@ -148,6 +152,7 @@ class VibeVoice(SpeechModel):
             and not any(isinstance(value, Tensor) for value in rest.values())
             and all(text.joinable for text in texts)
             and texts[_POSITIVE].length > 0
+            and (self.longest is None or max(text.length for text in texts) < self.longest)
         )
         return texts if fits else []
 
