@@ -81,7 +81,10 @@ def test_every_trainer_is_a_command_and_messages_name_those_that_are_there():
             told = set(re.findall(rf"python {re.escape(home)}([a-z]\w+)", path.read_text()))
             assert told <= names, path
     for name in ("drafter", "column_drafter", "distilled", "flashar"):
-        assert 'if __name__ == "__main__":\n    main()' in (PACKAGE / "training" / f"{name}.py").read_text()
+        assert (
+            'if __name__ == "__main__":\n    run_trainer(main)'
+            in (PACKAGE / "training" / f"{name}.py").read_text()
+        )
 
 
 def test_every_lower_bound_is_stated():

@@ -7,18 +7,13 @@ a file in the way are answered at once.
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
-import io
 import json
 import logging
-import os
 import re
 import shutil
-import signal
 import sys
 import textwrap
-import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +23,7 @@ import visual_spec
 from visual_spec import families
 from visual_spec.eval.arguments import Parser, add, at_least, show_warning
 from visual_spec.eval.tables import plain_table
+from visual_spec.files.program import run_program
 from visual_spec.models.core.settings import LAW_SETTINGS
 from visual_spec.samplers.registry import names
 
@@ -52,10 +48,6 @@ _OWN_ARGUMENTS = {
 # The commands that decode batches, and what to pass when there is no memory for one.
 _BATCHES: dict[str, str] = dict.fromkeys(("generate", "eval", "sample", "score"), "a smaller --batch-size")
 _BATCHES["bench"] = "smaller --batch-sizes"
-# Errors of torch that are no class of their own.
-_NO_MEMORY = re.compile(
-    "OutOfMemory|(can't|cannot) allocate memory|not enough memory|out of memory|ALLOC_FAILED", re.I
-)
 _DTYPES = ("float32", "bfloat16", "float16")
 # fmt: off
 # Short flags of `generate`: medium and model, or the setting of the sampler that they stand for; name of a value; help.
@@ -230,69 +222,16 @@ def _add_convert(commands: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
-    0: done. 1: a claim of equality failed. 2: bad input. 130: interrupted. 141: what reads the output has gone.
+    As of `run_program`; 1: a claim of equality failed.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a console cannot show does not end a command
-            stream.reconfigure(errors="backslashreplace")
+    command = next((text for text in arguments if not text.startswith("-")), "")
+    remedy = _BATCHES.get(command, "a smaller model, or take a machine with more memory")
     # At import diffusers says that it does not know a newer torchao's tensors; nothing here reads them through it.
     logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
-        try:
-            status = _run(arguments)
-            sys.stdout.flush()  # here, where a closed pipe can be caught
-            return status
-        except BrokenPipeError:
-            return _ended(141)
-        except KeyboardInterrupt:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(
-                    signal.SIGINT, signal.SIG_DFL
-                )  # a second one ends the process at once, without a trace
-            return _ended(130, "\nvisual-spec: interrupted; files that were finished are kept")
-        except Exception as error:
-            said = str(error)
-            if _is_of_memory(error):
-                command = next((text for text in arguments if not text.startswith("-")), "")
-                remedy = _BATCHES.get(command, "a smaller model, or take a machine with more memory")
-                said = f"out of memory ({' '.join(said.split())[:200]}); pass {remedy}"
-            elif not isinstance(error, ValueError | OSError | ImportError | FloatingPointError):
-                raise
-            # One line, whatever a library wrote into its message.
-            return _ended(2, f"visual-spec: error: {' '.join(said.split())}")
-
-
-def _ended(status: int, message: str = "") -> int:
-    """Say why a command ends, as far as its outputs take it, and return its status."""
-    for stream, text in ((sys.stdout, ""), (sys.stderr, message)):
-        try:
-            print(text, end="\n" if text else "", file=stream, flush=True)
-        except OSError:  # a closed pipe, a full disk: the interpreter flushes once more when it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return status
-
-
-def _is_of_memory(error: BaseException | None) -> bool:
-    """Whether there was no memory, on a device or the host, or whether that is what another error was made of."""
-    if error is None:
-        return False
-    told = isinstance(error, RuntimeError) and _NO_MEMORY.search(f"{type(error).__name__} {error}")
-    no_pages = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or bool(told) or no_pages or _is_of_memory(error.__cause__)
-
-
-def _open_closed_streams() -> None:
-    """Let what is printed go nowhere where the shell has closed an output (`>&-`).
-
-    Python has None in its place. The null device takes the number of the closed output, which the next file that is
-    written would take otherwise.
-    """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        return run_program(lambda: _run(arguments), "visual-spec", remedy)
 
 
 def _run(arguments: list[str]) -> int:

@@ -25,7 +25,9 @@ def main() -> None:
         print(__doc__, "\nNAME is one of", ", ".join(trainers()))
         sys.exit(0 if name in ("-h", "--help") else f"no trainer {name!r}")
     sys.argv[:2] = [f"python scripts/train {name}"]
-    importlib.import_module(f"scripts.train.{name}").main()
+    from visual_spec.training.loop import run_trainer
+
+    run_trainer(importlib.import_module(f"scripts.train.{name}").main)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,3 @@ def main() -> None:
         part.to(options.device)
     record = train_any_order(model, encoder, vq_model, settings, options.out)
     print({key: record[key] for key in ("parameters", "seconds", "held_out_loss")})
-
-
-if __name__ == "__main__":
-    main()

@@ -241,7 +241,3 @@ def main() -> None:
     encoder.to(options.device)
     record = train_autoregressive(model, encoder, vq_model, settings, options.out)
     print({name: record[name] for name in ("parameters", "held_out_loss", "seconds")})
-
-
-if __name__ == "__main__":
-    main()

@@ -32,7 +32,7 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.masking import halton_order
-from visual_spec.training.loop import Descent, Trainer, option, read_options, round_matrices
+from visual_spec.training.loop import Descent, OutOptions, Trainer, option, read_options, round_matrices
 from visual_spec.training.tokens import tokenize_dataset
 
 
@@ -274,8 +274,7 @@ HELP = "Train the causal layer of a masked model: python scripts/train causal_la
 
 
 @dataclass(kw_only=True)
-class Options:
-    out: Path = option("folder for weights and training.json; an interrupted run resumes")
+class Options(OutOptions):
     model: str = option("embedded name or folder of a masked pipeline", "shapes_masked")
     start_from: Path | None = option("folder of an earlier run to go on with, at a new rate", None)
     dim: int | None = option("width (default: the model's)", None)
@@ -295,7 +294,3 @@ def main() -> None:
     parts = pipe.transformer, pipe.text_encoder, pipe.vq_model
     figures = train_causal_layer(layer, *parts, settings, options.out)
     print(f"{figures['parameters'] / 1e6:.2f} M parameters, held out {figures['held_out']}")
-
-
-if __name__ == "__main__":
-    main()

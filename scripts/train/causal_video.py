@@ -275,7 +275,3 @@ def main() -> None:
         part.to(options.device)
     record = train_causal_video(model, encoder, settings, options.out)
     print_record(record)
-
-
-if __name__ == "__main__":
-    main()

@@ -195,7 +195,3 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     record = train_classifier(ShapesFeatures(heads=HEADS), settings, options.out)
     print(f"{record['parameters']} parameters, {record['seconds']} s, held out: {record['held_out']}")
-
-
-if __name__ == "__main__":
-    main()

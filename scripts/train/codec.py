@@ -439,7 +439,3 @@ def main() -> None:
     initialise(model)
     record = train_codec(model.to(options.device), settings, options.out)
     print_record(record)
-
-
-if __name__ == "__main__":
-    main()

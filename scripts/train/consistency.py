@@ -290,7 +290,3 @@ def main() -> None:
     pipe.to(options.device)
     figures = train_consistency(pipe.transformer, pipe.text_encoder, pipe.make_law(), settings, options.out)
     print({name: figures[name] for name in ("parameters", "tokens_a_call", "seconds")})
-
-
-if __name__ == "__main__":
-    main()

@@ -194,7 +194,3 @@ def main() -> None:
     law = {f"default_{name}": value for name, value in pipe.default_settings().items()}
     ImagePipeline(model, pipe.vq_model, pipe.text_encoder, pipe.sampler, **law).save_pretrained(options.out)
     print_record(record)
-
-
-if __name__ == "__main__":
-    main()

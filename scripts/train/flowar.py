@@ -162,6 +162,8 @@ of pictures drawn with them. An interrupted run resumes.
 
 @dataclass(kw_only=True)
 class Options(RunOptions):
+    writes = ("out", "cache")
+
     tokenizer: Path = option("folder that python scripts/train kl_tokenizer wrote")
     cache: Path | None = option("folder for the latents; without: the tokenizer's", None)
     dim: int = option("width of the transformer", 96)
@@ -214,7 +216,3 @@ def main() -> None:
         record["drawn"] = judge(model, tokenizer, options.judged_pictures, guidance=options.guidance_scale)
         write_json(options.out / "training.json", record)
     print_record(record)
-
-
-if __name__ == "__main__":
-    main()

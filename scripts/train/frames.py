@@ -296,7 +296,3 @@ def main() -> None:
         )
         write_json(options.out / "training.json", record)
     print_record(record)
-
-
-if __name__ == "__main__":
-    main()

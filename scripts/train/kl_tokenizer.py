@@ -238,7 +238,3 @@ def main() -> None:
     )
     record = train_kl_tokenizer(model.to(options.device), settings, options.out)
     print_record(record)
-
-
-if __name__ == "__main__":
-    main()

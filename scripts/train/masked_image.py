@@ -286,7 +286,3 @@ def main() -> None:
             print(name, guidance, shares, flush=True)
     write_json(options.out / "training.json", record | {"prompt_accuracy": accuracy})
     print(f"{record['parameters'] / 1e6:.2f} M parameters, held-out loss {record['held_out_loss']}")
-
-
-if __name__ == "__main__":
-    main()

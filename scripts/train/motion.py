@@ -419,7 +419,3 @@ def main() -> None:
         record["drawn"] = judge(model, encoder, vq_model, options.judged_clips, guidance_scale=scale)
         write_json(options.out / "training.json", record)
     print_record(record)
-
-
-if __name__ == "__main__":
-    main()

@@ -394,7 +394,3 @@ def main() -> None:
     parts = model.to(options.device), encoder.to(options.device), codec
     record = train_music(*parts, settings, options.out)
     print({name: record[name] for name in ("parameters", "held_out_loss", "seconds")})
-
-
-if __name__ == "__main__":
-    main()

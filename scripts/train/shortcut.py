@@ -207,7 +207,3 @@ def main() -> None:
     readers = (pipe.transformer, pipe.make_condition, prompts, held_out_prompts(16), sampler)
     figures = train_shortcut(shortcut, *readers, settings, options.out)
     print(f"{figures['parameters'] / 1e6:.2f} M parameters, error left {figures['held_out_relative_error']}")
-
-
-if __name__ == "__main__":
-    main()

@@ -232,7 +232,3 @@ def main() -> None:
         part.to(options.device)
     record = train_shuffle(model, encoder, vq_model, settings, options.out)
     print({key: record[key] for key in ("parameters", "seconds", "held_out_loss")})
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,7 @@ from scripts.train.codebook import CodeAverages
 from visual_spec.data.shapes import CELL
 from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.training.loop import Descent, Trainer, option, read_options
+from visual_spec.training.loop import Descent, OutOptions, Trainer, option, read_options
 from visual_spec.training.tokens import PICTURES, to_signed
 
 
@@ -207,8 +207,7 @@ HELP = """Train the embedded VQ tokenizer on procedural pictures.
 
 
 @dataclass(kw_only=True)
-class Options:
-    out: Path = option("folder for weights and training.json; an interrupted run resumes")
+class Options(OutOptions):
     codebook_size: int = 1024
     base_channels: int = 8
     start_from: Path | None = option("folder of a tokenizer of these sizes to start from", None)
@@ -230,7 +229,3 @@ def main() -> None:
         model.load_state_dict(VQModel.from_pretrained(options.start_from).state_dict())
     record = train_tokenizer(model, settings, options.out)
     print(f"PSNR {record['psnr_db']} dB, {record['codes_used']} codes in use, {record['seconds']} s")
-
-
-if __name__ == "__main__":
-    main()

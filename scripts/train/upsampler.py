@@ -108,7 +108,3 @@ def main() -> None:
     low = json.loads((options.low_resolution / "training.json").read_text())
     write_json(options.out / "training.json", {"upsampler": record, "transformer": low})
     print(f"held-out loss {record['held_out_loss']}, {record['seconds']} s")
-
-
-if __name__ == "__main__":
-    main()

@@ -303,7 +303,3 @@ def main() -> None:
         start_from(model, known.eval().to(options.device))
     record = train_var_tokenizer(model, settings, options.out)
     print_record(record)
-
-
-if __name__ == "__main__":
-    main()

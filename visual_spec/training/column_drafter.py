@@ -41,6 +41,7 @@ from visual_spec.training.loop import (
     muon_and_adamw,
     option,
     read_options,
+    run_trainer,
     write_json,
 )
 from visual_spec.training.tokens import tokenize_tunes
@@ -447,4 +448,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(main)

@@ -34,6 +34,7 @@ from visual_spec.training.loop import (
     option,
     read_options,
     round_matrices,
+    run_trainer,
 )
 
 
@@ -239,6 +240,8 @@ pictures.
 
 @dataclass(kw_only=True)
 class DistilledOptions(RunOptions):
+    writes = ("out", "pairs")
+
     shapes: Path = option("folder with transformer/, vq_model/ and text_encoder/")
     pairs: Path | None = option("folder of the teacher's pictures (default: --out)", None)
     start_from: Path | None = option("folder of an earlier run to go on with, at a new rate", None)
@@ -268,4 +271,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(main)

@@ -28,7 +28,15 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.tree import TreeSampler
-from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options, write_json
+from visual_spec.training.loop import (
+    Descent,
+    RunOptions,
+    Trainer,
+    option,
+    read_options,
+    run_trainer,
+    write_json,
+)
 
 Draw = Callable[[list[str], float, int], Tensor]
 Encode = Callable[[list[str]], TextCondition]
@@ -329,4 +337,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(main)

@@ -34,6 +34,7 @@ from visual_spec.training.loop import (
     option,
     read_options,
     round_matrices,
+    run_trainer,
 )
 from visual_spec.training.tokens import tokenize_dataset
 
@@ -256,4 +257,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(main)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from visual_spec.files.program import is_of_memory, run_program
 from visual_spec.files.whole import write_atomically, written_whole
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
@@ -193,6 +195,13 @@ class ResumePoint:
         """Training seconds so far, earlier runs included."""
         return self.seconds_before + time.monotonic() - self.started
 
+    @property
+    def kept(self) -> str:
+        """What an interrupted run leaves, in words."""
+        if not self.saved_step:
+            return "nothing is saved"
+        return f"{self.path} holds the state after step {self.saved_step}"
+
     def resume(self) -> int:
         """Restore the parts from an interrupted run. Returns the step to continue with, 0 if there was no such run.
 
@@ -251,13 +260,8 @@ class ResumePoint:
         Raises:
             FloatingPointError: names the step, the loss, and the state that is kept.
         """
-        kept = (
-            f"{self.path} holds the state after step {self.saved_step}"
-            if self.saved_step
-            else "nothing is saved"
-        )
         raise FloatingPointError(
-            f"step {step}, loss {loss.item()}: {what} not finite, so training stops; {kept}. Look at the data, or "
+            f"step {step}, loss {loss.item()}: {what} not finite, so training stops; {self.kept}. Look at the data, or "
             f"lower the learning rate: {_ANEW}."
         )
 
@@ -356,7 +360,8 @@ class Trainer:
             dynamic: as of `torch.compile`.
 
         Raises:
-            FloatingPointError: the loss, or what a step leaves, is not finite; the last good `resume.pt` stays.
+            FloatingPointError: the loss, or what a step leaves, is not finite; the last good `resume.pt` stays, also
+                where memory runs out.
         """
         steps, checkpoint = self.settings.steps, self.checkpoint
         compiled = getattr(self.settings, "compile", False)
@@ -364,16 +369,21 @@ class Trainer:
         device = next(self.model.parameters()).device
         for network in self.networks:
             network.train()
-        for step in range(checkpoint.resume(), steps):
-            batch = [part.to(device) if isinstance(part, Tensor) else part for part in batches(step)]
-            terms = loss_of(*batch)
-            minimised, shown, *more = terms if isinstance(terms, tuple) else (terms, terms)
-            if not minimised.isfinite():
-                checkpoint.refuse(step, minimised, "the loss is")
-            self.descend(minimised, step)
-            if after is not None:
-                after(step, *more)
-            checkpoint.after(step, steps, shown.detach(), **self.curve)
+        try:
+            for step in range(checkpoint.resume(), steps):
+                batch = [part.to(device) if isinstance(part, Tensor) else part for part in batches(step)]
+                terms = loss_of(*batch)
+                minimised, shown, *more = terms if isinstance(terms, tuple) else (terms, terms)
+                if not minimised.isfinite():
+                    checkpoint.refuse(step, minimised, "the loss is")
+                self.descend(minimised, step)
+                if after is not None:
+                    after(step, *more)
+                checkpoint.after(step, steps, shown.detach(), **self.curve)
+        except Exception as error:
+            if is_of_memory(error):
+                error.add_note(f"{checkpoint.kept}, with which only the same settings go on: {_ANEW}")
+            raise
         for network in self.networks:
             network.eval()
         record = {
@@ -390,10 +400,18 @@ class Trainer:
 
 
 @dataclass(kw_only=True)
-class RunOptions:
-    """Options of all trainers."""
+class OutOptions:
+    """Options of all trainers. Folders have to be there, but for those that the run `writes`."""
+
+    writes: ClassVar[tuple[str, ...]] = ("out",)
 
     out: Path = field(metadata={"help": "folder for weights and training.json; an interrupted run resumes"})
+
+
+@dataclass(kw_only=True)
+class RunOptions(OutOptions):
+    """Options of trainers that run on any device."""
+
     device: str = "cpu"
 
 
@@ -406,12 +424,25 @@ def read_options(text: str, *kinds: Any) -> Any:
     """Dataclasses filled from the command line: one option a field; `text` is the help.
 
     Args:
-        kinds: dataclasses; of their fields `metadata["help"]` is shown.
+        kinds: dataclasses; of their fields `metadata["help"]` is shown. The first one is
+            `OutOptions`.
+
+    Raises:
+        ValueError: a folder to read is not there.
     """
     from transformers import HfArgumentParser
 
     parser = HfArgumentParser(kinds, description=text, formatter_class=_Help)
-    return parser.parse_args_into_dataclasses()
+    read = parser.parse_args_into_dataclasses()
+    for name, value in vars(read[0]).items():
+        if isinstance(value, Path) and name not in read[0].writes and not value.is_dir():
+            raise ValueError(f"--{name} {value}: there is no such folder.")
+    return read
+
+
+def run_trainer(main: Callable[[], None]) -> NoReturn:
+    """Run a trainer as a program."""
+    sys.exit(run_program(main, Path(sys.argv[0]).stem, "a smaller --batch_size"))
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
