@@ -26,11 +26,11 @@ from visual_spec.eval.quality.evaluate import evaluate
 from visual_spec.eval.quality.tasks import task_of
 from visual_spec.eval.settings import Setting, parse_setting
 from visual_spec.files.whole import write_atomically
-from visual_spec.models.continuous.acdit import ACDiTTransformer
-from visual_spec.models.continuous.flowar import FlowARTransformer
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.prototype.acdit.model import ACDiTTransformer
+from visual_spec.prototype.flowar.model import FlowARTransformer
 from visual_spec.samplers.core.law import TokenLaw
 
 SETTINGS: dict[str, tuple[str, ...]] = {

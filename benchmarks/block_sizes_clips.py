@@ -35,9 +35,9 @@ from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import mean_figure, rate, ratio_figure, rounded, share_figure
 from visual_spec.eval.machine import environment
 from visual_spec.files.whole import write_atomically
-from visual_spec.models.continuous.acdit import ACDiTState, ACDiTTransformer
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.continuous.block_diffusion import BlockDiffusionSampler
+from visual_spec.prototype.acdit.model import ACDiTState, ACDiTTransformer
+from visual_spec.prototype.acdit.sampler import BlockDiffusionSampler
 from visual_spec.samplers.core.law import TokenLaw
 
 LEVELS = (25, 10, 5)

@@ -8,14 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import visual_spec
-from visual_spec.families import FORMER
+from visual_spec.families import FORMER, all_pipelines
+from visual_spec.samplers.registry import all_samplers
 
 STUB = Path(visual_spec.__file__).with_suffix(".pyi")
 
 
 def stub() -> str:
-    """The text of the stub: one import a name, and the list of all."""
-    homes = sorted((module, name) for name, module in visual_spec.HOMES.items())
+    """The text of the stub: one import a name, those of prototype too, and the list of the core's."""
+    entries = (*all_samplers(), *all_pipelines().values())
+    others = {
+        one.class_name: one.module for one in entries if one.module.startswith("visual_spec.prototype.")
+    }
+    homes = sorted((module, name) for name, module in (visual_spec.HOMES | others).items())
     names = [f"from {module} import {name} as {name}" for module, name in homes]
     former = [f"{name} = {now}" for name, now in FORMER.items() if now in visual_spec.HOMES]
     listed = [f'    "{name}",' for name in sorted(visual_spec.HOMES)]

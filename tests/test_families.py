@@ -12,7 +12,7 @@ import visual_spec
 from scripts import write_stub
 from visual_spec import families
 from visual_spec.eval.settings import parse_setting
-from visual_spec.families import FAMILIES, PIPELINES, family_of
+from visual_spec.families import all_families, all_pipelines, family_of
 from visual_spec.pipelines import components
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.samplers.core.law import TokenLaw
@@ -21,17 +21,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_names_are_said_once_and_every_pipeline_has_a_family():
-    names = [family.name for family in FAMILIES]
+    names = [family.name for family in all_families()]
     assert len(names) == len(set(names))
-    assert {pipeline for family in FAMILIES for pipeline in family.pipelines} == set(PIPELINES)
-    parts = [part for family in FAMILIES for part in family.parts]
+    assert {pipeline for family in all_families() for pipeline in family.pipelines} == set(all_pipelines())
+    parts = [part for family in all_families() for part in family.parts]
     assert len(parts) == len(set(parts))
 
 
-@pytest.mark.parametrize("name", [*families.component_homes(), *PIPELINES])
+@pytest.mark.parametrize("name", [*families.component_homes(), *all_pipelines()])
 def test_every_class_is_where_the_table_says(name):
     found = getattr(components, name)
-    home = PIPELINES[name].module if name in PIPELINES else families.component_homes()[name]
+    home = all_pipelines()[name].module if name in all_pipelines() else families.component_homes()[name]
     assert (found.__name__, found.__module__) == (name, home)
 
 
@@ -43,12 +43,15 @@ def test_a_class_that_no_saved_pipeline_names_is_told_the_others():
 def test_every_saved_class_of_a_public_pipeline_file_is_in_the_table():
     """A pipeline that the table lacks would be refused when it is loaded."""
     classes = set()
-    for path in (ROOT / "visual_spec" / "pipelines").glob("*.py"):
+    for path in (
+        *(ROOT / "visual_spec/pipelines").glob("*.py"),
+        *(ROOT / "visual_spec/prototype").rglob("*.py"),
+    ):
         tree = ast.parse(path.read_text())
         classes |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     ours = {name for name in classes if name.endswith("Pipeline")}
     assert ours - {"VisualPipeline", "TokenImagePipeline", "NextScalePipeline", "StudentPipeline"} == set(
-        PIPELINES
+        all_pipelines()
     )
 
 
@@ -95,8 +98,8 @@ def test_every_card_names_a_task_of_the_hub():
         "text-to-speech",
         "text-to-video",
     }
-    assert {entry.hub_tag for entry in PIPELINES.values()} == tasks
-    for entry in PIPELINES.values():
+    assert {entry.hub_tag for entry in all_pipelines().values()} == tasks
+    for entry in all_pipelines().values():
         assert (entry.condition == "text") == entry.hub_tag.startswith("text-to-"), entry
 
 
@@ -106,7 +109,7 @@ def test_a_class_of_no_family_is_refused():
 
 
 def test_what_measures_a_family_exists():
-    measured = {family.measured for family in FAMILIES} - {""}
+    measured = {family.measured for family in all_families()} - {""}
     for rows in (rows for rows in measured if isinstance(rows, tuple)):
         texts = [re.sub(r"\{([^|}]*)[^}]*\}", r"\1", row).replace("saved", "1.0") for row in rows]
         assert all(parse_setting(text.rpartition("? ")[2], TokenLaw(), 0) for text in texts)

@@ -19,8 +19,19 @@ BELOW = {
     "models": {"kernels", "files"},
     "samplers": {"models", "kernels"},
     "pipelines": {"families", "records", "samplers", "models", "kernels", "files"},
+    "prototype": {"families", "records", "pipelines", "samplers", "models", "kernels", "files"},
     "data": set(),
-    "training": {"families", "records", "pipelines", "samplers", "models", "kernels", "data", "files"},
+    "training": {
+        "families",
+        "records",
+        "prototype",
+        "pipelines",
+        "samplers",
+        "models",
+        "kernels",
+        "data",
+        "files",
+    },
     "eval": {"families", "records", "pipelines", "samplers", "models", "kernels", "data", "files"},
     "serving": {"families", "records", "eval", "pipelines", "samplers", "models", "kernels", "files"},
 }
@@ -147,6 +158,9 @@ FORMER_IMPORTS = (
     "from visual_spec.models.core.configuration import register_to_config",
     "from visual_spec.samplers.core.configuration import register_to_config",
     "from visual_spec.samplers.core.checks import check_choice, check_count",
+    "from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler",
+    "from visual_spec.models.continuous.flowar import FlowARTransformer, is_flowar",
+    "from visual_spec.pipelines.distilled_image import DistilledImagePipeline",
 )
 
 

@@ -20,9 +20,7 @@ from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
 
 from visual_spec import families
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.continuous import acdit, flowar, mar
-from visual_spec.models.continuous.acdit import ACDiTTransformer
-from visual_spec.models.continuous.flowar import FlowARTransformer
+from visual_spec.models.continuous import mar
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import KL16
 from visual_spec.models.core.protocol import area_of
@@ -32,20 +30,25 @@ from visual_spec.models.masked.mage_vq import MageVQModel
 from visual_spec.models.masked.maskgct import AcousticNetwork, SemanticNetwork
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
-from visual_spec.models.next_scale import flexvar, infinity, var, var_student
+from visual_spec.models.next_scale import flexvar, infinity, var
 from visual_spec.models.next_scale.flexvar import FlexVARTransformer
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_budget import cache_bytes
 from visual_spec.models.next_scale.var import VARTransformer
-from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
-from visual_spec.models.next_token import llamagen_student
-from visual_spec.models.next_token.controlar import ControlARTransformer
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_checkpoint import known_architectures
-from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.pipelines import continuous_image
+from visual_spec.prototype.acdit import model as acdit
+from visual_spec.prototype.acdit.model import ACDiTTransformer
+from visual_spec.prototype.controlar import ControlARTransformer
+from visual_spec.prototype.flowar import model as flowar
+from visual_spec.prototype.flowar.model import FlowARTransformer
+from visual_spec.prototype.students import llamagen as llamagen_student
+from visual_spec.prototype.students import var as var_student
+from visual_spec.prototype.students.llamagen import LlamaGenStudent
+from visual_spec.prototype.students.var import VARStudent
 from visual_spec.samplers.registry import CONTINUOUS, DENOISED, DISTILLED, FLOW_SCALES, MASKED, SCALES
 
 

@@ -7,10 +7,12 @@ Importing this package loads nothing else: names are resolved at first use (PEP 
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.machinery import ModuleSpec
 from typing import Any
 
-from visual_spec.families import FORMER, PIPELINES
-from visual_spec.samplers.registry import SAMPLERS
+from visual_spec.families import FORMER, PIPELINES, all_pipelines
+from visual_spec.samplers.registry import SAMPLERS, all_samplers
 
 __version__ = "0.2.0.dev0"
 
@@ -40,11 +42,30 @@ __all__ = [*sorted(HOMES), "__version__"]  # pyright: ignore[reportUnsupportedDu
 
 def __getattr__(name: str) -> Any:
     name = FORMER.get(name, name)
-    if name not in HOMES:
+    home = HOMES.get(name)
+    if home is None and name.endswith(("Sampler", "Pipeline")):  # of prototype, or of another package
+        registered = (*all_samplers(), *all_pipelines().values())
+        home = next((entry.module for entry in registered if entry.class_name == name), None)
+    if home is None:
         raise AttributeError(f"module 'visual_spec' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(HOMES[name]), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
+
+
+class FormerModules:
+    """Python asks it last for a module: it finds those of earlier versions, see `visual_spec.moved`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith("visual_spec."):
+            return None
+        from visual_spec.moved import MOVED, FormerModule
+
+        return ModuleSpec(name, FormerModule()) if name in MOVED else None  # pyright: ignore[reportArgumentType]
+
+
+sys.meta_path.append(FormerModules)
 
 
 def __dir__() -> list[str]:

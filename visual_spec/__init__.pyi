@@ -11,9 +11,6 @@ from visual_spec.pipelines.base import VisualPipeline as VisualPipeline
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline as ChunkVideoPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline as ClassImagePipeline
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline as ContinuousImagePipeline
-from visual_spec.pipelines.distilled_image import DistilledImagePipeline as DistilledImagePipeline
-from visual_spec.pipelines.distilled_image import DistilledTextImagePipeline as DistilledTextImagePipeline
-from visual_spec.pipelines.distilled_scales import DistilledScalePipeline as DistilledScalePipeline
 from visual_spec.pipelines.image import ImagePipeline as ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline as InfinityPipeline
 from visual_spec.pipelines.loading import load_pipeline as load_pipeline
@@ -28,36 +25,39 @@ from visual_spec.pipelines.scale_image import ScaleImagePipeline as ScaleImagePi
 from visual_spec.pipelines.transformers_generate import custom_generate as custom_generate
 from visual_spec.pipelines.transformers_generate import save_custom_generate as save_custom_generate
 from visual_spec.pipelines.video import VideoPipeline as VideoPipeline
-from visual_spec.samplers.continuous.block_diffusion import BlockDiffusionSampler as BlockDiffusionSampler
+from visual_spec.prototype.acdit.sampler import BlockDiffusionSampler as BlockDiffusionSampler
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler as DraftedColumnSampler
+from visual_spec.prototype.flowar.sampler import FlowScaleSampler as FlowScaleSampler
+from visual_spec.prototype.local_speculation.sampler import MultiscaleSampler as MultiscaleSampler
+from visual_spec.prototype.parallel_jacobi import ParallelJacobiSampler as ParallelJacobiSampler
+from visual_spec.prototype.proactive import ProactiveJacobiSampler as ProactiveJacobiSampler
+from visual_spec.prototype.self_speculative.sampler import SelfSpeculativeMaskedSampler as SelfSpeculativeMaskedSampler
+from visual_spec.prototype.students.image_pipelines import DistilledImagePipeline as DistilledImagePipeline
+from visual_spec.prototype.students.image_pipelines import DistilledTextImagePipeline as DistilledTextImagePipeline
+from visual_spec.prototype.students.sampler import DistilledSampler as DistilledSampler
+from visual_spec.prototype.students.scale_pipeline import DistilledScalePipeline as DistilledScalePipeline
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler as ChunkWiseSampler
 from visual_spec.samplers.continuous.continuous import ContinuousSampler as ContinuousSampler
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler as SpeculativeContinuousSampler
-from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler as FlowScaleSampler
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler as HeadSpeculativeSampler
 from visual_spec.samplers.continuous.jacobi import ContinuousJacobiSampler as ContinuousJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw as TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise as CounterNoise
 from visual_spec.samplers.core.trace import DecodeTrace as DecodeTrace
 from visual_spec.samplers.core.trace import SampleResult as SampleResult
-from visual_spec.samplers.distilled import DistilledSampler as DistilledSampler
 from visual_spec.samplers.masked.frames import FrameMaskedSampler as FrameMaskedSampler
 from visual_spec.samplers.masked.masked import MaskedSampler as MaskedSampler
-from visual_spec.samplers.masked.self_speculative import SelfSpeculativeMaskedSampler as SelfSpeculativeMaskedSampler
 from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler as SpeculativeMaskedSampler
 from visual_spec.samplers.orders.any_order import AnyOrderSampler as AnyOrderSampler
 from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler as SpeculativeAnyOrderSampler
 from visual_spec.samplers.orders.blocks import BlockJacobiSampler as BlockJacobiSampler
 from visual_spec.samplers.orders.ordered import OrderedSampler as OrderedSampler
-from visual_spec.samplers.orders.parallel_jacobi import ParallelJacobiSampler as ParallelJacobiSampler
 from visual_spec.samplers.orders.zipar import ZipARSampler as ZipARSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler as AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler as ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler as DraftedColumnSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler as ColumnJacobiSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler as DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler as SpeculativeJacobiSampler
-from visual_spec.samplers.raster.local_speculation import MultiscaleSampler as MultiscaleSampler
-from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler as ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler as TreeSampler
 from visual_spec.samplers.scales.scales import ScaleWiseSampler as ScaleWiseSampler
 from visual_spec.samplers.scales.stages import Stage as Stage
@@ -72,7 +72,6 @@ __all__ = [
     "AudioPipeline",
     "AudioPipelineOutput",
     "AutoregressiveSampler",
-    "BlockDiffusionSampler",
     "BlockJacobiSampler",
     "ChunkVideoPipeline",
     "ChunkWiseSampler",
@@ -84,13 +83,7 @@ __all__ = [
     "ContinuousSampler",
     "CounterNoise",
     "DecodeTrace",
-    "DistilledImagePipeline",
-    "DistilledSampler",
-    "DistilledScalePipeline",
-    "DistilledTextImagePipeline",
-    "DraftedColumnSampler",
     "DraftedSampler",
-    "FlowScaleSampler",
     "FrameMaskedSampler",
     "HeadSpeculativeSampler",
     "ImagePipeline",
@@ -101,14 +94,10 @@ __all__ = [
     "MaskedImagePipeline",
     "MaskedSampler",
     "MaskgctPipeline",
-    "MultiscaleSampler",
     "OrderedSampler",
-    "ParallelJacobiSampler",
-    "ProactiveJacobiSampler",
     "SampleResult",
     "ScaleImagePipeline",
     "ScaleWiseSampler",
-    "SelfSpeculativeMaskedSampler",
     "SpeculativeAnyOrderSampler",
     "SpeculativeContinuousSampler",
     "SpeculativeJacobiSampler",

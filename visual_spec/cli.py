@@ -191,7 +191,7 @@ def _add_convert(commands: Any) -> None:
         "convert",
         help="make a folder of official files",
         description="Make a folder of the official files of one of: "
-        f"{', '.join(family.name for family in families.FAMILIES if family.layout)}; MusicGen of audiocraft.",
+        f"{', '.join(family.name for family in families.all_families() if family.layout)}; MusicGen of audiocraft.",
     )
     convert.add_argument(
         "files",
@@ -246,7 +246,7 @@ def _run(arguments: list[str]) -> int:
 
 def _models(args: argparse.Namespace) -> int:
     from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, missing_models
-    from visual_spec.samplers.registry import SAMPLERS, fit
+    from visual_spec.samplers.registry import all_samplers, fit
 
     if args.name is not None:
         print(_sampler_settings(args.name) if args.name in names() else _model_samplers(args.name))
@@ -257,11 +257,11 @@ def _models(args: argparse.Namespace) -> int:
             {
                 **vars(model),
                 "memory_bytes": {"float32": model.memory(4), "bfloat16": model.memory(2)},
-                "samplers": {sampler.class_name: fit(model.calls, sampler) for sampler in SAMPLERS},
+                "samplers": {sampler.class_name: fit(model.calls, sampler) for sampler in all_samplers()},
             }
             for model in families.models()
         ]
-        samplers = [vars(sampler) for sampler in SAMPLERS]
+        samplers = [vars(sampler) for sampler in all_samplers()]
         print(
             json.dumps({"embedded": facts, "models": known, "samplers": samplers, "extras": families.EXTRAS})
         )
@@ -314,7 +314,7 @@ def _official_table() -> str:
         ]
         for model in families.models()
     ]
-    unsized = [one for one in families.FAMILIES if not one.sizes and not one.pipelines]
+    unsized = [one for one in families.all_families() if not one.sizes and not one.pipelines]
     lines += [[one.name, "", one.load, "-", "-", "-", "-", "-", one.verified] for one in unsized]
     header = ["model", "weights", "load with", "pixels", "tokens", "parameters", "GB float32", "GB bfloat16"]
     return plain_table([*header, "verified by"], lines, _width())
@@ -322,12 +322,12 @@ def _official_table() -> str:
 
 def _fit_lists(facts: list[dict[str, Any]]) -> str:
     """Each sampler, what it promises and takes, and the models that answer its calls."""
-    from visual_spec.samplers.registry import SAMPLERS, fit
+    from visual_spec.samplers.registry import all_samplers, fit
 
     models = {fact["name"]: fact["calls"] for fact in facts}
-    models |= {one.name: one.calls for one in families.FAMILIES}
+    models |= {one.name: one.calls for one in families.all_families()}
     lines = []
-    for entry in SAMPLERS:
+    for entry in all_samplers():
         fits = fit((entry.calls,), entry)
         takes = "" if fits == "yes" else f" {fits}"
         lines.append(_filled(f"{entry.class_name} ({entry.name}): {entry.promise}{takes}", ""))

@@ -1,12 +1,13 @@
 """The table of model families. Plain data, without PyTorch; `records` says what an entry holds.
 
 Exports, the classes that saved folders name, the kinds of calls, cards, `visual-spec models`, drafters, the settings
-that `bench` and `eval` measure, and the words for a sample all read this table. To add a family, add its model file,
-its loader and one entry here (docs/EXTENDING.md).
+that `bench` and `eval` measure, and the words for a sample all read this table, and what other packages register
+(docs/EXTENDING.md).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,19 +19,15 @@ from visual_spec.samplers.registry import (
     CHUNKS,
     COLUMNS,
     CONTINUOUS,
-    DENOISED,
-    DISTILLED,
-    FLOW_SCALES,
     FRAMES,
     MASKED,
     OWN_ORDER,
     RASTER_TREE_ORDER,
     SAMPLERS,
     SCALES,
-    fitting,
+    all_samplers,
+    registered,
 )
-
-_MODELS = "visual_spec.models"
 
 # fmt: off
 PIPELINES = {entry.class_name: entry for entry in (
@@ -38,9 +35,6 @@ PIPELINES = {entry.class_name: entry for entry in (
     PipelineEntry("audio:AudioPipeline", "audio", "text", "text-to-audio"),
     PipelineEntry("chunk_video:ChunkVideoPipeline", "video", "text", "text-to-video"),
     PipelineEntry("class_image:ClassImagePipeline", "image", "label", "unconditional-image-generation"),
-    PipelineEntry("distilled_image:DistilledImagePipeline", "image", "label", "unconditional-image-generation"),
-    PipelineEntry("distilled_image:DistilledTextImagePipeline", "image", "text", "text-to-image"),
-    PipelineEntry("distilled_scales:DistilledScalePipeline", "image", "label", "unconditional-image-generation"),
     PipelineEntry("image:ImagePipeline", "image", "text", "text-to-image"),
     PipelineEntry("infinity:InfinityPipeline", "image", "text", "text-to-image"),
     PipelineEntry("continuous_image:ContinuousImagePipeline", "image", "label", "unconditional-image-generation"),
@@ -60,22 +54,22 @@ FORMER = {
 _PICTURES = ("ImagePipeline", "ClassImagePipeline")
 _LLAMAGEN = ("next_token.llamagen:LlamaGenTransformer", "next_token.llamagen_vq:VQModel")
 _CAPTIONS = ("text.caption_encoder:CaptionEncoder", "text.t5_features:T5Features")
-_JACOBI = ("EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
+_JACOBI = ("EagleDrafter", "LlamaGenTransformer")
 _TEXT, _ACCELERATE = "ImagePipeline.from_official", "visual_spec.accelerate(model)"
 _AT = "next_token.llamagen_checkpoint"
-_GPT = OfficialFile("transformer", f"{_AT}:name_of", "tok_embeddings.weight !cls_embedding.uncond_embedding",
+GPT = OfficialFile("transformer", f"{_AT}:name_of", "tok_embeddings.weight !cls_embedding.uncond_embedding",
     f"{_AT}:load_transformer", "image_size", pipeline="ClassImagePipeline")
-_GPT_OF_TEXT = replace(_GPT, recognise="tok_embeddings.weight cls_embedding.uncond_embedding", pipeline="ImagePipeline")
-_VQ = OfficialFile("vq_model", f"{_AT}:name_of", "quantize.embedding.weight", f"{_AT}:load_tokenizer", "image_size")
-_VAR = OfficialFile("transformer", "next_scale.var:name_of", "next_scale.var:is_var",
+_GPT_OF_TEXT = replace(GPT, recognise="tok_embeddings.weight cls_embedding.uncond_embedding", pipeline="ImagePipeline")
+VQ = OfficialFile("vq_model", f"{_AT}:name_of", "quantize.embedding.weight", f"{_AT}:load_tokenizer", "image_size")
+VAR = OfficialFile("transformer", "next_scale.var:name_of", "next_scale.var:is_var",
     "next_scale.var:load_var_checkpoint", pipeline="ScaleImagePipeline")
-_VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", "quantize.quant_resi.*",
+VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", "quantize.quant_resi.*",
     "next_scale.var_vq:load_var_vq_checkpoint", "scales", "next_scale.var:scales_of_size")
 _FLEXVAR = OfficialFile("transformer", "next_scale.flexvar:name_of", "next_scale.flexvar:is_flexvar",
     "next_scale.flexvar:load_flexvar", "scales", "next_scale.flexvar:scales_of_size", "ScaleImagePipeline")
 _FLEXVAE = OfficialFile("vq_model", "FlexVAR's tokenizer", "next_scale.flexvar:is_flexvae",
     "next_scale.flexvar:load_flexvae", "scales", "next_scale.flexvar:scales_of_size")
-_KL16 = OfficialFile("vae", "KL-16", "post_quant_conv.weight !quantize*",
+KL16 = OfficialFile("vae", "KL-16", "post_quant_conv.weight !quantize*",
     "continuous.mar_checkpoint:load_kl16_checkpoint")
 _NEEDS_VQ, _NEEDS_VAR_VQ = "vq_ds16_c2i.pt", "vae_ch160v4096z32.pth"
 # Fewer calls by confidence and in Halton's order, with reuse, and by entropy. All are compared with one token a call,
@@ -88,14 +82,13 @@ _MASKED_PICTURES = (
     f"masked:steps={{16|32}},{_HALTON},reuse=1,measure=true",
     "masked:steps=256,score=entropy,entropy_bound={0.1|1.0},measure=true",
     f"shortcut? masked:steps=16,{_HALTON},reuse={{1|3}},reuse_by=shortcut,measure=true",
-    "causal_layer? self-speculative-masked:steps={4|8|16}",
 )
 FAMILIES = (
     Family(
         "LlamaGen", RASTER_TREE_ORDER, _PICTURES,
-        (*_LLAMAGEN, *_CAPTIONS, "drafters.eagle:EagleDrafter", "drafters.local_speculation:MultiscaleDrafter"),
+        (*_LLAMAGEN, *_CAPTIONS, "drafters.eagle:EagleDrafter"),
         plain="autoregressive", fast="speculative-jacobi", drafters=_JACOBI, load="ClassImagePipeline.from_official",
-        layout=FileLayout((_GPT_OF_TEXT, _GPT, _VQ),
+        layout=FileLayout((_GPT_OF_TEXT, GPT, VQ),
             size="image_size", tokenizer=_NEEDS_VQ),
         sizes=(
             KnownModel("LlamaGen-B class 256", "c2i_B_256.pt", 256, 256, 1, 110_888_448, 2 * 12 * 768),
@@ -130,66 +123,16 @@ FAMILIES = (
     ),
     Family(
         "RandAR", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"), ("next_token.llamagen_any_order:LlamaGenAnyOrder",),
-        samplers=tuple(entry.class_name for entry in fitting((ANY_ORDER,))),
+        samplers=tuple(entry.class_name for entry in SAMPLERS if entry.calls == ANY_ORDER),
         plain="any-order:order=...,guidance_start=...",
         fast="speculative-any-order:...order,guidance_start,num_drafts=15",
-    ),
-    Family(
-        "ControlAR", RASTER_TREE_ORDER, ("ImagePipeline",), ("next_token.controlar:ControlARTransformer",),
-        saved={"transformer": "ControlARTransformer"}, plain="autoregressive", fast="speculative-jacobi", load=_TEXT,
-        layout=FileLayout((
-            OfficialFile("transformer", "ControlAR", "next_token.controlar:is_controlar",
-                "next_token.controlar:load_controlar_checkpoint", "image_size", pipeline="ImagePipeline"),
-            replace(_VQ, own=False),
-        ), size="image_size", tokenizer="vq_ds16_t2i.pt"),
-        sizes=(
-            KnownModel("ControlAR text 512", "edge_base.safetensors, depth_base.safetensors", 512, 1024, 120,
-                881_543_680, 2 * 36 * 1280),
-        ),
-    ),
-    Family(
-        "DD1 student", (DISTILLED,), ("DistilledImagePipeline",),
-        ("next_token.llamagen_student:LlamaGenStudent",),
-        plain="distilled", comparable=False, stored_as="canvas", measured="",
-        load="DistilledImagePipeline.from_official",
-        layout=FileLayout((
-            OfficialFile("transformer", "LlamaGen's student", "next_token.llamagen_student:is_llamagen_student",
-                "next_token.llamagen_student:load_llamagen_student", pipeline="DistilledImagePipeline"),
-            replace(_GPT, role="teacher", own=False), replace(_VQ, own=False),
-        ), tokenizer=_NEEDS_VQ),
-        sizes=(
-            KnownModel("DD1 student B class 256", "llamagen-B.pt", 256, 256, 1, 98_321_672, 0),
-                 # a call reads the whole picture
-            KnownModel("DD1 student L class 256", "llamagen-L.pt", 256, 256, 1, 326_155_272, 0),
-        ),
-    ),
-    Family(
-        "DD1 student of captions", (DISTILLED,), ("DistilledTextImagePipeline",),
-        plain="distilled", comparable=False, stored_as="canvas",
-        measured=("distilled:steps=2", "teacher? distilled:steps=2,teacher_from=0"),
-    ),
-    Family(
-        "DD1 student of VAR", (DISTILLED,), ("DistilledScalePipeline",),
-        ("next_scale.var_student:VARStudent",),
-        plain="distilled", comparable=False, stored_as="canvas", measured="",
-        load="DistilledScalePipeline.from_official",
-        layout=FileLayout((
-            OfficialFile("transformer", "VAR's student", "n_d_embed.weight layerwise_n_d_embed.0.weight pos_1LC",
-                "next_scale.var_student:load_var_student", pipeline="DistilledScalePipeline"),
-            replace(_VAR, role="teacher", own=False), replace(_VAR_VQ, own=False),
-        ), tokenizer=_NEEDS_VAR_VQ),
-        sizes=(
-            KnownModel("DD1 student VAR-d16 class 256", "var-d16.pth", 256, 680, 1, 328_165_664, 0),
-            KnownModel("DD1 student VAR-d20 class 256", "var-d20.pth", 256, 680, 1, 635_399_088, 0),
-            KnownModel("DD1 student VAR-d24 class 256", "var-d24.pth", 256, 680, 1, 1_092_478_560, 0),
-        ),
     ),
     Family(
         "VAR", (SCALES,), ("ScaleImagePipeline",),
         ("next_scale.var:VARTransformer", "next_scale.var_vq:MultiscaleVQModel"),
         unit="scales", plain="scale-wise", measured="eval.defaults:scale_settings", refiners=("VARTransformer",),
         load="ScaleImagePipeline.from_official",
-        layout=FileLayout((_VAR, _VAR_VQ), second="refiner", tokenizer=_NEEDS_VAR_VQ),
+        layout=FileLayout((VAR, VAR_VQ), second="refiner", tokenizer=_NEEDS_VAR_VQ),
         sizes=(
             KnownModel("VAR-d16 class 256", "var_d16.pth", 256, 680, 0, 310_283_520, 2 * 16 * 1024, 16 * 16),
             KnownModel("VAR-d20 class 256", "var_d20.pth", 256, 680, 0, 600_917_136, 2 * 20 * 1280, 16 * 16),
@@ -243,8 +186,7 @@ FAMILIES = (
     # Its sizes differ between releases: supported, but not in the table of memory.
     Family("Janus, Janus-Pro", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers"),
     Family(
-        "MusicGen", (COLUMNS,), ("AudioPipeline",), ("drafters.column_eagle:ColumnEagleDrafter",),
-        unit="columns", plain="columns", drafters=("ColumnEagleDrafter",), verified="transformers",
+        "MusicGen", (COLUMNS,), ("AudioPipeline",), unit="columns", plain="columns", verified="transformers",
         load="AudioPipeline.from_musicgen, visual_spec.accelerate(model)",
         sizes=(  # the prefix: the empty step, and the words
             KnownModel("MusicGen-small 30 s", "facebook/musicgen-small", 0, 1503, 21, 420_371_456, 2 * 24 * 1024),
@@ -263,13 +205,13 @@ FAMILIES = (
     # alone, which the number of calls does not change.
     Family(
         "MaskGIT", (MASKED,), ("MaskedImagePipeline", "MaskedClassImagePipeline"),
-        ("masked.maskgit:MaskedImageTransformer", "masked.shortcut:FeatureShortcut", "masked.causal_layer:CausalLayer"),
+        ("masked.maskgit:MaskedImageTransformer", "masked.shortcut:FeatureShortcut"),
         plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
         load="MaskedClassImagePipeline.from_official",
         layout=FileLayout((
             OfficialFile("transformer", "Halton-MaskGIT", "cls_emb.weight tok_emb.weight pos_emb.weight",
                 "masked.maskgit_checkpoint:load_maskgit_checkpoint", pipeline="MaskedClassImagePipeline"),
-            replace(_VQ, own=False),
+            replace(VQ, own=False),
         ), size="image_size", tokenizer=_NEEDS_VQ),
         sizes=(
             KnownModel("MaskGIT-T class 256", "ImageNet_256_tiny.pth", 256, 256, 0, 23_031_425, 0),
@@ -331,26 +273,6 @@ FAMILIES = (
         stored_as="canvas", measured="",
         layout=FileLayout(assemble="pipelines.convert:assemble_wan", recognise="pipelines.convert:is_of_wan"),
     ),
-    # Before MAR, whose tokenizer it has.
-    Family(
-        "FlowAR", (FLOW_SCALES,), ("ContinuousImagePipeline",), ("continuous.flowar:FlowARTransformer",),
-        saved={"transformer": "FlowARTransformer"}, stored_as="canvas", plain="flow-scales:...", comparable=False,
-        measured=("flow-scales:levels={2|4|8|25}", "flow-scales:levels=25,last_levels=15"),
-        load="ContinuousImagePipeline.from_official",
-        layout=FileLayout((
-            OfficialFile("transformer", "FlowAR", "continuous.flowar:is_flowar",
-                "continuous.flowar:load_flowar_checkpoint", pipeline="ContinuousImagePipeline"),
-            replace(_KL16, own=False),
-        ), tokenizer="kl16.ckpt"),
-        sizes=(
-            KnownModel("FlowAR-S class 256", "FlowAR-S.pth", 256, 341, 0, 171_718_072, 2 * 12 * 768, 16 * 16,
-                published=("flow-scales", 4.3)),
-            KnownModel("FlowAR-L class 256", "FlowAR-L.pth", 256, 341, 0, 586_862_912, 2 * 16 * 1024, 16 * 16,
-                published=("flow-scales", 2.4)),
-            KnownModel("FlowAR-H class 256", "FlowAR-H.pth", 256, 341, 0, 1_913_316_880, 2 * 30 * 1536, 16 * 16,
-                published=("flow-scales:levels=50,guided_from=0.7", 2.4)),
-        ),
-    ),
     Family(
         "MAR", (CONTINUOUS,), ("ContinuousImagePipeline",),
         ("continuous.mar:MARTransformer", "continuous.causal:CausalContinuousTransformer"), stored_as="canvas",
@@ -358,8 +280,9 @@ FAMILIES = (
         load="ContinuousImagePipeline.from_official",
         layout=FileLayout((
             OfficialFile("transformer", "MAR", "continuous.mar_checkpoint:is_mar",
-                "continuous.mar_checkpoint:load_mar_checkpoint", pipeline="ContinuousImagePipeline"),
-            _KL16,
+                "continuous.mar_checkpoint:load_mar_checkpoint", unpack="continuous.mar_checkpoint:unpack_mar",
+                pipeline="ContinuousImagePipeline"),
+            KL16,
         ), second="drafter", tokenizer="kl16.ckpt"),
         sizes=(  # the prefix: places that hold the class
             KnownModel("MAR-B class 256", "checkpoint-last.pth", 256, 256, 64, 207_924_768, 0,
@@ -368,23 +291,6 @@ FAMILIES = (
                 published=("continuous", 3.0)),
             KnownModel("MAR-H class 256", "checkpoint-last.pth", 256, 256, 64, 942_403_104, 0,
                 published=("continuous", 3.2)),
-        ),
-    ),
-    Family(
-        "ACDiT", (DENOISED,), ("ContinuousImagePipeline",), ("continuous.acdit:ACDiTTransformer",),
-        saved={"transformer": "ACDiTTransformer"}, stored_as="canvas", plain="block-diffusion:...", comparable=False,
-        measured=("block-diffusion:levels={50|25|10|5}",), load="ContinuousImagePipeline.from_official",
-        layout=FileLayout((
-            OfficialFile("transformer", "ACDiT", "continuous.acdit_checkpoint:is_acdit",
-                "continuous.acdit_checkpoint:load_acdit_checkpoint", pipeline="ContinuousImagePipeline"),
-            OfficialFile("vae", "a folder of AutoencoderKL", "post_quant_conv.weight !quantize*",
-                "continuous.mar_checkpoint:load_kl16_checkpoint", own=False, folder=True),
-        ), tokenizer="the folder vae of facebook/DiT-XL-2-256"),
-        sizes=(
-            KnownModel("ACDiT-XL class 256", "ACDiT-XL-img.pt", 256, 1024, 0, 674_856_708, 2 * 28 * 1152,
-                published=("block-diffusion", 1.5)),
-            KnownModel("ACDiT-H class 256", "ACDiT-H-img.pt", 256, 1024, 0, 950_959_620, 2 * 32 * 1280,
-                published=("block-diffusion", 1.5)),
         ),
     ),
     # The last family with a layout: its tokenizer's keys fit any VQGAN.
@@ -432,20 +338,40 @@ EXTRAS = {
 }
 
 
+@functools.cache
+def all_families() -> tuple[Family, ...]:
+    """The families of this table, then those that packages register at the entry point `visual_spec.families`."""
+    return (*FAMILIES, *(one for one in registered("visual_spec.families") if isinstance(one, Family)))
+
+
+@functools.cache
+def all_pipelines() -> dict[str, PipelineEntry]:
+    """The pipelines of this table by their classes, and those that are registered among the families."""
+    others = (one for one in registered("visual_spec.families") if isinstance(one, PipelineEntry))
+    return {entry.class_name: entry for entry in others} | PIPELINES
+
+
 def models() -> list[KnownModel]:
     """Return all official sizes, with what the family says of them."""
     return [
         replace(size, load=size.load or family.load, verified=family.verified, calls=family.calls)
-        for family in FAMILIES
+        for family in all_families()
         for size in family.sizes
     ]
 
 
+@functools.cache
 def component_homes() -> dict[str, str]:
     """Return the modules of all classes that a saved folder may name: {class: module}."""
-    parts = [part.partition(":") for family in FAMILIES for part in family.parts]
-    homes = {name: f"{_MODELS}.{module}" for module, _, name in parts}
-    return homes | {entry.class_name: entry.module for entry in SAMPLERS}
+    homes: dict[str, str] = {}
+    for family in all_families():
+        for module, _, name in (part.partition(":") for part in family.parts):
+            homes[name] = f"{family.home}.{module}"
+    for entry in all_samplers():
+        homes |= {
+            name: module for module, _, name in (path.partition(":") for path in (entry.path, *entry.parts))
+        }
+    return homes
 
 
 def family_of(pipeline: str, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> Family:
@@ -459,7 +385,7 @@ def family_of(pipeline: str, settings: Mapping[str, Any], sampler: Mapping[str, 
     Raises:
         ValueError: no family names this class; the message lists those that are named.
     """
-    fitting_ones = [family for family in FAMILIES if family.fits(pipeline, settings, sampler)]
+    fitting_ones = [family for family in all_families() if family.fits(pipeline, settings, sampler)]
     if not fitting_ones:
-        raise ValueError(f"{pipeline} is in no family; pass one of {', '.join(PIPELINES)}.")
+        raise ValueError(f"{pipeline} is in no family; pass one of {', '.join(all_pipelines())}.")
     return max(fitting_ones, key=lambda family: (len(family.samplers) > 0, len(family.saved)))

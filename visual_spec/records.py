@@ -1,9 +1,11 @@
 """What is known of media, pipelines, families and their files: the records that the table of families is made of.
 
-Plain data, without PyTorch.
+Plain data, without PyTorch. The paths in a record are below its `home`, so another package's records name its own.
 """
 
-from collections.abc import Mapping
+import fnmatch
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,16 +70,18 @@ class PipelineEntry:
     """One pipeline class.
 
     Attributes:
-        path: "module:class", below `visual_spec.pipelines`.
+        path: "module:class".
         medium: a key of `MEDIA`.
         condition: what its models read: "text", "label", or "" for nothing.
         hub_tag: the task under which the Hub lists it.
+        home: the package that `path` is below.
     """
 
     path: str
     medium: str
     condition: str
     hub_tag: str
+    home: str = "visual_spec.pipelines"
 
     @property
     def class_name(self) -> str:
@@ -87,7 +91,7 @@ class PipelineEntry:
     @property
     def module(self) -> str:
         """The name of the class's module."""
-        return f"visual_spec.pipelines.{self.path.partition(':')[0]}"
+        return f"{self.home}.{self.path.partition(':')[0]}"
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class KnownModel:
 
 @dataclass(frozen=True)
 class OfficialFile:
-    """A kind of official files. Functions are "module:function" below `visual_spec.models`.
+    """A kind of official files. Functions are "module:function".
 
     Attributes:
         role: the argument of the pipeline's `from_official` that takes it.
@@ -150,6 +154,9 @@ class OfficialFile:
         own: whether it is of this family alone; others share it.
         folder: whether it may be a folder of shards.
         holds: (weights) -> whether a file of the transformer holds the tokenizer too.
+        unpack: (path, content of a file) -> the weights to take where a file of this kind holds several, as a
+            `Checkpoint`; None of other files.
+        home: the package that the functions are below.
     """
 
     role: str
@@ -162,6 +169,20 @@ class OfficialFile:
     own: bool = True
     folder: bool = False
     holds: str = ""
+    unpack: str = ""
+    home: str = "visual_spec.models"
+
+    def function(self, path: str) -> Callable[..., Any]:
+        """The function of one of these fields. Imports its module."""
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(f"{self.home}.{module}"), name)
+
+    def fits(self, weights: Mapping[str, Any]) -> bool:
+        """Whether weights are of this kind, as `recognise` says."""
+        if ":" in self.recognise:
+            return self.function(self.recognise)(weights)
+        rules = self.recognise.split()
+        return all(rule.startswith("!") != bool(fnmatch.filter(weights, rule.lstrip("!"))) for rule in rules)
 
 
 @dataclass(frozen=True)
@@ -195,7 +216,7 @@ class Family:
         name: name for display, once in the table.
         calls: the kinds of calls its models answer (`visual_spec.samplers.registry`).
         pipelines: classes of the pipelines that draw with it; none: models of other libraries (`accelerate`).
-        parts: "module:class" below `visual_spec.models` of the classes that a saved folder may name.
+        parts: "module:class" of the classes that a saved folder may name.
         saved: settings in model_index.json, or class names of components, that tell a saved folder of this family from
             others of the same pipeline; nothing: it is the usual one.
         samplers: class names of samplers, likewise.
@@ -215,6 +236,7 @@ class Family:
         layout: its official files, which `visual-spec convert` asks for in the order of the table.
         sizes: the official weights.
         load, verified: see `KnownModel`.
+        home: the package that the modules of `parts` are below.
     """
 
     name: str
@@ -237,6 +259,7 @@ class Family:
     sizes: tuple[KnownModel, ...] = ()
     load: str = ""
     verified: str = "official layout"
+    home: str = "visual_spec.models"
 
     def fits(self, pipeline: str, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> bool:
         """Whether a saved pipeline is of this family; arguments as for `family_of`."""

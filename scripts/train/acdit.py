@@ -33,8 +33,8 @@ from scripts.train.mar import (
     latent_side,
 )
 from visual_spec.data.shapes_classes import CLASSES
-from visual_spec.models.continuous.acdit import PREDICTIONS, ACDiTTransformer
-from visual_spec.samplers.continuous.block_diffusion import BlockDiffusionSampler
+from visual_spec.prototype.acdit.model import PREDICTIONS, ACDiTTransformer
+from visual_spec.prototype.acdit.sampler import BlockDiffusionSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.training.loop import (
     Descent,

@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.models.masked.causal_layer import CausalLayer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.prototype.self_speculative.causal_layer import CausalLayer
 from visual_spec.samplers.core.masking import halton_order
 from visual_spec.training.loop import Descent, OutOptions, Trainer, option, read_options, round_matrices
 from visual_spec.training.tokens import tokenize_dataset

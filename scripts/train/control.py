@@ -24,11 +24,11 @@ from torch import Tensor
 from scripts.train.ar import hidden_inputs
 from scripts.train.shuffle import add_changes, merge_changes
 from visual_spec.data.shapes import CELL, Scene, outline
-from visual_spec.models.next_token.controlar import PATCH, ControlARTransformer, ControlledCondition
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.prototype.controlar import PATCH, ControlARTransformer, ControlledCondition
 from visual_spec.training.loop import Descent, RunOptions, Trainer, option, print_record, read_options
 from visual_spec.training.tokens import dataset_scenes, tokenize_dataset
 

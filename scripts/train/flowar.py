@@ -26,8 +26,8 @@ from scripts.train.mar import (
     latent_side,
 )
 from visual_spec.data.shapes_classes import CLASSES
-from visual_spec.models.continuous.flowar import FlowARTransformer
-from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
+from visual_spec.prototype.flowar.model import FlowARTransformer
+from visual_spec.prototype.flowar.sampler import FlowScaleSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.training.loop import (
     Descent,

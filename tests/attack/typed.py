@@ -18,7 +18,7 @@ from tests.attack.ground import Ground, copied, generate
 from tests.attack.outcome import Case
 from visual_spec.models.core.settings import settings_of
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
+from visual_spec.samplers.registry import all_samplers, by_name, sampler_class
 
 # -- what is typed -----------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ def sampler_cases(ground: Ground, rng: Random, count: int) -> Iterator[Case]:
     """Settings of samplers out of their declarations, typed or passed; what is accepted can be saved and loaded."""
     pairs = [
         (entry.name, setting)
-        for entry in SAMPLERS
+        for entry in all_samplers()
         for setting in settings_of(inspect.unwrap(sampler_class(entry).__init__)).values()
     ]
     wrong: tuple[Any, ...] = (

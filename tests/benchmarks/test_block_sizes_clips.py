@@ -9,7 +9,7 @@ from benchmarks.block_sizes_clips import Recomputing, clips_by_class, draw, read
 from scripts.train.acdit import new_model
 from scripts.train.clips import class_of_clip
 from visual_spec.data.motion import render
-from visual_spec.models.continuous.acdit import ACDiTTransformer
+from visual_spec.prototype.acdit.model import ACDiTTransformer
 
 
 @pytest.fixture(scope="module")

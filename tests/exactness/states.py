@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.exactness.regions import hash_rows, quantised
+from visual_spec.prototype.local_speculation.sampler import LocalSpeculationState
+from visual_spec.prototype.self_speculative.sampler import SelfSpeculativeState
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.masked.self_speculative import SelfSpeculativeState
 from visual_spec.samplers.orders.along_order import AlongOrderState
 from visual_spec.samplers.orders.ordered import OrderedState
 from visual_spec.samplers.orders.rows import RowState
 from visual_spec.samplers.raster.jacobi import widest
-from visual_spec.samplers.raster.local_speculation import LocalSpeculationState
 from visual_spec.samplers.scales.scales import ScaleDecodeState
 
 

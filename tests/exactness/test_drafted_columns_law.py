@@ -9,10 +9,10 @@ from tests.exactness.enumeration import Enumeration, Enumerator, distance
 from tests.helpers.column_laws import LAWS, PATTERNS, PLAIN, model, one_by_one, p_of, with_tries
 from tests.helpers.statistics import LEAST_P
 from tests.helpers.tabular import TabularColumnModel
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT
 from visual_spec.samplers.raster import column_base
-from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 
 Networks = tuple[TabularColumnModel, TabularColumnModel]
 

@@ -13,9 +13,9 @@ from tests.exactness.regions import total_variation
 from tests.helpers.causal_tables import TabularCausalLayer, TabularFeatureModel
 from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.prototype.self_speculative.sampler import SelfSpeculativeMaskedSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order
-from visual_spec.samplers.masked.self_speculative import SelfSpeculativeMaskedSampler
 
 ORDERS = {"raster": [0, 1, 2, 3], "halton": halton_order(1, 2, 2).tolist()}
 GROUPS = {1: [4], 2: [2, 2], 3: [1, 1, 2], 4: [1, 1, 1, 1]}  # of the linear schedule, by steps

@@ -17,9 +17,9 @@ from tests.exactness.regions import total_variation as distance
 from tests.helpers.sampler_settings import COMBINATIONS
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.prototype.parallel_jacobi import ParallelJacobiSampler
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.orders import zipar
-from visual_spec.samplers.orders.parallel_jacobi import ParallelJacobiSampler
 from visual_spec.samplers.orders.row_order import RowOrder
 from visual_spec.samplers.orders.zipar import ZipARSampler
 

@@ -10,12 +10,12 @@ from tests.helpers.drafting_sequences import three_tokens as model
 from tests.helpers.sampler_settings import COMBINATIONS
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.prototype import proactive
+from visual_spec.prototype.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.raster import proactive
 from visual_spec.samplers.raster import siblings as siblings_module
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 
 
 def check(model: TabularModel, law: TokenLaw, sampler: SpeculativeJacobiSampler) -> Enumeration:

@@ -7,7 +7,7 @@ import torch
 from tests.helpers.tiny_audio import BOOKS, CODES, tiny_decoder
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
-from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.prototype.drafted_columns.eagle import ColumnEagleDrafter
 
 FRAMES, BATCH, SCALE = 9, 2, 2.5
 LAYERS = 3

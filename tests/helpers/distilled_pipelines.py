@@ -7,9 +7,9 @@ import torch
 from tests.helpers.tiny import quiet, tiny_text_encoder, tiny_transformer, tiny_vq_model
 from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import tiny_student, tiny_text_student, tiny_var_student
-from visual_spec.pipelines.distilled_image import DistilledImagePipeline, DistilledTextImagePipeline
-from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.prototype.students.image_pipelines import DistilledImagePipeline, DistilledTextImagePipeline
+from visual_spec.prototype.students.scale_pipeline import DistilledScalePipeline
 
 
 def class_student_pipeline(teacher: bool = False, **settings: Any) -> Any:

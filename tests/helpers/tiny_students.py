@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.helpers.official import random_weights, transformer_shapes
 from tests.helpers.tiny_scales import SIDES
 from tests.helpers.var import block_shapes
-from visual_spec.models.next_scale.var_student import VARStudent
-from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
+from visual_spec.prototype.students.llamagen import LlamaGenStudent
+from visual_spec.prototype.students.var import VARStudent
 
 CLASSES, VOCAB, LENGTH, SIDE, DIM = 7, 12, 4, 4, 16
 SIZE: dict[str, Any] = dict(num_layers=2, num_heads=2, dim=DIM, grid_size=SIDE, first_continuous=9, restart=6)

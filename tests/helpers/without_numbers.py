@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from visual_spec.kernels import philox
 from visual_spec.models.core import offload
+from visual_spec.prototype.proactive import HeadTree
 from visual_spec.samplers.core.trace import Stopwatch
-from visual_spec.samplers.raster.proactive import HeadTree
 
 
 class NoHost(TorchDispatchMode):

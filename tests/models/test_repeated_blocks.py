@@ -11,8 +11,8 @@ from tests.helpers.tiny_infinity import captions, tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.models.continuous.tiny import tiny_causal, tiny_flowar, tiny_mar
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.prototype.flowar.sampler import FlowScaleSampler
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
-from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler

@@ -28,9 +28,9 @@ from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import tiny_student, tiny_text_student, tiny_var_student
 from tests.models.continuous.tiny import tiny_acdit, tiny_causal, tiny_flowar, tiny_mar
 from visual_spec.models.drafters.eagle import EagleDrafter
-from visual_spec.models.drafters.skipped import skip_layers
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
 from visual_spec.models.next_token.movq import MoVQDecoder
+from visual_spec.prototype.skipped import skip_layers
 
 pytestmark = pytest.mark.peers
 

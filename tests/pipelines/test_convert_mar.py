@@ -17,12 +17,13 @@ from tests.helpers.official import write_tokenizer
 from tests.helpers.tiny import quiet, seeded
 from tests.models.continuous.tiny import released_flowar, tiny_flowar
 from visual_spec import cli
-from visual_spec.models.continuous import flowar, mar_checkpoint
-from visual_spec.models.continuous.flowar import FlowARTransformer
+from visual_spec.models.continuous import mar_checkpoint
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.continuous.flow_scales import FlowScaleSampler
+from visual_spec.prototype.flowar import model as flowar
+from visual_spec.prototype.flowar.model import FlowARTransformer
+from visual_spec.prototype.flowar.sampler import FlowScaleSampler
 
 LARGE = {"dim": 16, "num_layers": 2, "num_heads": 2, "head_width": 12, "head_depth": 2}
 SMALL = {"dim": 8, "num_layers": 1, "num_heads": 2, "head_width": 8, "head_depth": 1}

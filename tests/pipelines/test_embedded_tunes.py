@@ -17,8 +17,8 @@ from visual_spec.data.tunes_parser import score
 from visual_spec.models.core.saved import check_folder
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder, part_folder
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 

@@ -10,7 +10,7 @@ from tests.helpers.tiny import quiet
 from visual_spec.pipelines.accelerate import accelerate, refusals, restore
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.registry import CHUNKS, DISTILLED, SAMPLERS, fit
+from visual_spec.samplers.registry import CHUNKS, DISTILLED, all_samplers, fit
 
 pytestmark = pytest.mark.every_set
 
@@ -50,7 +50,7 @@ def no_compute(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("a model was called before the refusal")
 
 
-@pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", all_samplers(), ids=lambda entry: entry.name)
 @pytest.mark.parametrize("name", embedded_models())
 def test_a_sampler_draws_or_is_refused_where_it_is_set(
     name: str, entry: Any, monkeypatch: pytest.MonkeyPatch
@@ -84,8 +84,8 @@ def test_the_table_of_samplers_and_models_says_what_a_pipeline_says(name: str) -
     """All pairs: "yes" is accepted and "-" is refused; what is refused beyond kinds of calls is "+ part"."""
     pipe = pipeline(name)
     before, said = pipe.sampler, refusals(pipe)
-    assert pipe.sampler is before and list(said) == [entry.name for entry in SAMPLERS]
-    for entry in SAMPLERS:
+    assert pipe.sampler is before and list(said) == [entry.name for entry in all_samplers()]
+    for entry in all_samplers():
         cell = fit(describe(embedded_folder(name))["calls"], entry)
         assert cell != "-" or said[entry.name], entry.name
         assert cell != "yes" or not said[entry.name], (entry.name, said[entry.name])

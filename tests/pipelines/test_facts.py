@@ -15,16 +15,16 @@ from tests.helpers.tiny_students import tiny_student, tiny_var_student
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.pipelines import base
 from visual_spec.pipelines.accelerate import accelerate, restore
-from visual_spec.pipelines.distilled_image import DistilledImagePipeline
-from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import read_facts
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler, write_sampler
 from visual_spec.pipelines.texts import Texts
+from visual_spec.prototype.students.image_pipelines import DistilledImagePipeline
+from visual_spec.prototype.students.scale_pipeline import DistilledScalePipeline
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.registry import SAMPLERS
+from visual_spec.samplers.registry import all_samplers
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 MASKED = "masked:steps=4/2/2,clock=magnet,filtered_score=true,span=3"
@@ -150,7 +150,7 @@ def test_its_plain_and_its_fast_sampler_fit(kind):
     for text in (pipe.plain_sampler, pipe.fast_sampler):
         pipe.sampler = read_sampler(text)
         pipe.check_sampler()
-    plain = next(entry for entry in SAMPLERS if entry.plain and entry.calls in pipe.calls)
+    plain = next(entry for entry in all_samplers() if entry.plain and entry.calls in pipe.calls)
     assert parse_sampler(pipe.plain_sampler)[0] == plain.name
 
 

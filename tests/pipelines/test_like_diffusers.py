@@ -20,7 +20,7 @@ from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
-from visual_spec.samplers.registry import SAMPLERS, sampler_class
+from visual_spec.samplers.registry import all_samplers, sampler_class
 
 
 @pytest.fixture(params=KINDS)
@@ -287,7 +287,10 @@ def test_what_an_accelerated_pipeline_makes_is_the_same_in_fewer_calls(name, sam
 @pytest.mark.every_set
 def test_samplers_of_other_models_are_refused_and_change_nothing(any_kind):
     """One for each way of calling a model, and one of diffusers; what fits is named. Models refuse orders."""
-    pipe, others = any_kind.make(), {entry.calls: entry for entry in SAMPLERS if "order" not in entry.calls}
+    pipe, others = (
+        any_kind.make(),
+        {entry.calls: entry for entry in all_samplers() if "order" not in entry.calls},
+    )
     own = pipe.sampler
     foreign = [sampler_class(entry)() for calls, entry in others.items() if calls not in pipe.calls]
     assert len(foreign) > 4

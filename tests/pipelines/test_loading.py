@@ -41,7 +41,7 @@ from visual_spec.pipelines.loading import load_drafter, load_pipeline, read_fact
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.registry import ANY_ORDER, SAMPLERS, sampler_class
+from visual_spec.samplers.registry import ANY_ORDER, all_samplers, sampler_class
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
 ROOT = Path(__file__).parents[2]
@@ -259,7 +259,7 @@ def test_a_sampler_of_a_user_calls_as_its_parent(pipe):
 
 
 def test_the_samplers_that_fit_are_those_of_the_registry(pipe):
-    for entry in SAMPLERS:
+    for entry in all_samplers():
         if entry.needs:
             continue
         pipe.sampler = sampler_class(entry)()
@@ -270,7 +270,7 @@ def test_the_samplers_that_fit_are_those_of_the_registry(pipe):
         if entry.calls in pipe.calls:
             pipe.check_sampler()
             continue
-        fitting = ", ".join(one.class_name for one in SAMPLERS if one.calls in pipe.calls)
+        fitting = ", ".join(one.class_name for one in all_samplers() if one.calls in pipe.calls)
         with pytest.raises(TypeError, match=f"{entry.class_name}.*: {fitting}."):
             pipe.check_sampler()
 

@@ -25,9 +25,9 @@ from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 CHROMA, LENGTH = 6, 5

@@ -22,7 +22,15 @@ from visual_spec.eval.settings import Setting, parse_setting
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
 from visual_spec.samplers.core.verification import draw_near
-from visual_spec.samplers.registry import COLUMNS, CONTINUOUS, MASKED, RASTER, SAMPLERS, TREE, sampler_class
+from visual_spec.samplers.registry import (
+    COLUMNS,
+    CONTINUOUS,
+    MASKED,
+    RASTER,
+    TREE,
+    all_samplers,
+    sampler_class,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +73,7 @@ def setting_of(model: str, text: str) -> Setting:
 def recorded() -> list[tuple[str, str]]:
     """Every sampler that records its calls, in the settings that `bench` measures: (model, setting)."""
     found = [("shapes", "drafted:acceptance=identical")]
-    for entry in SAMPLERS:
+    for entry in all_samplers():
         if "graph" not in inspect.signature(sampler_class(entry)).parameters:
             continue
         if entry.calls == CONTINUOUS:

@@ -19,33 +19,33 @@ from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.models.continuous.tiny import tiny_acdit, tiny_causal, tiny_flowar, tiny_mar
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
-from visual_spec.models.continuous import acdit as continuous_acdit
 from visual_spec.models.continuous import blocks as continuous_blocks
 from visual_spec.models.continuous import causal as continuous_causal
-from visual_spec.models.continuous import flowar as continuous_flowar
 from visual_spec.models.continuous import mar as continuous_mar
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
-from visual_spec.models.drafters.local_speculation import MultiscaleDrafter
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.prototype.acdit import model as continuous_acdit
+from visual_spec.prototype.drafted_columns.eagle import ColumnEagleDrafter
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
+from visual_spec.prototype.flowar import model as continuous_flowar
+from visual_spec.prototype.local_speculation import sampler as local_speculation
+from visual_spec.prototype.local_speculation.drafter import MultiscaleDrafter
+from visual_spec.prototype.parallel_jacobi import ParallelJacobiSampler
+from visual_spec.prototype.proactive import ProactiveJacobiSampler
+from visual_spec.prototype.students.sampler import DistilledSampler
 from visual_spec.samplers.core import base
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.distilled import DistilledSampler
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.orders.parallel_jacobi import ParallelJacobiSampler
 from visual_spec.samplers.orders.tables import order_of
 from visual_spec.samplers.orders.zipar import ZipARSampler
-from visual_spec.samplers.raster import local_speculation
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
 from visual_spec.samplers.registry import (
     ANY_ORDER,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.helpers.sampler_kinds import CHANGED, KINDS, decode
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import CHUNKS, SAMPLERS, SamplerEntry, sampler_class
+from visual_spec.samplers.registry import CHUNKS, SamplerEntry, all_samplers, sampler_class
 
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "one slot": lambda given: given[:, :1] if given.dim() > 2 else given,
@@ -50,7 +50,7 @@ def parts_of(entry: SamplerEntry) -> dict[str, Any]:
 
 
 # A model of chunks answers by `forward` alone, without logits: tests/samplers/continuous/test_chunks.py bends that.
-CASES = [(entry, name) for entry in SAMPLERS if entry.calls != CHUNKS for name in parts_of(entry)]
+CASES = [(entry, name) for entry in all_samplers() if entry.calls != CHUNKS for name in parts_of(entry)]
 EVERY = pytest.mark.parametrize(
     ("entry", "name"), CASES, ids=[f"{entry.name}-{name}" for entry, name in CASES]
 )

@@ -16,7 +16,7 @@ from scripts.train.mar import latent_pictures
 from tests.helpers.tiny_continuous import tiny_latents
 from tests.helpers.training import check_training
 from visual_spec.data.shapes_classes import CLASSES
-from visual_spec.models.continuous.acdit import ACDiTTransformer
+from visual_spec.prototype.acdit.model import ACDiTTransformer
 
 TRAINING = BlockTraining(steps=12, batch_size=4, scenes=12, learning_rate=4e-3)
 

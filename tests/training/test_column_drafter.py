@@ -13,8 +13,8 @@ from tests.helpers.music_training import BOOKS, DIM, SIZE, coding_codec
 from tests.helpers.training import check_training
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, sample_tunes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
-from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.prototype.drafted_columns.eagle import ColumnEagleDrafter
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.training.column_drafter import (

@@ -13,10 +13,10 @@ from tests.helpers.tiny import quiet, seeded, tiny_readers
 from tests.helpers.training import check_training
 from visual_spec.data import shapes
 from visual_spec.data.shapes import caption, outline
-from visual_spec.models.next_token.controlar import ControlARTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.prototype.controlar import ControlARTransformer
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.training import tokens

@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers.training import check_training, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.prototype.students.llamagen import LlamaGenStudent
 from visual_spec.training import distilled
 from visual_spec.training.distilled import (
     Batches,

@@ -15,7 +15,7 @@ from tests.helpers.continuous_image import tiny_vae
 from tests.helpers.training import check_training
 from tests.models.continuous.tiny import tiny_flowar
 from visual_spec.data.shapes_classes import CLASSES
-from visual_spec.models.continuous.flowar import FlowARTransformer
+from visual_spec.prototype.flowar.model import FlowARTransformer
 
 SETTINGS = FlowTraining(steps=12, batch_size=4, scenes=8, learning_rate=4e-3)
 

@@ -24,13 +24,13 @@ from tests.helpers.tabular import TabularMaskedModel
 from tests.helpers.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from tests.helpers.training import check_training
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.masked.causal_layer import CausalLayer
 from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.prototype.self_speculative.causal_layer import CausalLayer
+from visual_spec.prototype.self_speculative.sampler import SelfSpeculativeMaskedSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.recap import full_calls
-from visual_spec.samplers.masked.self_speculative import SelfSpeculativeMaskedSampler
 
 SETTINGS = CausalLayerTraining(steps=60, batch_size=8, begun=4, scenes=16, places=16, learning_rate=1e-2)
 

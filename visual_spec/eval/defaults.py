@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.samplers.registry import DISTILLED, MASKED, SAMPLERS, fitting
+from visual_spec.samplers.registry import DISTILLED, MASKED, all_samplers, fitting
 
 if TYPE_CHECKING:
     from visual_spec.eval.settings import Setting
@@ -311,7 +311,7 @@ def continuous_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Re
 def is_masked(text: str) -> bool:
     """Return whether a setting decodes a masked model."""
     name = text.partition(":")[0].strip()
-    return any(entry.name == name and entry.calls == MASKED for entry in SAMPLERS)
+    return any(entry.name == name and entry.calls == MASKED for entry in all_samplers())
 
 
 def with_setting(text: str, setting: str) -> str:

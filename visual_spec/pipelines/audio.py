@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, Unpack
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from einops import repeat
 from torch import Tensor
@@ -24,7 +25,6 @@ from visual_spec.models.columns.musicgen_modules import MusicCondition, Musicgen
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import LawChoice
-from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
@@ -115,7 +115,7 @@ class AudioPipeline(ReadsText):
         default_top_p: float = 1.0,
         masked: bool = False,
         reach: int | None = 5,
-        drafter: ColumnEagleDrafter | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
+        drafter: ModelMixin | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
         pattern_settings: dict[str, Any] | None = None,
     ): ...
 
@@ -327,7 +327,7 @@ class AudioPipeline(ReadsText):
             kept, new: frames of the window: those kept from before, and those to decode (None: `max_frames`).
         """
         if getattr(self.sampler, "needs_drafter", False):
-            if isinstance(self.drafter, ColumnEagleDrafter):
+            if isinstance(self.drafter, ModelMixin):
                 return {"drafter": self.drafter}
             return {"drafter": self._columns(self.drafter, kept, self.max_frames if new is None else new)}
         if not getattr(self.sampler, "needs_codebook", False):

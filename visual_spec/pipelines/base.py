@@ -21,7 +21,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
-from visual_spec.families import PIPELINES, family_of
+from visual_spec.families import all_pipelines, family_of
 from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import SavedModel, check_loaded
 from visual_spec.models.core.settings import LAW_DEFAULTS, LAW_SETTINGS, whole
@@ -44,7 +44,7 @@ from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import IDENTICAL, PLAIN
-from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SAMPLERS, SCALES, fitting, meant
+from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SCALES, all_samplers, fitting, meant
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
 _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
@@ -137,7 +137,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         if folder is None:
             return  # of a Hub id diffusers says what it finds
         saved_as = read_index_file(folder)["_class_name"]
-        if saved_as in PIPELINES and saved_as not in {kind.__name__ for kind in cls.__mro__}:
+        if saved_as in all_pipelines() and saved_as not in {kind.__name__ for kind in cls.__mro__}:
             raise ValueError(
                 f"{os.fspath(name)} holds a {saved_as}; load it with visual_spec.{saved_as}.from_pretrained."
             )
@@ -152,12 +152,12 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             settings: of the pipeline, as in its model_index.json.
             sampler: the configuration of its sampler, as it is saved.
         """
-        kind = next((one.__name__ for one in cls.__mro__ if one.__name__ in PIPELINES), None)
+        kind = next((one.__name__ for one in cls.__mro__ if one.__name__ in all_pipelines()), None)
         if kind is None:
             raise NotImplementedError(f"{cls.__name__} does not say what it is; give it a method facts_of.")
         family = family_of(kind, settings, sampler)
         return PipelineFacts(
-            medium=PIPELINES[kind].medium,
+            medium=all_pipelines()[kind].medium,
             unit=family.unit,
             calls=family.calls,
             plain_sampler=_written(family.plain, sampler),
@@ -181,7 +181,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         """The sampler of the model's plain decoding, as the sampler that it was made or saved with defines its law."""
         own = self._own_sampler
         facts = self.facts if own is self.sampler else self.facts_of(self.config, _as_saved(own))
-        plain = {entry.name: entry.class_name for entry in SAMPLERS}.get(facts.plain_sampler)
+        plain = {entry.name: entry.class_name for entry in all_samplers()}.get(facts.plain_sampler)
         if plain == type(own).__name__ and own.keeps == IDENTICAL:  # it decodes plainly itself
             return own
         from visual_spec.pipelines.sampler_text import plain_beside
@@ -576,7 +576,7 @@ def _calls_of(sampler: Any) -> set[str]:
     declared = getattr(sampler, "calls", None)
     if declared is not None:
         return {declared} if isinstance(declared, str) else set(declared)
-    known = {entry.path: entry.calls for entry in SAMPLERS}
+    known = {entry.path: entry.calls for entry in all_samplers()}
     for kind in type(sampler).__mro__:  # a sampler derived from another one calls as its nearest parent
         if (path := f"{kind.__module__}:{kind.__name__}") in known:
             return {known[path]}

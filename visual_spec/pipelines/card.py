@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from visual_spec.families import PIPELINES
+from visual_spec.families import all_pipelines
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.components import resolved
@@ -31,7 +31,7 @@ def write_companions(pipe: Any, folder: Path) -> None:
     """
     name = type(pipe).__name__
     index = folder / "model_index.json"
-    ours = name in PIPELINES and PIPELINES[name].module == type(pipe).__module__
+    ours = name in all_pipelines() and all_pipelines()[name].module == type(pipe).__module__
     if not ours or not index.is_file():
         return
     script = folder / "pipeline.py"
@@ -47,8 +47,8 @@ def model_card(pipe: Any) -> str:
     """The model card of a pipeline: how to load it, its parts, its settings, and what was measured of its weights."""
     name, measured = type(pipe).__name__, measured_of(pipe)
     front = ["library_name: diffusers", "tags:", "- visual_spec", "- autoregressive"]
-    if name in PIPELINES:
-        front.insert(1, f"pipeline_tag: {PIPELINES[name].hub_tag}")
+    if name in all_pipelines():
+        front.insert(1, f"pipeline_tag: {all_pipelines()[name].hub_tag}")
     if measured is not None:  # an embedded model
         front.insert(0, "license: apache-2.0")
     parts = [

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_type_hints
 
-from visual_spec.families import FORMER, PIPELINES, component_homes
+from visual_spec.families import FORMER, all_families, all_pipelines, component_homes
 from visual_spec.models.core.settings import LAW_SETTINGS, LawChoice
 
 # By these diffusers tells how a component is loaded.
@@ -44,7 +44,9 @@ def _is_ours(value: Any) -> bool:
     pair = (
         isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
     )
-    return pair and value[0].startswith("visual_spec.") and value[1] in {*component_homes(), *FORMER}
+    home = component_homes().get(FORMER.get(value[1]) or value[1]) if pair else None
+    # Of another package's class diffusers records the name of the package, or of the module.
+    return home is not None and value[0].partition(".")[0] in ("visual_spec", home.partition(".")[0])
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -140,11 +142,13 @@ def annotated_types(kind: Any) -> dict[str, tuple[Any, ...]]:
     """
     init: Any = kind.__init__
     names, homes = vars(sys.modules[init.__module__]), component_homes()
+    families = [family for family in all_families() if kind.__name__ in family.pipelines]
     types: dict[str, tuple[Any, ...]] = {}
     for name, parameter in list(inspect.signature(init).parameters.items())[1:]:
         component = parameter.default is inspect.Parameter.empty or name in kind._optional_components
         written = parameter.annotation if component and isinstance(parameter.annotation, str) else ""
         parts = [part.strip() for part in written.split("|")]
+        parts += [family.saved[name] for family in families if component and name in family.saved]
         kinds = [
             getattr(sys.modules.get(homes[part]), part, None) if part in homes else names.get(part)
             for part in parts
@@ -160,7 +164,7 @@ def _with_subclasses(kind: type) -> list[type]:
 
 
 def __getattr__(name: str) -> Any:
-    pipelines = {kind: entry.module for kind, entry in PIPELINES.items()}
+    pipelines = {kind: entry.module for kind, entry in all_pipelines().items()}
     homes, name = component_homes() | pipelines | _BASES, FORMER.get(name, name)
     if name not in homes:
         raise AttributeError(

@@ -12,15 +12,13 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.families import FAMILIES
+from visual_spec.families import all_families
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import KLDecoder
 
 if TYPE_CHECKING:
-    from visual_spec.models.continuous.acdit import ACDiTTransformer
     from visual_spec.models.continuous.causal import CausalContinuousTransformer
-    from visual_spec.models.continuous.flowar import FlowARTransformer
     from visual_spec.models.continuous.mar import MARTransformer
     from visual_spec.models.core.checkpoints import Checkpoint
     from visual_spec.models.core.layouts import Given
@@ -59,7 +57,7 @@ class ContinuousImagePipeline(ClassImagePipeline):
     @registers
     def __init__(
         self,
-        transformer: MARTransformer | CausalContinuousTransformer | FlowARTransformer | ACDiTTransformer,
+        transformer: MARTransformer | CausalContinuousTransformer,
         vae: AutoencoderKL,
         sampler: SchedulerMixin,
         id2label: list[str] | None = None,
@@ -70,7 +68,7 @@ class ContinuousImagePipeline(ClassImagePipeline):
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
-        transformer: Given | MARTransformer | FlowARTransformer | ACDiTTransformer,
+        transformer: Given | torch.nn.Module,
         vae: Given | AutoencoderKL,
         *,
         dtype: torch.dtype | None = None,
@@ -83,8 +81,7 @@ class ContinuousImagePipeline(ClassImagePipeline):
 
         Args:
             transformer: `checkpoint-last.pth` of MAR, `FlowAR-S.pth`, `FlowAR-L.pth` or `FlowAR-H.pth`, or
-                `ACDiT-XL-img.pt`, see `mar_checkpoint`, `flowar` and `acdit_checkpoint` of
-                `visual_spec.models.continuous`; or the model of one.
+                `ACDiT-XL-img.pt`; or the model of one.
             vae: `kl16.ckpt`; or a folder of diffusers' class, such as `vae` of facebook/DiT-XL-2-256, which ACDiT's
                 latents are of; or the model of one.
             dtype: of all weights; None keeps each file's own.
@@ -123,20 +120,20 @@ class ContinuousImagePipeline(ClassImagePipeline):
 
 
 def _loaded(source: Given, dtype: torch.dtype | None) -> Any:
-    """The model of a file of MAR, FlowAR or ACDiT, or of a state dict. A file is read once."""
-    from visual_spec.models.continuous.acdit_checkpoint import is_acdit, load_acdit_checkpoint
-    from visual_spec.models.continuous.flowar import is_flowar, load_flowar_checkpoint
-    from visual_spec.models.continuous.mar_checkpoint import load_mar_checkpoint, unpack_averaged
+    """The model of a file of a family that this pipeline draws with, or of a state dict. A file is read once."""
     from visual_spec.models.core.checkpoints import read_by
 
+    files = [kind for family in all_families() if family.layout for kind in family.layout.files]
+    kinds = [kind for kind in files if kind.pipeline == ContinuousImagePipeline.__name__]
+
     def unpack(path: Path, content: Any) -> Checkpoint | None:
-        held = content.get("model") if isinstance(content, Mapping) else None
-        return None if isinstance(held, Mapping) and is_acdit(held) else unpack_averaged(path, content)
+        found = (kind.function(kind.unpack)(path, content) for kind in kinds if kind.unpack)
+        return next((one for one in found if one is not None), None)
 
     read: Any = source if isinstance(source, Mapping) else read_by(source, unpack)
     weights = read if isinstance(read, Mapping) else read.weights
-    load = load_flowar_checkpoint if is_flowar(weights) else load_mar_checkpoint
-    return (load_acdit_checkpoint if is_acdit(weights) else load)(read, dtype=dtype)
+    kind = next((kind for kind in kinds if kind.fits(weights)), kinds[0])  # which says what is missing
+    return kind.function(kind.load)(read, dtype=dtype)
 
 
 def _published(model: Any) -> tuple[SchedulerMixin, float]:
@@ -144,7 +141,9 @@ def _published(model: Any) -> tuple[SchedulerMixin, float]:
     from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 
     own, count = f":{type(model).__name__}", model.num_parameters()
-    sizes = next(family.sizes for family in FAMILIES if any(part.endswith(own) for part in family.parts))
+    sizes = next(
+        family.sizes for family in all_families() if any(part.endswith(own) for part in family.parts)
+    )
     nearest = min(sizes, key=lambda size: abs(math.log(size.parameters / count)))
     assert nearest.published is not None
     sampler, guidance = nearest.published

@@ -3,7 +3,6 @@
 Which files there are, how they are recognised and loaded, stands in the table of families (`FileLayout`).
 """
 
-import fnmatch
 import importlib
 import os
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from visual_spec.families import FAMILIES, PIPELINES
+from visual_spec.families import FAMILIES, all_families, all_pipelines
 from visual_spec.models.columns.audiocraft import CODEC, LANGUAGE_MODEL, kind_of
-from visual_spec.models.continuous.flowar import is_flowar
-from visual_spec.models.continuous.mar_checkpoint import is_mar
 from visual_spec.models.core.checkpoints import Checkpoint, read_content, unpack_checkpoint
 from visual_spec.models.next_token.llamagen_checkpoint import recognise
-from visual_spec.models.next_token.llamagen_student import unpack_student
 from visual_spec.models.video.self_forcing_checkpoint import is_lora, is_wan, load_self_forcing
 from visual_spec.pipelines import components
 from visual_spec.pipelines.folders import check_replaceable, write_folder
@@ -86,21 +82,10 @@ def convert(
     return _written(made, out)
 
 
-def _named(path: str, home: str = "visual_spec") -> Any:
-    """The function that the table of families names."""
+def _named(path: str) -> Any:
+    """The function that a `FileLayout` names."""
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(f"{home}.{module}"), name)
-
-
-def _of_models(path: str) -> Any:
-    return _named(path, "visual_spec.models")
-
-
-def _is_of(rule: str, weights: Mapping[str, Any]) -> bool:
-    """Whether weights are as `OfficialFile.recognise` says."""
-    if ":" in rule:
-        return _of_models(rule)(weights)
-    return all(key.startswith("!") != bool(fnmatch.filter(weights, key.lstrip("!"))) for key in rule.split())
+    return getattr(importlib.import_module(f"visual_spec.{module}"), name)
 
 
 def _path(source: File) -> Path:
@@ -110,7 +95,7 @@ def _path(source: File) -> Path:
 def _read(path: Path) -> File:
     """A folder as it is, a file read. Refuses folders that are pipelines of ours already."""
     if path.is_dir():
-        if (path / INDEX).is_file() and (saved := read_index_file(path)["_class_name"]) in PIPELINES:
+        if (path / INDEX).is_file() and (saved := read_index_file(path)["_class_name"]) in all_pipelines():
             raise ValueError(f"{path} is a {saved} already; load it by its from_pretrained.")
         return path
     content = read_content(path)
@@ -118,20 +103,17 @@ def _read(path: Path) -> File:
         raise ValueError(
             f"{path} is of audiocraft; pass its folder, with {LANGUAGE_MODEL} (the language model) and {CODEC} in it."
         )
-    student = unpack_student(path, content)
-    if student is not None:
-        return student
-    averaged = content.get("model_ema") if isinstance(content, Mapping) else None
-    if averaged and (is_mar(averaged) or is_flowar(averaged)):
-        return Checkpoint(path, dict(averaged))  # beside it are weights that were not averaged
-    return unpack_checkpoint(path, content)
+    kinds = [kind for family in all_families() if family.layout for kind in family.layout.files]
+    unpackers = (kind.function(kind.unpack) for kind in kinds if kind.unpack)
+    found = (unpacked for unpack in unpackers if (unpacked := unpack(path, content)) is not None)
+    return next(found, None) or unpack_checkpoint(path, content)
 
 
 def _family(sources: Sequence[File]) -> Family:
     """The family that a file is of."""
-    known = [family for family in FAMILIES if family.layout is not None]
-    # Files of other families have LlamaGen's keys, too.
-    for family in sorted(known, key=lambda family: family.name == "LlamaGen"):
+    known = [family for family in all_families() if family.layout is not None]
+    # Registered families may share a tokenizer with one of ours, and files of other families have LlamaGen's keys, too.
+    for family in sorted(known, key=lambda family: (family in FAMILIES, family.name == "LlamaGen")):
         own: Any = family.layout
         for source in sources:
             kind = None if own.recognise else _kind(family, source)
@@ -148,11 +130,11 @@ def _kind(family: Family, source: File) -> OfficialFile | None:
     files: Any = family.layout and family.layout.files
     if isinstance(source, Path):
         return next((kind for kind in files if kind.folder), None)
-    return next((kind for kind in files if _is_of(kind.recognise, source.weights)), None)
+    return next((kind for kind in files if kind.fits(source.weights)), None)
 
 
 def _name(kind: OfficialFile, source: File) -> str:
-    return _of_models(kind.name)(source) if ":" in kind.name else kind.name
+    return kind.function(kind.name)(source) if ":" in kind.name else kind.name
 
 
 def _assemble(
@@ -170,8 +152,8 @@ def _assemble(
     drawing, source = parts.get("transformer", next(iter(parts.values())))
     whole = "transformer" in parts and bool(tokenizers)
     if drawing.holds and not tokenizers and not isinstance(source, Path):
-        whole = _of_models(drawing.holds)(source.weights)
-    reads_text = bool(drawing.pipeline) and PIPELINES[drawing.pipeline].condition == "text"
+        whole = drawing.function(drawing.holds)(source.weights)
+    reads_text = bool(drawing.pipeline) and all_pipelines()[drawing.pipeline].condition == "text"
     if text_encoder is not None and not (whole and reads_text):
         raise ValueError(
             f"text_encoder={text_encoder} given for {_path(source)}, {_name(drawing, source)}; it belongs into a "
@@ -227,9 +209,9 @@ def _parts(family: Family, sources: Sequence[File]) -> dict[str, tuple[OfficialF
 
 def _alone(kind: OfficialFile, source: File, image_size: int | None, dtype: torch.dtype | None) -> Any:
     """The model of one file."""
-    sized = _of_models(kind.sizes)(image_size, _path(source)) if kind.sizes else image_size
+    sized = kind.function(kind.sizes)(image_size, _path(source)) if kind.sizes else image_size
     options = {kind.size: sized} if kind.size and sized is not None else {}
-    return _of_models(kind.load)(source, dtype=dtype, **options)
+    return kind.function(kind.load)(source, dtype=dtype, **options)
 
 
 def _count(source: File) -> int:

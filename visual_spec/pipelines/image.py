@@ -19,7 +19,6 @@ from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
     from visual_spec.models.core.checkpoints import Source
-    from visual_spec.models.next_token.controlar import ControlARTransformer
     from visual_spec.models.next_token.llamagen import LlamaGenTransformer
     from visual_spec.models.next_token.llamagen_vq import VQModel
     from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -57,7 +56,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
     @registers
     def __init__(
         self,
-        transformer: LlamaGenTransformer | ControlARTransformer | None,
+        transformer: LlamaGenTransformer | None,
         vq_model: VQModel | None,
         text_encoder: CaptionEncoder | T5Features | None,
         sampler: SchedulerMixin | None,
@@ -112,10 +111,8 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
     def _sized(self, args: Mapping[str, Any], asked: Asked) -> Any:
         control, strength = args.get("control"), args.get("control_strength", 1.0)
         if hasattr(self.transformer, "control_size"):
-            from visual_spec.pipelines.families import controlar
-
             size = args["height"], args["width"]
-            return self.sized(*controlar.check_control(control, strength, asked.count, *size))
+            return self.sized(*self.transformer.check_control(control, strength, asked.count, *size))
         if control is not None or strength != 1.0:
             raise ValueError(
                 "control or control_strength given, but this model reads no control picture; leave them out, or load a "
@@ -127,9 +124,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         condition = super()._condition(args, asked)
         if args.get("control") is None:
             return condition
-        from visual_spec.pipelines.families import controlar
-
-        return controlar.controlled(condition, args["control"], args["control_strength"])
+        return self.transformer.controlled(condition, args["control"], args["control_strength"])
 
     @draws()
     def __call__(

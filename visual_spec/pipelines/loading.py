@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from visual_spec.families import FAMILIES, PIPELINES, family_of
+from visual_spec.families import all_families, all_pipelines, family_of
 from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline
@@ -23,10 +23,7 @@ from visual_spec.pipelines.embedded import (
 )
 from visual_spec.pipelines.saved_index import INDEX, read_index_file, refuse_no_pipeline
 from visual_spec.records import Family, PipelineFacts
-
-_DRAFTERS = sorted({name for family in FAMILIES for name in family.drafters})
-_REFINERS = sorted({name for family in FAMILIES for name in family.refiners})
-_OF_DIFFUSERS = {family.of_diffusers: family.pipelines[0] for family in FAMILIES if family.of_diffusers}
+from visual_spec.samplers.registry import DRAFTER, all_samplers
 
 
 def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
@@ -43,9 +40,12 @@ def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
 
 
 def _pipeline_class(name: str | os.PathLike, index: dict[str, Any]) -> Any:
-    saved_as = _OF_DIFFUSERS.get(index["_class_name"], index["_class_name"])
-    if saved_as not in PIPELINES:
-        raise ValueError(f"{name} holds a {saved_as}; pass one of {', '.join(PIPELINES)}.")
+    of_diffusers = {
+        family.of_diffusers: family.pipelines[0] for family in all_families() if family.of_diffusers
+    }
+    saved_as = of_diffusers.get(index["_class_name"], index["_class_name"])
+    if saved_as not in all_pipelines():
+        raise ValueError(f"{name} holds a {saved_as}; pass one of {', '.join(all_pipelines())}.")
     return getattr(components, saved_as)
 
 
@@ -121,7 +121,10 @@ def load_drafter(name: str | os.PathLike, **kwargs: Any) -> Any:
     """
     if os.fspath(name) in embedded_models():
         name = part_folder(embedded_folder(os.fspath(name)), "transformer")
-    return _load_part(name, "drafter", embedded_drafters(), _DRAFTERS, **kwargs)
+    classes = {name for family in all_families() for name in family.drafters}
+    brought = (part for entry in all_samplers() if entry.needs == DRAFTER for part in entry.parts)
+    classes |= {part.partition(":")[2] for part in brought}
+    return _load_part(name, "drafter", embedded_drafters(), sorted(classes), **kwargs)
 
 
 def load_refiner(name: str | os.PathLike, **kwargs: Any) -> Any:
@@ -133,7 +136,8 @@ def load_refiner(name: str | os.PathLike, **kwargs: Any) -> Any:
     Raises:
         ValueError: there is no refiner of this name, or the folder holds something else; says what is there.
     """
-    return _load_part(name, "refiner", embedded_refiners(), _REFINERS, **kwargs)
+    classes = sorted({name for family in all_families() for name in family.refiners})
+    return _load_part(name, "refiner", embedded_refiners(), classes, **kwargs)
 
 
 _REFINER_FACTS = ("refiner_budget", "refiner_guidance_scale", "refiner_first_scale")

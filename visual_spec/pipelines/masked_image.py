@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.image import ImagePipeline
 
 if TYPE_CHECKING:
-    from visual_spec.models.masked.causal_layer import CausalLayer
     from visual_spec.models.masked.maskgit import MaskedImageTransformer
     from visual_spec.models.masked.shortcut import FeatureShortcut
     from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -57,7 +57,7 @@ class MaskedImagePipeline(ImagePipeline):
         default_guidance_scale: float = 2.0,
         default_top_k: int = 0,
         shortcut: FeatureShortcut | None = None,
-        causal_layer: CausalLayer | None = None,
+        causal_layer: ModelMixin | None = None,
     ): ...
 
     @classmethod

@@ -16,7 +16,7 @@ from typing import Any
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.families import FAMILIES
+from visual_spec.families import all_families
 from visual_spec.files.reading import shortened
 from visual_spec.models.core.saved import SavedModel, check_folder, read_settings
 from visual_spec.pipelines import components
@@ -115,7 +115,7 @@ def check_saved_pipeline(
     passed = {name: value for name, value in (passed or {}).items() if name in parameters}
     sampler: dict[str, Any] = {}
     pipelines = {parent.__name__ for parent in kind.__mro__}
-    families = [family for family in FAMILIES if pipelines & set(family.pipelines)]
+    families = [family for family in all_families() if pipelines & set(family.pipelines)]
     for name, parameter in parameters.items():
         if name in passed:
             continue
@@ -177,7 +177,7 @@ def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
             "again."
         )
     library, class_name = value
-    home: Any = components if library.startswith("visual_spec.") else None
+    home: Any = components if library in ("visual_spec", components.__name__) else None
     if library in _LIBRARIES:
         home = __import__(library)
     elif home is None:

@@ -1,13 +1,15 @@
 """The table of all samplers. Plain data, without PyTorch.
 
 Exports, the reload of saved pipelines, the command line, the tables, the settings that `bench` and `eval` measure, and
-the parametrised tests all read this table. To add a sampler, add its file and one entry here (docs/EXTENDING.md).
+the parametrised tests all read this table, and what other packages register (docs/EXTENDING.md).
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,7 @@ MASKED = "masked"  # MaskedModel: all hidden tokens at once
 FRAMES = "frames"  # FrameModel: all hidden tokens of a frame at once, one frame after the other
 CHUNKS = "chunks"  # ChunkModel of `continuous.chunks`: chunks of frames
 CONTINUOUS = "continuous"  # CausalContinuousModel, MaskedContinuousModel: conditions of vectors
-DENOISED = "denoised"  # BlockModel of `continuous.block_diffusion`: blocks of noisy vectors
+DENOISED = "denoised"  # BlockModel of `prototype.acdit.sampler`: blocks of noisy vectors
 FLOW_SCALES = "flow scales"  # FlowScaleModel: a map of vectors at once, by flow matching
 VECTORS = (CONTINUOUS, DENOISED, FLOW_SCALES)  # kinds whose tokens are vectors
 DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise
@@ -49,6 +51,8 @@ class SamplerEntry:
         plain: whether it is the plain decoding of its kind of calls, which others are compared with.
         settings: what `bench` and `eval` measure if no samplers are named, as on the command line; ("",) measures
             the defaults, and () measures nothing.
+        parts: "module:class" of the networks that it brings, which saved folders may name; of a sampler that needs a
+            drafter these are its drafters.
     """
 
     name: str
@@ -59,6 +63,7 @@ class SamplerEntry:
     asks: str = ""
     plain: bool = False
     settings: tuple[str, ...] = ("",)
+    parts: tuple[str, ...] = ()
 
     @property
     def class_name(self) -> str:
@@ -93,9 +98,6 @@ SAMPLERS = (
         ),
     ),
     SamplerEntry(
-        "proactive-jacobi", f"{_HERE}.raster.proactive:ProactiveJacobiSampler", TREE, "lossless", settings=()
-    ),
-    SamplerEntry(
         "drafted",
         f"{_HERE}.raster.drafted:DraftedSampler",
         RASTER,
@@ -106,22 +108,7 @@ SAMPLERS = (
     SamplerEntry(
         "tree", f"{_HERE}.raster.tree:TreeSampler", TREE, "lossless; relaxed: measured", DRAFTER, settings=()
     ),
-    SamplerEntry(
-        "multiscale",
-        f"{_HERE}.raster.local_speculation:MultiscaleSampler",
-        RASTER,
-        "measured (the drafter is of lower resolution)",
-        DRAFTER,
-        settings=(),
-    ),
     SamplerEntry("zipar", f"{_HERE}.orders.zipar:ZipARSampler", ORDER, "measured", settings=()),
-    SamplerEntry(
-        "parallel-jacobi",
-        f"{_HERE}.orders.parallel_jacobi:ParallelJacobiSampler",
-        ORDER,
-        "measured",
-        settings=(),
-    ),
     SamplerEntry(
         "ordered",
         f"{_HERE}.orders.ordered:OrderedSampler",
@@ -167,14 +154,6 @@ SAMPLERS = (
             "coupling=maximal,acceptance=lantern,unit=codebook",
         ),
     ),
-    SamplerEntry(
-        "drafted-columns",
-        f"{_HERE}.raster.columns_drafted:DraftedColumnSampler",
-        COLUMNS,
-        "identical or lossless",
-        DRAFTER,
-        settings=("", "acceptance=identical"),
-    ),
     SamplerEntry("masked", f"{_HERE}.masked.masked:MaskedSampler", MASKED, "a law of its own", plain=True),
     SamplerEntry(
         "speculative-masked",
@@ -183,14 +162,6 @@ SAMPLERS = (
         "identical or lossless, to one token a call in its order",
         settings=(),
         asks="one codebook",
-    ),
-    SamplerEntry(
-        "self-speculative-masked",
-        f"{_HERE}.masked.self_speculative:SelfSpeculativeMaskedSampler",
-        MASKED,
-        "the law of a causal layer, by groups",
-        settings=(),
-        asks="one codebook and a causal layer",
     ),
     SamplerEntry(
         "frame-masked",
@@ -245,35 +216,42 @@ SAMPLERS = (
         plain=True,
         settings=(),
     ),
-    SamplerEntry(
-        "flow-scales",
-        f"{_HERE}.continuous.flow_scales:FlowScaleSampler",
-        FLOW_SCALES,
-        "a law of its own, map by map",
-        plain=True,
-    ),
-    SamplerEntry(
-        "block-diffusion",
-        f"{_HERE}.continuous.block_diffusion:BlockDiffusionSampler",
-        DENOISED,
-        "a law of its own, block by block",
-        plain=True,
-        settings=("levels=10", "levels=5"),
-    ),
-    SamplerEntry(
-        "distilled",
-        f"{_HERE}.distilled:DistilledSampler",
-        DISTILLED,
-        "the student's own law",
-        plain=True,
-        settings=("steps=1", "steps=2"),
-    ),
 )
+
+
+def registered(group: str) -> list[Any]:
+    """What packages offer under an entry point, `visual_spec.samplers` or `visual_spec.families`.
+
+    An entry point leads to a tuple of records. That of `visual_spec.prototype` is read with or without the metadata of
+    an installation, which a checkout lacks. A package that cannot be imported is left out with a warning.
+    """
+    from importlib.metadata import EntryPoint, entry_points  # not at `import visual_spec`: it takes a while
+
+    own = EntryPoint("prototype", f"visual_spec.prototype.table:{group.rpartition('.')[2].upper()}", group)
+    records: list[Any] = []
+    for point in {point.value: point for point in (own, *entry_points(group=group))}.values():
+        try:
+            records += point.load()
+        except Exception as error:  # of somebody else's code
+            warnings.warn(f"{point.value}, registered as {group}, cannot be used: {error!r}", stacklevel=2)
+    return records
+
+
+@functools.cache
+def all_samplers() -> tuple[SamplerEntry, ...]:
+    """The samplers of this table, then those that packages register; of two with one name the first."""
+    by_names: dict[str, SamplerEntry] = {}
+    for entry in (*SAMPLERS, *registered("visual_spec.samplers")):
+        if by_names.setdefault(entry.name, entry) is not entry:
+            warnings.warn(
+                f"{entry.path} is left out: {entry.name} is {by_names[entry.name].path}", stacklevel=2
+            )
+    return tuple(by_names.values())
 
 
 def names() -> list[str]:
     """Return the command-line names, in the order of the table."""
-    return [entry.name for entry in SAMPLERS]
+    return [entry.name for entry in all_samplers()]
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -288,7 +266,7 @@ def by_name(name: str) -> SamplerEntry:
     Raises:
         ValueError: the name is unknown; the message lists the names.
     """
-    for entry in SAMPLERS:
+    for entry in all_samplers():
         if entry.name == name:
             return entry
     raise ValueError(f"unknown sampler {name!r}; pass one of {', '.join(names())}.{meant(name, names())}")
@@ -300,11 +278,11 @@ def by_class(class_name: str) -> SamplerEntry:
     Raises:
         ValueError: the class is unknown; the message lists the classes.
     """
-    for entry in SAMPLERS:
+    for entry in all_samplers():
         if entry.class_name == class_name:
             return entry
     raise ValueError(
-        f"{class_name} is no sampler; pass one of {', '.join(entry.class_name for entry in SAMPLERS)}."
+        f"{class_name} is no sampler; pass one of {', '.join(entry.class_name for entry in all_samplers())}."
     )
 
 
@@ -315,7 +293,7 @@ def sampler_class(entry: SamplerEntry) -> Any:
 
 def fitting(calls: tuple[str, ...]) -> list[SamplerEntry]:
     """Return the samplers whose calls a model answers."""
-    return [entry for entry in SAMPLERS if entry.calls in calls]
+    return [entry for entry in all_samplers() if entry.calls in calls]
 
 
 def fit(calls: tuple[str, ...], entry: SamplerEntry) -> str:

@@ -28,11 +28,11 @@ from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.settings import Count, OneOf, Within, read_fields
-from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
+from visual_spec.prototype.drafted_columns.eagle import ColumnEagleDrafter
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.training.drafter import generators
 from visual_spec.training.loop import (
     Descent,

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.prototype.students.llamagen import LlamaGenStudent
 from visual_spec.training.distilled_pairs import PairDrawing, Pairs, drawn_pairs
 from visual_spec.training.loop import (
     Descent,

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from visual_spec.models.continuous.acdit import ACDiTTransformer
 from visual_spec.models.continuous.causal import CausalContinuousTransformer
-from visual_spec.models.continuous.flowar import FlowARTransformer
 from visual_spec.models.continuous.mar import MARTransformer
+from visual_spec.prototype.acdit.model import ACDiTTransformer
+from visual_spec.prototype.flowar.model import FlowARTransformer
 
 SIZES: dict[str, Any] = dict(
     grid_size=4, token_dim=3, dim=16, num_layers=2, num_heads=2, head_width=12, head_depth=2, num_classes=5

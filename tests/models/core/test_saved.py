@@ -12,9 +12,9 @@ from transformers import EncodecConfig, EncodecModel
 
 from tests.helpers.tiny import tiny_vq_model
 from visual_spec.models.core.saved import check_folder, check_loaded
-from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.prototype.drafted_columns.eagle import ColumnEagleDrafter
 
 KEY = "decoder.conv_in.weight"
 SIZES: dict[str, Any] = dict(vocab_size=12, dim=16, num_layers=2, num_heads=2, grid_size=4, num_classes=3)

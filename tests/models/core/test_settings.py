@@ -14,16 +14,16 @@ from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.masked.mage import MageTransformer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_scale.var import VARTransformer
-from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
+from visual_spec.prototype.students.llamagen import LlamaGenStudent
+from visual_spec.prototype.students.var import VARStudent
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.masked.frames import FrameMaskedSampler
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.registry import SAMPLERS, sampler_class
+from visual_spec.samplers.registry import all_samplers, sampler_class
 
-CLASSES = {entry.name: sampler_class(entry) for entry in SAMPLERS}
+CLASSES = {entry.name: sampler_class(entry) for entry in all_samplers()}
 
 
 def declared(kind: Any) -> dict[str, DeclaredSetting]:

@@ -22,11 +22,11 @@ from tests.helpers.drafting import (
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel, TabularState
 from tests.helpers.tiny import tiny_transformer
+from visual_spec.prototype.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import ActiveSamples, HostCopy
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
 
 JACOBI = [

@@ -34,6 +34,8 @@ from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.next_token import cached_decoder
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
+from visual_spec.prototype.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.core import base, graph
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
@@ -41,11 +43,9 @@ from visual_spec.samplers.core.noise import CounterNoise, draw_keys
 from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
 from visual_spec.samplers.raster.window import WindowPolicy
 

@@ -15,9 +15,9 @@ from tests.helpers.row_simulation import Simulation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.prototype.parallel_jacobi import ROW_DRAFTS, ParallelJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.orders.parallel_jacobi import ROW_DRAFTS, ParallelJacobiSampler
 from visual_spec.samplers.orders.row_order import RowOrder
 from visual_spec.samplers.orders.zipar import ZipARSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler

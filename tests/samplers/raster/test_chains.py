@@ -13,6 +13,8 @@ from torch.nn.functional import pad
 from tests.helpers import columns, drafting
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tiny import seeded
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
+from visual_spec.prototype.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import SampleResult
@@ -20,11 +22,9 @@ from visual_spec.samplers.raster import drafted
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.column_base import UNITS, ColumnSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.raster.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
 
 WINDOW = 6

@@ -14,17 +14,17 @@ from tests.models.next_token import tiny_transformers
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
+from visual_spec.prototype.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.core.precision import EXACT_WIDTH
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
 
 LABELS = torch.tensor([1, 4, 0])

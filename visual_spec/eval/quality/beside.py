@@ -22,7 +22,7 @@ from visual_spec.samplers.core.trace import (
     kept,
     named,
 )
-from visual_spec.samplers.registry import SAMPLERS, sampler_class
+from visual_spec.samplers.registry import all_samplers, sampler_class
 
 # By what `DecodeTrace.promise` says.
 STATEMENTS = {
@@ -56,7 +56,7 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
     same = rate(drawn.same(other))
     laws = [_law_settings(one.lines[0], run) for one, run in zip((drawn, other), runs, strict=True)]
     promises = {_promise_of(line) for line in drawn.lines}
-    plain = {entry.class_name for entry in SAMPLERS if entry.plain}
+    plain = {entry.class_name for entry in all_samplers() if entry.plain}
     comparable = set(differing) <= {"batch_size"} and runs[1].get("sampler", {}).get("class") in plain
     promise = promises.pop() if comparable and len(promises) == 1 else UNKNOWN
     if promise not in STATEMENTS:
@@ -106,7 +106,7 @@ def _law_settings(line: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
     if "law_settings" in line:
         return line["law_settings"]
     settings = dict(run.get("sampler", {}))
-    known = {entry.class_name: entry for entry in SAMPLERS}
+    known = {entry.class_name: entry for entry in all_samplers()}
     entry = known.get(settings.pop("class", None))
     return {} if entry is None else sampler_class(entry).from_config(settings).law_settings
 

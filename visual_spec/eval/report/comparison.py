@@ -110,7 +110,7 @@ def _row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
         output_law=trace.output_law,
         near_ties=None if trace.near_ties is None else int(trace.near_ties.sum()),
         # A plain sampler draws all that it commits.
-        drafts=all(entry.class_name != trace.sampler or not entry.plain for entry in registry.SAMPLERS),
+        drafts=all(entry.class_name != trace.sampler or not entry.plain for entry in registry.all_samplers()),
         reference=MASKED in pipe.calls,
         head_calls=None if None in heads else tuple(int(calls[0]) for calls in heads),  # pyright: ignore
         entry_call=entered[0] if entered is not None and pipe.medium == "audio" else None,

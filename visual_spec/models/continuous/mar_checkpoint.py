@@ -29,13 +29,10 @@ _MAR = KeyLayout(
 )
 
 
-def unpack_averaged(path: Path, content: Any) -> Checkpoint | None:
-    """Return the averaged weights in the content of a file of MAR or FlowAR, or the weights that it is; see `read_by`.
-
-    Raises:
-        ValueError: it holds no dict of weights.
-    """
-    return _MAR.contained(path, content)
+def unpack_mar(path: Path, content: Any) -> Checkpoint | None:
+    """The averaged weights in the content of a file of MAR; None: it holds none."""
+    averaged = content.get("model_ema") if isinstance(content, Mapping) else None
+    return _MAR.contained(path, content) if isinstance(averaged, Mapping) and is_mar(averaged) else None
 
 
 def load_mar_checkpoint(

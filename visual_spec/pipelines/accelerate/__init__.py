@@ -13,7 +13,7 @@ from typing import Any
 from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, promise
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler
-from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
+from visual_spec.samplers.registry import all_samplers, by_name, sampler_class
 
 logger = logging.getLogger("visual_spec")
 _PLAIN = "_visual_spec_plain_sampler"
@@ -108,7 +108,7 @@ def _set_sampler(pipe: Any, sampler: Any) -> Any:
 def refusals(pipe: Any) -> dict[str, str]:
     """What `accelerate(pipe, name)` says to each sampler of the registry, by name; empty where it fits."""
     said: dict[str, str] = {}
-    for entry in SAMPLERS:
+    for entry in all_samplers():
         try:
             pipe.sampler = _set_sampler(pipe, make_sampler(entry.name))
             said[entry.name] = ""

@@ -22,7 +22,7 @@ from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import WHOLE_MODELS, MusicCondition, text_condition
 from visual_spec.models.core.offload import loads_groups
-from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
@@ -166,9 +166,10 @@ def generate_audio(
     columns = MusicgenColumnModel(model, frames, prompt_frames=codes.shape[-1])
     drafts, drafter = {}, vars(model).get("drafter") if drafter is None else drafter
     if drafter is not None:
-        eagle = isinstance(drafter, ColumnEagleDrafter)
+        # A model of transformers is made to answer calls; one of ours answers them.
+        wrapped = not isinstance(drafter, SavedModel)
         drafts["drafter"] = (
-            drafter if eagle else MusicgenColumnModel(drafter, frames, prompt_frames=codes.shape[-1])
+            MusicgenColumnModel(drafter, frames, prompt_frames=codes.shape[-1]) if wrapped else drafter
         )
     live = LiveStream(streamer, start)
 

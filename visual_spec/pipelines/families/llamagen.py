@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from visual_spec.families import FAMILIES, all_families
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, trained_order
-from visual_spec.models.next_token.controlar import is_controlar, load_controlar_checkpoint
 from visual_spec.models.next_token.llamagen_checkpoint import load_pair, load_tokenizer, official_defaults
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.sampler_text import make_sampler
@@ -22,17 +22,20 @@ def own_sampler(model: Any) -> Any:
 def load_for_texts(
     transformer: Source, vq_model: Source, *, image_size: int | None, dtype: torch.dtype | None
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Transformer, tokenizer and the pipeline's defaults, of LlamaGen's files or ControlAR's.
+    """Transformer, tokenizer and the pipeline's defaults, of LlamaGen's files or those of a family like ControlAR.
 
     Raises:
         ValueError, OSError: as `load_official`.
     """
     checkpoint = transformer if isinstance(transformer, Checkpoint) else read_checkpoint(transformer)
-    if not is_controlar(checkpoint.weights):
+    layouts = (family.layout for family in all_families() if family.layout and family not in FAMILIES)
+    kinds = (kind for layout in layouts for kind in layout.files if kind.pipeline == "ImagePipeline")
+    kind = next((kind for kind in kinds if kind.fits(checkpoint.weights)), None)
+    if kind is None:
         return load_official(checkpoint, vq_model, image_size=image_size, dtype=dtype, text=True)
-    model = load_controlar_checkpoint(checkpoint, image_size=image_size, dtype=dtype)
+    model = kind.function(kind.load)(checkpoint, image_size=image_size, dtype=dtype)
     tokenizer = load_tokenizer(vq_model, image_size=model.control_size[0], dtype=dtype)
-    return model, tokenizer, {"default_guidance_scale": 4.0, "default_top_k": 2000}
+    return model, tokenizer, dict(model.official_defaults)
 
 
 def load_official(

@@ -478,6 +478,8 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # Python asks for these when it imports
+        raise AttributeError(name)
     from visual_spec.moved import find  # for names of earlier versions
 
     return find(__name__, name)

@@ -308,6 +308,8 @@ def check_known_tokens(model: Any, known_tokens: Tensor, batch_size: int) -> Non
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # Python asks for these when it imports
+        raise AttributeError(name)
     from visual_spec.moved import find  # for names of earlier versions
 
     return find(__name__, name)

@@ -99,18 +99,3 @@ def check_in_order(model: Any) -> None:
         raise ValueError(
             f"a {type(model).__name__} is told how far the decode is, which no order of tokens says; use MaskedSampler."
         )
-
-
-def check_causal_layer(model: Any, layer: Any) -> None:
-    """Refuse a model that keeps no features, and a layer that is missing or does not fit."""
-    check_in_order(model)
-    if not hasattr(model, "scores"):
-        raise ValueError(
-            f"a {type(model).__name__} keeps nothing of a call, which a causal layer reads; use MaskedSampler."
-        )
-    if layer is None:
-        raise ValueError(
-            "this sampler needs causal_layer, a CausalLayer trained for this model (in a checkout: "
-            "python scripts/train causal_layer)."
-        )
-    layer.check_fits(model)
