@@ -178,11 +178,10 @@ def save_custom_generate(folder: str | os.PathLike) -> Path:
 def _sampler(window: int | str | None, sampler: Any, usual: str, windowed: str) -> Any:
     if window is not None and sampler is not None:
         raise ValueError(f"window={window!r} and sampler={sampler!r} given; pass one of them.")
-    if isinstance(sampler, str):
-        return read_sampler(sampler)
-    if sampler is not None:
-        return sampler
-    return make_sampler(usual) if window is None else make_sampler(windowed, window=window)
+    if window is not None:
+        return make_sampler(windowed, window=window)
+    chosen = usual if sampler is None else sampler
+    return read_sampler(chosen) if isinstance(chosen, str) else chosen
 
 
 def _negative_prompt(processors: Sequence[Any], rows: int) -> dict[str, Any]:

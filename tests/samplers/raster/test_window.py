@@ -99,7 +99,7 @@ def shown(policy: WindowPolicy, cost: dict[int, float], kept: float, calls: int)
 
 
 def test_the_first_calls_compare_the_narrowest_window_with_the_start():
-    assert shown(WindowPolicy(), COSTS["batch 1"], 3.7, 9) == [32, 32, 1, 32, 1, 32, 1, 32, 1]
+    assert shown(WindowPolicy(), COSTS["batch 1"], 3.7, 9) == [8, 8, 1, 8, 1, 8, 1, 8, 1]
 
 
 def test_the_cost_is_fitted_to_the_ratios_of_neighbouring_calls():

@@ -35,8 +35,9 @@ def accelerate(
             transformers that writes codes, a NextStep, or a Wan or a MiniMax-Music 3 of diffusers: the modules beside
             this one say what each gets.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
-            "speculative-jacobi". A pipeline that has a sampler of this class keeps it. So does one of music or of
-            continuous tokens: there no sampler has been faster without changing what is drawn, as a warning says.
+            "speculative-jacobi"; on models of transformers with "window=auto", which times its first calls and goes on
+            plainly where no window pays. A pipeline that has a sampler of this class keeps it. So does one of music or
+            of continuous tokens: there no sampler has been faster without changing what is drawn, as a warning says.
             Speech takes none; a depth decoder takes "depth-window". A Wan takes a policy of its cache in its place
             (`visual_spec.models.video.frame_cache`), or its text; None: "full".
         drafter: of an image generator or a MusicGen of transformers, for samplers that draft with a second model. A

@@ -63,7 +63,7 @@ class CodeAdapter(Adapter):
 
     takes = ("causal language models with codes=(first, last + 1)",)
     calls = (RASTER,)
-    fast_sampler = "speculative-jacobi"
+    fast_sampler = "speculative-jacobi:window=auto"
     options = ("codes", "end")
 
     def models(self, thing: Any) -> list[Any]:

@@ -75,7 +75,7 @@ class ImageAdapter(Adapter):
 
     takes = tuple(FAMILIES)
     calls = RASTER_TREE_ORDER
-    fast_sampler = "speculative-jacobi"
+    fast_sampler = "speculative-jacobi:window=auto"
     options = ("drafter",)
 
     def models(self, thing: Any) -> list[Any]:

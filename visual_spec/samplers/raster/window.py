@@ -8,6 +8,7 @@ depend on the window: otherwise the tokens would depend on measured times and co
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from visual_spec.models.core.protocol import owner_of
 from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.state import HostCopy
 
-START = 32  # the window of the first calls
+logger = logging.getLogger("visual_spec")
+START = 8  # the window of the first calls: small, as a wide one is dear where tokens cannot be guessed
 # c of the embedded `shapes`, where W = 4, 8, 16, 32, 64 keep .8, 1.5, 2.4, 3.7, 4.5 drafts a call.
 _GAIN = 0.31
 _SHAPE = np.log2(WIDTHS) ** 1.5
@@ -30,7 +32,7 @@ _SETTLING = 4  # calls after a change of the window, which still test drafts of 
 _RATIOS = 32  # pairs of neighbouring calls that the cost is fitted to
 _FIRST_PROBES = 4  # every second call at first, of the narrowest window; nothing is chosen before
 _PROBE_EVERY = 24  # calls
-_PROBE_SELDOM, _LONG = 96, 200  # calls: the distance of probes once a window was held for long
+_PROBE_SELDOM, _LONG = 96, 200  # calls: the distance of probes of plain decoding, and once a window was held for long
 _BETTER = 1.03  # a window must promise so much more before it replaces the present one
 _SLOPES = np.geomspace(1e-4, 4.0, 80)  # candidates of b / a
 
@@ -56,6 +58,7 @@ class WindowPolicy:
         self._previous: tuple[int, float] | None = None  # window and seconds of the last call
         self._seen = self._since = self._probes = 0
         self._slope = _SLOPES[0]
+        self._told = False  # whether the user was told that plain decoding is fastest
 
     @classmethod
     def of(cls, model: Any, key: Any) -> WindowPolicy:
@@ -107,7 +110,8 @@ class WindowPolicy:
     def choose(self) -> int:
         """Return the window of the next call."""
         early = self._probes < _FIRST_PROBES
-        every = 2 if early else _PROBE_SELDOM if self._since > _LONG else _PROBE_EVERY
+        seldom = self.held == 1 or self._since > _LONG
+        every = 2 if early else _PROBE_SELDOM if seldom else _PROBE_EVERY
         if self._seen and self._seen % every == 0:
             self._probes += 1
             return WIDTHS[0] if early else self._probe()
@@ -116,6 +120,12 @@ class WindowPolicy:
             best = int(speed.argmax())
             if speed[best] > _BETTER * speed[held]:
                 self.held, self._since = WIDTHS[best], 0
+                if self.held == 1 and not self._told:
+                    self._told = True
+                    logger.warning(
+                        "No window pays on this model at this batch size: its tokens cannot be guessed well enough for "
+                        "the time of a wider call. Plain decoding goes on, with the same tokens."
+                    )
         return self.held
 
     def _probe(self) -> int:
