@@ -101,6 +101,12 @@ RECIPES = {
         {"default_guidance_scale": 1.5, "default_temperature": 0.6},
         halved={**dict.fromkeys(("vq_model", "text_encoder")), "drafter": ("", 2), "transformer": ("", 2)},
     ),
+    "things": Recipe(
+        "ImagePipeline",
+        "speculative-jacobi",
+        {"default_guidance_scale": 1.5},
+        halved={**dict.fromkeys(("vq_model", "text_encoder")), "transformer": ("", 2)},
+    ),
     "shapes_nar": Recipe("ImagePipeline", "ordered", {"default_guidance_scale": 1.5}, OF_SHAPES),
     "shapes_any": Recipe(
         "ImagePipeline",

@@ -78,10 +78,10 @@ def test_wrong_pictures_are_told():
     assert score(caption(Scene((second, first), pair.ground, "left of")), picture)["relation"] is False
     assert score(caption(Scene(pair.objects, pair.ground, "above")), picture)["relation"] is False
     alone = score(prompt, things.render(Scene((first,), pair.ground)))
-    assert alone == {"thing": False, "count": False, "ground": True, "relation": False}
+    assert alone == {"thing": False, "count": False, "background": True, "relation": False}
     other = next(ground for ground in GROUNDS if ground != pair.ground)
     assert score(prompt, things.render(Scene(pair.objects, other, "left of"))) == {
-        "thing": True, "count": True, "ground": False, "relation": True,
+        "thing": True, "count": True, "background": False, "relation": True,
     }  # fmt: skip
     spoilt = picture.copy()
     spoilt[8:40, 8:120] = np.random.default_rng(0).integers(0, 255, (32, 112, 3))

@@ -64,6 +64,11 @@ def _caption_pattern() -> str:
     return f"an? ({nouns})(?: ({relations}) an? ({nouns}))? on an? ({grounds}) background"
 
 
+def is_caption(text: str) -> bool:
+    """Whether `parse_caption` reads a text."""
+    return re.fullmatch(_caption_pattern(), " ".join(text.lower().split())) is not None
+
+
 def parse_caption(text: str) -> WantedFacts:
     """Parse a caption of `visual_spec.data.things.caption`; upper case and extra white space are accepted.
 
@@ -143,8 +148,8 @@ def _unexplained(pixels: np.ndarray, ground: str) -> tuple[np.ndarray, np.ndarra
 def score(prompt: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
     """Return which attributes of a prompt a picture has.
 
-    Keys: thing (every wanted thing is there), count (and nothing else), ground, and relation if the prompt has one: the
-    first thing lies on its side of the second, and is further away along that axis than across it.
+    Keys: thing (every wanted thing is there), count (and nothing else), background, and relation if the prompt has one:
+    the first thing lies on its side of the second, and is further away along that axis than across it.
 
     Raises:
         ValueError: as in `parse_caption` and `parse_picture`.
@@ -155,7 +160,7 @@ def score(prompt: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
     hits = {
         "thing": None not in there,
         "count": len(facts.things) + facts.others == len(wanted.nouns),
-        "ground": facts.ground == wanted.ground,
+        "background": facts.ground == wanted.ground,
     }
     if wanted.relation is not None:
         first, second = there

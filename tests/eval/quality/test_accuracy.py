@@ -30,3 +30,14 @@ def test_true_scenes_are_right_in_every_attribute():
     scenes, pictures = shapes.sample_dataset(5, 5, held_out=True)
     hits = [shapes_parser.score(shapes.caption(s), p) for s, p in zip(scenes, pictures, strict=True)]
     assert summarise(hits)["all_correct"]["hits"] == 5
+
+
+def test_captions_of_things_are_read_by_their_parser():
+    from visual_spec.data import shapes, things
+    from visual_spec.eval.quality.extractors import _parse
+
+    scene = things.sample_scenes(1, 3)[0]
+    assert all(_parse("image", things.caption(scene), things.render(scene)).values())
+    other = shapes.sample_scenes(1, 3)[0]
+    hits = _parse("image", shapes.caption(other), shapes.render(other))
+    assert "texture" in hits and all(hits.values())

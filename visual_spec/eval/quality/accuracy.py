@@ -15,7 +15,18 @@ from visual_spec.eval.tables import column, interval, table
 ATTRIBUTES = tuple(
     dict.fromkeys(
         (
-            *("one_object", "shape", "colour", "size", "count", "relation", "direction", "speed", "ending"),
+            *(
+                "one_object",
+                "thing",
+                "shape",
+                "colour",
+                "size",
+                "count",
+                "relation",
+                "direction",
+                "speed",
+                "ending",
+            ),
             *("background", "texture", "camera", "consistency", *tunes.ATTRIBUTES),
         )
     )

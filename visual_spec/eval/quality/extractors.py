@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from visual_spec.data import motion_parser, shapes_classes, shapes_parser, tunes, tunes_parser
+from visual_spec.data import motion_parser, shapes_classes, shapes_parser, things_parser, tunes, tunes_parser
 from visual_spec.eval.quality.accuracy import ATTRIBUTES
 from visual_spec.eval.quality.audio import resampled
 from visual_spec.eval.quality.feature_sets import SampleFiles
@@ -161,7 +161,7 @@ def _inception(setup: Setup, outputs: list[str]) -> Any:
 def parsed_attributes(setup: Setup) -> Extractor:
     """What the parser of the procedural data reads: [N, A], 1 or 0 for each of `ATTRIBUTES`, -1 if it is not asked for.
 
-    Prompts are captions of `shapes`, `motion` or `tunes`, or names of classes of `shapes`.
+    Prompts are captions of `shapes`, `things`, `motion` or `tunes`, or names of classes of `shapes`.
     """
 
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
@@ -193,6 +193,8 @@ def _one_by_one(samples: SampleFiles, first: int, end: int) -> Iterator[np.ndarr
 def _parse(medium: str, prompt: str, sample: np.ndarray) -> dict[str, bool]:
     if medium == "image" and prompt in shapes_classes.CLASS_NAMES:
         return shapes_classes.score_class(prompt, sample)
+    if medium == "image" and things_parser.is_caption(prompt):
+        return things_parser.score(prompt, sample)
     return {"image": shapes_parser, "video": motion_parser, "audio": tunes_parser}[medium].score(
         prompt, sample
     )

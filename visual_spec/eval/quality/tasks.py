@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from visual_spec.data import motion, shapes_classes, tunes, tunes_synth
+from visual_spec.data import motion, shapes_classes, things, tunes, tunes_synth
 
 _OTHER_CLASSES = 1_000_003  # seed of the scenes that class models are compared with
 
@@ -32,6 +32,12 @@ def shapes_task(count: int, image_size: int) -> Task:
 
     scenes, pictures = sample_dataset(count, 0, held_out=True, size=image_size)
     return Task([caption(scene) for scene in scenes], pictures)
+
+
+def things_task(count: int) -> Task:
+    """The captions of `things` that no trainer sees, and the scenes they describe."""
+    scenes, pictures = things.sample_dataset(count, 0, held_out=True)
+    return Task([things.caption(scene) for scene in scenes], pictures)
 
 
 def classes_task(count: int, image_size: int) -> Task:
@@ -79,6 +85,9 @@ def task_of(pipe: Any, count: int) -> Task:
             )
         return motion_task(count)
     if getattr(pipe, "num_classes", None) is None:
+        words = getattr(pipe.text_encoder.config, "vocabulary", ())
+        if set(things.vocabulary()) <= set(words):
+            return things_task(count)
         return shapes_task(count, pipe.image_size[0])
     if tuple(pipe.config.get("id2label") or ()) != shapes_classes.CLASS_NAMES:
         raise ValueError(

@@ -32,7 +32,10 @@ _SETTLING = 4  # calls after a change of the window, which still test drafts of 
 _RATIOS = 32  # pairs of neighbouring calls that the cost is fitted to
 _FIRST_PROBES = 4  # every second call at first, of the narrowest window; nothing is chosen before
 _PROBE_EVERY = 24  # calls
-_PROBE_SELDOM, _LONG = 96, 200  # calls: the distance of probes of plain decoding, and once a window was held for long
+_PROBE_SELDOM, _LONG = (
+    96,
+    200,
+)  # calls: the distance of probes of plain decoding, and once a window was held for long
 _BETTER = 1.03  # a window must promise so much more before it replaces the present one
 _SLOPES = np.geomspace(1e-4, 4.0, 80)  # candidates of b / a
 
