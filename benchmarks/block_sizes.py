@@ -25,7 +25,7 @@ from visual_spec.eval.machine import environment
 from visual_spec.eval.quality.evaluate import evaluate
 from visual_spec.eval.quality.tasks import task_of
 from visual_spec.eval.settings import Setting, parse_setting
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
@@ -81,7 +81,7 @@ def quality(made: dict[str, tuple[Any, list[Setting]]], keep: Path, samples: int
                 "frechet_to_true": rounded(row["features"]["shapes"]["frechet_to_real"]),
             }
             rows.append(facts)
-            print(json.dumps(facts), flush=True)
+            print(json_text(facts), flush=True)
     return rows
 
 
@@ -121,7 +121,7 @@ def main() -> None:
     rows = [row | seconds[row["model"], row["setting"]] for row in rows]
     machine = environment(torch.device("cpu"), torch.float32)
     document = {"samples": args.samples, "alone": args.alone, "environment": machine, "rows": rows}
-    write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=True)
+    write_json(args.out, document, indent=1)
 
 
 if __name__ == "__main__":

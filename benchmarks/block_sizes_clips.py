@@ -11,7 +11,6 @@ clip. Without the cache every level reads all clean blocks again.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from visual_spec.data.motion import Clip, caption
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import mean_figure, rate, ratio_figure, rounded, share_figure
 from visual_spec.eval.machine import environment
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.prototype.acdit.model import ACDiTState, ACDiTTransformer
 from visual_spec.prototype.acdit.sampler import BlockDiffusionSampler
@@ -91,7 +90,7 @@ def read(
     row["everything_right"] = rounded(rate([all(score.values()) for score in scores]))
     for key in scores[0]:
         row[key] = rounded(rate([score[key] for score in scores]))
-    print(json.dumps(row), flush=True)
+    print(json_text(row), flush=True)
     return row
 
 
@@ -153,7 +152,7 @@ def timings(turns: dict[tuple[str, int, bool], Any], guidance: float, count: int
         row = {"model": name, "setting": f"levels={levels}", "processor_seconds": rounded(mean_figure(held))}
         row |= {"without_cache": rounded(mean_figure(again)), "speed": rounded(ratio_figure(again, held))}
         rows.append(row | {"furthest_apart": furthest})
-        print(json.dumps(rows[-1]), flush=True)
+        print(json_text(rows[-1]), flush=True)
     return rows
 
 
@@ -181,7 +180,7 @@ def main() -> None:
     seconds = timings(turns, args.guidance_scale, args.alone)
     document = {"samples": args.samples, "alone": args.alone, "guidance_scale": args.guidance_scale}
     document |= {"environment": machine, "rows": rows, "seconds": seconds}
-    write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=True)
+    write_json(args.out, document, indent=1)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ after each prompt. `--calls` counts calls only: prompts are then drawn together,
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from visual_spec.data.motion import held_out_prompts
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import ratio_figure
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -101,8 +100,8 @@ def main() -> None:
                     | ({} if given.calls else {"seconds": seconds})
                 )
         record = {"threads": torch.get_num_threads(), "prompts": start + len(some), "rows": summary(rows)}
-        write_atomically(given.out, json.dumps(record, indent=1) + "\n", overwrite=True)
-    print(json.dumps(record, indent=1))
+        write_json(given.out, record, indent=1)
+    print(json_text(record, indent=1))
 
 
 if __name__ == "__main__":

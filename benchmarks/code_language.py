@@ -7,7 +7,6 @@ by `visual_spec.accelerate` in turn.
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import visual_spec
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import write_json
 
 BOOKS, CODES = 4, 512
 PROMPT, NEW = 80, 240
@@ -113,7 +112,7 @@ def main() -> None:
             )
     if args.out:
         document = dict(steps=steps, held_out=held, minutes=args.minutes, rows=rows)
-        write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=True)
+        write_json(args.out, document, indent=1)
 
 
 if __name__ == "__main__":

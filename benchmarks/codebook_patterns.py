@@ -27,6 +27,7 @@ from visual_spec.eval.machine import environment
 from visual_spec.eval.quality.evaluate import evaluate
 from visual_spec.eval.quality.tasks import task_of
 from visual_spec.eval.settings import parse_setting
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
@@ -72,7 +73,7 @@ def both_nats(pipe: Any, start: Any, settings: MusicTraining, count: int, kept: 
         words, codes = tokenize_tunes(pipe.codec, encoder, count, 777, held_out=True, cache=kept.parent)
         own = nats(pipe.transformer, settings, encoder(words[:, 0]), codes.long())
         before = nats(start.transformer, settings, encoder(words[:40, 0]), codes[:40].long())
-        write_atomically(kept, json.dumps([own, before]))
+        write_atomically(kept, json_text([own, before]))
     return json.loads(kept.read_text())
 
 
@@ -112,7 +113,7 @@ def main() -> None:
             "accuracy": row["accuracy"],
             "mel": {key: row["features"]["mel"][key] for key in ("frechet_to_real", "kernel_to_real")},
         }
-        print(name, json.dumps(rows[name]), flush=True)
+        print(name, json_text(rows[name]), flush=True)
     first = args.trained[0].name
     for name, own in likelihood.items():
         gaps = [one - other for one, other in zip(own, likelihood[first], strict=True)]
@@ -140,7 +141,7 @@ def main() -> None:
         "environment": environment(torch.device("cpu"), torch.float32),
         "rows": rows,
     }
-    write_atomically(args.out, json.dumps(result, separators=(",", ":")) + "\n", overwrite=True)
+    write_json(args.out, result)
 
 
 if __name__ == "__main__":

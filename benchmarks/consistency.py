@@ -24,7 +24,7 @@ from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import mean_figure, ratio_figure
 from visual_spec.eval.machine import environment
 from visual_spec.eval.quality.accuracy import summarise
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -128,8 +128,8 @@ def main() -> None:
         "speed": speed(models, pipe, held_out_prompts(options.prompts), options.plain),
         "quality": quality(models, pipe, held_out_prompts(200 + options.pictures)[200:], 200),
     }
-    write_atomically(options.out, json.dumps(document, separators=(",", ":")) + "\n", overwrite=True)
-    print(json.dumps({"speed": document["speed"], "quality": document["quality"]}, indent=1))
+    write_json(options.out, document)
+    print(json_text({"speed": document["speed"], "quality": document["quality"]}, indent=1))
 
 
 if __name__ == "__main__":

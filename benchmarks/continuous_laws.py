@@ -9,7 +9,6 @@ and Smirnov's, from chains that are written out; in several dimensions the large
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from tests.exactness import mixtures
 from tests.exactness.mixtures import MaskedMixtureModel, Mixture, MixtureModel, directions
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -100,5 +99,5 @@ if __name__ == "__main__":
         for name in names:
             count = min(asked.draws, 20_000) if name == "ode" else asked.draws // dim
             rows.append(row(name, dim, count))
-            print(json.dumps(rows[-1]), flush=True)
-    write_atomically(asked.out, json.dumps({"rows": rows}, indent=1) + "\n", overwrite=True)
+            print(json_text(rows[-1]), flush=True)
+    write_json(asked.out, {"rows": rows}, indent=1)

@@ -31,7 +31,7 @@ from visual_spec.data.shapes_parser import score
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import mean_figure, ratio_figure, rounded, share_figure
 from visual_spec.eval.machine import environment
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.training.tokens import to_signed
@@ -149,8 +149,8 @@ def main() -> None:
 
     def store(name: str, value: Any) -> None:
         document[name] = value
-        print(name, json.dumps(value)[:900], flush=True)
-        write_atomically(options.out, json.dumps(document, separators=(",", ":")) + "\n", overwrite=True)
+        print(name, json_text(value)[:900], flush=True)
+        write_json(options.out, document)
 
     if "bounds" not in document:
         model = pipes["shapes"].vq_model

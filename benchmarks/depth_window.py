@@ -7,7 +7,6 @@ a frame, the codec's 4 and 4 more of its residual by k-means. Then each way cont
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from transformers import CsmConfig, CsmForConditionalGeneration, EncodecModel
 
 import visual_spec
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import write_json
 from visual_spec.models.core.kmeans import k_means
 from visual_spec.training.tokens import sample_tunes
 
@@ -177,7 +176,7 @@ def main() -> None:
                 )
     if args.out:
         document = dict(steps=steps, held_out=sum(held) / len(held), minutes=args.minutes, rows=rows)
-        write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=True)
+        write_json(args.out, document, indent=1)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import torch
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.eval.intervals import ratio_figure
 from visual_spec.eval.machine import environment
+from visual_spec.files.documents import json_text
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.loading import load_pipeline
@@ -195,7 +196,7 @@ def measure(name: str, figure: Figure) -> None:
         for file, home in figure.copies.items():
             if file.endswith(".json"):  # where its files were is nobody's business
                 text = (Path(folder) / file).read_text().replace(f"{folder}/", "")
-                text = json.dumps(json.loads(text), separators=(",", ":")) + "\n"
+                text = json_text(json.loads(text), separators=(",", ":")) + "\n"
                 write_atomically(HOME / home, text, overwrite=True)
             else:
                 shutil.copyfile(Path(folder) / file, HOME / home)
@@ -267,7 +268,7 @@ def main() -> None:
                 "command": figure.command,
             }
             write_atomically(
-                record, json.dumps(measured, separators=(",", ":"), sort_keys=True) + "\n", overwrite=True
+                record, json_text(measured, separators=(",", ":"), sort_keys=True) + "\n", overwrite=True
             )
     if not args.list:
         write_tables(measured, weights)

@@ -13,7 +13,6 @@ one of the same model, on the same prompts.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from visual_spec.eval.machine import environment, load
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.accuracy import summarise
 from visual_spec.eval.settings import Setting, parse_setting
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import json_text, write_json
 
 
 def prompts_of(pipe: Any, first: int, count: int) -> list[str]:
@@ -83,7 +82,7 @@ def main() -> None:
         row["attributes_right"] = rounded(known["mean_attribute"])
         row["all_right"] = rounded(known["all_correct"])
         row["more_right"] = rounded(mean_figure(np.subtract(right, shares.setdefault(model, right)).tolist()))
-        print(json.dumps(row), flush=True)
+        print(json_text(row), flush=True)
     seconds: list[list[float]] = [[] for _ in turns]
     for index in range(-1 if args.alone else 0, args.alone):  # the first picture of each warms up
         for place in range(len(turns))[:: 1 if index % 2 else -1]:
@@ -99,7 +98,7 @@ def main() -> None:
     if args.out:
         facts = {"first prompt": args.first, "prompts": args.prompts, "alone": args.alone}
         document = {**facts, "environment": environment(torch.device("cpu"), torch.float32), "rows": rows}
-        write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=True)
+        write_json(args.out, document, indent=1)
 
 
 if __name__ == "__main__":

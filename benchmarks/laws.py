@@ -8,7 +8,6 @@ attributes and the share of wholly right prompts with 95 % intervals.
 """
 
 import argparse
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.quality.accuracy import accuracy_table, summarise
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import write_json
 from visual_spec.pipelines.image import ImagePipeline
 
 
@@ -55,7 +54,7 @@ def main() -> None:
         print(accuracy_table({str(pipe.make_law(**law)): rows[-1]}), flush=True)
     if args.out:
         document = {"model": args.model, "first prompt": args.first, "rows": rows}
-        write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=True)
+        write_json(args.out, document, indent=1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ and large again: what the parser reads at best.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from scripts.train.motion_small import sample_plain_clips, small_frames
 from visual_spec.data.motion import Clip, caption
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import mean_figure, rounded
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import write_json
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.video_files import pixels_of
 
@@ -134,7 +133,7 @@ def main() -> None:
         "training_frames": pipe.training_frames,
         "rows": measure(pipe, bouncing_clips(given.clips), given.batch_size),
     }
-    write_atomically(given.out, json.dumps(document, indent=1) + "\n", overwrite=True)
+    write_json(given.out, document, indent=1)
     if given.plot is not None:
         plot(document, given.plot)
 

@@ -6,7 +6,6 @@ Random weights, guidance 3, sampled; the two alternate. "small" has the sizes of
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import (
 )
 
 import visual_spec
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import write_json
 
 # Layers, width, heads.
 SIZES = {"4 layers of 256": (4, 256, 4), "12 layers of 512": (12, 512, 8), "small": (24, 1024, 16)}
@@ -83,7 +82,7 @@ def main() -> None:
             flush=True,
         )
     if args.out:
-        write_atomically(args.out, json.dumps(dict(rows=rows), indent=1) + "\n", overwrite=True)
+        write_json(args.out, dict(rows=rows), indent=1)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ other and filled in one batch; "untrained" are the weights of `motion_masked` in
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from visual_spec.data.motion import caption, held_out_prompts
 from visual_spec.data.motion_parser import score
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import mean_figure, ratio_figure, rounded
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import write_json
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers.core.law import TokenLaw
@@ -153,7 +152,7 @@ def main() -> None:
         "whole": whole_clips(pipes, options.clips),
         "long": long_clips(pipes, options.long, options.segments, options.keep),
     }
-    write_atomically(options.out, json.dumps(document, separators=(",", ":")) + "\n", overwrite=True)
+    write_json(options.out, document)
 
 
 if __name__ == "__main__":

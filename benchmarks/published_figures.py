@@ -22,6 +22,7 @@ from visual_spec.data.shapes import caption, sample_dataset
 from visual_spec.eval.machine import environment
 from visual_spec.eval.quality.beside import summary
 from visual_spec.eval.tables import markdown
+from visual_spec.files.documents import json_text
 
 SAMPLERS = {"plain": "autoregressive", "default": "speculative-jacobi:window=32"}
 METRICS = ["fid", "kid", "prc", "is", "clip", "shapes"]
@@ -89,7 +90,7 @@ def main() -> None:
             "drawn": drawn,
             "scores": scored,
         }
-        text = json.dumps(record, indent=1) + "\n"
+        text = json_text(record, indent=1) + "\n"
         args.json.write_text(text.replace(f"{folder.absolute()}/", "").replace(f"{folder}/", ""))
 
 

@@ -59,4 +59,4 @@ if __name__ == "__main__":
     for name, row in rows.items():
         print(f"| {name.replace('_', ' ')} | {row['ours']:.9g} | {row['theirs']:.9g} | {row['apart']:.1e} |")
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        args.json.write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n")

@@ -10,14 +10,13 @@ so far is written after each batch, so the run may be stopped at any time. Only 
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from visual_spec.data import motion, shapes
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import write_json
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
@@ -133,7 +132,7 @@ def main() -> None:
             record["tokens of it that plain decoding draws"] = round(
                 agreeing / batch.stop / own.tokens.shape[1], 3
             )
-        write_atomically(given.out, json.dumps(record, indent=1) + "\n", overwrite=True)
+        write_json(given.out, record, indent=1)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def main() -> None:
             window, given.prompts, given.second, together
         )  # fmt: skip
         assert given.out is not None
-        given.out.write_text(json.dumps(part))
+        given.out.write_text(json.dumps(part, allow_nan=False))
         return
     parts: dict[str, Any] = {}
     for name, window in (("pipeline", 0), ("window", given.window), ("plain", 1)):
@@ -130,7 +130,7 @@ def main() -> None:
         name: part | {"equal pictures": equal[name], "first differences (picture, slot)": first[name]}
         for name, part in parts.items()
     }
-    text = json.dumps(facts | rows, indent=1)
+    text = json.dumps(facts | rows, indent=1, allow_nan=False)
     print(text)
     if given.out:
         given.out.write_text(text + "\n")

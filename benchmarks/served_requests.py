@@ -7,7 +7,6 @@ with pictures drawn together (batch) and one at a time. A client sends its next 
 """
 
 import argparse
-import json
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 from tests.serving.servers import running
 from visual_spec.data.shapes import held_out_prompts
+from visual_spec.files.documents import json_text, write_json
 
 REQUESTS = {1: 4, 4: 8, 16: 16}
 
@@ -69,9 +69,9 @@ def main() -> None:
                 for clients, count in REQUESTS.items()
             }
         rows[f"window {window}, {together} at once"]["load average after it"] = os.getloadavg()[0]
-        print(json.dumps(rows, indent=1), flush=True)
+        print(json_text(rows, indent=1), flush=True)
         if given.out:
-            given.out.write_text(json.dumps(rows, indent=1) + "\n")
+            write_json(given.out, rows, indent=1)
 
 
 if __name__ == "__main__":

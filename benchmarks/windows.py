@@ -7,7 +7,6 @@ All rows draw the same pictures in float32; the share of equal ones is printed. 
 """
 
 import argparse
-import json
 import multiprocessing
 import time
 from itertools import product
@@ -18,7 +17,7 @@ import torch
 
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.eval.draws import seeded
-from visual_spec.files.whole import write_atomically
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -101,9 +100,9 @@ def main() -> None:
     }
     for batch in given.batch:
         record[f"batch {batch}"] = measure(pipe, samplers, held_out_prompts(given.prompts), batch)
-        print(json.dumps({f"batch {batch}": record[f"batch {batch}"]}, indent=1), flush=True)
+        print(json_text({f"batch {batch}": record[f"batch {batch}"]}, indent=1), flush=True)
     if given.out:
-        write_atomically(given.out, json.dumps(record, indent=1) + "\n", overwrite=True)
+        write_json(given.out, record, indent=1)
 
 
 if __name__ == "__main__":

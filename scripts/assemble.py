@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout nee
 
 from visual_spec.data.shapes_classes import CLASS_NAMES
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE
+from visual_spec.files.documents import write_json
 from visual_spec.models.core.low_rank import ADAPTER
 from visual_spec.pipelines import components
 from visual_spec.pipelines.embedded import SHARED
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
-from visual_spec.training.loop import write_json
 
 RECORD = "training.json"
 

@@ -8,7 +8,6 @@ python scripts/attack.py --share 0.02 --kills 1 --seed 1
 """
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -31,7 +30,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     from visual_spec.eval.tables import plain_table
-    from visual_spec.files.whole import write_atomically
+    from visual_spec.files.documents import write_json
 
     started, table, failures = time.monotonic(), {}, []
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +42,7 @@ def main() -> int:
         seed=arguments.seed, seconds=round(time.monotonic() - started), counts=table, failures=failures
     )
     if arguments.out:
-        write_atomically(arguments.out, json.dumps(document, indent=1) + "\n", overwrite=True)
+        write_json(arguments.out, document, indent=1)
     return 1 if failures else 0
 
 

@@ -11,7 +11,6 @@ bandwidth is measured by a copy on the device.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.eval import measure
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.kernels.draw import draw, draw_reference, whole_draw_triton
 from visual_spec.kernels.layers import add_norm, add_norm_reference, gated, gated_reference
 from visual_spec.kernels.rotary_write import rotary_write, rotary_write_reference
@@ -211,10 +211,10 @@ def main() -> None:
         *(layer_rows(window, args.batch, **where) for window in args.window),
     ):
         for row in measured:
-            print(json.dumps(row), flush=True)
+            print(json_text(row), flush=True)
             lines.append(row)
     if args.out is not None:
-        args.out.write_text(json.dumps(dict(copy_bandwidth=top, rows=lines), indent=1) + "\n")
+        write_json(args.out, dict(copy_bandwidth=top, rows=lines), indent=1)
 
 
 if __name__ == "__main__":

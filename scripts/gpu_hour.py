@@ -142,7 +142,7 @@ def run(jobs: Sequence[Job], folder: Path, *, again: bool = False, budget: float
         else:
             document = run_job(job, left)
             scratch = path.with_suffix(".part")
-            scratch.write_text(json.dumps(document, indent=1) + "\n")
+            scratch.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
             os.replace(scratch, path)
             status = f"{document['status']}, {document['seconds']:.0f} s"
         print(f"{job.name}: {status}", flush=True)

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from visual_spec.files.documents import json_text
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.card import MEASURED
 from visual_spec.pipelines.embedded import embedded_models
@@ -59,7 +60,7 @@ def main() -> None:
             measured[weights] = {"numbers": present[weights], **entry_of(document)}
         else:
             print(f"{path} was measured with other weights ({weights}); left out")
-    MEASURED.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n")
+    MEASURED.write_text(json_text(measured, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import logging
 import re
 import shutil
@@ -23,6 +22,7 @@ import visual_spec
 from visual_spec import families
 from visual_spec.eval.arguments import Parser, add, at_least, show_warning
 from visual_spec.eval.tables import plain_table
+from visual_spec.files.documents import json_text
 from visual_spec.files.program import run_program
 from visual_spec.models.core.settings import LAW_SETTINGS
 from visual_spec.samplers.registry import names
@@ -263,7 +263,7 @@ def _models(args: argparse.Namespace) -> int:
         ]
         samplers = [vars(sampler) for sampler in all_samplers()]
         print(
-            json.dumps({"embedded": facts, "models": known, "samplers": samplers, "extras": families.EXTRAS})
+            json_text({"embedded": facts, "models": known, "samplers": samplers, "extras": families.EXTRAS})
         )
         return 0
     print("Embedded: need no download")
@@ -404,7 +404,7 @@ def _convert(args: argparse.Namespace) -> int:
     counts = ", ".join(f"{name} {count / 1e6:.1f}M" for name, count in facts["parameters"].items())
     print(f"wrote {facts['folder']} ({counts}); load it with {facts['class']}.from_pretrained")
     if args.json:
-        print(json.dumps(facts))
+        print(json_text(facts))
     return 0
 
 

@@ -7,7 +7,6 @@ before the work: files in the way, settings out of range, a sampler that does no
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from visual_spec import records
 from visual_spec.eval.arguments import check_taken, is_quiet, logger
 from visual_spec.eval.tables import plain_table
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 from visual_spec.models.core.settings import LAW_SETTINGS
 from visual_spec.records import MediumWords
@@ -120,7 +120,7 @@ def generate(args: argparse.Namespace) -> int:
         _check(args, pipe, sampler, inputs)
         status = run.compare(sampler, reports) if args.compare else run.decode(sampler)
     if args.json:
-        print(json.dumps(document))
+        print(json_text(document))
     return status
 
 
@@ -216,7 +216,7 @@ class _Generation:
             }
             for row, (_, seed), path in zip(rows, self.jobs, self.files, strict=True)
         ]
-        write_atomically(reports[-1], json.dumps(self.document, indent=2) + "\n", overwrite=overwrite)
+        write_json(reports[-1], self.document, indent=2, overwrite=overwrite)
         print(_comparison_table(rows, medium.unit))
         samples = medium.words.samples if len(self.files) != 1 else medium.words.samples.removesuffix("s")
         print(f"wrote {', '.join(map(str, reports))} and {len(self.files)} {samples}")

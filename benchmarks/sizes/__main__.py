@@ -9,7 +9,6 @@ python -m benchmarks.sizes profile --size janus-pro-7b --sampler speculative-jac
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from visual_spec.eval.machine import choose_device, environment
 from visual_spec.eval.settings import parse_setting
 from visual_spec.eval.speed import official_sizes
 from visual_spec.eval.speed.official_bench import Middle
+from visual_spec.files.documents import json_text, write_json
 from visual_spec.samplers.core.law import TokenLaw
 
 Rows = list[dict[str, Any]]
@@ -93,9 +93,9 @@ def main() -> None:
     rows = measure(args.size or size, args, where)
     document = dict(kind=args.kind, size=args.size or size, environment=environment(**where), rows=rows)
     for row in rows:
-        print(json.dumps({name: value for name, value in row.items() if name not in ("seconds", "top")}))
+        print(json_text({name: value for name, value in row.items() if name not in ("seconds", "top")}))
     if args.out is not None:
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(args.out, document, indent=1)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from scripts.train.mar import (
     latent_side,
 )
 from visual_spec.data.shapes_classes import CLASSES
+from visual_spec.files.documents import write_json
 from visual_spec.prototype.acdit.model import PREDICTIONS, ACDiTTransformer
 from visual_spec.prototype.acdit.sampler import BlockDiffusionSampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -44,7 +45,6 @@ from visual_spec.training.loop import (
     option,
     print_record,
     read_options,
-    write_json,
 )
 
 

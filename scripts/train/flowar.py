@@ -26,6 +26,7 @@ from scripts.train.mar import (
     latent_side,
 )
 from visual_spec.data.shapes_classes import CLASSES
+from visual_spec.files.documents import write_json
 from visual_spec.prototype.flowar.model import FlowARTransformer
 from visual_spec.prototype.flowar.sampler import FlowScaleSampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -37,7 +38,6 @@ from visual_spec.training.loop import (
     option,
     print_record,
     read_options,
-    write_json,
 )
 
 

@@ -34,6 +34,7 @@ from scripts.train.motion import (
 )
 from scripts.train.motion_tokens import SIDE, encode_parts
 from visual_spec.data.motion import NUM_FRAMES
+from visual_spec.files.documents import write_json
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -46,7 +47,6 @@ from visual_spec.training.loop import (
     option,
     print_record,
     read_options,
-    write_json,
 )
 
 

@@ -25,6 +25,7 @@ from scripts.train.kl_tokenizer import moments_of
 from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of
+from visual_spec.files.documents import write_json
 from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import HEADS, MARTransformer
 from visual_spec.models.core.checkpoints import read_written, write_content
@@ -40,7 +41,6 @@ from visual_spec.training.loop import (
     print_record,
     read_options,
     round_matrices,
-    write_json,
 )
 
 ContinuousModel = MARTransformer | CausalContinuousTransformer

@@ -26,6 +26,7 @@ from scripts.train.ar import object_tokens
 from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
+from visual_spec.files.documents import write_json
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -39,7 +40,6 @@ from visual_spec.training.loop import (
     option,
     read_options,
     round_matrices,
-    write_json,
 )
 from visual_spec.training.tokens import tokenize_dataset
 

@@ -42,6 +42,7 @@ from visual_spec.data.motion import (
 )
 from visual_spec.data.motion_parser import score
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
+from visual_spec.files.documents import write_json
 from visual_spec.models.core.protocol import RASTER_ORDER
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_blocks import CaptionEmbedding
@@ -60,7 +61,6 @@ from visual_spec.training.loop import (
     print_record,
     read_options,
     round_matrices,
-    write_json,
 )
 
 

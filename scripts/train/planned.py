@@ -22,6 +22,7 @@ from scripts.train.motion import ClipDraws, MotionTraining, judge, place_weights
 from scripts.train.motion_tokens import SIDE, encode_parts
 from scripts.train.shuffle import add_changes, merge_changes, save_changes
 from visual_spec.data.motion import NUM_FRAMES
+from visual_spec.files.documents import write_json
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -33,7 +34,6 @@ from visual_spec.training.loop import (
     option,
     print_record,
     read_options,
-    write_json,
 )
 
 

@@ -20,12 +20,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from visual_spec.files.documents import write_json
 from visual_spec.models.core.low_rank import ADAPTER, DOWN, UP
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_shuffle import LlamaGenShuffle, MLPBlock
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options, write_json
+from visual_spec.training.loop import (
+    Descent,
+    RunOptions,
+    Trainer,
+    option,
+    read_options,
+)
 from visual_spec.training.tokens import tokenize_dataset
 
 SHARED = ("cls_embedding", "tok_embeddings", "output")  # parts that stay as they are in `shapes`

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.files.documents import write_json
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.prototype.local_speculation.drafter import MultiscaleDrafter, TokenUpsampler
-from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options, write_json
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options
 from visual_spec.training.tokens import tokenize_dataset
 
 

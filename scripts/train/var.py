@@ -30,6 +30,7 @@ from scripts.train.classes import class_accuracy, object_slots, sample_one_objec
 from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of
+from visual_spec.files.documents import write_json
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.settings import Count, Share, Within, read_fields
 from visual_spec.models.next_scale.flexvar import FlexVARTransformer, FlexVQModel
@@ -48,7 +49,6 @@ from visual_spec.training.loop import (
     print_record,
     read_options,
     round_matrices,
-    write_json,
 )
 from visual_spec.training.tokens import to_signed
 

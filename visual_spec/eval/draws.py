@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from visual_spec.eval.media import MEDIA, show
 from visual_spec.eval.settings import Setting
+from visual_spec.files.documents import json_text
 from visual_spec.models.next_scale.scale_budget import CacheBytes, cache_bytes
 from visual_spec.samplers.core.trace import MEASURE
 from visual_spec.samplers.scales.stages import Stage, drawn_stages, draws_guided
@@ -88,7 +88,7 @@ def draw(
         "promises": np.array(own.promises_tokens),
         "promise": np.array(trace.promise),
         "own_promise": np.array(own.promise),
-        "law_settings": np.array(json.dumps(own.law_settings)),
+        "law_settings": np.array(json_text(own.law_settings)),
         "seconds": np.array(trace.seconds),
         "processor_seconds": np.array(busy),
         **more,

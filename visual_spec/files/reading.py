@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
+from visual_spec.files.documents import restored
+
 
 def inside(folder: Path, name: Any, where: str | os.PathLike) -> Path:
     """The path of what a file or a user names below a folder. What is there has to be reached without a link.
@@ -155,8 +157,8 @@ def parse(text: str, where: str) -> Any:
         ValueError: no JSON, or too many parts within each other; names `where`.
     """
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = json.loads(text, object_hook=restored)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON ({' '.join(str(error).split())[:160]})") from error
     level = [value]
     for _ in range(_DEPTH):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from visual_spec.families import all_pipelines
+from visual_spec.files.documents import json_text
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.components import resolved
@@ -38,7 +39,7 @@ def write_companions(pipe: Any, folder: Path) -> None:
     if not script.exists() or script.read_text().startswith(_SCRIPT[:30]):
         write_atomically(script, _SCRIPT.format(name=name), overwrite=True)
         saved = resolved(json.loads(index.read_text())) | {"_class_name": ["pipeline", name]}
-        write_atomically(index, json.dumps(saved, indent=2, sort_keys=True) + "\n", overwrite=True)
+        write_atomically(index, json_text(saved, indent=2, sort_keys=True) + "\n", overwrite=True)
     if not (folder / "README.md").exists():
         write_atomically(folder / "README.md", model_card(pipe), overwrite=True)
 
@@ -77,8 +78,8 @@ def model_card(pipe: Any) -> str:
         "|:--|:--|--:|",
         *parts,
         "",
-        f"Settings of a token's law: `{json.dumps(pipe.default_settings(), default=str)}`. "
-        f"Sampler: `{json.dumps(settings, default=str)}`.",
+        f"Settings of a token's law: `{json_text(pipe.default_settings(), default=str)}`. "
+        f"Sampler: `{json_text(settings, default=str)}`.",
         "",
     ]
     if measured is not None:

@@ -4,13 +4,13 @@ What is written is listed in a manifest. A folder is replaced only if it holds e
 else in it is someone's own.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from visual_spec.files.documents import json_text
 from visual_spec.files.reading import OBJECT, read_object, refuse_link
 from visual_spec.files.whole import sweep, written_whole
 
@@ -66,7 +66,7 @@ def write_folder(save: Callable[[Path], Any], out: Path) -> None:
     with written_whole(out, "|".join(former)) as new:
         save(new)
         manifest = {"written_by": "visual-spec convert", "files": _sizes(new)}
-        (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (new / MANIFEST).write_text(json_text(manifest, indent=1) + "\n")
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -22,6 +22,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from visual_spec.files.documents import json_text
 from visual_spec.models.core.settings import LAW_DEFAULTS, Within, whole
 from visual_spec.serving.painter import BusyError, Drawn, Order, Painter
 
@@ -238,10 +239,10 @@ class Endpoint:
                 if not one.whole:
                     event["partial_image_index"] = count
                     count += 1
-                yield f"event: {kind}\ndata: {json.dumps(event)}\n\n"
+                yield f"event: {kind}\ndata: {json_text(event)}\n\n"
         except Exception as error:
             refused = json.loads(bytes(self._failed(error).response().body))
-            yield f"event: error\ndata: {json.dumps({'type': 'error'} | refused)}\n\n"
+            yield f"event: error\ndata: {json_text({'type': 'error'} | refused)}\n\n"
         finally:
             await drawing.aclose()
 

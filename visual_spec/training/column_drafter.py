@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, held_out_prompts, sample_tunes
+from visual_spec.files.documents import write_json
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
@@ -42,7 +43,6 @@ from visual_spec.training.loop import (
     option,
     read_options,
     run_trainer,
-    write_json,
 )
 from visual_spec.training.tokens import tokenize_tunes
 

@@ -11,7 +11,6 @@ are, and it tells a near code from a far one.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.files.documents import json_text
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -267,7 +267,7 @@ def main() -> None:
         model = LlamaGenStudent.from_pretrained(options.start_from, torch_dtype=torch.float32)
     model.to(options.device)
     record = train_distilled(model, encoder, vq_model, pairs, settings, options.out)
-    print(json.dumps({key: record[key] for key in ("seconds", "unseen")}))
+    print(json_text({key: record[key] for key in ("seconds", "unseen")}))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.data.shapes import held_out_prompts, training_prompts
+from visual_spec.files.documents import write_json
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.settings import Count, read_fields
@@ -35,7 +36,6 @@ from visual_spec.training.loop import (
     option,
     read_options,
     run_trainer,
-    write_json,
 )
 
 Draw = Callable[[list[str], float, int], Tensor]

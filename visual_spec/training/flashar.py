@@ -11,7 +11,6 @@ get used to another mask.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.files.documents import json_text
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -253,7 +253,7 @@ def main() -> None:
     for part in (model, encoder, vq_model):
         part.to(options.device)
     record = train_flashar(model, encoder, vq_model, settings, options.out)
-    print(json.dumps({key: record[key] for key in ("seconds", "held_out_loss", "held_out_loss_below")}))
+    print(json_text({key: record[key] for key in ("seconds", "held_out_loss", "held_out_loss_below")}))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from visual_spec.files.documents import write_json
 from visual_spec.files.program import is_of_memory, run_program
-from visual_spec.files.whole import write_atomically, written_whole
+from visual_spec.files.whole import written_whole
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 
@@ -31,11 +32,6 @@ def cosine_rate(step: int, total: int, peak: float, warmup: int) -> float:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-
-
-def write_json(path: Path, document: dict) -> None:
-    """Write a JSON document whole."""
-    write_atomically(path, json.dumps(document, separators=(",", ":")) + "\n", overwrite=True)
 
 
 def print_record(record: dict[str, Any]) -> None:

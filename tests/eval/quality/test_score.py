@@ -30,6 +30,7 @@ from visual_spec.eval.quality.prompt_files import PromptSet
 from visual_spec.eval.quality.published import frechet_distance
 from visual_spec.eval.quality.sample_set import sample
 from visual_spec.eval.quality.score import Scoring
+from visual_spec.files.reading import read_object
 
 score: Any = scoring.score  # one process finds a document, never None
 
@@ -139,13 +140,19 @@ def test_a_set_is_its_content_and_its_prompts(tmp_path, small_network):
     assert len({asked.fingerprint, SampleFiles.open(sets[2]).fingerprint, one.fingerprint}) == 3
 
 
-def test_a_single_sample_has_a_mean_whose_interval_is_not_known(tmp_path, monkeypatch):
+def test_a_single_sample_has_a_mean_whose_interval_is_not_known(tmp_path, monkeypatch, capsys):
     drawn = with_manifest(make_pictures(tmp_path / "drawn", 1, 0), ["a melody"])
     monkeypatch.setattr(
         extractors, "clip_features", lambda setup: (lambda *of: {"scores": torch.tensor([7.0])}, [], "")
     )
     figure = score(work_of(drawn, drawn, ("clip",), tmp_path / "s", clip=tmp_path))["figures"]["clip_score"]
     assert (figure["value"], figure["low"], figure["high"]) == (7.0, -math.inf, math.inf)
+    assert main(["score", str(drawn), "--metrics", "clip", "--clip", str(tmp_path), "--json"]) == 0
+    table, printed = capsys.readouterr().out.split("\n{", 1)
+    told = json.loads("{" + printed, parse_constant=pytest.fail)["figures"]["clip_score"]
+    assert told["low"] is None and told["not_finite"] == {"low": "-inf", "high": "inf"}
+    assert "7 (-inf to inf)" in table and SampleFiles.open(drawn).path == drawn
+    assert read_object(drawn / "scores" / "scores.json")["figures"]["clip_score"] == figure
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

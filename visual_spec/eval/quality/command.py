@@ -13,12 +13,12 @@ the results, and `--json` prints them as the last line.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from visual_spec.eval.arguments import LAW, MACHINE, SHARE, add, command, progress, share
+from visual_spec.files.documents import json_text
 
 if TYPE_CHECKING:
     from visual_spec.eval.defaults import ModelSettings
@@ -81,7 +81,7 @@ def read_settings(
     texts = (known.plain, *controls, *samplers, *more)
     settings: dict[str, Setting] = {}
     for setting in settings_under(texts, known, beside, args.seed, **asked):
-        settings.setdefault(json.dumps(setting.describe(), sort_keys=True), setting)
+        settings.setdefault(json_text(setting.describe(), sort_keys=True), setting)
     return list(settings.values())
 
 
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print_tables(document)
     if args.json:
-        print(json.dumps(document))
+        print(json_text(document))
     return 0
 
 

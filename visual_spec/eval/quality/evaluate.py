@@ -7,7 +7,6 @@ done is kept. Processes may share the batches; whichever finds that nothing is m
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.timing import Decoded, decoded, time_rounds
+from visual_spec.files.documents import write_json
 from visual_spec.files.reading import COUNT, LIST, OBJECT, read_object
 from visual_spec.files.whole import write_atomically
 from visual_spec.records import MEDIA
@@ -114,7 +114,7 @@ def evaluate(
         report("comparing")
         run.keep_references()
         document = run.document(timings or None)
-        write_atomically(run.folder / "results.json", json.dumps(document, indent=1) + "\n", overwrite=True)
+        write_json(run.folder / "results.json", document, indent=1)
         run.write_sheet()
     return document
 
@@ -199,7 +199,7 @@ class _Run:
             )
         commits = filter(None, dict.fromkeys([*(there.get("commit") or "").split(", "), here["commit"]]))
         facts = there | {"commit": ", ".join(commits) or None}
-        write_atomically(self.folder / "machine.json", json.dumps(facts, indent=1) + "\n", overwrite=True)
+        write_json(self.folder / "machine.json", facts, indent=1)
 
     def timings(self, rounds: int, *, measure: bool) -> dict[str, Any] | None:
         """What `alone.json` holds, measured now if it is not there; {} for no rounds, None where it is not there yet.
@@ -216,7 +216,7 @@ class _Run:
             self.report(f"timing {rounds} {MEDIA[self.pipe.medium].samples} of each setting at batch 1")
             seconds = time_alone(self.pipe, self.settings, self.task.prompts, rounds)
             stored = {"settings": texts, "pictures": rounds, **seconds}
-            write_atomically(path, json.dumps(stored, indent=1) + "\n", overwrite=True)
+            write_json(path, stored, indent=1)
         return stored
 
     def keep_references(self) -> None:

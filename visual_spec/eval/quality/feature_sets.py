@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from visual_spec.eval.quality.media_files import MEDIA, read_clip, read_picture,
 from visual_spec.eval.quality.published import Gaussian
 from visual_spec.eval.quality.set_files import MANIFEST, read_manifest
 from visual_spec.files.arrays import read_npz
+from visual_spec.files.documents import json_text
 from visual_spec.files.reading import inside, open_regular
 from visual_spec.files.whole import whole_file, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
@@ -174,7 +174,7 @@ class SampleFiles:
     @cached_property
     def fingerprint(self) -> str:
         """Changes with the content, the names and the order of the files, and with their prompts."""
-        return hashlib.sha256(json.dumps([self.files, self.digests, self.prompts]).encode()).hexdigest()[:12]
+        return hashlib.sha256(json_text([self.files, self.digests, self.prompts]).encode()).hexdigest()[:12]
 
     def pictures(self, first: int, end: int, size: int | None = None) -> np.ndarray:
         """Pictures uint8 [N, H, W, 3].

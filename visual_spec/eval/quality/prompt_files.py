@@ -20,12 +20,12 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visual_spec.files.documents import json_text
 from visual_spec.files.reading import lines_of, parse, read_text
 
 FLAT, GENEVAL, DPG, VBENCH = "flat", "geneval", "dpg", "vbench"
@@ -66,7 +66,7 @@ class PromptSet:
         """Changes with any prompt, their order and the layout."""
         if self.source:
             return self.source
-        text = json.dumps([self.layout, self.texts, self.names, self.records])
+        text = json_text([self.layout, self.texts, self.names, self.records])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ def _json_lines(path: Path) -> PromptSet:
             continue
         record = parse(line, f"{path}, line {number}")
         texts.append(_prompt_of(record, f"{path}, line {number}"))
-        records.append(json.dumps(record))
+        records.append(json_text(record))
         tagged = tagged and "tag" in record
     return (
         PromptSet(tuple(texts), GENEVAL, records=tuple(records))

@@ -10,7 +10,6 @@ with.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from visual_spec.eval.arguments import add, command
 from visual_spec.eval.charts import chart_ending, image_bytes
 from visual_spec.eval.quality.sets_page import write_sets_page
 from visual_spec.eval.report import frontier
+from visual_spec.files.documents import json_text
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     facts = (_of_folders if any(path.is_dir() for path in args.results) else _of_results)(args)
     print(f"wrote {args.out}" + (f" and {args.chart}" if args.chart else ""))
     if args.json:
-        print(json.dumps({"page": str(args.out), **facts}))
+        print(json_text({"page": str(args.out), **facts}))
     return 0
 
 

@@ -11,12 +11,12 @@ work. The samples are the same bit for bit either way.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visual_spec.eval.arguments import MACHINE, SHARE, add, check_taken, command, is_quiet, progress, share
+from visual_spec.files.documents import json_text
 
 if TYPE_CHECKING:
     from visual_spec.eval.quality.sample_set import SampleSet
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         f"{summary['seconds_per_sample']:.3f} s each"
     )
     if args.json:
-        print(json.dumps(summary))
+        print(json_text(summary))
     return 0
 
 

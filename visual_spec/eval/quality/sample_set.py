@@ -16,7 +16,6 @@ or not at all.
 from __future__ import annotations
 
 import io
-import json
 import os
 import platform
 import stat
@@ -39,6 +38,7 @@ from visual_spec.eval.quality.prompt_files import FLAT, GENEVAL, VBENCH, PromptS
 from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
+from visual_spec.files.documents import json_text
 from visual_spec.files.reading import (
     flags,
     inside,
@@ -174,7 +174,7 @@ class SampleSet:
                     "calls": int(arrays["calls"][index - first]),
                     "promise": str(arrays["promise"]),
                     "own_promise": str(arrays["own_promise"]),
-                    "law_settings": json.loads(str(arrays["law_settings"])),
+                    "law_settings": parse(str(arrays["law_settings"]), name),
                     **_sample_facts(arrays, index - first),
                     "bytes": len(content),
                     "crc32": zlib.crc32(content),
@@ -182,9 +182,9 @@ class SampleSet:
             )
         facts = {name: arrays[name].item() for name in BATCH_FACTS if name in arrays}
         facts = {name: fact for name, fact in facts.items() if fact == fact}  # a divergence of nan is none
-        seconds = json.dumps({"first": first, "samples": self.batch_size, **facts})
+        seconds = json_text({"first": first, "samples": self.batch_size, **facts})
         write_atomically(self._place(self._batch(first, "seconds")), seconds + "\n", overwrite=True)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
+        text = "".join(json_text(line) + "\n" for line in lines)
         write_atomically(self._place(self._batch(first, "jsonl")), text, overwrite=True)
 
     def done(self, first: int) -> list[dict[str, Any]] | None:
@@ -228,9 +228,9 @@ class SampleSet:
             time for first in self.batches for time in read_times(self.folder, self._batch(first, "seconds"))
         ]
         write_atomically(
-            self.folder / TIMES, "".join(json.dumps(time) + "\n" for time in times), overwrite=True
+            self.folder / TIMES, "".join(json_text(time) + "\n" for time in times), overwrite=True
         )
-        text = "".join(json.dumps(line) + "\n" for line in manifest)
+        text = "".join(json_text(line) + "\n" for line in manifest)
         write_atomically(self.folder / MANIFEST, text, overwrite=True)
         drawn = sum(time["samples"] for time in times)
         return {
@@ -434,7 +434,7 @@ def keep_true_samples(
             {"index": index, "file": name, "prompt": prompt, "seed": index}
             | {"bytes": len(content), "crc32": zlib.crc32(content)}
         )
-    text = "".join(json.dumps(line) + "\n" for line in lines)
+    text = "".join(json_text(line) + "\n" for line in lines)
     write_atomically(inside(folder, MANIFEST, folder), text, overwrite=True)
 
 
@@ -449,7 +449,7 @@ def settle(path: Path, settings: dict[str, Any]) -> None:
     Raises:
         ValueError: they differ, which names where; or the file is damaged.
     """
-    text = json.dumps(settings, indent=1) + "\n"
+    text = json_text(settings, indent=1) + "\n"
     if not path.exists():
         write_atomically(path, text, overwrite=True)
         return
@@ -459,7 +459,7 @@ def settle(path: Path, settings: dict[str, Any]) -> None:
         raise ValueError(
             f"{path} is damaged ({error}), so nothing tells what the samples beside it are; pass another folder"
         ) from error
-    here = json.loads(text)
+    here = parse(text, str(path))
     differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
     if differing:
         changes = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)

@@ -11,12 +11,12 @@ folder of the scores, so another metric costs little, and a run that was stopped
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from visual_spec.eval.arguments import SHARE, add, command, progress, share
+from visual_spec.files.documents import json_text, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,14 +117,14 @@ def run(args: argparse.Namespace) -> int:
     if document is None:
         print("this process is done; other processes have features to extract", file=sys.stderr)
         return 0
-    write_atomically(out / "scores.json", json.dumps(document, indent=1) + "\n", overwrite=True)
+    write_json(out / "scores.json", document, indent=1)
     write_atomically(out / "scores.csv", scores_csv(document["figures"]), overwrite=True)
     write_atomically(out / "scores.tex", scores_latex(document["figures"]), overwrite=True)
     if work.each and drawn.prompts is not None:
         write_atomically(out / "prompts.csv", prompts_csv(drawn.prompts, work.each), overwrite=True)
     print(score_table(document))
     if args.json:
-        print(json.dumps(document))
+        print(json_text(document))
     return int((document["comparison"] or {}).get("kept") is False)
 
 

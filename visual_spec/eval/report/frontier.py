@@ -7,7 +7,6 @@ temperature, the squares at speed-up 1, which any sampler could have been traded
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from visual_spec.eval.charts import (
 )
 from visual_spec.eval.files import data_url, render_page
 from visual_spec.eval.words import words_of
+from visual_spec.files.documents import json_text
 from visual_spec.files.reading import read_object
 from visual_spec.files.whole import write_atomically
 
@@ -314,7 +314,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
         _check_complete(document, path)
         document["sheet"] = _sheet(path)
         # Wall clock of another batch, device or type of numbers does not compare: that is another section.
-        key = json.dumps(document["settings"], sort_keys=True)
+        key = json_text(document["settings"], sort_keys=True)
         if key in results:
             names = {row["name"] for row in results[key]["rows"]}
             results[key]["rows"] += [row for row in document["rows"] if row["name"] not in names]
@@ -334,7 +334,7 @@ def _check_complete(document: dict[str, Any], path: Path) -> None:
             across, up = axes_of(document, extractor)
             for row in rows:
                 _ = STYLES[row["kind"]], [axis.read(row, first) for axis in (*across, *up)]
-        json.dumps(document["settings"], sort_keys=True)
+        json_text(document["settings"], sort_keys=True)
         render_page("frontier.html.jinja", title="", sections=[section], styles=STYLES)
     except KeyError as error:
         raise ValueError(f"{path} is incomplete: it lacks {error}; evaluate again") from error

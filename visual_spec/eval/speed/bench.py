@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
 from visual_spec.eval.arguments import LAW, MACHINE, add, command, progress
+from visual_spec.files.documents import json_text, write_json
 
 _RUNS = "visual_spec.eval.speed"
 # What measures a model, by what a call of it commits.
@@ -112,7 +112,7 @@ def _add_sizes(sizes: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print a Markdown table and with `--json` a JSON document, which is also written to `--out`."""
     _check_numbers(args)
-    from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
+    from visual_spec.files.whole import ready_folder, refuse_existing
 
     for path in (args.out, args.plot):
         if path is not None:
@@ -147,9 +147,9 @@ def run(args: argparse.Namespace) -> int:
 
         write_roofline(document, args.plot, overwrite=args.overwrite)
     if args.out is not None:
-        write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=args.overwrite)
+        write_json(args.out, document, indent=1, overwrite=args.overwrite)
     if args.json:
-        print(json.dumps(document))
+        print(json_text(document))
     return 0
 
 

@@ -7,7 +7,6 @@ documents the meaning of its keys.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import re
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from visual_spec.files.documents import json_text
 from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import FLOATING, Difference, check_finite, short_name, some
 
@@ -188,7 +188,7 @@ def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
         if isinstance(error, pickle.UnpicklingError) and (asked or "Unsupported operand" in reason):
             what = f"the Python object {asked[1]}" if asked else "Python objects other than tensors"
             # Double quotes inside, because the shell command uses single ones.
-            literal = json.dumps(str(path), ensure_ascii=False)
+            literal = json_text(str(path), ensure_ascii=False)
             program = (
                 f'import torch; c = torch.load({literal}, map_location="cpu", weights_only=False); '
                 f'torch.save({keep}, "weights.pt")'

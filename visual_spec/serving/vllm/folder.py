@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from visual_spec.files.documents import json_text
 from visual_spec.models.core.protocol import RASTER_ORDER
 from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -95,7 +95,7 @@ def save_for_vllm(pipe: Any, folder: str | os.PathLike) -> Path:
     if isinstance(encoder, CaptionEncoder):
         weights |= named("text_encoder", encoder)
     save_file(weights, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(_config(model, encoder if reads else None), indent=1))
+    (path / "config.json").write_text(json_text(_config(model, encoder if reads else None), indent=1))
     return path
 
 

@@ -7,7 +7,6 @@ and the rows of their embeddings, which are fixed, are written out.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from visual_spec.files.documents import json_text
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.pipelines.accelerate.images import image_model_class, unwrapped
 from visual_spec.serving.vllm.folder import named
@@ -57,7 +57,7 @@ def save_model_for_vllm(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     save_file(weights, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config, indent=1))
+    (path / "config.json").write_text(json_text(config, indent=1))
     return path
 
 
