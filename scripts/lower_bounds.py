@@ -112,7 +112,9 @@ def main() -> None:
             sys.exit("these versions cannot be installed together; raise the bounds that pip names")
         # Not from the repository, whose folder would hide the installed package.
         names = [name.partition("[")[0] for name in wanted]
-        if subprocess.run([python, "-c", DRAW, json.dumps(PROMPTS, allow_nan=False), *names], cwd=folder).returncode:
+        if subprocess.run(
+            [python, "-c", DRAW, json.dumps(PROMPTS, allow_nan=False), *names], cwd=folder
+        ).returncode:
             sys.exit("the package does not work with these versions")
         tests = [
             python,

@@ -53,6 +53,28 @@ def test_tokens_and_later_draws_are_those_of_the_public_code(
     assert (made.last_trace.tokens, made.last_trace.head_calls) == (2, 2 * steps)
 
 
+def test_in_bfloat16_the_promise_names_the_type_and_tokens_are_as_near_as_its_own() -> None:
+    def token(made: Any, dtype: torch.dtype) -> Tensor:
+        torch.manual_seed(5)
+        with torch.no_grad():
+            return made.image_head.sample(conditions(8).to(dtype), cfg=3.0).double()
+
+    made = model()
+    made.image_head.bfloat16()
+    own = token(made, torch.bfloat16)
+    made.image_head.float()  # the same numbers: what rounding makes of them is measured from there
+    exact = token(made, torch.float32)
+    made.image_head.bfloat16()
+    visual_spec.accelerate(made)
+    assert visual_spec.summary(made).endswith(
+        "the same tokens up to rounding (bfloat16); nothing decoded yet"
+    )
+    found = token(made, torch.bfloat16)
+    assert made.last_trace.low_precision == "bfloat16"
+    assert visual_spec.summary(made).endswith("the tokens of its own code up to rounding (bfloat16)")
+    assert 0 < (found - exact).abs().mean() < 2 * (own - exact).abs().mean()
+
+
 def test_modulations_are_computed_once_a_token() -> None:
     made, calls = model(), []
     layer = made.image_head.net.res_blocks[0].adaLN_modulation[1]

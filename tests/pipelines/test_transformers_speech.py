@@ -363,6 +363,27 @@ def test_pocket_latents_are_those_of_generate(flow, steps, rows):
 
 
 @pytest.mark.parametrize("make", [tiny_vibevoice, tiny_pocket])
+def test_in_bfloat16_the_promise_names_the_type_and_latents_are_as_near(make):
+    """Nothing is chosen by comparing two numbers here, so there are no near-ties: every latent is off by rounding."""
+    run = speak if make is tiny_vibevoice else lambda model: frames(model, 4)
+
+    def latents(model: Any) -> Tensor:
+        output = run(model)
+        made = output.latents if make is tiny_vibevoice else [output.audio_latents]
+        return torch.cat([one.flatten() for one in made]).double()
+
+    low = make(dtype=torch.bfloat16)
+    own = latents(low)
+    visual_spec.accelerate(low)
+    assert visual_spec.summary(low).endswith("up to rounding (bfloat16); nothing decoded yet")
+    found = latents(low)
+    assert low.last_trace.low_precision == "bfloat16"
+    assert visual_spec.summary(low).endswith("the latents of its own generate up to rounding (bfloat16)")
+    first = 3 * LATENT  # later ones follow from these
+    assert (found - own)[:first].abs().max() <= 4 * 2**-8 * own.abs().max()
+
+
+@pytest.mark.parametrize("make", [tiny_vibevoice, tiny_pocket])
 def test_restore_leaves_the_model_as_it_was(make):
     model = make()
     run = speak if make is tiny_vibevoice else lambda model: frames(model, 2)
