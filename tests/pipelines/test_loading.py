@@ -35,12 +35,17 @@ from tests.helpers.tiny import (
 from visual_spec import cli
 from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_drafter, load_pipeline, read_facts
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.samplers.core.acceptance import Relaxation
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.tree import TreeSampler
 from visual_spec.samplers.registry import ANY_ORDER, all_samplers, sampler_class
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
@@ -374,6 +379,38 @@ def test_folders_of_earlier_versions_load(tmp_path):
             assert kept.keys() <= known.keys(), (folder.name, name)
     assert len(kinds) == 14 and "ContinuousImagePipeline" in kinds
     assert type(load_drafter(tmp_path / "LlamaGenTwoHeads")).__name__ == "LlamaGenNearToFar"
+
+
+def test_settings_of_the_first_days_load(tmp_path):
+    """Of 21 November 2026: another number of groups in a decoder, numbers of a relaxed acceptance one by one."""
+    sizes = dict(base_channels=8, channel_multipliers=(1, 2), blocks_per_level=1, latent_channels=16)
+    sizes |= dict(codebook_size=16, codebook_dim=4, image_size=8)
+    one, other = VQModel(**sizes, norm_groups=4).eval(), VQModel(**sizes, norm_groups=1).eval()
+    other.load_state_dict(one.state_dict())
+    one.save_pretrained(tmp_path / "vq_model")
+    path = tmp_path / "vq_model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder_norm_groups": 1}))
+    saved, pictures, codes = (
+        VQModel.from_pretrained(tmp_path / "vq_model"),
+        torch.rand(2, 3, 8, 8),
+        torch.rand(2, 4, 4, 4),
+    )
+    with torch.no_grad():
+        assert torch.equal(saved.encode_latents(pictures), one.encode_latents(pictures))
+        assert torch.equal(saved.decode_latents(codes), other.decode_latents(codes))
+        assert not torch.equal(saved.decode_latents(codes), one.decode_latents(codes))
+    relaxed = dict(
+        group_size=3, probability_gap=0.15, code_distance=0.5, delta=0.2, factor=None, neighbours=64
+    )
+    path = tmp_path / "sampler_config.json"
+    for kind in (SpeculativeJacobiSampler, ColumnJacobiSampler, DraftedSampler, TreeSampler):
+        for acceptance, relaxation in (("lantern", relaxed | {"bounded": True}), ("exact", None)):
+            unit = {"unit": "codebook"} if kind is ColumnJacobiSampler else {}
+            path.write_text(json.dumps({"acceptance": acceptance, **relaxed, "bounded": True, **unit}))
+            sampler = kind.from_pretrained(tmp_path)
+            assert sampler.config.relaxation == relaxation
+            assert sampler.relaxation == Relaxation.of(acceptance, relaxation)
+            assert kind.from_config(sampler.config).relaxation == sampler.relaxation
 
 
 def test_a_hub_id_that_is_not_there_tells_of_the_embedded_models(monkeypatch):

@@ -5,6 +5,8 @@ One class serves the embedded size and the official VQ-16 / VQ-8 checkpoints: mo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -64,6 +66,7 @@ class VQModel(PictureTokenizer):
             Group statistics and attention make every token vary with the whole picture. A wide codebook can absorb
             that; in a small one it shows as noise.
         image_size: side of the pictures in pixels; determines the token grid.
+        decoder_norm_groups: of the decoder, where they differ.
     """
 
     @register_to_config
@@ -77,6 +80,7 @@ class VQModel(PictureTokenizer):
         codebook_dim: int = 8,
         norm_groups: int | None = 32,
         image_size: Count = 256,
+        decoder_norm_groups: int | None = None,
     ):
         super().__init__()
         design = Design(
@@ -88,7 +92,8 @@ class VQModel(PictureTokenizer):
             attention=None if norm_groups is None else AttentionBlock,
             layout=LLAMAGEN,
         )
-        self.encoder, self.decoder = Encoder(design), Decoder(design)
+        self.encoder = Encoder(design)
+        self.decoder = Decoder(replace(design, groups=decoder_norm_groups or norm_groups))
         self.quantize = VectorQuantizer(codebook_size, codebook_dim)
         self.quant_conv = nn.Conv2d(latent_channels, codebook_dim, 1)
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)

@@ -11,7 +11,7 @@ exactness tests can drive the same code that decodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -89,6 +89,16 @@ class Sampler(SchedulerMixin, ConfigMixin):
     counts_prefill: ClassVar[bool] = True
     records_steps: bool = True
     reads_text: ClassVar[bool] = False
+
+    @classmethod
+    def extract_init_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
+        """As diffusers; folders of before 22 November 2026 hold the numbers of a relaxed acceptance one by one."""
+        config = dict(config_dict)
+        if "relaxation" in cls._get_init_keys(cls):
+            flat = {name: config.pop(name) for name in Relaxation.names() if name in config}
+            if flat and config.get("acceptance") in RELAXED:
+                config["relaxation"] = flat
+        return super().extract_init_dict(config, **kwargs)
 
     # -- what a method must write
 
