@@ -9,13 +9,16 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -36,6 +39,7 @@ from visual_spec import cli
 from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_drafter, load_pipeline, read_facts
@@ -383,18 +387,17 @@ def test_folders_of_earlier_versions_load(tmp_path):
 
 def test_settings_of_the_first_days_load(tmp_path):
     """Of 21 November 2026: another number of groups in a decoder, numbers of a relaxed acceptance one by one."""
-    sizes = dict(base_channels=8, channel_multipliers=(1, 2), blocks_per_level=1, latent_channels=16)
+    sizes: dict[str, Any] = dict(
+        base_channels=8, channel_multipliers=(1, 2), blocks_per_level=1, latent_channels=16
+    )
     sizes |= dict(codebook_size=16, codebook_dim=4, image_size=8)
     one, other = VQModel(**sizes, norm_groups=4).eval(), VQModel(**sizes, norm_groups=1).eval()
     other.load_state_dict(one.state_dict())
     one.save_pretrained(tmp_path / "vq_model")
     path = tmp_path / "vq_model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder_norm_groups": 1}))
-    saved, pictures, codes = (
-        VQModel.from_pretrained(tmp_path / "vq_model"),
-        torch.rand(2, 3, 8, 8),
-        torch.rand(2, 4, 4, 4),
-    )
+    saved = VQModel.from_pretrained(tmp_path / "vq_model")
+    pictures, codes = torch.rand(2, 3, 8, 8), torch.rand(2, 4, 4, 4)
     with torch.no_grad():
         assert torch.equal(saved.encode_latents(pictures), one.encode_latents(pictures))
         assert torch.equal(saved.decode_latents(codes), other.decode_latents(codes))
@@ -407,19 +410,38 @@ def test_settings_of_the_first_days_load(tmp_path):
         for acceptance, relaxation in (("lantern", relaxed | {"bounded": True}), ("exact", None)):
             unit = {"unit": "codebook"} if kind is ColumnJacobiSampler else {}
             path.write_text(json.dumps({"acceptance": acceptance, **relaxed, "bounded": True, **unit}))
-            sampler = kind.from_pretrained(tmp_path)
+            sampler: Any = kind.from_pretrained(tmp_path)
             assert sampler.config.relaxation == relaxation
             assert sampler.relaxation == Relaxation.of(acceptance, relaxation)
-            assert kind.from_config(sampler.config).relaxation == sampler.relaxation
+            again: Any = kind.from_config(sampler.config)
+            assert again.relaxation == sampler.relaxation
 
 
 def test_a_hub_id_that_is_not_there_tells_of_the_embedded_models(monkeypatch):
     def fetch(*args, **kwargs):
         raise FileNotFoundError("no such repository")
 
-    monkeypatch.setattr("visual_spec.pipelines.base.snapshot_download", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     with pytest.raises(OSError, match="'nosuch/model'.*shapes_var"):
         ImagePipeline.from_pretrained("nosuch/model")
+
+
+@pytest.mark.parametrize("kind", [ImagePipeline, VQModel, SpeculativeJacobiSampler, T5Features])
+def test_what_is_neither_a_folder_nor_a_reachable_id_is_refused_at_once(kind, tmp_path, monkeypatch):
+    """Without a connection: huggingface_hub would try again and again, after naps."""
+
+    def no_connection(*args: Any, **kwargs: Any) -> None:
+        raise socket.gaierror("no connection")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", no_connection)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"a nap of {seconds} s"))
+    for path in (tmp_path / "nofolder", "./nofolder", "a/b/c", Path("nofolder"), "~/nofolder", "no folder"):
+        with pytest.raises(ValueError, match="no folder|unknown model"):
+            kind.from_pretrained(path)
+    for name in ("owner/nofolder", "nofolder"):
+        with pytest.raises((OSError, ValueError), match=f"{name}.*a folder written by save_pretrained"):
+            kind.from_pretrained(name)
 
 
 def test_a_device_map_gives_no_false_alarm(caplog):

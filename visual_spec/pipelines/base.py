@@ -19,9 +19,9 @@ from diffusers.loaders.lora_base import LoraBaseMixin
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import deprecation_utils
-from huggingface_hub import snapshot_download
 
 from visual_spec.families import all_pipelines, family_of
+from visual_spec.files.reading import fetched
 from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import SavedModel, check_loaded
 from visual_spec.models.core.settings import LAW_DEFAULTS, LAW_SETTINGS, whole
@@ -287,17 +287,8 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
                 "Pass one of them, a folder written by save_pretrained, or a Hub id 'owner/name'."
                 + meant(name, embedded_models())
             )
-        passed_on = ("cache_dir", "force_download", "local_files_only", "token", "revision")
-        options = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
-        try:
-            return snapshot_download(name, allow_patterns=_FILES, **options)
-        except (OSError, ValueError) as error:  # of huggingface_hub
-            reason = " ".join(str(error).split()) or type(error).__name__
-            embedded = missing_models() or "embedded models are " + ", ".join(embedded_models())
-            raise OSError(
-                f"{name!r} could not be fetched from the Hub ({reason}). Pass an id that exists there, or a folder "
-                f"written by save_pretrained; {embedded}."
-            ) from error
+        embedded = missing_models() or "embedded models are " + ", ".join(embedded_models())
+        return fetched(name, _FILES, kwargs, f"; {embedded}")
 
     def save_config(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from visual_spec.files.reading import read_object
+from visual_spec.files.reading import check_there, read_object
 from visual_spec.models.core.offload import align_weights
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -64,9 +64,13 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         The folder may hold only what differs from another model (`visual_spec.models.core.low_rank`).
 
         Raises:
-            ValueError: the weights do not match the configuration, are not of a floating dtype, or are not finite; or
-                no model can be built from the configuration. The message names the folder and the keys.
+            ValueError: there is no such folder; the weights do not match the configuration, are not of a floating
+                dtype, or are not finite; or no model can be built from the configuration. The message names the folder
+                and the keys.
+            OSError: nothing can be fetched under a Hub id.
         """
+        if pretrained_model_name_or_path is not None:
+            check_there(pretrained_model_name_or_path, "config.json", kwargs)
         folder = Path(pretrained_model_name_or_path or "") / (kwargs.get("subfolder") or "")
         if pretrained_model_name_or_path is not None and folder.is_dir():
             if _adapts(folder):

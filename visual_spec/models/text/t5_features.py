@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from visual_spec.files.reading import check_there
 from visual_spec.files.whole import write_atomically, written_whole
 from visual_spec.models.core.offload import align_weights, decodes
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -84,11 +85,12 @@ class T5Features(ModelMixin, ConfigMixin):
             loading: revision, token, cache_dir, local_files_only, variant and device_map are passed on to transformers.
 
         Raises:
-            ValueError: the folder has no configuration, or another model's.
-            OSError: raised by transformers for a Hub id that is not available.
+            ValueError: there is no such folder, or it has no configuration, or another model's.
+            OSError: nothing can be fetched under a Hub id.
         """
         from transformers import AutoConfig, AutoTokenizer, T5EncoderModel
 
+        check_there(folder, "config.json", loading)
         folder = os.fspath(folder)
         if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, "config.json")):
             raise ValueError(

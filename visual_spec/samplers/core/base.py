@@ -20,6 +20,7 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
+from visual_spec.files.reading import check_there
 from visual_spec.models.core.settings import whole
 from visual_spec.samplers.core.acceptance import EXACT, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.acceptance import IDENTICAL as IDENTICAL_RULE
@@ -89,6 +90,12 @@ class Sampler(SchedulerMixin, ConfigMixin):
     counts_prefill: ClassVar[bool] = True
     records_steps: bool = True
     reads_text: ClassVar[bool] = False
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """As of diffusers; what is neither a folder nor a Hub id that can be fetched is refused at once."""
+        check_there(pretrained_model_name_or_path, cls.config_name, kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def extract_init_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
