@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 EXTRAS = ("eval", "audio", "scale", "serve", "video", "lora", "app")
 NEW = ("quant",)  # needs a newer torch than the others, and would raise theirs: with the newest versions only
-RUNNERS = ("pytest", "pytest-xdist", "httpx", "torchaudio")  # of the extra dev
+RUNNERS = ("pytest", "pytest-xdist", "httpx")  # of the extra dev
 # What takes objects of other packages, or hands them on.
 TESTS = """
     tests/test_package.py tests/test_app.py tests/models/core tests/models/next_token tests/training/test_waves.py

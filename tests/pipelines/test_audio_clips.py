@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchaudio import functional
 
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_audio import BOOKS, FRAMES, HOP, PROMPT, RATE, clip_of, tiny_audio_pipeline
@@ -17,7 +18,7 @@ from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.pipelines import audio as audio_module
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.pipelines.audio_files import audio_bytes, prepare_clip, resample, write_audio
+from visual_spec.pipelines.audio_files import audio_bytes, in_parts, prepare_clip, resample, write_audio
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
@@ -223,15 +224,25 @@ def test_clips_are_brought_to_the_codecs_rate_and_channels():
 
 
 @pytest.mark.parametrize(
-    ("rate", "wanted"), [(960, 400), (400, 960), (441, 320), (401, 400), (7, 5), (3, 1000)]
+    ("rate", "wanted"), [(12, 5), (5, 12), (441, 320), (401, 400), (7, 5), (3, 1000), (1009, 1000)]
 )
-def test_resampling_is_torchaudios_law(rate, wanted):
-    functional = pytest.importorskip("torchaudio.functional")
+def test_resampling_in_parts_is_torchaudios(rate, wanted):
     for length in (1, 2, 50, 1003):
         clip = torch.randn(2, 3, length, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        torch.testing.assert_close(
-            resample(clip, rate, wanted), functional.resample(clip, rate, wanted), rtol=0, atol=1e-10
-        )
+        want = functional.resample(clip, rate, wanted)
+        for found in (
+            in_parts(clip, rate, wanted),
+            resample(clip, rate, wanted),
+            resample(clip, 2 * rate, 2 * wanted),
+        ):
+            torch.testing.assert_close(found, want, rtol=0, atol=1e-10)
+
+
+def test_without_torchaudio_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchaudio.functional", None)
+    with pytest.raises(ImportError, match=r"44100 Hz to 32000 Hz.*visual-spec\[audio\]"):
+        resample(torch.zeros(1, 50), 44100, 32000)
+    assert resample(torch.zeros(1, 50), 400, 400).shape == (1, 50)
 
 
 def test_rates_without_a_common_factor_take_no_kernel_of_rate_times_rate(monkeypatch):

@@ -18,6 +18,7 @@ from visual_spec.models.core.settings import whole
 
 FORMATS = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS"}
 _CROSSINGS = 6  # zero crossings of the resampling kernel a side
+_MOST_RATE = 1000  # of two rates without a common factor for which torchaudio's kernel is small
 
 
 def audio_bytes(audio: Any, sampling_rate: int, kind: str = "wav") -> bytes:
@@ -89,6 +90,7 @@ def prepare_clip(audio: Any, sampling_rate: int | None, *, rate: int, channels: 
 
     Raises:
         ValueError: no rate given, another shape, no samples, nan or infinity.
+        ImportError: as `resample`.
     """
     if sampling_rate is None:
         raise ValueError(f"audio given without its rate; pass sampling_rate (the model's own is {rate}).")
@@ -114,19 +116,33 @@ def prepare_clip(audio: Any, sampling_rate: int | None, *, rate: int, channels: 
 
 
 def resample(clip: Tensor, rate: int, wanted: int) -> Tensor:
-    """A clip [..., N] at another rate, [..., ceil(N * wanted / rate)]; both in Hz.
+    """A clip [..., N] at another rate, [..., ceil(N * wanted / rate)]; both in Hz. By torchaudio.
 
-    By a sinc with six zero crossings a side in a Hann window, cut off at 0.99 of the lower of the two Nyquist rates, as
-    torchaudio's `resample`. Its kernel of rate x rate numbers takes gigabytes where two rates have no common factor;
-    here outputs that lie close share one that is little wider than the window.
+    Raises:
+        ImportError: torchaudio is missing (extra `audio`), for other rates than `in_parts` takes.
     """
     if rate == wanted:
         return clip
     common = math.gcd(rate, wanted)
-    before, after = (
-        rate // common,
-        wanted // common,
-    )  # `after` outputs stand at `before` samples, again and again
+    if max(rate, wanted) // common > _MOST_RATE:
+        return in_parts(clip, rate // common, wanted // common)
+    try:
+        from torchaudio.functional import resample as by_torchaudio
+    except ImportError as error:
+        raise ImportError(
+            f"resampling from {rate} Hz to {wanted} Hz needs torchaudio: install visual-spec[audio], or pass a clip of "
+            f"{wanted} Hz."
+        ) from error
+    return by_torchaudio(clip.double(), rate, wanted).to(clip)
+
+
+def in_parts(clip: Tensor, before: int, after: int) -> Tensor:
+    """As torchaudio's `resample`, for `after` outputs at `before` samples, again and again.
+
+    By a sinc with six zero crossings a side in a Hann window, cut off at 0.99 of the lower of the two Nyquist rates.
+    torchaudio's kernel of before x after numbers takes gigabytes where two rates have no large common factor; here
+    outputs that lie close share one that is little wider than the window.
+    """
     cutoff = 0.99 * min(before, after) / before  # zero crossings a sample of the clip
     reach = math.ceil(_CROSSINGS / cutoff)
     count = -(-clip.shape[-1] * after // before)
