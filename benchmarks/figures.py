@@ -4,6 +4,7 @@
     python benchmarks/figures.py --list                          # every figure, and whether it is current
     python benchmarks/figures.py --only shapes-calls --again     # one figure, though it is current
     python benchmarks/figures.py --tables                        # write the tables alone, from the stored results
+    python benchmarks/figures.py --check                         # say whether the pages have what is stored, and stop
 
 A table stands between `<!-- figure: NAME -->` and `<!-- end -->`. `results/measured.json` says with which weights and
 on which machine each result was measured. A table of earlier weights says so in its first line. Times need an idle
@@ -187,6 +188,54 @@ def headline(documents: Mapping[str, Any]) -> str:
     )
 
 
+def rows_of(name: str) -> dict[str, Any]:
+    """The rows of a stored result, by name."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return rows if isinstance(rows, dict) else {row["name"]: row for row in rows}
+
+
+def gain(figure: Mapping[str, float]) -> str:
+    """`2.46x (2.07-2.69)`: a median with its spread, or a mean with its interval."""
+    names = ("p50", "p20", "p80") if "p50" in figure else ("value", "low", "high")
+    value, low, high = (figure[name] for name in names)
+    return f"{value:.2f}x ({low:.2f}-{high:.2f})"
+
+
+def methods_table() -> str:
+    """README's table of other methods: the fast rows beside the plain ones of the same file."""
+
+    def shares(rows: dict[str, Any], names: tuple[str, ...], what: str = "mean_attribute") -> list[str]:
+        return [share(rows[name]["accuracy"][what]) for name in names]
+
+    zipar, name = rows_of("shapes-quality"), "zipar:measure=true"
+    tokens = f"{zipar[name]['tokens_per_call']['value']:.2f} tokens"
+    first = ["images: ZipAR, earlier weights", "lossy", "1", tokens]
+    first += [gain(zipar[name]["wall_clock"]["alone_speed_up"]), *shares(zipar, (name, "autoregressive"))]
+
+    calls, times = (rows_of(file)["window 128, panned_frame"] for file in ("motion-panned", "motion-plain"))
+    cameras = ("all clips", next(name for name in calls if name.endswith("camera still")))
+    moving, still = (calls[name]["tokens per call"]["value"] for name in cameras)
+    second = ["video: Jacobi, window 128, drafts that follow a pan", "same tokens", "1"]
+    second += [f"{moving:.1f} tokens (still camera {still:.1f})"]
+    second += [f"{gain(times['all clips']['seconds of the first row over its own'])}, total time", "as plain"]
+    second += shares(rows_of("motion-quality"), ("autoregressive",))
+
+    scales, name = rows_of("shapes-var-8-bits-quality"), "scale-wise:num_draft_scales=7"
+    processor = scales[name]["processor_time"]
+    third = ["images by scale: CoDe", "lossy", str(processor["batch_size"]), "a scale"]
+    third += [f"{gain(processor['speed_up'])}, of processor time"]
+    third += shares(scales, (name, "scale-wise:num_draft_scales=all"), "all_correct")
+
+    music, name = rows_of("tunes-8-bits-quality"), "masked:steps=10/5/5/5,clock=magnet,temperature=falling"
+    alone, batched = rows_of("tunes-cpu-2-threads")[name], music[name]["processor_time"]["speed_up"]
+    last = [f"music: MAGNeT, {alone['calls']:.0f} calls", "its own law", "1"]
+    last += [f"{alone['columns_per_call']:.0f} columns"]
+    last += [f"{gain(alone['speed_up'])}; in the batches of the accuracies {batched['p50']:.2f}x"]
+    last += shares(music, (name, "columns"))
+    header = "method|output|batch|per call|speed-up|accuracy|plain"
+    return table(header, [first, second, third, last], "llrrrrr")
+
+
 def measure(name: str, figure: Figure) -> None:
     """Run the command of a figure and keep what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
@@ -220,11 +269,12 @@ def marked(text: str, blocks: Mapping[str, str]) -> str:
     return MARKED.sub(fill, text)
 
 
-def write_tables(measured: Mapping[str, Any], weights: Mapping[str, Mapping[str, str]]) -> None:
+def pages(measured: Mapping[str, Any], weights: Mapping[str, Mapping[str, str]]) -> dict[Path, str]:
+    """The pages with all tables as of the stored results."""
     documents = {
         name: json.loads((RESULTS / f"{name}.json").read_text()) for name in FIGURES if name in measured
     }
-    blocks = {}
+    blocks = {"methods": methods_table()}
     for name, document in documents.items():
         entry = measured[name]
         load = "" if entry["load"] is None else f", load {entry['load']} at the start"
@@ -235,11 +285,11 @@ def write_tables(measured: Mapping[str, Any], weights: Mapping[str, Mapping[str,
         blocks[name] = f"{FIGURES[name].table(document)}\n\n`{name}.json`: {where}{earlier}"
     if {"shapes-times", "shapes-law"} <= documents.keys():
         blocks["headline"] = headline(documents)
-    for page in PAGES:
-        write_atomically(page, marked(page.read_text(), blocks), overwrite=True)
+    return {page: marked(page.read_text(), blocks) for page in PAGES}
 
 
 def main() -> None:
+    record = RESULTS / "measured.json"
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -247,15 +297,15 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure what is current, too")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     parser.add_argument("--list", action="store_true", help="say what is current, and stop")
+    parser.add_argument("--check", action="store_true", help="say whether the pages are, and stop")
     args = parser.parse_args()
-    record = RESULTS / "measured.json"
     measured = json.loads(record.read_text()) if record.exists() else {}
     weights = {name: weights_of(figure.models) for name, figure in FIGURES.items()}
     for name in args.only:
         figure, current = FIGURES[name], measured.get(name, {}).get("weights") == weights[name]
         if args.list:
             print(f"{name:16} {'current' if current else 'to measure'}{', idle machine' * figure.timed}")
-        elif not args.tables and (args.again or not current):
+        elif not args.tables and not args.check and (args.again or not current):
             here = environment(torch.device("cpu"), torch.float32)
             print(f"{name}: python {figure.command}", flush=True)
             measure(name, figure)
@@ -270,8 +320,12 @@ def main() -> None:
             write_atomically(
                 record, json_text(measured, separators=(",", ":"), sort_keys=True) + "\n", overwrite=True
             )
-    if not args.list:
-        write_tables(measured, weights)
+    new = {} if args.list else pages(measured, weights)
+    stale = [page.name for page, text in new.items() if page.read_text() != text]
+    if args.check:
+        sys.exit(f"{', '.join(stale)}: run python benchmarks/figures.py --tables" if stale else 0)
+    for page, text in new.items():
+        write_atomically(page, text, overwrite=True)
 
 
 if __name__ == "__main__":

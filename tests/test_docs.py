@@ -79,26 +79,11 @@ def numbers_of(content: Any) -> list[float]:
     return [content] if isinstance(content, int | float) and not isinstance(content, bool) else []
 
 
-# Results behind the rows of the README's table.
-HEADLINES = {
-    "images: ZipAR": "`shapes-quality`",
-    "video: Jacobi": "`motion-panned`, `motion-plain`, `motion-quality`",
-    "images by scale: CoDe": "`shapes-var-8-bits-quality`",
-    "music: MAGNeT": "`tunes-cpu-2-threads`, `tunes-8-bits-quality`",
-}
-
-
 def claims() -> list[tuple[str, str, str]]:
-    """Rows with figures: (what, what was measured, files of results)."""
+    """Rows of METHODS with figures: (what, what was measured, files of results)."""
     lines = (DOCS / "METHODS.md").read_text().split("\n## Measures")[0].splitlines()
-    methods = [line[2:-2].split(" | ") for line in lines]
-    rows = [(row[0], row[2], row[3]) for row in methods if len(row) == 5 and row[0] != "system"]
-    readme = (ROOT / "README.md").read_text().splitlines()
-    for name, files in HEADLINES.items():
-        (line,) = [line for line in readme if line.startswith(f"| {name}")]
-        *_, speed, accuracy, plain = line[2:-2].split(" | ")
-        rows.append((name, speed + "".join(f" {part.split(' (')[0]} %" for part in (accuracy, plain)), files))
-    return rows
+    rows = [line[2:-2].split(" | ") for line in lines]
+    return [(row[0], row[2], row[3]) for row in rows if len(row) == 5 and row[0] != "system"]
 
 
 @pytest.mark.parametrize(("name", "measured", "files"), claims(), ids=lambda text: text[:20])

@@ -9,13 +9,12 @@ from benchmarks import figures
 
 def test_pages_hold_the_tables_of_the_stored_results():
     measured = json.loads((figures.RESULTS / "measured.json").read_text())
-    places = [place for page in figures.PAGES for place in figures.MARKED.finditer(page.read_text())]
-    assert {place[2] for place in places} == {*measured, "headline"}
-    for place in places:
-        if place[2] != "headline":
-            document = json.loads((figures.RESULTS / f"{place[2]}.json").read_text())
-            assert figures.FIGURES[place[2]].table(document) in place[0]
-            assert measured[place[2]]["command"] == figures.FIGURES[place[2]].command
+    places = [place[2] for page in figures.PAGES for place in figures.MARKED.finditer(page.read_text())]
+    assert {*places} == {*measured, "headline", "methods"}
+    assert all(measured[name]["command"] == figures.FIGURES[name].command for name in measured)
+    weights = {name: figures.weights_of(figures.FIGURES[name].models) for name in measured}
+    for page, text in figures.pages(measured, weights).items():
+        assert page.read_text() == text, "run python benchmarks/figures.py --tables"
 
 
 def test_a_table_gives_the_figures_of_a_document():
@@ -27,13 +26,13 @@ def test_a_table_gives_the_figures_of_a_document():
 @pytest.mark.parametrize(("weights", "earlier"), [("new", False), ("old", True)])
 def test_a_result_of_earlier_weights_says_so(tmp_path, monkeypatch, weights, earlier):
     page = tmp_path / "page.md"
+    monkeypatch.setattr(figures, "methods_table", str)
     page.write_text("Before.\n<!-- figure: shapes-demo -->\nold table\n<!-- end -->\nAfter.\n")
     (tmp_path / "shapes-demo.json").write_text('{"comparison": []}')
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "PAGES", (page,))
     entry = {"weights": {"shapes": weights}, "machine": "a processor", "threads": 2, "load": 0.1}
-    figures.write_tables({"shapes-demo": entry}, {"shapes-demo": {"shapes": "new"}})
-    text = page.read_text()
+    text = figures.pages({"shapes-demo": entry}, {"shapes-demo": {"shapes": "new"}})[page]
     assert text.startswith("Before.\n<!-- figure: shapes-demo -->") and text.endswith(
         "<!-- end -->\nAfter.\n"
     )

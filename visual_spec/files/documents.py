@@ -12,9 +12,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from visual_spec.files.reading import NOT_FINITE
 from visual_spec.files.whole import write_atomically
-
-_NOT_FINITE = "not_finite"
 
 
 def json_text(document: Any, **layout: Any) -> str:
@@ -29,21 +28,13 @@ def write_json(path: Path, document: Any, *, indent: int | None = None, overwrit
     write_atomically(path, text + "\n", overwrite=overwrite)
 
 
-def restored(read: dict[str, Any]) -> dict[str, Any]:
-    """An object of JSON with its numbers that are not finite; the `object_hook` of `json.loads`."""
-    if isinstance(texts := read.get(_NOT_FINITE), dict):
-        del read[_NOT_FINITE]
-        read |= {name: float(text) for name, text in texts.items()}
-    return read
-
-
 def _strict(value: Any) -> Any:
     if isinstance(value, dict):
         strict = {name: _strict(one) for name, one in value.items()}
         texts = {
             name: f"{one}" for name, one in value.items() if isinstance(one, float) and strict[name] is None
         }
-        return strict | ({_NOT_FINITE: texts} if texts else {})
+        return strict | ({NOT_FINITE: texts} if texts else {})
     if isinstance(value, list | tuple):
         return [_strict(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,13 +10,10 @@ import io
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
-
-from visual_spec.files.documents import restored
 
 
 def inside(folder: Path, name: Any, where: str | os.PathLike) -> Path:
@@ -56,46 +53,6 @@ def refuse_link(path: Path) -> Path:
             f"{path} is a link to {os.readlink(path)}; put the file itself there, as `cp -L` copies it"
         )
     return path
-
-
-def check_there(name: str | os.PathLike, file: str, options: Mapping[str, Any]) -> None:
-    """Refuse what is neither a folder nor a Hub id. Libraries try an id for half a minute before they say so.
-
-    Args:
-        file: that what is loaded has, and that is fetched.
-        options: of a `from_pretrained`.
-
-    Raises:
-        ValueError: a path at which there is nothing.
-        OSError: as of `fetched`.
-    """
-    if Path(name).exists():
-        return
-    if isinstance(name, Path) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name := os.fspath(name)):
-        raise ValueError(
-            f"there is no folder {name}; pass one written by save_pretrained, or a Hub id 'owner/name'."
-        )
-    fetched(name, [str(PurePosixPath(options.get("subfolder") or "", file))], options)
-
-
-def fetched(name: str, patterns: list[str], options: Mapping[str, Any], advice: str = "") -> str:
-    """Return the folder of the files of a Hub repository that fit a pattern, fetched where they were not.
-
-    Raises:
-        OSError: nothing can be fetched under that id.
-    """
-    from huggingface_hub import snapshot_download
-
-    passed_on = ("cache_dir", "force_download", "local_files_only", "token", "revision")
-    options = {key: options[key] for key in passed_on if options.get(key) is not None}
-    try:
-        return snapshot_download(name, allow_patterns=patterns, **options)
-    except (OSError, ValueError) as error:  # of huggingface_hub
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise OSError(
-            f"{name!r} could not be fetched from the Hub ({reason}). Pass an id that exists there, or a folder written "
-            f"by save_pretrained{advice}."
-        ) from error
 
 
 def open_regular(path: str | os.PathLike, most: int | None = None) -> BinaryIO:
@@ -154,6 +111,7 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+NOT_FINITE = "not_finite"  # texts of the numbers of an object that JSON has no form for
 MOST_BYTES = 2**26  # of a file that is one object
 _MOST_LINES = 2**30  # bytes of a file of many
 _DEPTH = 64
@@ -191,6 +149,14 @@ OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 LIST = Kind("a list", lambda value: isinstance(value, list))
 
 
+def _restored(read: dict[str, Any]) -> dict[str, Any]:
+    """An object with its numbers that are not finite, as `files.documents` writes them."""
+    if isinstance(texts := read.get(NOT_FINITE), dict):
+        del read[NOT_FINITE]
+        read |= {name: float(text) for name, text in texts.items()}
+    return read
+
+
 def parse(text: str, where: str) -> Any:
     """Return what a text of JSON says.
 
@@ -198,7 +164,7 @@ def parse(text: str, where: str) -> Any:
         ValueError: no JSON, or too many parts within each other; names `where`.
     """
     try:
-        value = json.loads(text, object_hook=restored)
+        value = json.loads(text, object_hook=_restored)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON ({' '.join(str(error).split())[:160]})") from error
     level = [value]

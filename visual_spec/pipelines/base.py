@@ -21,9 +21,8 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import deprecation_utils
 
 from visual_spec.families import all_pipelines, family_of
-from visual_spec.files.reading import fetched
 from visual_spec.models.core.offload import align_weights
-from visual_spec.models.core.saved import SavedModel, check_loaded
+from visual_spec.models.core.saved import SavedModel, check_loaded, fetched
 from visual_spec.models.core.settings import LAW_DEFAULTS, LAW_SETTINGS, whole
 from visual_spec.pipelines.components import annotated_types, arguments_of, resolved
 from visual_spec.pipelines.embedded import (

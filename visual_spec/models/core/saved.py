@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self, cast
 
@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from visual_spec.files.reading import check_there, read_object
+from visual_spec.files.reading import read_object
 from visual_spec.models.core.offload import align_weights
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -44,6 +44,46 @@ _DIRECTION = "parametrizations.weight.original1"  # of a weight-normed layer: an
 
 # Settings that count parts of a model; each part has weights.
 _COUNTS = ("num_layers", "num_blocks", "blocks_per_level")
+
+
+def check_there(name: str | os.PathLike, file: str, options: Mapping[str, Any]) -> None:
+    """Refuse what is neither a folder nor a Hub id. Libraries try an id for half a minute before they say so.
+
+    Args:
+        file: that what is loaded has, and that is fetched.
+        options: of a `from_pretrained`.
+
+    Raises:
+        ValueError: a path at which there is nothing.
+        OSError: as of `fetched`.
+    """
+    if Path(name).exists():
+        return
+    if isinstance(name, Path) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name := os.fspath(name)):
+        raise ValueError(
+            f"there is no folder {name}; pass one written by save_pretrained, or a Hub id 'owner/name'."
+        )
+    fetched(name, [str(PurePosixPath(options.get("subfolder") or "", file))], options)
+
+
+def fetched(name: str, patterns: list[str], options: Mapping[str, Any], advice: str = "") -> str:
+    """Return the folder of the files of a Hub repository that fit a pattern, fetched where they were not.
+
+    Raises:
+        OSError: nothing can be fetched under that id.
+    """
+    from huggingface_hub import snapshot_download
+
+    passed_on = ("cache_dir", "force_download", "local_files_only", "token", "revision")
+    options = {key: options[key] for key in passed_on if options.get(key) is not None}
+    try:
+        return snapshot_download(name, allow_patterns=patterns, **options)
+    except (OSError, ValueError) as error:  # of huggingface_hub
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise OSError(
+            f"{name!r} could not be fetched from the Hub ({reason}). Pass an id that exists there, or a folder written "
+            f"by save_pretrained{advice}."
+        ) from error
 
 
 class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from visual_spec.files.reading import check_there
 from visual_spec.files.whole import write_atomically, written_whole
 from visual_spec.models.core.offload import align_weights, decodes
+from visual_spec.models.core.saved import check_there
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import warn_cut
 from visual_spec.models.text.captions import clean_caption

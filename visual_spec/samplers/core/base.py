@@ -20,7 +20,7 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.files.reading import check_there
+from visual_spec.models.core.saved import check_there
 from visual_spec.models.core.settings import whole
 from visual_spec.samplers.core.acceptance import EXACT, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.acceptance import IDENTICAL as IDENTICAL_RULE
