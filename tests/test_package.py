@@ -129,6 +129,25 @@ print("all models")
     assert run_python(code).splitlines()[-1] == "all models"
 
 
+def test_accelerate_imports_the_adapter_of_its_model_only():
+    code = """
+import sys
+import torch, visual_spec
+from transformers import JanusConfig, JanusForConditionalGeneration
+small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+text = dict(vocab_size=64, intermediate_size=32, num_key_value_heads=2, model_type="llama", **small)
+vision = dict(image_size=32, patch_size=16, intermediate_size=32, **small)
+codes = dict(embed_dim=8, num_embeddings=32, base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1,
+    num_patches=4, image_token_embed_dim=16, latent_channels=32)
+model = JanusForConditionalGeneration(JanusConfig(text_config=text, vision_config=vision, vq_config=codes))
+visual_spec.accelerate(model)
+ours = [module for name, module in sys.modules.items() if name.split(".")[0] == "visual_spec"]
+files = [path for path in (getattr(module, "__file__", None) for module in ours) if path and open(path).read()]
+assert len(files) <= 40, sorted(files)
+"""
+    run_python(code)
+
+
 def test_command_line_answers_without_torch():
     code = """
 import sys

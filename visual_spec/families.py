@@ -161,6 +161,7 @@ FAMILIES = (
     # Sizes of transformers' default configurations, which match the released weights.
     Family(
         "Chameleon, Anole", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
+        of_transformers={"ChameleonForConditionalGeneration": "next_token.chameleon:ChameleonImageModel"},
         sizes=(
             KnownModel("Chameleon-7B, Anole-7B", "leloy/Anole-7b-v0.1-hf", 512, 1024, 64, 7_013_666_816, 2 * 32 * 4096),
         ),
@@ -174,17 +175,20 @@ FAMILIES = (
     ),
     Family(
         "Emu3", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
+        of_transformers={"Emu3ForConditionalGeneration": "next_token.emu3:Emu3ImageModel"},
         sizes=(KnownModel("Emu3-Gen", "BAAI/Emu3-Gen-hf", 720, 90 * 91, 64, 8_492_011_520, 2 * 32 * 1024),),
     ),
     Family(
         "GLM-Image", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
+        of_transformers={"GlmImageForConditionalGeneration": "next_token.glm_image:GlmImageStage"},
         sizes=(
             KnownModel("GLM-Image, its token stage", "zai-org/GLM-Image", 1024, 32 * 32 + 16 * 16, 64, 8_914_788_352,
                 2 * 40 * 256),
         ),
     ),
     # Its sizes differ between releases: supported, but not in the table of memory.
-    Family("Janus, Janus-Pro", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers"),
+    Family("Janus, Janus-Pro", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
+        of_transformers={"JanusForConditionalGeneration": "next_token.janus:JanusImageModel"}),
     Family(
         "MusicGen", (COLUMNS,), ("AudioPipeline",), unit="columns", plain="columns", verified="transformers",
         load="AudioPipeline.from_musicgen, visual_spec.accelerate(model)",
@@ -358,6 +362,13 @@ def models() -> list[KnownModel]:
         for family in all_families()
         for size in family.sizes
     ]
+
+
+def image_models() -> dict[str, str]:
+    """Return what draws with each image generator of transformers: {its class: "module:class"}."""
+    return {
+        name: f"{family.home}.{path}" for family in FAMILIES for name, path in family.of_transformers.items()
+    }
 
 
 @functools.cache

@@ -424,7 +424,7 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, inputs: dict[str, 
     before, pipe.sampler = pipe.sampler, sampler
     try:
         pipe.check_sampler()
-        pipe.check_inputs(args.prompts, **_lengths(args), **_chosen(args, LAW_SETTINGS), **inputs)
+        pipe.check_call(args.prompts, **_lengths(args), **_chosen(args, LAW_SETTINGS), **inputs)
     except TypeError as error:
         raise ValueError(str(error)) from error
     finally:

@@ -233,6 +233,8 @@ class Family:
         drafters: classes among `parts` that `load_drafter` takes.
         refiners: classes among `parts` that `load_refiner` takes.
         of_diffusers: class of diffusers' pipeline whose folders its pipeline loads.
+        of_transformers: classes of transformers whose pictures `accelerate` draws: {class: what draws with its objects,
+            "module:class" below `visual_spec.models`}.
         layout: its official files, which `visual-spec convert` asks for in the order of the table.
         sizes: the official weights.
         load, verified: see `KnownModel`.
@@ -255,6 +257,7 @@ class Family:
     drafters: tuple[str, ...] = ()
     refiners: tuple[str, ...] = ()
     of_diffusers: str = ""
+    of_transformers: Mapping[str, str] = field(default_factory=dict)
     layout: FileLayout | None = None
     sizes: tuple[KnownModel, ...] = ()
     load: str = ""

@@ -237,10 +237,10 @@ def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, mon
         ({"output_type": "jpeg"}, ValueError, "output_type='jpeg'"),
         ({"generator": seeded(1, 2)}, ValueError, "2 generators for 1 "),
         ({"generator": 7}, TypeError, "generator is.*int"),
-        ({"generator": [*seeded(1), 7], any_kind.each: 2}, TypeError, r"list.*int.*torch\.Generator"),
+        ({"generator": [*seeded(1), 7], any_kind.each: 2}, TypeError, r"\[1\].*int.*torch\.Generator"),
         ({"callback_on_step_end": 3}, TypeError, "callback_on_step_end=3"),
         ({"callback_on_step_end_tensor_inputs": ["noise"]}, ValueError, "'noise'"),
-        ({"guidance": 2.0}, TypeError, rf"{type(pipe).__name__}\(\).*'guidance'"),
+        ({"guidance": 2.0}, TypeError, r"__call__\(\).*'guidance'"),
     ):
         with pytest.raises(error, match=message):
             pipe(any_kind.asked, **{**any_kind.settings, **given})

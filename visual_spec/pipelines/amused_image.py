@@ -6,38 +6,31 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from transformers import AutoTokenizer, CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.core.settings import LawChoice
 from visual_spec.models.masked.amused import (
     AmusedTransformer,
     AmusedVQModel,
     ClipCondition,
     clip_condition,
 )
-from visual_spec.pipelines.components import draws, registers
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import AmusedDecoder
 from visual_spec.pipelines.embedded import local_folder
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.saved_index import read_index_file
-from visual_spec.pipelines.steps import Asked, StepCallback, listed
+from visual_spec.pipelines.steps import StepCallback, StepListener, listed
 from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 
 DIFFUSERS_CLASS = "AmusedPipeline"
-_FEATURES = (
-    "prompt_embeds",
-    "encoder_hidden_states",
-    "negative_prompt_embeds",
-    "negative_encoder_hidden_states",
-)
 
 
 class AmusedImagePipeline(TokenImagePipeline):
@@ -102,31 +95,21 @@ class AmusedImagePipeline(TokenImagePipeline):
             MaskedSampler(**PRESETS["amused"].settings),
         )
 
-    def _asked(self, args: Mapping[str, Any]) -> Asked:
-        prompt, negative = args["prompt"], args["negative_prompt"]
-        features = [args[name] for name in _FEATURES]
-        if prompt is None and all(isinstance(part, torch.Tensor) for part in features):
-            count = len(features[0])
-        else:
-            prompts = listed(prompt)
-            if not prompts or not all(isinstance(one, str) for one in prompts):
-                raise TypeError(
-                    f"prompt={prompt!r}; pass a text, a list of texts, or all of {', '.join(_FEATURES)}."
-                )
-            if any(part is not None for part in features):
-                raise ValueError(
-                    f"prompt={prompt!r} given beside {', '.join(_FEATURES)}; pass one or the others."
-                )
-            self.check_complete("text_encoder", "tokenizer")
-            count = len(prompts)
-        if not isinstance(negative, str | None):
-            raise TypeError(f"negative_prompt={negative!r}; pass one text, which all pictures avoid.")
-        each = "num_images_per_prompt"
-        return Asked(prompt, count, args[each], each, self._law(args))
-
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> ClipCondition:
-        taken = {name: args[name] for name in ("negative_prompt", *_FEATURES)}
-        return self.make_condition(asked.source, num_images_per_prompt=asked.each, **taken)
+    def _count(self, prompt: Any, negative_prompt: Any, features: Mapping[str, Any]) -> int:
+        """The number of prompts of a call, which are checked."""
+        if not isinstance(negative_prompt, str | None):
+            raise TypeError(f"negative_prompt={negative_prompt!r}; pass one text, which all pictures avoid.")
+        if prompt is None and all(isinstance(part, torch.Tensor) for part in features.values()):
+            return len(features["prompt_embeds"])
+        prompts = listed(prompt)
+        if not prompts or not all(isinstance(one, str) for one in prompts):
+            raise TypeError(
+                f"prompt={prompt!r}; pass a text, a list of texts, or all of {', '.join(features)}."
+            )
+        if any(part is not None for part in features.values()):
+            raise ValueError(f"prompt={prompt!r} given beside {', '.join(features)}; pass one or the others.")
+        self.check_complete("text_encoder", "tokenizer")
+        return len(prompts)
 
     def make_condition(
         self,
@@ -173,7 +156,7 @@ class AmusedImagePipeline(TokenImagePipeline):
         negative_prompt_embeds, negative_encoder_hidden_states = encoded.null_pooled, encoded.null_states
         return prompt_embeds, encoder_hidden_states, negative_prompt_embeds, negative_encoder_hidden_states
 
-    @draws(without=("guidance_until",))
+    @torch.no_grad()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -194,7 +177,10 @@ class AmusedImagePipeline(TokenImagePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **law: Unpack[LawChoice],
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> ImagePipelineOutput:
         """Draw. All but these is as in `MaskedImagePipeline.__call__`.
 
@@ -203,4 +189,27 @@ class AmusedImagePipeline(TokenImagePipeline):
             prompt_embeds, encoder_hidden_states, negative_prompt_embeds, negative_encoder_hidden_states: in place of
                 both texts, as `encode_prompt` gives them.
         """
-        ...
+        law = self.make_law(guidance_scale, temperature, top_k, top_p)
+        features = dict(
+            prompt_embeds=prompt_embeds,
+            encoder_hidden_states=encoder_hidden_states,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_encoder_hidden_states=negative_encoder_hidden_states,
+        )
+        prompts = self._count(prompt, negative_prompt, features)
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        self.check_inputs(range(prompts), num_images_per_prompt, law, generator, output_type)
+        self.check_repainting(image, mask, strength, prompts)
+        model = self.sized(height, width)
+        with self.running():
+            condition = self.make_condition(
+                prompt,
+                negative_prompt=negative_prompt,
+                num_images_per_prompt=num_images_per_prompt,
+                **features,
+            )
+            known = self.known_tokens(image, mask, strength, generator, prompts, num_images_per_prompt)
+            count = prompts * num_images_per_prompt
+            result = self.draw_tokens(model, condition, count, law, generator, listener, known)
+            images = self.decode_tokens(result.tokens, output_type)
+        return self.make_output(images, result, return_dict)

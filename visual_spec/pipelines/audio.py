@@ -1,9 +1,10 @@
 """Text to music by models of codec tokens: caption -> features -> columns of codes -> waves."""
 
+import functools
 import math
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Self, Unpack
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
@@ -24,16 +25,17 @@ from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.core.settings import LawChoice
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_stream import ClipWindow, WaveStream, decode_windows, plan_windows
-from visual_spec.pipelines.components import draws, registers
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.pipelines.steps import Asked, StepCallback, check_each, planned_steps
-from visual_spec.pipelines.texts import ReadsText, Texts, check_words, tokenized
+from visual_spec.pipelines.steps import StepCallback, StepListener, check_each, planned_steps
+from visual_spec.pipelines.texts import ReadsText, Texts, as_condition, check_words, tokenized
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.trace import DecodeTrace
 from visual_spec.samplers.registry import MASKED
 
 AudioListener = Callable[[Any, int, Tensor], Any]
@@ -85,7 +87,6 @@ class AudioPipeline(ReadsText):
     _callback_tensor_inputs = ["lengths"]
     _output_types = ("np", "pt", "latent")
     _sample = "clip"
-    _output = AudioPipelineOutput
     _each = "num_waveforms_per_prompt"
     _unseen = "the music will not tell"
     _fitting_drafter = (
@@ -339,27 +340,16 @@ class AudioPipeline(ReadsText):
 
     # -- input ---------------------------------------------------------------------------------------------------------
 
-    def _checked(self, args: Mapping[str, Any]) -> Asked:
-        asked = self._asked(args)
-        self._check_call(
-            args, asked, "transformer", "sampler", *([] if self._codec is not None else ["codec"])
-        )
-        stretch = args["stretch_in_s"]
-        if not (math.isfinite(stretch) and stretch > 0):
-            raise ValueError(f"stretch_in_s={stretch}; pass the seconds that are made audible at once.")
-        if args["melody_features"] is not None:
-            _check_melody(args["melody_features"], self._model, asked.count)
-        clip = asked.known = self._clip(args["audio"], args["sampling_rate"])
-        if clip is not None:
-            check_each(len(clip), "clips of audio", asked.count)
-        frames = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
-        asked.model = self.plan(args["audio_length_in_s"], args["extend_stride_in_s"], frames)
-        return asked
+    @property
+    def _needed(self) -> tuple[str, ...]:  # type: ignore[override]
+        return "transformer", "sampler", *([] if self._codec is not None else ["codec"])
 
-    def _clip(self, audio: Any, rate: int | None) -> Tensor | None:
-        """The clip to go on from as [B or 1, C, N] at the codec's rate, or None."""
+    def _clip(self, audio: Any, rate: int | None, count: int) -> Tensor | None:
+        """The clip to go on from as [1 or count, C, N] at the codec's rate, or None; `count`: prompts."""
         if audio is not None:
-            return prepare_clip(audio, rate, rate=self.sampling_rate, channels=self.channels)
+            clip = prepare_clip(audio, rate, rate=self.sampling_rate, channels=self.channels)
+            check_each(len(clip), "clips of audio", count)
+            return clip
         if rate is not None:
             raise ValueError(f"sampling_rate={rate} given without audio; leave it out.")
         return None
@@ -391,16 +381,14 @@ class AudioPipeline(ReadsText):
         """As `ReadsText.make_condition`; `melody_features` as for a call."""
         return _with_melody(super().make_condition(prompt, **kwargs), melody_features)
 
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> MusicCondition:
-        return _with_melody(self._features(asked.source, asked.each), args["melody_features"])
+    @property
+    def _feature_dtype(self) -> None:
+        return None
 
-    def _features(self, texts: Texts, each: int) -> TextCondition:
-        return texts.condition(self._encode, each, self._execution_device)
-
-    def _check_words(self, texts: Texts) -> None:
+    def _check_words(self, texts: list[str]) -> None:
         own = getattr(self._model, "text_encoder", None)
         encoder = own if self.text_encoder is None else self.text_encoder
-        check_words(encoder, self.tokenizer, texts.prompts + texts.negatives)
+        check_words(encoder, self.tokenizer, texts)
 
     def _encode(self, texts: list[str]) -> TextCondition:
         if hasattr(self.text_encoder, "word_ids"):
@@ -412,7 +400,7 @@ class AudioPipeline(ReadsText):
 
     # -- playing -------------------------------------------------------------------------------------------------------
 
-    @draws()
+    @torch.no_grad()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -435,7 +423,11 @@ class AudioPipeline(ReadsText):
         callback_on_audio: AudioListener | None = None,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **law: Unpack[LawChoice],
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        guidance_until: int | None = None,
     ) -> AudioPipelineOutput:
         """Play.
 
@@ -475,18 +467,63 @@ class AudioPipeline(ReadsText):
             ValueError, TypeError: bad input, before any computation.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        ...
+        law = self.make_law(guidance_scale, temperature, top_k, top_p, guidance_until)
+        texts = Texts(
+            prompt=prompt,
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+        )
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        self.check_inputs(texts, num_waveforms_per_prompt, law, generator, output_type)
+        if not (math.isfinite(stretch_in_s) and stretch_in_s > 0):
+            raise ValueError(f"stretch_in_s={stretch_in_s}; pass the seconds that are made audible at once.")
+        if melody_features is not None:
+            _check_melody(melody_features, self._model, len(texts))
+        clip = self._clip(audio, sampling_rate, len(texts))
+        frames = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
+        plan = self.plan(audio_length_in_s, extend_stride_in_s, frames)
+        with self.running():
+            encoded = self.encode_prompt(texts, num_waveforms_per_prompt=num_waveforms_per_prompt)
+            condition = _with_melody(as_condition(*encoded), melody_features)
+            known = self._known_codes(clip, len(condition.mask))
+            stream = None
+            if output_type != "latent" or callback_on_audio is not None:
+                total = known.shape[-1] + sum(new for _, new in plan)
+                stretch = max(1, round(stretch_in_s * self.frame_rate))
+                play = None if callback_on_audio is None else functools.partial(callback_on_audio, self)
+                stream = WaveStream(self._codec, self.channels, total, stretch, play)
+            codes, trace = self.draw_codes(plan, condition, known, law, generator, listener, stream)
+            waves: Any = codes if output_type == "latent" or stream is None else stream.waves()
+        made: Any = (waves.numpy() if output_type == "np" else waves, self.sampling_rate, codes, trace)
+        return AudioPipelineOutput(*made) if return_dict else made
 
-    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: MusicCondition) -> tuple[Any, ...]:
-        known = self._known_codes(asked.known, len(condition.features))
-        made = {frames: self._window(*frames) for frames in set(asked.model)}
-        windows = [made[frames] for frames in asked.model]
+    def draw_codes(
+        self,
+        plan: list[tuple[int, int]],
+        condition: MusicCondition,
+        known: Tensor,
+        law: TokenLaw,
+        generator: Any,
+        listener: StepListener,
+        stream: WaveStream | None = None,
+    ) -> tuple[Tensor, DecodeTrace]:
+        """Let the sampler decode window after window, beside a progress bar. Returns codes [B, K, T] and the trace.
+
+        Args:
+            plan: the windows, see `plan`.
+            known: codes [B, K, P] of a clip to go on from; P = 0 without one.
+            listener: what tells the callback about steps.
+            stream: what makes waves of the columns as they come.
+        """
+        made = {frames: self._window(*frames) for frames in set(plan)}
+        windows = [made[frames] for frames in plan]
         self._num_timesteps = sum(
             planned_steps(self.sampler, one.model, {}, one.model.grid.width) for one in windows
         )
-        stream = self._stream(args, known.shape[-1] + sum(new for _, new in asked.model))
-        heard = self._listener(args, asked)
-        self._guidance_scale = asked.law.guidance_scale
+        self._guidance_scale = law.guidance_scale
         drafter = self.drafter if getattr(self.sampler, "needs_drafter", False) else None
         with at_hand(self._model, self._codec, drafter):
             codes, trace = decode_windows(
@@ -496,23 +533,12 @@ class AudioPipeline(ReadsText):
                 windows,
                 progress_bar=self.progress_bar,
                 stream=stream,
-                listener=lambda step, lengths: heard(step, lambda: int(lengths.min()), lengths=lengths),
-                law=asked.law,
-                generator=args["generator"],
+                listener=lambda step, lengths: listener(step, lambda: int(lengths.min()), lengths=lengths),
+                law=law,
+                generator=generator,
             )
         self.last_trace = trace
-        output_type = args["output_type"]
-        waves: Any = codes if output_type == "latent" or stream is None else stream.waves()
-        return waves.numpy() if output_type == "np" else waves, self.sampling_rate, codes, trace
-
-    def _stream(self, args: Mapping[str, Any], frames: int) -> WaveStream | None:
-        """What makes waves of the columns of this call; None where nobody hears them."""
-        play = args["callback_on_audio"]
-        if args["output_type"] == "latent" and play is None:
-            return None
-        stretch = max(1, round(args["stretch_in_s"] * self.frame_rate))
-        listener = None if play is None else lambda *heard: play(self, *heard)
-        return WaveStream(self._codec, self.channels, frames, stretch, listener)
+        return codes, trace
 
     def _known_codes(self, clip: Tensor | None, batch_size: int) -> Tensor:
         """Codes [B, K, P] of the clip to go on from; P = 0 without one."""

@@ -10,7 +10,8 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -23,8 +24,8 @@ from diffusers.utils import deprecation_utils
 from visual_spec.families import all_pipelines, family_of
 from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import SavedModel, check_loaded, fetched
-from visual_spec.models.core.settings import LAW_DEFAULTS, LAW_SETTINGS, whole
-from visual_spec.pipelines.components import annotated_types, arguments_of, resolved
+from visual_spec.models.core.settings import LAW_DEFAULTS, whole
+from visual_spec.pipelines.components import annotated_types, resolved
 from visual_spec.pipelines.embedded import (
     embedded_folder,
     embedded_models,
@@ -38,12 +39,13 @@ from visual_spec.pipelines.saved_index import (
     read_index_file,
     refuse_no_pipeline,
 )
-from visual_spec.pipelines.steps import Asked, StepListener, Streams, asked_tensors, check_generator
+from visual_spec.pipelines.steps import ONLY_CHECKED, Checked, Streams
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import check_generators
 from visual_spec.samplers.core.trace import IDENTICAL, PLAIN
-from visual_spec.samplers.registry import COLUMNS, MASKED, RASTER, SCALES, all_samplers, fitting, meant
+from visual_spec.samplers.registry import all_samplers, check_sampler, meant
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
 _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
@@ -83,7 +85,8 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
     _output_types: tuple[str, ...] = ("pil", "np", "pt", "latent")
     _sample = "picture"  # what it makes, where a generator belongs to each
-    _output: Any = None  # the class of what a call returns
+    _each = "num_images_per_prompt"  # the argument of a call that says how many of each
+    _needed: tuple[str, ...] = ("transformer", "sampler")  # components that a call needs
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -214,22 +217,28 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             law[name] = settings.get(key, own) if key in usual else own
         return law
 
-    def make_law(self, **settings: Any) -> TokenLaw:
+    def make_law(
+        self,
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        guidance_until: int | None = None,
+        **others: Any,
+    ) -> TokenLaw:
         """The law of a token.
 
         Args:
-            settings: as for `TokenLaw`; None is the default of this pipeline.
+            guidance_scale, temperature, top_k, top_p, guidance_until, others: as for `TokenLaw`; None is the default of
+                this pipeline.
 
         Raises:
             ValueError: a value out of its range.
         """
-        return TokenLaw(**self._chosen(**settings))
-
-    def _chosen(self, **settings: Any) -> dict[str, Any]:
-        """These settings of the law, with the defaults in place of None."""
-        return self.default_settings() | {
-            name: value for name, value in settings.items() if value is not None
-        }
+        named = dict(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+        chosen = {**named, "guidance_until": guidance_until, **others}
+        own = self.facts.default_settings
+        return TokenLaw(**own | {name: value for name, value in chosen.items() if value is not None})
 
     @property
     def guidance_scale(self) -> Any:
@@ -416,65 +425,56 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         """Take them off again."""
         super().unfuse_lora(components=list(components), **kwargs)
 
-    def check_inputs(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what cannot be drawn or played, before any computation. Arguments as in `__call__`.
+    # -- a call --------------------------------------------------------------------------------------------------------
+
+    def check_call(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse what a call with these arguments refuses before any computation.
 
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
-        self._checked(arguments_of(type(self).__call__, self, args, kwargs))
+        this: Any = self
+        before = ONLY_CHECKED.set(True)
+        try:
+            this(*args, **kwargs)
+        except Checked:
+            pass
+        finally:
+            ONLY_CHECKED.reset(before)
 
-    def _checked(self, args: Mapping[str, Any]) -> Asked:
-        """What is asked for, read and checked: every pipeline says how. `args`: of `__call__`, by name."""
-        raise NotImplementedError
+    def check_inputs(self, source: Any, each: int, law: Any, generator: Any, output_type: str) -> None:
+        """Refuse what cannot be drawn or played, before any computation.
 
-    def _run(self, args: Mapping[str, Any]) -> Any:
-        """Draw or play: check, decode, and return what the call asks for."""
-        asked = self._checked(args)
+        Args:
+            source: what the samples are drawn from: `Texts`, a list of class numbers, ...
+            each: samples of each of them.
+            law: of a token.
+            generator, output_type: as in `__call__`.
+
+        Raises:
+            ValueError, TypeError: names what was given, what is allowed, and what to do.
+        """
+        self.check_complete(*self._needed)
+        check_sampler(self.sampler, self.calls)  # whether it decodes this very model, it checks itself
+        self.check_drafter()
+        whole(self._each, each)
+        if output_type not in self._output_types:
+            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(self._output_types)}.")
+        check_generators(generator, len(source) * each, self._sample)
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """What computes in a call runs inside: it counts the steps, and sends offloaded models back at its end."""
+        if ONLY_CHECKED.get():
+            raise Checked
+        self._interrupt, self._steps_made = False, 0
         before = PLAIN.set(lambda: self.plain)
         try:
-            made = self._decode(args, asked, self._condition(args, asked))
+            yield
         finally:
             PLAIN.reset(before)
         self._num_timesteps = self._steps_made
         self.maybe_free_model_hooks()
-        return self._output(*made) if args["return_dict"] else made
-
-    def _asked(self, args: Mapping[str, Any]) -> Asked:
-        """What a call draws from, its law, and how many samples it makes."""
-        raise NotImplementedError
-
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
-        """What the model draws from, a row for each sample."""
-        raise NotImplementedError
-
-    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
-        """Decode with a progress bar; returns the fields of the output."""
-        raise NotImplementedError
-
-    def _law(self, args: Mapping[str, Any]) -> TokenLaw:
-        """The law that the arguments of a call ask for."""
-        return self.make_law(**{name: args[name] for name in LAW_SETTINGS if name in args})
-
-    def _check_call(self, args: Mapping[str, Any], asked: Asked, *parts: str) -> None:
-        """Refuse what no pipeline can do, whatever it draws from; `parts`: components that a call needs."""
-        self.check_complete(*parts)
-        self.check_sampler()
-        whole(asked.each_name, asked.each)
-        output_type = args["output_type"]
-        if output_type not in self._output_types:
-            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(self._output_types)}.")
-        callback, names = (
-            args[name] for name in ("callback_on_step_end", "callback_on_step_end_tensor_inputs")
-        )
-        asked.tensors = asked_tensors(callback, names, self._callback_tensor_inputs)
-        check_generator(args["generator"], asked.count * asked.each, self._sample)
-
-    def _listener(
-        self, args: Mapping[str, Any], asked: Asked, changeable: tuple[str, ...] = ()
-    ) -> StepListener:
-        """What tells the callback of this call about its steps."""
-        return StepListener(self, args["callback_on_step_end"], asked.tensors, changeable)
 
     def check_complete(self, *names: str) -> None:
         """Refuse to draw or play without one of these components.
@@ -530,47 +530,6 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
 def _as_saved(sampler: Any) -> dict[str, Any]:
     """The configuration of a sampler as its file holds it."""
     return {**getattr(sampler, "config", {}), "_class_name": type(sampler).__name__}
-
-
-# What a sampler should do, and how those that do it are named.
-_FITTING = {
-    RASTER: ("fit a next-token model", "those that fit: "),
-    SCALES: ("fit a next-scale model", "pass a "),
-    COLUMNS: ("decode several codebooks", "those that do: "),
-    MASKED: ("fill in hidden codes", "those that do: "),
-}
-
-
-def check_sampler(sampler: Any, calls: tuple[str, ...]) -> None:
-    """Refuse a sampler that makes other calls than the model answers.
-
-    What is not in the registry fits if it is callable and says whether it is `lossless`; if it declares its `calls`, a
-    kind of `visual_spec.samplers.registry` or several, these have to be among them.
-
-    Raises:
-        TypeError: names those that fit.
-    """
-    if isinstance(sampler, type):
-        raise TypeError(
-            f"sampler is the class {sampler.__name__}; pass an object of it, {sampler.__name__}()."
-        )
-    if _calls_of(sampler) <= set(calls) and callable(sampler) and hasattr(sampler, "lossless"):
-        return
-    does, advice = _FITTING.get(calls[0], ("fit this model", "those that fit: "))
-    names = ", ".join(entry.class_name for entry in fitting(calls))
-    raise TypeError(f"sampler is {type(sampler).__name__}, which does not {does}; {advice}{names}.")
-
-
-def _calls_of(sampler: Any) -> set[str]:
-    """The kinds of calls that a sampler makes: what it declares, or what its class has in the registry, if anything."""
-    declared = getattr(sampler, "calls", None)
-    if declared is not None:
-        return {declared} if isinstance(declared, str) else set(declared)
-    known = {entry.path: entry.calls for entry in all_samplers()}
-    for kind in type(sampler).__mro__:  # a sampler derived from another one calls as its nearest parent
-        if (path := f"{kind.__module__}:{kind.__name__}") in known:
-            return {known[path]}
-    return set()
 
 
 def _written(text: str, sampler: Mapping[str, Any]) -> str:

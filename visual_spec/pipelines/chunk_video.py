@@ -17,13 +17,14 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import POLICIES, CachePolicy, HeadBudgets
-from visual_spec.pipelines.components import draws, registers
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import ShownPictures, VideoPipelineOutput, shown
 from visual_spec.pipelines.sampler_text import parse_sampler
-from visual_spec.pipelines.steps import Asked, StepCallback
-from visual_spec.pipelines.texts import ReadsText
+from visual_spec.pipelines.steps import StepCallback, StepListener
+from visual_spec.pipelines.texts import ReadsText, Texts
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.continuous.chunks import ChunkTrace, ChunkWiseSampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import meant
 
 
@@ -79,7 +80,7 @@ class ChunkVideoPipeline(ReadsText):
     _callback_tensor_inputs = ["latents"]
     _each = "num_videos_per_prompt"
     _sample = "clip"
-    _output = ChunkVideoPipelineOutput
+    _num_frames = 0  # of the call that runs, or ran last
     _unseen = "the clip will not show it"
     _optional_components = ["sampler"]
 
@@ -131,25 +132,7 @@ class ChunkVideoPipeline(ReadsText):
         """Frames of the clips that the transformer was trained on."""
         return self.config["training_frames"]
 
-    def _checked(self, args: Mapping[str, Any]) -> Asked:
-        asked = self._asked(args)
-        self._check_call(args, asked, "transformer", "sampler")
-        asked.model = self._rollout(args)
-        return asked
-
-    def _rollout(self, args: Mapping[str, Any]) -> tuple[int, CachePolicy | HeadBudgets, ChunkWiseSampler]:
-        """Frames, policy and sampler that a call asks for, checked."""
-        policy = read_policy(self.config["default_policy"] if args["policy"] is None else args["policy"])
-        changed = {name: args[name] for name in ("steps", "shift") if args[name] is not None}
-        sampler = type(self.sampler).from_config(self.sampler.config, **changed) if changed else self.sampler
-        chunk, num_frames = sampler.config["chunk"], args["num_frames"]
-        if num_frames is None:
-            num_frames = max(self.training_frames // chunk, 1) * chunk
-        sampler.check_length(num_frames)
-        CausalWan.check_model(self.transformer, policy)
-        return num_frames, policy, sampler
-
-    @draws()
+    @torch.no_grad()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -190,12 +173,34 @@ class ChunkVideoPipeline(ReadsText):
         Raises:
             ValueError, TypeError: bad input, before any computation.
         """
-        ...
+        texts = Texts(prompt=prompt, prompt_embeds=prompt_embeds)
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        self.check_inputs(texts, num_videos_per_prompt, TokenLaw(), generator, output_type)
+        cache = read_policy(self.config["default_policy"] if policy is None else policy)
+        CausalWan.check_model(self.transformer, cache)
+        changed = {name: value for name, value in [("steps", steps), ("shift", shift)] if value is not None}
+        sampler = type(self.sampler).from_config(self.sampler.config, **changed) if changed else self.sampler
+        chunk = sampler.config["chunk"]
+        length = max(self.training_frames // chunk, 1) * chunk if num_frames is None else num_frames
+        self._num_timesteps = sampler.check_length(length)
+        with self.running():
+            features, *_ = self.encode_prompt(texts, num_videos_per_prompt=num_videos_per_prompt)
+            result = self.draw_chunks(sampler, cache, features, length, generator, listener)
+            frames = self.decode_latents(result.tokens, output_type)
+        made: Any = (frames, result.tokens, result.trace, self.frame_rate)
+        return ChunkVideoPipelineOutput(*made) if return_dict else made
 
-    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
-        num_frames, policy, sampler = asked.model
-        self._num_timesteps = sampler.check_length(num_frames)
-        side, heard = self.config["frame_size"], self._listener(args, asked)
+    def draw_chunks(
+        self,
+        sampler: ChunkWiseSampler,
+        policy: CachePolicy | HeadBudgets,
+        features: Tensor,
+        num_frames: int,
+        generator: Any,
+        listener: StepListener,
+    ) -> Any:
+        """Let the sampler draw chunk after chunk, beside a progress bar. Returns its result: latents and the trace."""
+        side, self._num_frames = self.config["frame_size"], num_frames
         causal = CausalWan(self.transformer, policy)
         try:
             with at_hand(self.transformer), self.progress_bar(total=num_frames) as bar:  # type: ignore[call-arg]
@@ -204,14 +209,14 @@ class ChunkVideoPipeline(ReadsText):
                 def after_chunk(index: int, piece: Tensor) -> Any:
                     bar.set_postfix_str(f"{index + 1} chunk{'s' * (index > 0)}", refresh=False)
                     bar.update(piece.shape[2])
-                    return heard(index, lambda: (index + 1) * sampler.config["chunk"], latents=piece)
+                    return listener(index, lambda: (index + 1) * sampler.config["chunk"], latents=piece)
 
                 result = sampler(
                     causal,
-                    condition.features,
-                    law=asked.law,
-                    generator=args["generator"],
-                    batch_size=len(condition.features),
+                    features,
+                    law=TokenLaw(),
+                    generator=generator,
+                    batch_size=len(features),
                     callback=after_chunk,
                     num_frames=num_frames,
                     height=side,
@@ -220,20 +225,18 @@ class ChunkVideoPipeline(ReadsText):
         finally:
             causal.release()
         self.last_trace = result.trace
-        frames = self.decode_latents(result.tokens, args["output_type"])
-        return frames, result.tokens, result.trace, self.frame_rate
+        return result
 
-    def _partial(self, result: Any, asked: Asked, output_type: str) -> ChunkVideoPipelineOutput:
+    def _partial(self, result: Any, output_type: str) -> ChunkVideoPipelineOutput:
         """What `stream` shows after a chunk: the frames so far, and grey ones."""
         from visual_spec.pipelines.streaming import GREY
 
-        num_frames, *_ = asked.model
         frames = self.decode_latents(result.tokens, "latent" if output_type == "latent" else "pt")
         if output_type != "latent":
             known = frames.shape[1]
-            grey = frames.new_full((len(frames), num_frames - known, *frames.shape[2:]), GREY)
+            grey = frames.new_full((len(frames), self._num_frames - known, *frames.shape[2:]), GREY)
             frames = shown(list(2 * torch.cat([frames, grey], 1) - 1), self.image_processor, output_type)
-        return self._output(frames, result.tokens, result.trace, self.frame_rate)
+        return ChunkVideoPipelineOutput(frames, result.tokens, result.trace, self.frame_rate)
 
     def decode_latents(self, latents: Tensor, output_type: str = "pil") -> Any:
         """Clips of latents [B, 3, T, h, w] in the form `output_type` asks for (see `ChunkVideoPipelineOutput`)."""

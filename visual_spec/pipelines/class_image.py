@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Self
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.models.core.settings import LawChoice
-from visual_spec.pipelines.components import draws, registers
-from visual_spec.pipelines.labels import DrawsClasses, Labels
+from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.labels import DrawsClasses, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.steps import StepCallback, StepListener
 from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         )
         return cls(model, tokenizer, sampler or own_sampler(model), id2label, **defaults)
 
-    @draws()
+    @torch.no_grad()
     def __call__(
         self,
         labels: Labels | None = None,
@@ -110,7 +109,11 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **law: Unpack[LawChoice],
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        guidance_until: int | None = None,
     ) -> ImagePipelineOutput:
         """Draw.
 
@@ -122,4 +125,18 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
 
         All other arguments, and the errors, as in `ImagePipeline.__call__`.
         """
-        ...
+        law = self.make_law(guidance_scale, temperature, top_k, top_p, guidance_until)
+        ids = self.label_ids(one_of(labels=labels, class_labels=class_labels))
+        each = one_of(
+            1, num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt
+        )
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        self.check_inputs(ids, each, law, generator, output_type)
+        self.check_repainting(image, mask, strength, len(ids))
+        model = self.sized(height, width)
+        with self.running():
+            condition = torch.tensor(ids, device=self._execution_device).repeat_interleave(each)
+            known = self.known_tokens(image, mask, strength, generator, len(ids), each)
+            result = self.draw_tokens(model, condition, len(condition), law, generator, listener, known)
+            images = self.decode_tokens(result.tokens, output_type, (model.grid.height, model.grid.width))
+        return self.make_output(images, result, return_dict)

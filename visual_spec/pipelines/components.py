@@ -12,11 +12,10 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from visual_spec.families import FORMER, all_families, all_pipelines, component_homes
-from visual_spec.models.core.settings import LAW_SETTINGS, LawChoice
 
 # By these diffusers tells how a component is loaded.
 _BASES = {
@@ -78,60 +77,6 @@ def registers(init: Init) -> Init:
         self._check_parts()
 
     return cast(Init, made)
-
-
-def arguments_of(
-    call: Callable[..., Any], pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments of the `__call__` of a pipeline by name, with its defaults.
-
-    Raises:
-        TypeError: one that the call does not have, or one that is missing.
-    """
-    try:
-        bound = inspect.signature(call).bind(pipe, *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{type(pipe).__name__}() {error}") from None
-    bound.apply_defaults()
-    return bound.arguments
-
-
-Call = TypeVar("Call", bound=Callable[..., Any])
-
-
-def draws(without: Sequence[str] = ()) -> Callable[[Call], Call]:
-    """Make the `__call__` of a pipeline of its signature: bind arguments by name, and run them without gradients.
-
-    A last parameter `**law` stands for the settings of the law (`LawSettings`). Each is None where a call names none.
-
-    Args:
-        without: settings of the law that this pipeline has no use of.
-
-    Raises of the call:
-        TypeError: as `arguments_of`.
-    """
-    import torch
-
-    def made(call: Call) -> Call:
-        signature = inspect.signature(call)
-        parameters = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        if len(parameters) < len(signature.parameters):
-            kinds = get_type_hints(LawChoice)
-            settings = [name for name in LAW_SETTINGS if name not in without]
-            parameters += [_setting(name, annotation=kinds[name]) for name in settings]
-
-        @functools.wraps(call)
-        @torch.no_grad()
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._run(arguments_of(run, self, args, kwargs))
-
-        run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
-        return cast(Call, run)
-
-    return made
-
-
-_setting = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def annotated_types(kind: Any) -> dict[str, tuple[Any, ...]]:

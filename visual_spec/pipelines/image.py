@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.models.core.settings import LawChoice
-from visual_spec.pipelines.components import draws, registers
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.steps import Asked, StepCallback
-from visual_spec.pipelines.texts import ReadsText
+from visual_spec.pipelines.steps import StepCallback, StepListener
+from visual_spec.pipelines.texts import ReadsText, Texts, as_condition
 from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
@@ -108,25 +106,20 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         )
         return cls(model, tokenizer, encoder, sampler or llamagen.own_sampler(model), **defaults)
 
-    def _sized(self, args: Mapping[str, Any], asked: Asked) -> Any:
-        control, strength = args.get("control"), args.get("control_strength", 1.0)
+    def _drawn_size(
+        self, height: int | None, width: int | None, control: Any, control_strength: float, count: int
+    ) -> tuple[int | None, int | None]:
+        """The size that a call asks for: with a ControlAR that of the control pictures, which are checked."""
         if hasattr(self.transformer, "control_size"):
-            size = args["height"], args["width"]
-            return self.sized(*self.transformer.check_control(control, strength, asked.count, *size))
-        if control is not None or strength != 1.0:
+            return self.transformer.check_control(control, control_strength, count, height, width)
+        if control is not None or control_strength != 1.0:
             raise ValueError(
                 "control or control_strength given, but this model reads no control picture; leave them out, or load a "
                 "ControlAR."
             )
-        return super()._sized(args, asked)
+        return height, width
 
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
-        condition = super()._condition(args, asked)
-        if args.get("control") is None:
-            return condition
-        return self.transformer.controlled(condition, args["control"], args["control_strength"])
-
-    @draws()
+    @torch.no_grad()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -149,7 +142,11 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **law: Unpack[LawChoice],
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        guidance_until: int | None = None,
     ) -> ImagePipelineOutput:
         """Draw.
 
@@ -196,4 +193,25 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
             ValueError, TypeError: bad input, before any computation.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        ...
+        law = self.make_law(guidance_scale, temperature, top_k, top_p, guidance_until)
+        texts = Texts(
+            prompt=prompt,
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+        )
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        self.check_inputs(texts, num_images_per_prompt, law, generator, output_type)
+        self.check_repainting(image, mask, strength, len(texts))
+        model = self.sized(*self._drawn_size(height, width, control, control_strength, len(texts)))
+        count = len(texts) * num_images_per_prompt
+        with self.running():
+            condition = as_condition(*self.encode_prompt(texts, num_images_per_prompt=num_images_per_prompt))
+            if control is not None:
+                condition = self.transformer.controlled(condition, control, control_strength)
+            known = self.known_tokens(image, mask, strength, generator, len(texts), num_images_per_prompt)
+            result = self.draw_tokens(model, condition, count, law, generator, listener, known)
+            images = self.decode_tokens(result.tokens, output_type, (model.grid.height, model.grid.width))
+        return self.make_output(images, result, return_dict)

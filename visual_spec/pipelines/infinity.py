@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -14,11 +14,12 @@ from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_chec
 from visual_spec.models.next_scale.infinity_scales import scales_by_name
 from visual_spec.models.next_scale.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
-from visual_spec.pipelines.components import draws, registers
+from visual_spec.models.next_scale.scale_cache import CompressedVAR
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.steps import Asked, StepCallback
-from visual_spec.pipelines.texts import ReadsText
+from visual_spec.pipelines.steps import StepCallback, StepListener
+from visual_spec.pipelines.texts import ReadsText, Texts, as_condition
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import Stage, check_alone
@@ -166,42 +167,33 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         Raises:
             ValueError: a value out of its range, or a list of another length.
         """
-        count, columns = len(self.transformer.scales), []
-        chosen = self._chosen(guidance_scale=guidance_scale, temperature=temperature, top_p=top_p)
-        for name in ("guidance_scale", "temperature"):
-            value = chosen[name]
+        count, columns, own = len(self.transformer.scales), [], self.default_settings()
+        for name, value in (("guidance_scale", guidance_scale), ("temperature", temperature)):
+            value = own[name] if value is None else value
             column = list(value) if isinstance(value, Sequence) else [value] * count
             if len(column) != count:
                 raise ValueError(
                     f"{len(column)} values of {name} given for {count} scales; pass one a scale, or a single number."
                 )
             columns.append(column)
-        return [TokenLaw(*pair, top_p=chosen["top_p"]) for pair in zip(*columns, strict=True)]
+        top_p = own["top_p"] if top_p is None else top_p
+        return [TokenLaw(*pair, top_p=top_p) for pair in zip(*columns, strict=True)]
 
     def stages(self, laws: Sequence[TokenLaw]) -> list[Stage]:
         """The schedule that is decoded: each scale by its law, with the cache that the budget leaves.
 
         With a sampler that measures, the compressed transformer is compared with itself uncompressed.
         """
-        model = self._compressed(self.transformer, self.budget)
+        check_alone(self.sampler)
+        budget, model = self.budget, self.transformer
+        model = model if budget is None else CompressedVAR(model, budget)
         stages = [Stage(model, range(scale, scale + 1), law) for scale, law in enumerate(laws)]
-        if self.budget is not None and self.sampler.config["measure"]:
+        if budget is not None and self.sampler.config["measure"]:
             # The whole cache draws scale 0 alike: nothing is read there.
             stages[0] = Stage(self.transformer, range(1), laws[0])
         return stages
 
-    def _law(self, args: Mapping[str, Any]) -> Any:
-        return self.make_laws(args["guidance_scale"], args["temperature"], args["top_p"])
-
-    def _stages(self, args: Mapping[str, Any], asked: Asked) -> list[Stage]:
-        return self.stages(asked.law)
-
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
-        condition = super()._condition(args, asked)
-        self.transformer.check_condition(condition, len(condition.mask))
-        return condition
-
-    @draws()
+    @torch.no_grad()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -232,4 +224,22 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
             Pictures; tokens [B, L * T], the T bits of all places that are drawn, coarse to fine; and the trace, a
             `ScaleTrace`, whose tokens are bits.
         """
-        ...
+        laws = self.make_laws(guidance_scale, temperature, top_p)
+        texts = Texts(
+            prompt=prompt,
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+        )
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ("canvas",))
+        self.check_inputs(texts, num_images_per_prompt, laws, generator, output_type)
+        stages, count = self.stages(laws), len(texts) * num_images_per_prompt
+        with self.running():
+            condition = as_condition(*self.encode_prompt(texts, num_images_per_prompt=num_images_per_prompt))
+            self.transformer.check_condition(condition, count)
+            result = self.draw_scales(stages, condition, count, laws, generator, listener)
+            images = self.decode_canvas(result.canvas, output_type)
+        made: Any = (images, result.tokens, result.trace)
+        return ImagePipelineOutput(*made) if return_dict else made

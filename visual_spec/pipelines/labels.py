@@ -1,7 +1,7 @@
 """Pipelines that draw classes: numbers, or names where they are known."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.steps import Asked
 
 Labels = int | str | Sequence[int | str] | np.ndarray | Tensor
 
@@ -81,6 +80,7 @@ class DrawsClasses(VisualPipeline):
 
     transformer: Any
 
+    _each = "num_images_per_label"
     _of_texts = ""  # what takes a transformer of captions; "": no such transformer fits
 
     def _check_parts(self) -> None:
@@ -93,16 +93,6 @@ class DrawsClasses(VisualPipeline):
         ):
             raise ValueError(f"the transformer draws from captions; use {self._of_texts}.")
         self.class_names()
-
-    def _asked(self, args: Mapping[str, Any]) -> Asked:
-        labels = one_of(labels=args["labels"], class_labels=args["class_labels"])
-        each = {name: args[name] for name in ("num_images_per_label", "num_images_per_prompt")}
-        count = one_of(1, **each)
-        law, ids = self._law(args), self.label_ids(labels)
-        return Asked(ids, len(ids), count, "num_images_per_label", law)
-
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Tensor:
-        return self.make_condition(asked.source, num_images_per_prompt=asked.each)
 
     def make_condition(self, labels: Labels, *, num_images_per_prompt: int = 1) -> Tensor:
         """Class numbers as samplers take them: long [labels * num_images_per_prompt], on the pipeline's device."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
-from visual_spec.models.core.settings import LawChoice
 from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
-from visual_spec.pipelines.components import draws, registers
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.labels import one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
-from visual_spec.pipelines.steps import Asked, StepCallback
+from visual_spec.pipelines.steps import StepCallback, StepListener
 from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
@@ -39,6 +37,7 @@ class MageImagePipeline(TokenImagePipeline):
     """
 
     model_cpu_offload_seq = "transformer->vq_model"
+    _each = "num_images"
 
     @registers
     def __init__(
@@ -79,14 +78,7 @@ class MageImagePipeline(TokenImagePipeline):
         tokenizer.register_to_config(image_size=model.grid.width * tokenizer.patch_size)
         return cls(model, tokenizer, sampler or MaskedSampler(**PRESETS["mage"].settings))
 
-    def _asked(self, args: Mapping[str, Any]) -> Asked:
-        count = one_of(1, num_images=args["num_images"], batch_size=args["batch_size"])
-        return Asked(None, 1, count, "num_images", self._law(args))
-
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> None:
-        return None
-
-    @draws(without=("guidance_scale", "guidance_until"))
+    @torch.no_grad()
     def __call__(
         self,
         *,
@@ -102,7 +94,9 @@ class MageImagePipeline(TokenImagePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **law: Unpack[LawChoice],
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> ImagePipelineOutput:
         """Draw; all else is as in `MaskedImagePipeline.__call__`, but there is no guidance.
 
@@ -113,4 +107,14 @@ class MageImagePipeline(TokenImagePipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
-        ...
+        law = self.make_law(temperature=temperature, top_k=top_k, top_p=top_p)
+        count = one_of(1, num_images=num_images, batch_size=batch_size)
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        self.check_inputs([None], count, law, generator, output_type)
+        self.check_repainting(image, mask, strength, 1)
+        model = self.sized(height, width)
+        with self.running():
+            known = self.known_tokens(image, mask, strength, generator, 1, count)
+            result = self.draw_tokens(model, None, count, law, generator, listener, known)
+            images = self.decode_tokens(result.tokens, output_type)
+        return self.make_output(images, result, return_dict)

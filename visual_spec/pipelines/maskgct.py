@@ -38,11 +38,10 @@ from visual_spec.models.masked.maskgct_checkpoint import (
 )
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 from visual_spec.pipelines.audio_files import prepare_clip, write_audio
-from visual_spec.pipelines.base import VisualPipeline, check_sampler
-from visual_spec.pipelines.components import draws, registers
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.steps import (
-    Asked,
     DecodeProgress,
     StepCallback,
     StepListener,
@@ -55,6 +54,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import DecodeTrace
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
+from visual_spec.samplers.registry import check_sampler
 
 _LISTENER_RATE = 16_000  # Hz, of the speech model
 _OFFICIAL = {  # the files of the networks and codecs, by the kinds of `maskgct_checkpoint`
@@ -119,7 +119,8 @@ class MaskgctPipeline(VisualPipeline):
     _callback_tensor_inputs = ["lengths"]
     _output_types = ("np", "pt", "latent")
     _sample = "clip"
-    _output = SpeechPipelineOutput
+    _each = "samples"
+    _needed = ()
 
     semantic: Any
     acoustic_first: Any
@@ -207,7 +208,7 @@ class MaskgctPipeline(VisualPipeline):
 
     # -- input ---------------------------------------------------------------------------------------------------------
 
-    def check_inputs(self, phones: Any, *_: Any, **__: Any) -> list[Tensor]:
+    def phone_ids(self, phones: Any) -> list[Tensor]:
         """Return phone ids, long [P] of each sample.
 
         Raises:
@@ -335,39 +336,13 @@ class MaskgctPipeline(VisualPipeline):
                 )
         return counts
 
-    def _asked(self, args: Mapping[str, Any]) -> Asked:
-        phones = self.check_inputs(args["phones"])
-        chosen = self._chosen(temperature=args["temperature"], top_k=args["top_k"])
-        law = TokenLaw(temperature=chosen["temperature"], top_k=chosen["top_k"])
-        temperature, top_k = args["acoustic_temperature"], args["acoustic_top_k"]
-        acoustic_law = TokenLaw(
-            temperature=self.config["default_acoustic_temperature"] if temperature is None else temperature,
-            top_k=self.config["default_acoustic_top_k"] if top_k is None else top_k,
-        )
-        return Asked(phones, len(phones), 1, "samples", (law, acoustic_law))
-
-    def _checked(self, args: Mapping[str, Any]) -> Asked:
-        asked = self._asked(args)
-        self._check_call(args, asked)
-        check_sampler(self.acoustic_sampler, self.calls)
-        return asked
-
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> SemanticCondition:
-        phones, prompt_phones = asked.source, self.check_inputs(args["prompt_phones"])
-        check_each(len(prompt_phones), "prompt_phones", asked.count, "samples")
-        prompt_phones = prompt_phones * (asked.count // len(prompt_phones))
-        clip = [
-            args[name] for name in ("prompt_audio", "sampling_rate", "prompt_semantic", "prompt_acoustic")
-        ]
-        semantic, asked.known = self._prompts(asked.count, *clip)
-        lengths = self._lengths(args["audio_length_in_s"], phones, prompt_phones, semantic, asked.known)
-        said = [torch.cat(pair) for pair in zip(prompt_phones, phones, strict=True)]
-        scale = self._chosen(guidance_scale=args["guidance_scale"])["guidance_scale"]
-        return SemanticCondition(said, semantic, lengths, scale, args["guidance_rescale"])
+    def check_call(self, phones: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.phone_ids(phones)  # first of all: a command passes text
+        super().check_call(phones, *args, **kwargs)
 
     # -- speaking ------------------------------------------------------------------------------------------------------
 
-    @draws()
+    @torch.no_grad()
     def __call__(
         self,
         phones: Any,
@@ -417,44 +392,78 @@ class MaskgctPipeline(VisualPipeline):
             ValueError, TypeError: bad input, before any decoding.
             FloatingPointError: a network gave non-finite logits; names the slot.
         """
-        ...
-
-    def _run(self, args: Mapping[str, Any]) -> Any:
-        made = super()._run(args)
-        return made if args["return_dict"] else made[:4]
-
-    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: SemanticCondition) -> tuple[Any, ...]:
-        (law, acoustic_law), generator, longest = asked.law, args["generator"], max(condition.lengths)
-        stages = (
-            (self.sampler, SemanticDecoder(self.semantic, longest), law),
-            (self.acoustic_sampler, self._acoustic_decoder(longest), acoustic_law),
+        rows, before = self.phone_ids(phones), self.phone_ids(prompt_phones)
+        check_each(len(before), "prompt_phones", len(rows), "samples")
+        before = before * (len(rows) // len(before))
+        own = self.default_settings()
+        law = TokenLaw(
+            temperature=own["temperature"] if temperature is None else temperature,
+            top_k=own["top_k"] if top_k is None else top_k,
         )
-        for sampler, decoder, own in stages:
-            if isinstance(sampler, Sampler):
-                sampler.check(decoder, own, asked.count, {})
+        guidance = own["guidance_scale"] if guidance_scale is None else guidance_scale
+        acoustic = {"temperature": acoustic_temperature, "top_k": acoustic_top_k}
+        for name, value in acoustic.items():
+            acoustic[name] = self.config[f"default_acoustic_{name}"] if value is None else value
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        self.check_inputs(rows, 1, law, generator, output_type)
+        check_sampler(self.acoustic_sampler, self.calls)
+        with self.running():
+            semantic, heard = self._prompts(
+                len(rows), prompt_audio, sampling_rate, prompt_semantic, prompt_acoustic
+            )
+            lengths = self._lengths(audio_length_in_s, rows, before, semantic, heard)
+            said = [torch.cat(pair) for pair in zip(before, rows, strict=True)]
+            condition = SemanticCondition(said, semantic, lengths, guidance, guidance_rescale)
+            laws = law, TokenLaw(**acoustic)
+            trace, semantic, codes, frames, acoustic_trace = self.draw_codes(
+                condition, heard, laws, generator, listener
+            )
+            audios = codes if output_type == "latent" else self._waves(codes, frames, output_type)
+        made: Any = (audios, self.sampling_rate, codes, trace, frames, semantic, acoustic_trace)
+        return SpeechPipelineOutput(*made) if return_dict else made[:4]
+
+    def draw_codes(
+        self,
+        condition: SemanticCondition,
+        heard: list[Tensor],
+        laws: tuple[TokenLaw, TokenLaw],
+        generator: Any,
+        listener: StepListener,
+    ) -> tuple[DecodeTrace, Tensor, Tensor, list[int], DecodeTrace | None]:
+        """Decode semantic codes, and acoustic ones of them, beside progress bars.
+
+        Args:
+            heard: the acoustic codes [P, K] of each prompt.
+            laws: of both stages.
+            listener: what tells the callback about steps.
+
+        Returns:
+            The trace of the semantic codes, these [B, S], the acoustic ones [B, K, T], the frames of each clip, and the
+            trace of the acoustic codes, None where the call was ended before them.
+        """
+        count, longest = len(condition.prompts), max(condition.lengths)
+        first_stage = self.sampler, SemanticDecoder(self.semantic, longest), laws[0]
+        second, decoder = self.acoustic_sampler, self._acoustic_decoder(longest)
+        if isinstance(second, Sampler):  # refused before the first stage draws
+            second.check(decoder, laws[1], count, {})
         self._guidance_scale = condition.guidance_scale
+        stages = (first_stage, (second, decoder, laws[1]))
         self._num_timesteps = sum(planned_steps(sampler, one, {}, longest) for sampler, one, _ in stages)
-        listener = self._listener(args, asked)
-        result = self._decode_stage(*stages[0], condition, generator, listener, 0)
-        trace, semantic = result.trace, result.tokens
+        result = self._decode_stage(*first_stage, condition, generator, listener, 0)
+        self.last_trace = trace = result.trace
+        semantic, acoustic_trace, frames = result.tokens, None, [0] * count
         books = self.acoustic_rest.config["codebooks"]
-        codes = torch.zeros(asked.count, books, 0, dtype=torch.long, device=semantic.device)
-        acoustic_trace, frames = None, [0] * asked.count
+        codes = torch.zeros(count, books, 0, dtype=torch.long, device=semantic.device)
         if not trace.stopped:
             rows = [row[:length] for row, length in zip(semantic, condition.lengths, strict=True)]
             whole = [torch.cat(pair) for pair in zip(condition.prompts, rows, strict=True)]
-            guidance = condition.guidance_scale, condition.guidance_rescale
-            sounds = AcousticCondition(whole, asked.known, *guidance)
+            sounds = AcousticCondition(whole, heard, condition.guidance_scale, condition.guidance_rescale)
             decoder, first = self._acoustic_decoder(max(sounds.lengths)), int(trace.target_calls.max())
-            stage = self.acoustic_sampler, decoder, acoustic_law
-            result = self._decode_stage(*stage, sounds, generator, listener, first)
+            result = self._decode_stage(second, decoder, laws[1], sounds, generator, listener, first)
             acoustic_trace = result.trace
             if not acoustic_trace.stopped:
                 codes, frames = result.tokens.transpose(1, 2), sounds.lengths
-        self.last_trace = trace
-        output_type = args["output_type"]
-        audios = codes if output_type == "latent" else self._waves(codes, frames, output_type)
-        return audios, self.sampling_rate, codes, trace, frames, semantic, acoustic_trace
+        return trace, semantic, codes, frames, acoustic_trace
 
     def _acoustic_decoder(self, num_frames: int) -> AcousticDecoder:
         return AcousticDecoder(self.acoustic_first, self.acoustic_rest, num_frames)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ import torch
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.protocol import area_of
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
-from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.decoders import ScaleDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures
-from visual_spec.pipelines.steps import Asked
+from visual_spec.pipelines.steps import StepListener
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import SO_FAR
 from visual_spec.samplers.scales.stages import Stage, at_scales, drawn_stages
 
@@ -26,7 +26,7 @@ class NextScalePipeline(VisualPipeline):
 
     _callback_tensor_inputs = ["canvas", "tokens"]
     _token = "tokens"  # what the progress bar counts
-    _output = ImagePipelineOutput
+    _needed = ("transformer", "vq_model", "sampler")
 
     transformer: Any
     vq_model: Any
@@ -57,9 +57,6 @@ class NextScalePipeline(VisualPipeline):
             check_budget(read, model.scales, model.config["num_layers"])
         return None if read is None else read.to_dict()
 
-    def _compressed(self, model: Any, budget: ScaleBudget | None) -> Any:
-        return model if budget is None else CompressedVAR(model, budget)
-
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _check_parts(self) -> None:
@@ -71,33 +68,33 @@ class NextScalePipeline(VisualPipeline):
         """Refuse models and a tokenizer that differ in their scales or codes."""
         raise NotImplementedError
 
-    def _stages(self, args: Mapping[str, Any], asked: Asked) -> list[Stage]:
-        """Who draws which scales in this call, by which law and with which cache."""
-        raise NotImplementedError
-
-    def _checked(self, args: Mapping[str, Any]) -> Asked:
-        self.check_complete("transformer", "vq_model", "sampler")
-        asked = self._asked(args)
-        self._check_call(args, asked)
+    def check_inputs(self, source: Any, each: int, law: Any, generator: Any, output_type: str) -> None:
+        super().check_inputs(source, each, law, generator, output_type)
         self._check_models()
-        height, width = self.image_size
-        if args.get("height") not in (None, height) or args.get("width") not in (None, width):
-            raise ValueError(
-                f"height={args['height']}, width={args['width']}, but this model draws {height} x {width} pixels; "
-                "leave height and width out."
-            )
-        asked.model = self._stages(args, asked)
-        return asked
 
-    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
-        stages, tokenizer = asked.model, self._at_scales(self.vq_model)
-        count, laws = asked.count * asked.each, asked.law if isinstance(asked.law, list) else [asked.law]
+    def draw_scales(
+        self,
+        stages: list[Stage],
+        condition: Any,
+        count: int,
+        laws: Sequence[TokenLaw],
+        generator: Any,
+        listener: StepListener,
+    ) -> Any:
+        """Let the sampler draw scale after scale, beside a progress bar. Returns its result: canvas, tokens and trace.
+
+        Args:
+            stages: who draws which scales.
+            condition: of `count` rows.
+            laws: one for all scales, or one for each.
+            listener: what tells the callback about scales.
+        """
+        tokenizer = self._at_scales(self.vq_model)
         drawn = tokenizer.scales[: drawn_stages(self.sampler, stages)[-1].scales.stop]
         sizes = [area_of(side) * getattr(tokenizer, "tokens_per_place", 1) for side in drawn]
         scales = [law.guidance_scale for law in laws]
         self._guidance_scale = scales[0] if len(set(scales)) == 1 else scales
         self._num_timesteps = len(sizes)
-        heard = self._listener(args, asked, ("canvas",))
         models, total = (self.transformer, self.refiner, self.vq_model), count * sum(sizes)
         with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = f" {self._token}"
@@ -105,26 +102,25 @@ class NextScalePipeline(VisualPipeline):
             def after_scale(scale: int, canvas: torch.Tensor) -> Any:
                 bar.set_postfix_str(f"{scale + 1} of {len(sizes)} scales", refresh=False)
                 bar.update(count * sizes[scale])
-                tokens = {"tokens": SO_FAR.get()().tokens} if "tokens" in asked.tensors else {}
-                return heard(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas, **tokens)
+                tokens = {"tokens": SO_FAR.get()().tokens} if "tokens" in listener.names else {}
+                return listener(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas, **tokens)
 
             result = self.sampler(
                 stages,
                 tokenizer,
                 condition,
                 law=laws[0],
-                generator=args["generator"],
+                generator=generator,
                 batch_size=count,
                 callback=after_scale,
             )
         self.last_trace = result.trace
-        return self.decode_canvas(result.canvas, args["output_type"]), result.tokens, result.trace
+        return result
 
-    def _partial(self, result: Any, asked: Asked, output_type: str) -> ImagePipelineOutput:
+    def _partial(self, result: Any, output_type: str) -> ImagePipelineOutput:
         # No place is open: every scale covers the picture.
-        return ImagePipelineOutput(
-            self.decode_canvas(result.canvas, output_type), result.tokens, result.trace
-        )
+        images = self.decode_canvas(result.canvas, output_type)
+        return ImagePipelineOutput(images, result.tokens, result.trace)
 
     @torch.no_grad()
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self, Unpack
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.core.settings import LawChoice, Within, whole
+from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.next_scale.flexvar import is_flexvar, load_flexvae, load_flexvar
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
-from visual_spec.models.next_scale.scale_cache import calibrate
+from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import load_var_vq_checkpoint
-from visual_spec.pipelines.components import draws, registers
-from visual_spec.pipelines.labels import DrawsClasses, Labels
+from visual_spec.pipelines.components import registers
+from visual_spec.pipelines.labels import DrawsClasses, Labels, one_of
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline, read_budget
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
-from visual_spec.pipelines.steps import Asked, StepCallback, check_generator
+from visual_spec.pipelines.steps import StepCallback, StepListener
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import check_generators
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import (
     CODE_LAW,
@@ -228,7 +229,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         """
         law = self.make_law(**settings)
         condition = self.make_condition(labels)
-        check_generator(generator, len(condition))
+        check_generators(generator, len(condition), "picture")
         laws = {self.transformer: law, self.refiner: self.refiner_law(law)}
         more: dict[str, Any] = {"num_drafters": num_drafters, "decay": decay}
         with at_hand(self.transformer, self.refiner, self.vq_model):
@@ -371,7 +372,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
                     model, ScaleWiseSampler(), law, share, labels, noise, num_drafters=count
                 )
             budget = budgets[key]
-        return self._compressed(model, budget)
+        return model if budget is None else CompressedVAR(model, budget)
 
     def _warmed(self, stages: list[Stage]) -> list[Stage]:
         """The same schedule, with the first scales at their own temperature."""
@@ -390,10 +391,15 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
 
     # -- drawing -----------------------------------------------------------------------------------------------------
 
-    def _stages(self, args: Mapping[str, Any], asked: Asked) -> list[Stage]:
-        return self.stages(args["num_draft_scales"], law=asked.law)
+    def _check_size(self, height: int | None, width: int | None) -> None:
+        own = self.image_size
+        if height not in (None, own[0]) or width not in (None, own[1]):
+            raise ValueError(
+                f"height={height}, width={width}, but this model draws {own[0]} x {own[1]} pixels; leave height and "
+                "width out."
+            )
 
-    @draws(without=("guidance_until",))
+    @torch.no_grad()
     def __call__(
         self,
         labels: Labels | None = None,
@@ -409,7 +415,10 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **law: Unpack[LawChoice],
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> ImagePipelineOutput:
         """Draw. All but these is as for `ClassImagePipeline.__call__`.
 
@@ -429,4 +438,19 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             Pictures; tokens [B, L], all maps that are drawn, coarse to fine, each in raster order; and the trace, a
             `ScaleTrace`.
         """
-        ...
+        law = self.make_law(guidance_scale, temperature, top_k, top_p)
+        ids = self.label_ids(one_of(labels=labels, class_labels=class_labels))
+        each = one_of(
+            1, num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt
+        )
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ("canvas",))
+        self.check_inputs(ids, each, law, generator, output_type)
+        if height is not None or width is not None:
+            self._check_size(height, width)
+        stages = self.stages(num_draft_scales, law=law)
+        with self.running():
+            condition = torch.tensor(ids, device=self._execution_device).repeat_interleave(each)
+            result = self.draw_scales(stages, condition, len(condition), [law], generator, listener)
+            images = self.decode_canvas(result.canvas, output_type)
+        made: Any = (images, result.tokens, result.trace)
+        return ImagePipelineOutput(*made) if return_dict else made

@@ -1,10 +1,10 @@
-"""A call: what is asked for, and what follows its steps: callbacks, `pipe._interrupt`, which ends it, and the bar."""
+"""What follows the steps of a call: callbacks, `pipe._interrupt`, which ends it, the bar, and streams."""
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,35 +12,16 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
 from visual_spec.models.core.settings import whole
-from visual_spec.pipelines.components import arguments_of
 from visual_spec.samplers.core.base import STOP, Sampler
 
 StepCallback = Callable[[Any, int, int, dict[str, Any]], Any]
 
+# Set while `check_call` runs a call: it ends where it would compute.
+ONLY_CHECKED: ContextVar[bool] = ContextVar("only checked", default=False)
 
-@dataclass
-class Asked:
-    """What a call asks for, read and checked.
 
-    Attributes:
-        source: what the samples are drawn from: `Texts`, class numbers, or None for nothing.
-        count: prompts or classes.
-        each: samples of each of them; as `each_name` in the call.
-        law: the law of a token, or of each scale.
-        model: what draws: the transformer, for the size that is asked for; who draws which scales; the windows of
-            music (`plan_windows`); or the frames, the policy and the sampler of chunks.
-        known: the clip that music goes on from, or None.
-        tensors: names of the tensors that the callback gets.
-    """
-
-    source: Any
-    count: int
-    each: int
-    each_name: str
-    law: Any
-    model: Any = None
-    known: Any = None
-    tensors: Sequence[str] = ()
+class Checked(Exception):
+    """Ends a call that is only checked."""
 
 
 def listed(values: Any) -> list[Any]:
@@ -58,48 +39,40 @@ def check_each(number: int, what: str, count: int, of: str = "prompts") -> None:
         raise ValueError(f"{number} {what} for {count} {of}; pass 1 for all, or {count}, one for each.")
 
 
-def check_generator(generator: Any, pictures: int, noun: str = "picture") -> None:
-    """Refuse what is neither None, one `torch.Generator`, nor a list of one per picture, or per what `noun` says.
-
-    Raises:
-        TypeError, ValueError: names what was given, and what to pass.
-    """
-    if generator is None or isinstance(generator, torch.Generator):
-        return
-    if not isinstance(generator, (list, tuple)):
-        raise TypeError(
-            f"generator is a {type(generator).__name__}; pass a torch.Generator or a list of them."
-        )
-    if len(generator) != pictures:
-        raise ValueError(
-            f"{len(generator)} generators for {pictures} {noun}s; pass one per {noun}, or a single one."
-        )
-    kinds = sorted({type(item).__name__ for item in generator if not isinstance(item, torch.Generator)})
-    if kinds:
-        raise TypeError(
-            f"the generator list also holds {', '.join(kinds)}; every entry must be a torch.Generator."
-        )
-
-
 class StepListener:
     """Calls `callback_on_step_end`, and notices `pipe._interrupt`.
 
     Args:
-        pipe: the pipeline; its `_interrupt` is cleared.
+        pipe: the pipeline; its `_callback_tensor_inputs` are the tensors that it shows.
         callback: called as (pipe, step, timestep, tensors); None: nothing is called.
-        names: of the tensors that it asks for, as `asked_tensors` gives them.
+        names: of the tensors that it asks for; None: the first one, or those that a `PipelineCallback` names itself.
         changeable: of the tensors that it may replace, by returning a dictionary with others.
+
+    Raises:
+        TypeError: no callback, but something that cannot be called.
+        ValueError: a name that is not allowed; names those that are.
     """
 
     def __init__(
         self,
         pipe: Any,
         callback: StepCallback | None,
-        names: Sequence[str],
+        names: Sequence[str] | None,
         changeable: Sequence[str] = (),
     ) -> None:
-        self.pipe, self.callback, self.names, self.changeable = pipe, callback, names, changeable
-        pipe._interrupt, pipe._steps_made = False, 0
+        if callback is not None and not callable(callback):
+            raise TypeError(
+                f"callback_on_step_end={callback!r}; pass a function of (pipe, step, timestep, tensors)."
+            )
+        if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
+            names = callback.tensor_inputs
+        allowed = pipe._callback_tensor_inputs
+        if unknown := [name for name in names or () if name not in allowed]:
+            raise ValueError(
+                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {list(allowed)}."
+            )
+        self.pipe, self.callback, self.changeable = pipe, callback, changeable
+        self.names = allowed[:1] if names is None else names
 
     def __call__(self, step: int, timestep: Callable[[], int], **tensors: Tensor) -> Any:
         """Tell the callback about a target call.
@@ -154,29 +127,6 @@ class StepListener:
         return changed
 
 
-def asked_tensors(callback: Any, names: Sequence[str] | None, allowed: Sequence[str]) -> Sequence[str]:
-    """The tensors that a callback asks for: by name, or by itself if it is a `PipelineCallback` of diffusers.
-
-    Without names it gets the first one that is allowed.
-
-    Raises:
-        TypeError: no callback, but something that cannot be called.
-        ValueError: a name that is not allowed; names those that are.
-    """
-    if callback is not None and not callable(callback):
-        raise TypeError(
-            f"callback_on_step_end={callback!r}; pass a function of (pipe, step, timestep, tensors)."
-        )
-    if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
-        names = callback.tensor_inputs
-    if names is None:
-        return allowed[:1]
-    unknown = [name for name in names if name not in allowed]
-    if unknown:
-        raise ValueError(f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {list(allowed)}.")
-    return names
-
-
 def planned_steps(sampler: Any, model: Any, parts: dict[str, Any], otherwise: int) -> int:
     """How often the callback of a decode is called, where the settings of the sampler say it, as of a masked model.
 
@@ -214,15 +164,17 @@ class Streams:
 
         whole("every", every)
         this: Any = self
-        call = arguments_of(type(this).__call__, this, args, kwargs)
-        if not hasattr(this, "_partial") and "callback_on_audio" not in call:
+        taken = inspect.signature(type(this).__call__).parameters
+        if not hasattr(this, "_partial") and "callback_on_audio" not in taken:
             raise TypeError(f"a {type(this).__name__} has nothing to show before its end; call it.")
-        asked, output_type = this._checked(call), call["output_type"]
+        this.check_call(*args, **kwargs)
+        output_type = kwargs.get("output_type", taken["output_type"].default)
         kwargs["return_dict"] = True
-        if "callback_on_audio" in call:
+        if "callback_on_audio" in taken:
             return streaming.stream_waves(this, args, kwargs, output_type)
-        show = functools.partial(this._partial, asked=asked, output_type=output_type)
-        return streaming.stream_pictures(this, every, args, kwargs, show)
+        return streaming.stream_pictures(
+            this, every, args, kwargs, lambda result: this._partial(result, output_type)
+        )
 
 
 class DecodeProgress:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.steps import Asked, check_each, listed
+from visual_spec.pipelines.steps import check_each
 
 
-@dataclass(frozen=True)
+@dataclass
 class Texts:
-    """The texts of a call, checked.
+    """The texts of a call, checked; its length is the number of prompts.
 
     Args:
         prompt: one string or a list; None beside `prompt_embeds`.
@@ -27,6 +27,10 @@ class Texts:
         negative_prompt: what guidance leads away from: one string for all prompts, or a list of one each; None: from no
             text.
         negative_prompt_embeds, negative_prompt_attention_mask: the same as features, [prompts or 1, words, channels].
+
+    Attributes:
+        prompts, negatives: the texts as lists; empty where features are given.
+        num_negatives: negative prompts: none, one for all prompts, or one for each.
 
     Raises:
         TypeError, ValueError: names what was given, and what to pass.
@@ -45,84 +49,42 @@ class Texts:
             raise ValueError(f"{which} of prompt and prompt_embeds given; pass exactly one of them.")
         if self.negative_prompt is not None and self.negative_prompt_embeds is not None:
             raise ValueError("both of negative_prompt and negative_prompt_embeds given; pass one of them.")
-        _check_strings("prompt", self.prompt)
-        _check_strings("negative_prompt", self.negative_prompt)
+        self.prompts = _strings("prompt", self.prompt)
+        self.negatives = _strings("negative_prompt", self.negative_prompt)
         _check_features("prompt", self.prompt_embeds, self.prompt_attention_mask)
         _check_features("negative_prompt", self.negative_prompt_embeds, self.negative_prompt_attention_mask)
-        check_each(self.num_negatives or 1, "negative prompts", self.count)
+        embeds = self.negative_prompt_embeds
+        self.num_negatives = len(self.negatives if embeds is None else embeds)
+        check_each(self.num_negatives or 1, "negative prompts", len(self))
 
-    @property
-    def prompts(self) -> list[str]:
-        """The prompts; none where features are given."""
-        return listed(self.prompt)
+    def __len__(self) -> int:
+        return len(self.prompts if self.prompt_embeds is None else self.prompt_embeds)
 
-    @property
-    def negatives(self) -> list[str]:
-        """The negative prompts, one for all prompts or one for each; none where features are given."""
-        return listed(self.negative_prompt)
-
-    @property
-    def count(self) -> int:
-        """Number of prompts."""
-        return len(self.prompts) if self.prompt_embeds is None else len(self.prompt_embeds)
-
-    @property
-    def num_negatives(self) -> int:
-        """Number of negative prompts: none, one for all prompts, or one for each."""
-        return (
-            len(self.negatives) if self.negative_prompt_embeds is None else len(self.negative_prompt_embeds)
-        )
-
-    def check_guided(self, guided: bool, scale: Any) -> None:
-        """Refuse a negative prompt that guidance would not read.
+    def check_guided(self, law: Any) -> None:
+        """Refuse a negative prompt that guidance would not read; `law` may be a list, one for each scale.
 
         Raises:
             ValueError: says which guidance scale there is.
         """
-        if self.num_negatives and not guided:
+        laws = law if isinstance(law, list) else [law]
+        if self.num_negatives and not any(one.guided for one in laws):
             raise ValueError(
-                f"negative_prompt given, but guidance_scale={scale} runs no row that it could replace; pass a "
-                "guidance_scale above 1, or no negative_prompt."
+                f"negative_prompt given, but guidance_scale={laws[0].guidance_scale} runs no row that it could "
+                "replace; pass a guidance_scale above 1, or no negative_prompt."
             )
 
-    def condition(
-        self,
-        encode: Callable[[list[str]], TextCondition],
-        times: int,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-    ) -> TextCondition:
-        """What the transformer reads: features on the device, each row `times` times.
 
-        Args:
-            encode: the text encoder. All texts are encoded together, and so padded to one length.
-            dtype: of the features; None: as the encoder computes them.
-        """
-        texts = self.prompts + self.negatives
-        encoded = encode(texts) if texts else None
-
-        def part(
-            first: int, stop: int, embeds: Tensor | None, mask: Tensor | None, repeats: int
-        ) -> TextCondition:
-            if embeds is None:
-                assert encoded is not None
-                features, seen = encoded.features[first:stop], encoded.mask[first:stop]
-            else:
-                features = embeds
-                seen = torch.ones(embeds.shape[:2], dtype=torch.bool) if mask is None else mask
-            return TextCondition(
-                features.to(device, dtype).repeat_interleave(repeats, 0),
-                seen.to(device, torch.bool).repeat_interleave(repeats, 0),
-            )
-
-        own, others = len(self.prompts), self.num_negatives
-        whole = part(0, own, self.prompt_embeds, self.prompt_attention_mask, times)
-        if others:
-            repeats = times * self.count // others
-            whole.negative = part(
-                own, own + others, self.negative_prompt_embeds, self.negative_prompt_attention_mask, repeats
-            )
-        return whole
+def as_condition(
+    prompt_embeds: Tensor,
+    prompt_attention_mask: Tensor,
+    negative_prompt_embeds: Tensor | None = None,
+    negative_prompt_attention_mask: Tensor | None = None,
+) -> TextCondition:
+    """What `encode_prompt` returns, as models read it."""
+    condition = TextCondition(prompt_embeds, prompt_attention_mask)
+    if negative_prompt_embeds is not None and negative_prompt_attention_mask is not None:
+        condition.negative = TextCondition(negative_prompt_embeds, negative_prompt_attention_mask)
+    return condition
 
 
 class ReadsText(VisualPipeline):
@@ -131,7 +93,6 @@ class ReadsText(VisualPipeline):
     transformer: Any
     text_encoder: Any
 
-    _each = "num_images_per_prompt"
     _unseen = "the picture will not show it"  # of a word that the text encoder does not know
     _of_classes = "ClassImagePipeline"  # what takes a transformer of classes
 
@@ -140,27 +101,18 @@ class ReadsText(VisualPipeline):
         if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
             raise ValueError(f"the transformer draws from class labels; use {self._of_classes}.")
 
-    def _asked(self, args: Mapping[str, Any]) -> Asked:
-        law = self._law(args)
-        texts = Texts(**{one.name: args[one.name] for one in fields(Texts) if one.name in args})
-        laws = law if isinstance(law, list) else [law]
-        texts.check_guided(any(one.guided for one in laws), laws[0].guidance_scale)
-        return Asked(texts, texts.count, args[self._each], self._each, law)
+    def check_inputs(self, source: Any, each: int, law: Any, generator: Any, output_type: str) -> None:
+        super().check_inputs(source, each, law, generator, output_type)
+        source.check_guided(law)
+        self._check_words(source.prompts + source.negatives)
 
-    def _check_call(self, args: Mapping[str, Any], asked: Asked, *parts: str) -> None:
-        super()._check_call(args, asked, *parts)
-        self._check_words(asked.source)
+    def _check_words(self, texts: list[str]) -> None:
+        check_words(self.text_encoder, None, texts)
 
-    def _check_words(self, texts: Texts) -> None:
-        check_words(self.text_encoder, None, texts.prompts + texts.negatives)
-
-    def _condition(self, args: Mapping[str, Any], asked: Asked) -> Any:
-        return self._features(asked.source, asked.each)
-
-    def _features(self, texts: Texts, each: int) -> TextCondition:
-        """What the transformer reads: the features of texts on its device, each text's `each` times."""
-        reader = self.text_encoder if self.transformer is None else self.transformer
-        return texts.condition(self._encode, each, self._execution_device, reader.dtype)
+    @property
+    def _feature_dtype(self) -> torch.dtype | None:
+        """In which the model reads features; None: as the encoder computes them."""
+        return (self.text_encoder if self.transformer is None else self.transformer).dtype
 
     def _encode(self, texts: list[str]) -> TextCondition:
         if unknown := self.text_encoder.unknown_words(texts):
@@ -168,38 +120,57 @@ class ReadsText(VisualPipeline):
             warnings.warn(f"the text encoder does not know {named}; {self._unseen}.", stacklevel=3)
         return self.text_encoder(texts)
 
-    def make_condition(self, prompt: str | list[str] | None = None, **kwargs: Any) -> TextCondition:
-        """What the transformer reads of prompts, as samplers take it: their features, each repeated for its samples.
+    def encode_prompt(
+        self, prompt: str | list[str] | Texts | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Features that a call takes in place of prompts, each repeated for its samples.
 
         Words the text encoder was not trained on are named in a warning, and stand for nothing in the sample. So is the
         end of a prompt that is longer than the encoder reads.
 
         Args:
-            prompt, kwargs: as for a call: prompts and negative prompts, or features in place of them, and how many
-                samples of each there are (`num_images_per_prompt` of pictures).
-
-        Returns:
-            TextCondition with features [samples, T, C] on the pipeline's device; `negative` of it, of as many rows,
-            where there is a negative prompt.
-        """
-        each = kwargs.pop(self._each, 1)
-        return self._features(Texts(prompt, **kwargs), each)
-
-    def encode_prompt(
-        self, prompt: str | list[str] | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Features that a call takes in place of prompts; arguments and warnings as of `make_condition`.
+            prompt, kwargs: as for a call: prompts and negative prompts, or features in place of them, or the `Texts`
+                of both; and how many samples of each there are (`num_images_per_prompt` of pictures).
 
         Returns:
             prompt_embeds [samples, T, C], prompt_attention_mask [samples, T], negative_prompt_embeds and
-            negative_prompt_attention_mask, the last two None without a negative prompt.
+            negative_prompt_attention_mask of as many rows, the last two None without a negative prompt. All lie on the
+            pipeline's device.
         """
-        encoded = self.make_condition(prompt, **kwargs)
-        prompt_embeds, prompt_attention_mask, negative = encoded.features, encoded.mask, encoded.negative
-        negative_prompt_embeds, negative_prompt_attention_mask = (
-            (None, None) if negative is None else (negative.features, negative.mask)
-        )
+        each = kwargs.pop(self._each, 1)
+        texts = prompt if isinstance(prompt, Texts) else Texts(prompt, **kwargs)
+        prompt_embeds, prompt_attention_mask = texts.prompt_embeds, texts.prompt_attention_mask
+        negative_prompt_embeds = texts.negative_prompt_embeds
+        negative_prompt_attention_mask = texts.negative_prompt_attention_mask
+        if words := texts.prompts + texts.negatives:  # all are encoded together, and so padded to one length
+            encoded, own = self._encode(words), len(texts.prompts)
+            if own:
+                prompt_embeds, prompt_attention_mask = encoded.features[:own], encoded.mask[:own]
+            if texts.negatives:
+                negative_prompt_embeds = encoded.features[own:]
+                negative_prompt_attention_mask = encoded.mask[own:]
+        prompt_embeds, prompt_attention_mask = self._rows(prompt_embeds, prompt_attention_mask, each)
+        if negative_prompt_embeds is not None:
+            times = each * len(texts) // len(negative_prompt_embeds)
+            negative_prompt_embeds, negative_prompt_attention_mask = self._rows(
+                negative_prompt_embeds, negative_prompt_attention_mask, times
+            )
         return prompt_embeds, prompt_attention_mask, negative_prompt_embeds, negative_prompt_attention_mask
+
+    def _rows(self, embeds: Any, mask: Tensor | None, times: int) -> tuple[Tensor, Tensor]:
+        """Features and their mask on the device, each row `times` times; without a mask, words are everywhere."""
+        device = self._execution_device
+        mask = torch.ones(embeds.shape[:2], dtype=torch.bool) if mask is None else mask
+        embeds, mask = embeds.to(device, self._feature_dtype), mask.to(device, torch.bool)
+        return embeds.repeat_interleave(times, 0), mask.repeat_interleave(times, 0)
+
+    def make_condition(self, prompt: str | list[str] | None = None, **kwargs: Any) -> TextCondition:
+        """What the transformer reads of prompts, as samplers take it; arguments as of `encode_prompt`.
+
+        Returns:
+            TextCondition with features [samples, T, C]; `negative` of it where there is a negative prompt.
+        """
+        return as_condition(*self.encode_prompt(prompt, **kwargs))
 
 
 def check_words(text_encoder: Any, tokenizer: Any, texts: list[str]) -> None:
@@ -239,28 +210,23 @@ def tokenized(tokenizer: Any, texts: list[str]) -> Any:
     return tokenizer(texts, padding=True, truncation=has_limit, return_tensors="pt")
 
 
-def _check_strings(name: str, texts: Any) -> None:
+def _strings(name: str, texts: Any) -> list[str]:
+    """One text or several as a list; none of None."""
     if texts is None:
-        return
-    if isinstance(texts, str):
-        return _check_letters(name, texts)
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        return []
+    listed = [texts] if isinstance(texts, str) else texts
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(text, str) for text in listed):
         raise TypeError(f"{name}={texts!r}; pass a string or a list of strings.")
-    if not texts:
+    if not listed:
         raise ValueError(f"{name} is an empty list; pass at least one prompt.")
-    for text in texts:
-        _check_letters(name, text)
-
-
-def _check_letters(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except (
-        UnicodeEncodeError
-    ) as error:  # bytes of another encoding on the command line, or half of a "\\ud83d" pair
-        raise ValueError(
-            f"{name}={text!r} holds what is no letter in Unicode ({error.reason}); write it anew."
-        ) from error
+    for text in listed:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of another encoding, or half of a "\\ud83d" pair
+            raise ValueError(
+                f"{name}={text!r} holds what is no letter in Unicode ({error.reason}); write it anew."
+            ) from error
+    return list(listed)
 
 
 def _check_features(name: str, embeds: Tensor | None, mask: Tensor | None) -> None:

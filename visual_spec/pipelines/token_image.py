@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.decoders import VQDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures, shown
-from visual_spec.pipelines.steps import Asked, DecodeProgress, planned_steps
+from visual_spec.pipelines.steps import DecodeProgress, StepListener, planned_steps
 from visual_spec.samplers.core.checks import open_id
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import SO_FAR
 
 
@@ -25,7 +27,7 @@ class TokenImagePipeline(VisualPipeline):
 
     _callback_tensor_inputs = ["lengths", "tokens"]
     _decoder: type[VQDecoder] = VQDecoder
-    _output: Any = ImagePipelineOutput
+    _grid: Any = None  # of the call that runs, or ran last
 
     transformer: Any
     vq_model: Any
@@ -35,6 +37,10 @@ class TokenImagePipeline(VisualPipeline):
     def decoder(self) -> Any:
         """What turns tokens into pictures."""
         return self._decoder(getattr(self, self._decoder.part), self.transformer)
+
+    @property
+    def _needed(self) -> tuple[str, ...]:  # type: ignore[override]
+        return "transformer", self._decoder.part, "sampler"
 
     @property
     def _is_whole(self) -> bool:
@@ -55,16 +61,14 @@ class TokenImagePipeline(VisualPipeline):
     def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
         return (self.transformer, self.sampler_parts()) if self._is_whole else None
 
-    def _sized(self, args: Mapping[str, Any], asked: Asked) -> Any:
-        """The transformer over the pictures or clips that a call asks for."""
-        return self.sized(args["height"], args["width"])
-
     def sized(self, height: int | None = None, width: int | None = None) -> Any:
         """Return the transformer over pictures of this size in pixels; None is the model's own.
 
         Raises:
             ValueError: the model does not draw this size.
         """
+        if height is None and width is None:
+            return self.transformer
         own, patch, grid = self.image_size, self.decoder.patch, self.transformer.grid
         size = (own[0] if height is None else height, own[1] if width is None else width)
         if size == own:
@@ -96,7 +100,7 @@ class TokenImagePipeline(VisualPipeline):
 
     @torch.no_grad()
     def decode_tokens(
-        self, tokens: torch.Tensor, output_type: str = "pil", size: tuple[int, int] | None = None
+        self, tokens: Tensor, output_type: str = "pil", size: tuple[int, int] | None = None
     ) -> Any:
         """Pictures of tokens, as a call returns them, in the form `output_type` asks for.
 
@@ -107,7 +111,7 @@ class TokenImagePipeline(VisualPipeline):
         return self.decode_canvas(self.decoder.canvas(tokens, height), output_type)
 
     @torch.no_grad()
-    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
+    def decode_canvas(self, canvas: Tensor, output_type: str = "pil") -> Any:
         """Pictures of a canvas, as `output_type="latent"` returns it, in the form `output_type` asks for."""
         if output_type == "latent":
             return canvas
@@ -117,75 +121,93 @@ class TokenImagePipeline(VisualPipeline):
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _checked(self, args: Mapping[str, Any]) -> Asked:
-        asked = self._asked(args)
-        self._check_call(args, asked, "transformer", self._decoder.part, "sampler")
-        asked.model = self._sized(args, asked)
-        image, mask, strength = (args.get(name) for name in ("image", "mask", "strength"))
+    def check_repainting(self, image: Any, mask: Any, strength: float | None, count: int) -> None:
+        """Refuse what cannot be repainted, see `visual_spec.pipelines.repaint`; `count`: prompts or classes."""
         if any(part is not None for part in (image, mask, strength)):
             from visual_spec.pipelines.repaint import check_repainting  # most calls draw whole pictures
 
-            check_repainting(self, image, mask, strength, asked.count)
-        return asked
+            check_repainting(self, image, mask, strength, count)
 
-    def _decode(self, args: Mapping[str, Any], asked: Asked, condition: Any) -> tuple[Any, ...]:
-        model, law, count = asked.model, asked.law, asked.count * asked.each
+    def known_tokens(
+        self, image: Any, mask: Any, strength: float | None, generator: Any, count: int, each: int
+    ) -> Tensor | None:
+        """Return what the sampler keeps of a picture, see `visual_spec.pipelines.repaint`; None without one."""
+        if image is None:
+            return None
+        from visual_spec.pipelines.repaint import known_tokens
+
+        return known_tokens(self, image, mask, strength, generator, count=count, each=each)
+
+    def draw_tokens(
+        self,
+        model: Any,
+        condition: Any,
+        count: int,
+        law: TokenLaw,
+        generator: Any,
+        listener: StepListener,
+        known_tokens: Tensor | None = None,
+    ) -> Any:
+        """Let the sampler decode, beside a progress bar. Returns its result, with tokens [count, L] and the trace.
+
+        Args:
+            model: the transformer for the size that is drawn (`sized`).
+            condition: of `count` rows.
+            listener: what tells the callback about steps.
+            known_tokens: long [count, L] of a picture that is given, see `known_tokens`.
+        """
         parts, known = self.sampler_parts(), 0
-        if args.get("image") is not None:
-            from visual_spec.pipelines.repaint import known_tokens
+        if known_tokens is not None:
+            parts["known_tokens"] = known_tokens
+            known = int((known_tokens != open_id(model)).sum())
 
-            picture = [args[name] for name in ("image", "mask", "strength", "generator")]
-            parts["known_tokens"] = known_tokens(self, *picture, count=asked.count, each=asked.each)
-            known = int((parts["known_tokens"] != open_id(model)).sum())
-        heard = self._listener(args, asked)
+        def listen(step: int, lengths: Tensor) -> Any:
+            tokens = {"tokens": _committed(SO_FAR.get()())} if "tokens" in listener.names else {}
+            return listener(step, lambda: int(lengths.min()), lengths=lengths, **tokens)
 
-        def listen(step: int, lengths: torch.Tensor) -> Any:
-            tokens = {"tokens": _committed(SO_FAR.get()())} if "tokens" in asked.tensors else {}
-            return heard(step, lambda: int(lengths.min()), lengths=lengths, **tokens)
-
-        num_tokens = model.grid.num_tokens
-        self._num_timesteps = planned_steps(self.sampler, model, parts, num_tokens)
+        self._grid, num_tokens = model.grid, model.grid.num_tokens
         self._guidance_scale = law.guidance_scale
-        used = model, *self._used(parts)
+        self._num_timesteps = planned_steps(self.sampler, model, parts, num_tokens)
+        used = (model, *self._used(parts))
         with at_hand(*used), self.progress_bar(total=count * num_tokens - known) as bar:  # type: ignore[call-arg]
             progress = DecodeProgress(bar, num_tokens, listen, unit=self.unit, known=known)
             result = self.sampler(
                 model,
                 condition,
                 law=law,
-                generator=args["generator"],
+                generator=generator,
                 batch_size=count,
                 callback=progress,
                 **parts,
             )
             progress.finish()
         self.last_trace = result.trace
-        size = model.grid.height, model.grid.width
-        made = self.decode_tokens(result.tokens, args["output_type"], size)
-        return made, result.tokens, result.trace, *self._more_output()
+        return result
 
-    def _partial(self, result: Any, asked: Asked, output_type: str) -> Any:
+    def make_output(self, images: Any, result: Any, return_dict: bool = True) -> Any:
+        """What a call returns: pictures, their tokens and the trace; a tuple of them without `return_dict`."""
+        made: Any = (images, result.tokens, result.trace)
+        return ImagePipelineOutput(*made) if return_dict else made
+
+    def _partial(self, result: Any, output_type: str) -> Any:
+        """What a stream shows of a decode that goes on: open tokens are grey."""
         from visual_spec.pipelines.streaming import with_grey
 
         is_open, known = result.trace.commit_call < 0, _committed(result)
-        size = asked.model.grid.height, asked.model.grid.width
+        size = self._grid.height, self._grid.width
         if output_type == "latent":
             made = self.decode_tokens(known, "latent", size)
         else:
             pixels = with_grey(self.decode_tokens(known, "pt", size), is_open, self.decoder.patch)
             made = shown(2 * pixels - 1, self.image_processor, output_type)
-        return self._output(made, result.tokens, result.trace, *self._more_output())
+        return self.make_output(made, result)
 
     def _used(self, parts: Mapping[str, Any]) -> tuple[Any, ...]:
         """The models beside the transformer that decoding needs on the device throughout."""
         return (parts.get("drafter"),)
 
-    def _more_output(self) -> tuple[Any, ...]:
-        """What the output holds after the trace."""
-        return ()
 
-
-def _committed(result: Any) -> torch.Tensor:
+def _committed(result: Any) -> Tensor:
     """The tokens of a decode so far, 0 at those that are open."""
     is_open = (result.trace.commit_call < 0).to(result.tokens.device)
     return result.tokens.masked_fill(is_open[(...,) + (None,) * (result.tokens.dim() - 2)], 0)

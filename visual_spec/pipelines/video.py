@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.models.core.settings import LawChoice, Within, whole
-from visual_spec.pipelines.components import draws, registers
+from visual_spec.models.core.settings import Within, whole
+from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import FrameDecoder
 from visual_spec.pipelines.output import VideoPipelineOutput
-from visual_spec.pipelines.steps import Asked, StepCallback
-from visual_spec.pipelines.texts import ReadsText
+from visual_spec.pipelines.steps import StepCallback, StepListener
+from visual_spec.pipelines.texts import ReadsText, Texts, as_condition
 from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
     _optional_components = ["text_encoder", "drafter"]
 
     _decoder = FrameDecoder
-    _output = VideoPipelineOutput
     _each = "num_videos_per_prompt"
     _unseen = "the clip will not show it"
 
@@ -83,17 +81,11 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         """The most frames of a clip."""
         return self.transformer.grid.frames
 
-    def _sized(self, args: Mapping[str, Any], asked: Asked) -> Any:
-        model, count = super()._sized(args, asked), args["num_frames"]
-        if count is None:
-            return model
-        whole("num_frames", count, Within(1, self.num_frames), f"; without it, {self.num_frames}")
-        return self.transformer.first_frames(count)
+    def make_output(self, images: Any, result: Any, return_dict: bool = True) -> Any:
+        made = (images, result.tokens, result.trace, self.frame_rate)
+        return VideoPipelineOutput(*made) if return_dict else made
 
-    def _more_output(self) -> tuple[float]:
-        return (self.frame_rate,)
-
-    @draws()
+    @torch.no_grad()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -112,7 +104,11 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        **law: Unpack[LawChoice],
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        guidance_until: int | None = None,
     ) -> VideoPipelineOutput:
         """Draw. All but these is as for `ImagePipeline.__call__`.
 
@@ -122,4 +118,24 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
             output_type: "pil", "np", "pt", or "latent" for the tokens by place [B, T, h, w].
             return_dict: False returns the tuple (frames, tokens, trace, frame rate).
         """
-        ...
+        law = self.make_law(guidance_scale, temperature, top_k, top_p, guidance_until)
+        texts = Texts(
+            prompt=prompt,
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+        )
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        self.check_inputs(texts, num_videos_per_prompt, law, generator, output_type)
+        model = self.sized(height, width)
+        if num_frames is not None:
+            whole("num_frames", num_frames, Within(1, self.num_frames), f"; without it, {self.num_frames}")
+            model = self.transformer.first_frames(num_frames)
+        count = len(texts) * num_videos_per_prompt
+        with self.running():
+            condition = as_condition(*self.encode_prompt(texts, num_videos_per_prompt=num_videos_per_prompt))
+            result = self.draw_tokens(model, condition, count, law, generator, listener)
+            frames = self.decode_tokens(result.tokens, output_type)
+        return self.make_output(frames, result, return_dict)

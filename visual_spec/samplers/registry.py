@@ -266,9 +266,10 @@ def by_name(name: str) -> SamplerEntry:
     Raises:
         ValueError: the name is unknown; the message lists the names.
     """
-    for entry in all_samplers():
-        if entry.name == name:
-            return entry
+    for table in (lambda: SAMPLERS, all_samplers):  # what packages register is read if it is needed
+        for entry in table():
+            if entry.name == name:
+                return entry
     raise ValueError(f"unknown sampler {name!r}; pass one of {', '.join(names())}.{meant(name, names())}")
 
 
@@ -304,3 +305,46 @@ def fit(calls: tuple[str, ...], entry: SamplerEntry) -> str:
     if entry.calls not in calls:
         return "-"
     return ", ".join(f"+ {part}" for part in (entry.needs, entry.asks) if part) or "yes"
+
+
+# What a sampler should do, and how those that do it are named.
+_FITTING = {
+    RASTER: ("fit a next-token model", "those that fit: "),
+    SCALES: ("fit a next-scale model", "pass a "),
+    COLUMNS: ("decode several codebooks", "those that do: "),
+    MASKED: ("fill in hidden codes", "those that do: "),
+}
+
+
+def check_sampler(sampler: Any, calls: tuple[str, ...]) -> None:
+    """Refuse a sampler that makes other calls than the model answers.
+
+    What is not in the registry fits if it is callable and says whether it is `lossless`; if it declares its `calls`, a
+    kind of this table or several, these have to be among them.
+
+    Raises:
+        TypeError: names those that fit.
+    """
+    if isinstance(sampler, type):
+        raise TypeError(
+            f"sampler is the class {sampler.__name__}; pass an object of it, {sampler.__name__}()."
+        )
+    states = hasattr(type(sampler), "lossless") or hasattr(sampler, "lossless")
+    if states and callable(sampler) and _calls_of(sampler) <= set(calls):
+        return
+    does, advice = _FITTING.get(calls[0], ("fit this model", "those that fit: "))
+    names = ", ".join(entry.class_name for entry in fitting(calls))
+    raise TypeError(f"sampler is {type(sampler).__name__}, which does not {does}; {advice}{names}.")
+
+
+def _calls_of(sampler: Any) -> set[str]:
+    """The kinds of calls that a sampler makes: what it declares, or what its class has in the registry, if anything."""
+    declared = getattr(sampler, "calls", None)
+    if declared is not None:
+        return {declared} if isinstance(declared, str) else set(declared)
+    for kind in type(sampler).__mro__:  # a sampler derived from another one calls as its nearest parent
+        path = f"{kind.__module__}:{kind.__name__}"
+        for entry in SAMPLERS if path.startswith(f"{_HERE}.") else all_samplers():
+            if entry.path == path:
+                return {entry.calls}
+    return set()

@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_model(args: argparse.Namespace) -> None:
     """Refuse a model or a sampler that the engine does not draw with, before anything is loaded."""
-    from visual_spec.pipelines.base import check_sampler
     from visual_spec.pipelines.loading import read_facts
     from visual_spec.pipelines.sampler_text import make_sampler
+    from visual_spec.samplers.registry import check_sampler
 
     facts = read_facts(args.model)
     if facts.medium != "image":

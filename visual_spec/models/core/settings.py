@@ -18,9 +18,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any, TypedDict, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-
-from visual_spec.files.reading import shortened
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -130,6 +128,8 @@ class DeclaredSetting:
         """
         plain = _plain(value)
         if not self._allows(plain):
+            from visual_spec.files.reading import shortened
+
             raise ValueError(f"{self.name}={shortened(plain)}; pass {self.allowed}.")
         return plain
 
@@ -328,7 +328,7 @@ LARGEST = 1e6  # guidance scale and temperature: products with logits stay finit
 class LawSettings:
     """The settings of the law of a token that every call and command takes. `TokenLaw` is the law itself.
 
-    A setting is declared here, with its limits, letter and help on the command line; and in `LawChoice` for editors.
+    A setting is declared here, with its limits, letter and help on the command line.
 
     Attributes:
         guidance_scale: `s` of classifier-free guidance, `unconditional + s * (conditional - unconditional)`
@@ -352,16 +352,6 @@ class LawSettings:
         Within(0, none="guidance of every slot"),
         Help("N", "tokens from the N-th on are drawn without guidance"),
     ] = None
-
-
-class LawChoice(TypedDict, total=False):
-    """Settings of the law in a call; None is the default of the pipeline."""
-
-    guidance_scale: float | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    guidance_until: int | None
 
 
 LAW_SETTINGS = tuple(one.name for one in fields(LawSettings))

@@ -12,6 +12,7 @@ own loop computes the same, with one more call for every row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,7 @@ class CachedDecoder:
     """
 
     family = "this model"
+    writes_text = False  # whether `generate` of the model writes text, whatever it is asked for
     returns_prompt = True  # `output` starts with the prompt
     guidance_scale = 1.0  # default, if neither call nor generation config sets it
     # Where `generate` draws one slot a step by `torch.multinomial`: among how many ids, which of them are the tokens'
@@ -128,6 +130,16 @@ class CachedDecoder:
             )
 
     # What a family may override ---------------------------------------------------------------------------------------
+
+    @staticmethod
+    def asks_for_pictures(asked: Mapping[str, Any]) -> bool:
+        """Whether a call of `generate` with these arguments draws pictures."""
+        return True
+
+    @staticmethod
+    def lays_out(asked: Mapping[str, Any]) -> bool:
+        """Whether its arguments lay out the picture token by token, see `constraint`."""
+        return False
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [R, W, dim] of image tokens [R, W]."""

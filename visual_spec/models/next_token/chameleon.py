@@ -39,6 +39,7 @@ class ChameleonImageModel(CachedDecoder):
     """
 
     family = "Chameleon"
+    writes_text = True
 
     def __init__(self, model: Any, size: tuple[int, int] | None = None, second: bool = False) -> None:
         self.model = model

@@ -6,6 +6,7 @@ end of frame, end of image and end of text. All of these are forced, and none of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ class Emu3ImageModel(CachedDecoder):
     """
 
     family = "Emu3"
+
+    @staticmethod
+    def asks_for_pictures(asked: Mapping[str, Any]) -> bool:
+        return asked.get("image_sizes") is not None and asked.get("pixel_values") is None
+
+    @staticmethod
+    def lays_out(asked: Mapping[str, Any]) -> bool:
+        return asked.get("prefix_allowed_tokens_fn") is not None
 
     def __init__(self, model: Any, height: int, width: int) -> None:
         self.model = model

@@ -6,6 +6,7 @@ no row ends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class JanusImageModel(CachedDecoder):
     family = "Janus"
     returns_prompt = False
     guidance_scale = 5.0  # the default of `generate`
+
+    @staticmethod
+    def asks_for_pictures(asked: Mapping[str, Any]) -> bool:
+        return asked.get("generation_mode", "text") == "image"
 
     def __init__(self, model: Any) -> None:
         self.model = model

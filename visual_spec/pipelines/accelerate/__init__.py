@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, promise
-from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, promise, unwrapped
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler
 from visual_spec.samplers.registry import all_samplers, by_name, sampler_class
+
+if TYPE_CHECKING:
+    from visual_spec.pipelines.base import VisualPipeline
 
 logger = logging.getLogger("visual_spec")
 _PLAIN = "_visual_spec_plain_sampler"
@@ -53,8 +57,8 @@ def accelerate(
         ValueError: an unknown sampler name, or a sampler that drafts with a model that the pipeline does not have.
     """
     adapter = _adapter(pipe)
-    if adapter is None and not isinstance(pipe, VisualPipeline):
-        names = ", ".join(name for adapter in adapters() for name in adapter.takes)
+    if adapter is None and not _is_ours(pipe):
+        names = ", ".join(name for path, *_ in ADAPTERS for name in _loaded(path).takes)
         raise TypeError(
             f"cannot accelerate a {type(pipe).__name__}; pass a visual_spec pipeline, one of {names}, or a pipeline of "
             "diffusers that holds an image generator."
@@ -137,7 +141,7 @@ def summary(pipe: Any) -> str:
     adapter = _adapter(pipe)
     if adapter is not None:
         return adapter.summary(pipe)
-    if not isinstance(pipe, VisualPipeline):
+    if not _is_ours(pipe):
         return f"{type(pipe).__name__}: not accelerated"
     trace = pipe.last_trace
     return trace.summary() if trace is not None else _promised(pipe)
@@ -147,28 +151,57 @@ def _promised(pipe: VisualPipeline) -> str:
     return f"{promise(pipe.sampler, pipe.plain)}; nothing decoded yet"
 
 
-# What `accelerate` takes from other libraries, asked in turn: a module beside this one, and its class. Read when an
-# object of another library comes.
+# What `accelerate` takes from other libraries, asked in turn: an adapter, the library, and how its classes are called.
+# An adapter is imported once an object of such a class comes; whether it takes the object, it says itself.
 ADAPTERS = (
-    ("video", "VideoAdapter"),
-    ("speech", "SpeechAdapter"),
-    ("depth", "DepthAdapter"),
-    ("minimax_music", "MiniMaxMusicAdapter"),
-    ("nextstep", "NextStepAdapter"),
-    ("music", "MusicAdapter"),
-    ("images", "ImageAdapter"),
-    ("codes", "CodeAdapter"),
+    ("video:VideoAdapter", "diffusers", ("WanPipeline", "WanTransformer3DModel")),
+    ("speech:SpeechAdapter", "transformers", ("VibeVoice*", "PocketTTS*")),
+    ("depth:DepthAdapter", "transformers", ("Csm*", "Moshi*", "Qwen3OmniMoe*")),
+    ("minimax_music:MiniMaxMusicAdapter", "diffusers", ("MiniMaxMusic3ModularPipeline",)),
+    ("nextstep:NextStepAdapter", "", ("FlowMatchingHead",)),
+    ("music:MusicAdapter", "transformers", ("Musicgen*",)),
+    ("images:ImageAdapter", "transformers", ("*ForConditionalGeneration",)),
+    ("codes:CodeAdapter", "", ("*ForCausalLM", "*LMHeadModel")),
 )
 
 
-def adapters() -> list[Adapter]:
-    """An object of every adapter."""
-    return [getattr(import_module(f"{__name__}.{module}"), name)() for module, name in ADAPTERS]
+def _loaded(path: str) -> Adapter:
+    module, _, name = path.partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), name)()
 
 
 def _adapter(thing: Any) -> Adapter | None:
     """The adapter of a model of another library, or of what holds one; None for a pipeline of ours and what nobody
     takes."""
-    if isinstance(thing, VisualPipeline):
+    if _is_ours(thing):
         return None
-    return next((adapter for adapter in adapters() if adapter.claims(thing)), None)
+    for path, library, names in ADAPTERS:
+        if any(_is_called(part, library, names) for part in _parts(thing)):
+            adapter = _loaded(path)
+            if adapter.claims(thing):
+                return adapter
+    return None
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """A model, what it wraps, the components of a pipeline, and the head of a NextStep."""
+    inner = unwrapped(thing)
+    yield inner
+    components = getattr(inner, "components", None)
+    yield from map(unwrapped, components.values() if isinstance(components, dict) else ())
+    for one in (thing, getattr(thing, "model", None)):
+        yield getattr(one, "image_head", None)
+
+
+def _is_called(thing: Any, library: str, patterns: Collection[str]) -> bool:
+    """Whether its class, or one that it derives from, is of a library and has such a name."""
+    return any(
+        fnmatchcase(kind.__name__, pattern) and kind.__module__.startswith(f"{library}." if library else "")
+        for kind in type(thing).__mro__
+        for pattern in patterns
+    )
+
+
+def _is_ours(pipe: Any) -> bool:
+    """Whether it is a pipeline of this package; their base is not imported to find out."""
+    return any(kind.__name__ == "VisualPipeline" for kind in type(pipe).__mro__)

@@ -38,7 +38,6 @@ from visual_spec.pipelines.accelerate.arguments import (
 )
 from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
 from visual_spec.pipelines.accelerate.images import law_of, prompt_of
-from visual_spec.pipelines.base import check_sampler
 from visual_spec.samplers.core.history import (
     HistoryRule,
     NoRepeatNgram,
@@ -47,7 +46,7 @@ from visual_spec.samplers.core.history import (
     TextFunction,
 )
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import RASTER
+from visual_spec.samplers.registry import RASTER, check_sampler
 
 # Settings of `generate` that are neutral for other models, and rules here.
 _RULES = ("no_repeat_ngram_size", "repetition_penalty")

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.families import image_models
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import CACHES, ImagePrompt, Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
-from visual_spec.models.next_token.emu3_constraint import NoLayoutError
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
     check_needs,
@@ -44,24 +44,16 @@ from visual_spec.pipelines.accelerate.arguments import (
     returned,
 )
 from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
-from visual_spec.pipelines.base import check_sampler
-from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import RASTER_TREE_ORDER
-
-FAMILIES = {
-    "ChameleonForConditionalGeneration": ("visual_spec.models.next_token.chameleon", "ChameleonImageModel"),
-    "Emu3ForConditionalGeneration": ("visual_spec.models.next_token.emu3", "Emu3ImageModel"),
-    "GlmImageForConditionalGeneration": ("visual_spec.models.next_token.glm_image", "GlmImageStage"),
-    "JanusForConditionalGeneration": ("visual_spec.models.next_token.janus", "JanusImageModel"),
-}
+from visual_spec.samplers.registry import RASTER_TREE_ORDER, check_sampler
 
 
 def image_model_class(model: Any) -> Any:
     """The class that draws with a transformers model (by the name of its class, or of a parent), or None."""
+    known = image_models()
     for parent in type(model).__mro__:
-        if parent.__name__ in FAMILIES and parent.__module__.startswith("transformers."):
-            module, name = FAMILIES[parent.__name__]
+        if parent.__name__ in known and parent.__module__.startswith("transformers."):
+            module, _, name = known[parent.__name__].partition(":")
             return getattr(importlib.import_module(module), name)
     return None
 
@@ -73,7 +65,7 @@ class ImageAdapter(Adapter):
     Chameleon writes text; it goes on doing so, and warns.
     """
 
-    takes = tuple(FAMILIES)
+    takes = tuple(image_models())
     calls = RASTER_TREE_ORDER
     fast_sampler = "speculative-jacobi:window=auto"
     options = ("drafter",)
@@ -207,6 +199,8 @@ def generate_images(
             break
         stage, condition = following
         helper = None if helper is None else helper[0].next_stage(helper[1], result.tokens)
+    from visual_spec.pipelines.traces import joined_traces
+
     tell(model, hung, last_trace=joined_traces(traces))
     ids = stage.output(condition, result.tokens)
     if (
@@ -279,34 +273,33 @@ def law_of(config: Any, default_guidance: float) -> TokenLaw:
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of an accelerated Janus, Emu3 or GLM-Image: pictures by `generate_images`, text as before."""
+    """`generate` of an accelerated model: pictures by `generate_images`, text as before."""
     kind = image_model_class(model)
-    plain_generate = plain(model, "generate")
-    if kind.family == "Chameleon":
+    plain_generate = functools.partial(plain(model, "generate"), *args, **kwargs)
+    if kind.writes_text:
         warnings.warn(
-            "generate of a Chameleon writes text and is not accelerated; draw pictures with "
+            f"generate of a {kind.family} writes text and is not accelerated; draw pictures with "
             "model.generate_images(**inputs).",
             stacklevel=3,
         )
-        return plain_generate(*args, **kwargs)
-    if kind.family == "Janus" and kwargs.get("generation_mode", "text") != "image":
-        return plain_generate(*args, **kwargs)
+        return plain_generate()
     asked = bound_arguments(model, args, kwargs)
     # What is already in a cache, or has no ids, is no prompt of a picture.
     if asked.get("input_ids") is None or any(asked.get(name) is not None for name in CACHES):
-        return plain_generate(*args, **kwargs)
+        return plain_generate()
+    if kind.lays_out(asked):
+        return _generate_constrained(model, plain_generate, asked)
+    if not kind.asks_for_pictures(asked):
+        return plain_generate()
     asked.pop("generation_mode", None)
-    if kind.family == "Emu3":
-        if asked.get("prefix_allowed_tokens_fn") is not None:
-            return _generate_constrained(model, functools.partial(plain_generate, *args, **kwargs), asked)
-        if asked.get("image_sizes") is None or asked.get("pixel_values") is not None:
-            return plain_generate(*args, **kwargs)
     return generate_images(model, **asked)
 
 
 def _generate_constrained(model: Any, plain_generate: Any, kwargs: dict[str, Any]) -> Any:
     """`generate` of an accelerated Emu3 with `prefix_allowed_tokens_fn`, the constraint of its documentation: by
     `generate_images` if the function lays out one picture, else as before, with a warning."""
+    from visual_spec.models.next_token.emu3_constraint import NoLayoutError
+
     settings = {name: value for name, value in kwargs.items() if name != "image_sizes"}
     allowed, ids = settings.pop("prefix_allowed_tokens_fn"), settings.pop("input_ids", None)
     streamer = settings.pop("streamer", None)

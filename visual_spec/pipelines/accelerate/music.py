@@ -35,8 +35,7 @@ from visual_spec.pipelines.accelerate.adapter import (
 )
 from visual_spec.pipelines.accelerate.arguments import LiveStream, by_name, read_request, returned
 from visual_spec.pipelines.accelerate.images import law_of
-from visual_spec.pipelines.base import check_sampler
-from visual_spec.samplers.registry import COLUMNS
+from visual_spec.samplers.registry import COLUMNS, check_sampler
 
 _INPUTS = ("encoder_outputs", "input_values", "padding_mask", "input_features", "decoder_input_ids")
 

@@ -60,13 +60,13 @@ class StudentPipeline(TokenImagePipeline):
         facts = super().facts_of(settings, sampler)
         return replace(facts, default_settings={**facts.default_settings, **law})
 
-    def make_law(self, **settings: Any) -> TokenLaw:
+    def make_law(self, *args: Any, **settings: Any) -> TokenLaw:
         """The law of the teacher's tokens; None is the default of this pipeline.
 
         Raises:
             ValueError: a value out of its range, or any but the default where no teacher draws.
         """
-        law = super().make_law(**settings)
+        law = super().make_law(*args, **settings)
         if self._setting("teacher_from") is None and law != TokenLaw():
             raise ValueError(
                 f"{law} given, but the student draws alone, and its law is in its weights; leave guidance, "
@@ -75,15 +75,15 @@ class StudentPipeline(TokenImagePipeline):
             )
         return law
 
-    def check_sampler(self) -> None:
-        """As `VisualPipeline.check_sampler`; also refuses a sampler whose teacher is not there."""
+    def check_drafter(self) -> None:
+        """As `VisualPipeline.check_drafter`; also refuses a sampler whose teacher is not there."""
         start = self._setting("teacher_from")
         if start is not None and self.teacher is None:
             raise ValueError(
                 f"the sampler has teacher_from={start}, and this pipeline has no teacher; set pipe.teacher to the "
                 "model that the student learned from."
             )
-        super().check_sampler()
+        super().check_drafter()
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: the codebook, the teacher."""

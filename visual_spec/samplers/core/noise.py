@@ -8,7 +8,7 @@ batch it was drawn in, on the window, or on the order in which slots were visite
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -49,34 +49,40 @@ def draw_keys(
         int64 [B] on the CPU.
 
     Raises:
-        ValueError: batch_size is below 1, or the list is not as long as the batch.
-        TypeError: an argument is not a generator.
+        TypeError, ValueError: as `check_generators`.
     """
-    if batch_size < 1:
-        raise ValueError(
-            f"batch_size={batch_size}, but a batch holds at least 1 sample; pass batch_size >= 1."
-        )
     if isinstance(generator, CounterNoise):
         return generator.keys
+    check_generators(generator, batch_size)
+    listed: Any = generator if isinstance(generator, (list, tuple)) else [generator] * batch_size
+    return torch.cat([_draw_key(item) for item in listed])
+
+
+def check_generators(generator: Any, samples: int, noun: str = "sample") -> None:
+    """Refuse what is neither None, one `torch.Generator`, nor a list of one a sample.
+
+    Args:
+        noun: what a sample is, for the message.
+
+    Raises:
+        TypeError, ValueError: names what was given, and what to pass.
+    """
     if generator is None or isinstance(generator, torch.Generator):
-        return torch.cat([_draw_key(generator) for _ in range(batch_size)])
+        return
     if not isinstance(generator, (list, tuple)):
         raise TypeError(
-            f"generator is a {type(generator).__name__}; pass a torch.Generator, a list of them "
-            "(one a sample), or None. For a fixed seed: torch.Generator().manual_seed(seed)."
+            f"generator is a {type(generator).__name__}; pass a torch.Generator, or a list of them, one a {noun}. For "
+            "a fixed seed: torch.Generator().manual_seed(seed)."
         )
-    if len(generator) != batch_size:
+    if len(generator) != samples:
         raise ValueError(
-            f"got {len(generator)} generators for a batch of {batch_size}; pass one a sample, "
-            "or a single torch.Generator for the whole batch."
+            f"{len(generator)} generators for {samples} {noun}s; pass one a {noun}, or a single one for all."
         )
     for index, item in enumerate(generator):
         if not isinstance(item, torch.Generator):
             raise TypeError(
-                f"generator[{index}] is a {type(item).__name__}; every entry of the list must be a "
-                "torch.Generator. For a fixed seed: torch.Generator().manual_seed(seed)."
+                f"generator[{index}] is a {type(item).__name__}; every entry of the list must be a torch.Generator."
             )
-    return torch.cat([_draw_key(item) for item in generator])
 
 
 def _draw_key(generator: torch.Generator | None) -> Tensor:
