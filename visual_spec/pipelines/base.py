@@ -1,62 +1,28 @@
-"""What all pipelines share: loading by name, saving without silent losses, progress by committed tokens.
+"""What all pipelines share: what they are, where they compute, and what each of their calls checks and reports."""
 
-diffusers loads pipelines defined outside of it, with exceptions that it does not document. Each cure below names the
-one it is for; `tests/pipelines/test_loading.py` reproduces them all, so that a new diffusers release that
-changes one is noticed.
-"""
-
-import importlib
 import inspect
-import logging
 import os
 import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LoraBaseMixin
-from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-from diffusers.utils import deprecation_utils
 
 from visual_spec.families import all_pipelines, family_of
 from visual_spec.models.core.offload import align_weights
-from visual_spec.models.core.saved import SavedModel, check_loaded, fetched
 from visual_spec.models.core.settings import LAW_DEFAULTS, whole
-from visual_spec.pipelines.components import annotated_types, resolved
-from visual_spec.pipelines.embedded import (
-    embedded_folder,
-    embedded_models,
-    local_folder,
-    missing_models,
-    part_folder,
-    shared_parts,
-)
-from visual_spec.pipelines.saved_index import (
-    check_saved_pipeline,
-    read_index_file,
-    refuse_no_pipeline,
-)
+from visual_spec.pipelines.saved_index import LoadsPipelines
 from visual_spec.pipelines.steps import ONLY_CHECKED, Checked, Streams
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import check_generators
 from visual_spec.samplers.core.trace import IDENTICAL, PLAIN
-from visual_spec.samplers.registry import all_samplers, check_sampler, meant
-
-# How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
-_DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
-
-# A false alarm: diffusers 0.42 warns at each cast even when the list of float32 modules is empty.
-logging.getLogger("diffusers.models.modeling_utils").addFilter(
-    lambda record: "should be kept in float32: []" not in record.getMessage()
-)
-
-# Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
+from visual_spec.samplers.registry import all_samplers, check_sampler
 
 
 def _fact(name: str, meaning: str) -> Any:
@@ -64,7 +30,7 @@ def _fact(name: str, meaning: str) -> Any:
     return property(lambda pipe: getattr(pipe.facts, name), doc=meaning)
 
 
-class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
+class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
     """A `DiffusionPipeline` around a token sampler.
 
     Every constructor refuses a component that could not be saved (TypeError). `from_pretrained` takes the name of an
@@ -80,69 +46,13 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
     _num_timesteps: int = 0
     _steps_made: int = 0
     _interrupt: bool = False
+    _own_sampler: Any = None  # that it was made or loaded with
     _facts: Any = None  # with the settings that they were read of
-    _own_sampler: Any = None  # that it was made with
     _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
     _output_types: tuple[str, ...] = ("pil", "np", "pt", "latent")
     _sample = "picture"  # what it makes, where a generator belongs to each
     _each = "num_images_per_prompt"  # the argument of a call that says how many of each
     _needed: tuple[str, ...] = ("transformer", "sampler")  # components that a call needs
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
-        """Load an embedded model, a folder written by `save_pretrained`, or a Hub id; arguments as for diffusers.
-
-        Raises:
-            ValueError: a name that is none of these, a file, a folder without a pipeline, or a pipeline of another
-                class; says what to do. A component whose weights are damaged or do not fit its configuration; names
-                them.
-        """
-        refuse_no_pipeline(pretrained_model_name_or_path)
-        cls._refuse_other_class(pretrained_model_name_or_path)
-        new, old = kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None)
-        if new is not None or old is not None:
-            kwargs[_DTYPE] = old if new is None else new
-        name = os.fspath(pretrained_model_name_or_path)
-        folder = local_folder(name) or Path(name)
-        if folder.exists():  # else on the Hub
-            check_saved_pipeline(folder, cls, passed=kwargs, variant=kwargs.get("variant"))
-        shared = [part for part in shared_parts(folder) if part not in kwargs]
-        others = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
-        loaded: Any = super().from_pretrained(str(folder) if Path(name).exists() else name, **kwargs | others)
-        pipe = loaded[0] if isinstance(loaded, tuple) else loaded
-        for part, model in pipe.components.items():
-            # Our own models check themselves; those that were passed come from elsewhere.
-            if (
-                part not in kwargs
-                and isinstance(model, torch.nn.Module)
-                and not isinstance(model, SavedModel)
-            ):
-                where = part_folder(folder, part)
-                check_loaded(model, str(where) if where.is_dir() else f"{name}: {part}")
-        return cast(Self, loaded)  # or a pair, with output_loading_info
-
-    @classmethod
-    def _load_shared(cls, folder: Path, part: str, **kwargs: Any) -> Any:
-        """A component whose files are in the folder of another pipeline; see `part_folder`."""
-        library, name = cls.load_config(folder)[part]
-        dtype = kwargs.get(_DTYPE)
-        if isinstance(dtype, Mapping):
-            dtype = dtype.get(part, dtype.get("default", torch.float32))
-        kind = getattr(importlib.import_module(library), name)
-        named = "torch_dtype" if issubclass(kind, ModelMixin) else "dtype"
-        return kind.from_pretrained(part_folder(folder, part), **{named: dtype or torch.float32}).eval()
-
-    @classmethod
-    def _refuse_other_class(cls, name: str | os.PathLike) -> None:
-        """Refuse a pipeline on this disk that was saved as one of our other classes."""
-        folder = local_folder(name)
-        if folder is None:
-            return  # of a Hub id diffusers says what it finds
-        saved_as = read_index_file(folder)["_class_name"]
-        if saved_as in all_pipelines() and saved_as not in {kind.__name__ for kind in cls.__mro__}:
-            raise ValueError(
-                f"{os.fspath(name)} holds a {saved_as}; load it with visual_spec.{saved_as}.from_pretrained."
-            )
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -237,8 +147,8 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         """
         named = dict(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
         chosen = {**named, "guidance_until": guidance_until, **others}
-        own = self.facts.default_settings
-        return TokenLaw(**own | {name: value for name, value in chosen.items() if value is not None})
+        asked = {name: value for name, value in chosen.items() if value is not None}
+        return TokenLaw(**{**self.facts.default_settings, **asked})
 
     @property
     def guidance_scale(self) -> Any:
@@ -266,37 +176,7 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
         """
         return self._interrupt
 
-    # -- loading and moving --------------------------------------------------------------------------------------------
-
-    @classmethod
-    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As `DiffusionPipeline.load_config`, with our classes found where they live now."""
-        loaded = super().load_config(*args, **kwargs)
-        if isinstance(loaded, tuple):  # with what else was asked for
-            return resolved(loaded[0]), *loaded[1:]
-        return resolved(loaded)
-
-    @classmethod
-    def download(cls, pretrained_model_name: str | os.PathLike, **kwargs: Any) -> str:
-        """Folder of an embedded model, or of a Hub repository after fetching its configuration and weights.
-
-        diffusers' own method refuses repositories whose components are classes outside diffusers and transformers.
-
-        Raises:
-            ValueError: the name is neither an embedded model, nor a folder, nor a Hub id.
-            OSError: nothing can be fetched under that id; names the embedded models.
-        """
-        name = os.fspath(pretrained_model_name)
-        if name in embedded_models():
-            return str(embedded_folder(name))
-        if "/" not in name:
-            raise ValueError(
-                f"unknown model {name!r}; {missing_models() or 'embedded models are ' + ', '.join(embedded_models())}. "
-                "Pass one of them, a folder written by save_pretrained, or a Hub id 'owner/name'."
-                + meant(name, embedded_models())
-            )
-        embedded = missing_models() or "embedded models are " + ", ".join(embedded_models())
-        return fetched(name, _FILES, kwargs, f"; {embedded}")
+    # -- saving, moving and adapters -----------------------------------------------------------------------------------
 
     def save_config(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
@@ -375,13 +255,6 @@ class VisualPipeline(Streams, LoraBaseMixin, DiffusionPipeline):
             own = {"offload_to_disk_path": str(Path(folder) / name), "exclude_modules": left_out + others}
             if name not in left_out:
                 super().enable_group_offload(**taken | own)
-
-    @classmethod
-    def _get_signature_types(cls) -> dict[str, tuple[Any, ...]]:
-        written = [one.annotation for one in inspect.signature(cls.__init__).parameters.values()]
-        if any(isinstance(one, str) for one in written):
-            return annotated_types(cls)
-        return super()._get_signature_types()
 
     def load_lora_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

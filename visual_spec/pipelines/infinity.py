@@ -176,8 +176,8 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
                     f"{len(column)} values of {name} given for {count} scales; pass one a scale, or a single number."
                 )
             columns.append(column)
-        top_p = own["top_p"] if top_p is None else top_p
-        return [TokenLaw(*pair, top_p=top_p) for pair in zip(*columns, strict=True)]
+        share = own["top_p"] if top_p is None else top_p
+        return [TokenLaw(*pair, top_p=share) for pair in zip(*columns, strict=True)]
 
     def stages(self, laws: Sequence[TokenLaw]) -> list[Stage]:
         """The schedule that is decoded: each scale by its law, with the cache that the budget leaves.

@@ -1,4 +1,4 @@
-"""Checks of a saved pipeline before anything of it is built: model_index.json, and what it says of every component.
+"""How saved pipelines are loaded: model_index.json, and what it says of every component, is checked before all else.
 
 Only configurations and the headers of weights are read. What diffusers and transformers would meet halfway, with an
 error about something else or after minutes of work, is refused here by the name of its file.
@@ -6,23 +6,48 @@ error about something else or after minutes of work, is refused here by the name
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
+import torch
 from diffusers.models.modeling_utils import ModelMixin
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from diffusers.utils import deprecation_utils
 
-from visual_spec.families import all_families
+from visual_spec.families import all_families, all_pipelines
 from visual_spec.files.reading import shortened
-from visual_spec.models.core.saved import SavedModel, check_folder, read_settings
+from visual_spec.models.core.saved import SavedModel, check_folder, check_loaded, fetched, read_settings
 from visual_spec.pipelines import components
-from visual_spec.pipelines.components import resolved
-from visual_spec.pipelines.embedded import SHARED, local_folder, part_folder
+from visual_spec.pipelines.components import annotated_types, resolved
+from visual_spec.pipelines.embedded import (
+    SHARED,
+    embedded_folder,
+    embedded_models,
+    local_folder,
+    missing_models,
+    part_folder,
+    shared_parts,
+)
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import meant
+
+# How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
+_DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
+
+# A false alarm: diffusers 0.42 warns at each cast even when the list of float32 modules is empty.
+logging.getLogger("diffusers.models.modeling_utils").addFilter(
+    lambda record: "should be kept in float32: []" not in record.getMessage()
+)
+
+# Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
@@ -235,3 +260,105 @@ def _check_law(path: Path, kind: Any, index: Mapping[str, Any], sampler: Mapping
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+class LoadsPipelines(DiffusionPipeline):
+    """What pipelines share that are loaded by name, from folders, and from the Hub.
+
+    diffusers loads pipelines defined outside of it, with exceptions that it does not document. Each cure here and in
+    `base` names the one it is for; `tests/pipelines/test_loading.py` reproduces them all, so that a new diffusers
+    release that changes one is noticed.
+    """
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
+        """Load an embedded model, a folder written by `save_pretrained`, or a Hub id; arguments as for diffusers.
+
+        Raises:
+            ValueError: a name that is none of these, a file, a folder without a pipeline, or a pipeline of another
+                class; says what to do. A component whose weights are damaged or do not fit its configuration; names
+                them.
+        """
+        refuse_no_pipeline(pretrained_model_name_or_path)
+        cls._refuse_other_class(pretrained_model_name_or_path)
+        new, old = kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None)
+        if new is not None or old is not None:
+            kwargs[_DTYPE] = old if new is None else new
+        name = os.fspath(pretrained_model_name_or_path)
+        folder = local_folder(name) or Path(name)
+        if folder.exists():  # else on the Hub
+            check_saved_pipeline(folder, cls, passed=kwargs, variant=kwargs.get("variant"))
+        shared = [part for part in shared_parts(folder) if part not in kwargs]
+        others = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
+        loaded: Any = super().from_pretrained(str(folder) if Path(name).exists() else name, **kwargs | others)
+        pipe = loaded[0] if isinstance(loaded, tuple) else loaded
+        for part, model in pipe.components.items():
+            # Our own models check themselves; those that were passed come from elsewhere.
+            if (
+                part not in kwargs
+                and isinstance(model, torch.nn.Module)
+                and not isinstance(model, SavedModel)
+            ):
+                where = part_folder(folder, part)
+                check_loaded(model, str(where) if where.is_dir() else f"{name}: {part}")
+        return cast(Self, loaded)  # or a pair, with output_loading_info
+
+    @classmethod
+    def _load_shared(cls, folder: Path, part: str, **kwargs: Any) -> Any:
+        """A component whose files are in the folder of another pipeline; see `part_folder`."""
+        library, name = cls.load_config(folder)[part]
+        dtype = kwargs.get(_DTYPE)
+        if isinstance(dtype, Mapping):
+            dtype = dtype.get(part, dtype.get("default", torch.float32))
+        kind = getattr(importlib.import_module(library), name)
+        named = "torch_dtype" if issubclass(kind, ModelMixin) else "dtype"
+        return kind.from_pretrained(part_folder(folder, part), **{named: dtype or torch.float32}).eval()
+
+    @classmethod
+    def _refuse_other_class(cls, name: str | os.PathLike) -> None:
+        """Refuse a pipeline on this disk that was saved as one of our other classes."""
+        folder = local_folder(name)
+        if folder is None:
+            return  # of a Hub id diffusers says what it finds
+        saved_as = read_index_file(folder)["_class_name"]
+        if saved_as in all_pipelines() and saved_as not in {kind.__name__ for kind in cls.__mro__}:
+            raise ValueError(
+                f"{os.fspath(name)} holds a {saved_as}; load it with visual_spec.{saved_as}.from_pretrained."
+            )
+
+    @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """As `DiffusionPipeline.load_config`, with our classes found where they live now."""
+        loaded = super().load_config(*args, **kwargs)
+        if isinstance(loaded, tuple):  # with what else was asked for
+            return resolved(loaded[0]), *loaded[1:]
+        return resolved(loaded)
+
+    @classmethod
+    def download(cls, pretrained_model_name: str | os.PathLike, **kwargs: Any) -> str:
+        """Folder of an embedded model, or of a Hub repository after fetching its configuration and weights.
+
+        diffusers' own method refuses repositories whose components are classes outside diffusers and transformers.
+
+        Raises:
+            ValueError: the name is neither an embedded model, nor a folder, nor a Hub id.
+            OSError: nothing can be fetched under that id; names the embedded models.
+        """
+        name = os.fspath(pretrained_model_name)
+        if name in embedded_models():
+            return str(embedded_folder(name))
+        if "/" not in name:
+            raise ValueError(
+                f"unknown model {name!r}; {missing_models() or 'embedded models are ' + ', '.join(embedded_models())}. "
+                "Pass one of them, a folder written by save_pretrained, or a Hub id 'owner/name'."
+                + meant(name, embedded_models())
+            )
+        embedded = missing_models() or "embedded models are " + ", ".join(embedded_models())
+        return fetched(name, _FILES, kwargs, f"; {embedded}")
+
+    @classmethod
+    def _get_signature_types(cls) -> dict[str, tuple[Any, ...]]:
+        written = [one.annotation for one in inspect.signature(cls.__init__).parameters.values()]
+        if any(isinstance(one, str) for one in written):
+            return annotated_types(cls)
+        return super()._get_signature_types()

@@ -322,7 +322,6 @@ def test_the_default_generator_is_used_only_when_none_is_given():
 @pytest.mark.parametrize(
     ("generator", "batch_size", "error", "message"),
     [
-        (None, 0, ValueError, "batch_size=0.*1"),
         ([seeded(0)] * 3, 2, ValueError, "3 generators.*2"),
         ([], 1, ValueError, "0 generators.*1"),
         ([seeded(0), 1], 2, TypeError, r"\[1\].*torch\.Generator"),
