@@ -20,7 +20,6 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.core.saved import check_there
 from visual_spec.models.core.settings import whole
 from visual_spec.samplers.core.acceptance import EXACT, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.acceptance import IDENTICAL as IDENTICAL_RULE
@@ -94,6 +93,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """As of diffusers; what is neither a folder nor a Hub id that can be fetched is refused at once."""
+        from visual_spec.models.core.saved import check_there  # folders of samplers are rare
+
         check_there(pretrained_model_name_or_path, cls.config_name, kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
