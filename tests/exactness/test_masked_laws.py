@@ -17,9 +17,9 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import masking
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.masked import policies, unmasking
+from visual_spec.samplers.masked import unmasking
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.state import MaskedTrace
+from visual_spec.samplers.masked.unmasking import MaskedTrace
 
 
 def table(length: int, vocab: int, books: int = 1, seed: int = 0) -> TabularMaskedModel:
@@ -243,7 +243,7 @@ def test_catches_a_bound_that_counts_the_largest_entropy(monkeypatch):
 
 
 def test_catches_the_surest_hidden_again(monkeypatch):
-    monkeypatch.setattr(policies, "least_sure", lambda score, *given: masking.least_sure(-score, *given))
+    monkeypatch.setattr(unmasking, "least_sure", lambda score, *given: masking.least_sure(-score, *given))
     assert check(monkeypatch, table(4, 2), dict(steps=3)) > 1e-2
 
 

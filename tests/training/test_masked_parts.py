@@ -29,8 +29,8 @@ from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.prototype.self_speculative.causal_layer import CausalLayer
 from visual_spec.prototype.self_speculative.sampler import SelfSpeculativeMaskedSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masking import full_calls
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.recap import full_calls
 
 SETTINGS = CausalLayerTraining(steps=60, batch_size=8, begun=4, scenes=16, places=16, learning_rate=1e-2)
 

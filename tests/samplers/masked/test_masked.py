@@ -31,7 +31,7 @@ from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.policies import LawByStep
 from visual_spec.samplers.masked.presets import PRESETS
-from visual_spec.samplers.masked.state import MaskedTrace
+from visual_spec.samplers.masked.unmasking import MaskedTrace
 
 # -- pieces -----------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,8 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import hidden_counts, hidden_shares
 from visual_spec.samplers.core.noise import CHOICE, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.masked.calls import Reuse
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import LawByStep
+from visual_spec.samplers.masked.policies import LawByStep, Reuse
 from visual_spec.samplers.masked.presets import PRESETS
 
 # -- the Halton sampler ------------------------------------------------------------------------------------------------

@@ -16,11 +16,18 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masking import CLOCKS, SCHEDULES, hidden_counts, hidden_shares
+from visual_spec.samplers.core.masking import (
+    CLOCKS,
+    SCHEDULES,
+    full_calls,
+    hidden_counts,
+    hidden_shares,
+    last_of_group,
+)
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.recap import full_calls, group_width, last_of_group, places_of, scattered
-from visual_spec.samplers.masked.state import MaskedTrace
+from visual_spec.samplers.masked.recap import group_width, places_of, scattered
+from visual_spec.samplers.masked.unmasking import MaskedTrace
 
 
 def test_full_calls_are_those_of_the_released_settings():

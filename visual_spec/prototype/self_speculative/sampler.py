@@ -41,7 +41,8 @@ from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import LOSSY, DecodeTrace, SampleResult
 from visual_spec.samplers.core.verification import verify
-from visual_spec.samplers.masked.checks import check_in_order, check_masked_model
+from visual_spec.samplers.masked.speculative import check_in_order
+from visual_spec.samplers.masked.unmasking import check_masked_model
 from visual_spec.samplers.orders.along_order import placed_in_grid
 
 

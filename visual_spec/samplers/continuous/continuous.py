@@ -138,7 +138,7 @@ class ContinuousSampler(ContinuousTokenSampler):
         """Which calls are full, and for each the last of those that reuse it."""
         if not self.config.get("reuse"):
             return [True] * calls, range(calls)
-        from visual_spec.samplers.masked.recap import full_calls, last_of_group
+        from visual_spec.samplers.core.masking import full_calls, last_of_group
 
         full = full_calls(calls, self.config.reuse, self.config.reuse_from)
         return full, [last_of_group(full, call) for call in range(calls)]

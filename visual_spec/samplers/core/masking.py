@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -78,33 +77,51 @@ def hidden_counts(shares: Sequence[float], clock: str, units: Tensor) -> list[Te
     return counts
 
 
+def full_calls(steps: int, reuse: int, reuse_from: float) -> list[bool]:
+    """Return which of `steps` calls are full; the others reuse what an earlier one computed (ReCAP, 2505.19089).
+
+    Args:
+        reuse: calls after each full call that reuse it; 0: all are full.
+        reuse_from: share of the calls, rounded up, that are full before any reuse: features change most at the
+            beginning.
+    """
+    first = math.ceil(reuse_from * steps - 1e-9) if reuse else steps
+    return [step < first or (step - first) % (reuse + 1) == 0 for step in range(steps)]
+
+
+def last_of_group(full: Sequence[bool], step: int) -> int:
+    """Return the last step of those that reuse the full call `step`; `step` itself if none does."""
+    last = step
+    while last + 1 < len(full) and not full[last + 1]:
+        last += 1
+    return last
+
+
 # -- units -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Spans:
     """The slots cut into consecutive spans; the last one may be shorter. Spans of 1 are single tokens.
 
     Args:
         num_tokens: L.
         length: tokens of a span.
+
+    Attributes:
+        count: U, the number of spans.
     """
 
-    num_tokens: int
-    length: int
-
-    @property
-    def count(self) -> int:
-        """U, the number of spans."""
-        return -(-self.num_tokens // self.length)
+    def __init__(self, num_tokens: int, length: int) -> None:
+        self.num_tokens, self.length, self.count = num_tokens, length, -(-num_tokens // length)
 
     def spread(self, values: Tensor) -> Tensor:
         """Give every token the value of its span: [B, U] to [B, L]."""
-        return values.repeat_interleave(self.length, 1)[:, : self.num_tokens]
+        return values if self.length == 1 else values.repeat_interleave(self.length, 1)[:, : self.num_tokens]
 
     def any(self, values: Tensor) -> Tensor:
         """Whether any token of a span is true: bool [B, L] to bool [B, U]."""
-        return self._cut(values, False).any(-1)
+        missing = self.count * self.length - self.num_tokens
+        return F.pad(values, (0, missing), value=False).unflatten(1, (self.count, self.length)).any(-1)
 
     def score(self, confidence: Tensor, hidden: Tensor, rule: str) -> Tensor:
         """Return the score of each span: [B, U].
@@ -114,13 +131,12 @@ class Spans:
             hidden: bool [B, L], the tokens that count. The score of a span without hidden tokens has no meaning.
             rule: one of `SPAN_SCORES`: the score of the best token, or the sum of scores.
         """
-        if rule == "sum":
-            return self._cut(confidence.masked_fill(~hidden, 0), 0).sum(-1)
-        return self._cut(confidence.masked_fill(~hidden, -torch.inf), -torch.inf).amax(-1)
-
-    def _cut(self, values: Tensor, fill: float | bool) -> Tensor:
-        missing = self.count * self.length - self.num_tokens
-        return F.pad(values, (0, missing), value=fill).unflatten(1, (self.count, self.length))
+        fill, missing = (0.0 if rule == "sum" else -torch.inf), self.count * self.length - self.num_tokens
+        values = confidence.masked_fill(~hidden, fill)
+        if self.length == 1:
+            return values
+        spans = F.pad(values, (0, missing), value=fill).unflatten(1, (self.count, self.length))
+        return spans.sum(-1) if rule == "sum" else spans.amax(-1)
 
 
 # -- draw and score ----------------------------------------------------------------------------------------------------
@@ -191,27 +207,16 @@ def draw_and_score(
         read = first - second_best
     if score is None:
         return drawn, None, read
+    if score == "entropy":
+        return drawn, -entropy_of(scored), read
     shown = noise.categorical(scored, slots, RESIDUAL, step) if second else drawn
-    return drawn, confidence(score, scored, shown), read
+    log_probability = scored.gather(-1, shown[..., None])[..., 0]
+    return drawn, log_probability if score == "log_probability" else log_probability.exp(), read
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
     """Return the entropies, in nats [B, L], of laws [B, L, V]."""
     return torch.special.entr(log_probs.exp()).sum(-1)
-
-
-def confidence(score: str, log_probs: Tensor, drawn: Tensor) -> Tensor:
-    """Return the score of each draw, [B, L]; larger means more certain.
-
-    Args:
-        score: one of `SCORES` that depends on the law.
-        log_probs: [B, L, V], the laws.
-        drawn: long [B, L].
-    """
-    if score == "entropy":
-        return -entropy_of(log_probs)
-    log_probability = log_probs.gather(-1, drawn[..., None])[..., 0]
-    return log_probability if score == "log_probability" else log_probability.exp()
 
 
 def mixed(log_probability: Tensor, other: Tensor, share: float) -> Tensor:

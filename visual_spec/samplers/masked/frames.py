@@ -44,10 +44,14 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import LOSSY, SampleResult
-from visual_spec.samplers.masked.checks import check_frame_model
-from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
-from visual_spec.samplers.masked.state import Dependence, MaskedRunState, MaskedTrace
-from visual_spec.samplers.masked.unmasking import Unmasking
+from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
+from visual_spec.samplers.masked.unmasking import (
+    Dependence,
+    MaskedRunState,
+    MaskedTrace,
+    Unmasking,
+    check_masked_law,
+)
 
 PATTERNS = ("even", "random")
 UNCONDITIONAL = ("hidden", "same")
@@ -104,7 +108,7 @@ class FramesState:
         frame: the frame that is being decoded.
         drawing: its masked decode.
         round: index of the batch's last call, -1 before the first.
-        meter: as in `masked.state.MaskedRunState`.
+        meter: as in `MaskedRunState`.
     """
 
     cache: Any
@@ -148,7 +152,7 @@ class FrameMaskedSampler(Sampler):
             "same" as the conditional rows.
         choice_temperature, measure: as of `MaskedSampler`, within each frame.
         later_noise: whether frames after the first that is drawn have noise on the score.
-        groups: by their names, the settings of `Schedule`, `Ranking` and `LawByStep`, within each frame.
+        groups: by their names, the settings of `Schedule`, `Choice` and `LawByStep`, within each frame.
 
     A call takes
         known_tokens: long [B, L] or [B, L, 1]; the mask id marks tokens to decode. Frames that are known in all samples
@@ -160,14 +164,14 @@ class FrameMaskedSampler(Sampler):
     takes = ("known_tokens",)
     law_names = (
         "steps", "history_hidden", "history_pattern", "unconditional_history", "choice_temperature", "later_noise",
-        *fields_of(Schedule, Ranking, LawByStep),
+        *fields_of(Schedule, Choice, LawByStep),
     )  # fmt: skip
     keeps = LOSSY
     counts_prefill = False
     records_steps = False
 
     @register_to_config
-    @with_groups(Schedule, Ranking, LawByStep)
+    @with_groups(Schedule, Choice, LawByStep)
     def __init__(
         self,
         steps: Annotated[int, CALLS] = 18,
@@ -179,13 +183,18 @@ class FrameMaskedSampler(Sampler):
         later_noise: bool = True,
         **groups: Any,
     ) -> None:
-        schedule, ranking = group_of(Schedule, self.config), group_of(Ranking, self.config)
-        self._first = Unmasking(schedule, ranking, group_of(LawByStep, self.config))
-        quiet = replace(self._first, ranking=replace(ranking, choice_temperature=0.0))
+        schedule, choice = group_of(Schedule, self.config), group_of(Choice, self.config)
+        self._first = Unmasking(schedule, choice, group_of(LawByStep, self.config))
+        quiet = replace(self._first, choice=replace(choice, choice_temperature=0.0))
         self._later = self._first if later_noise else quiet
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        check_frame_model(model, law)
+        if not (hasattr(model, "mask_id") and hasattr(model, "write")):
+            raise ValueError(
+                f"{type(model).__name__} does not fill in frames; this sampler decodes a FrameModel, such as "
+                "FrameMaskedTransformer."
+            )
+        check_masked_law(model, law)
         if parts.get("known_tokens") is not None:
             check_known_tokens(model, parts["known_tokens"], batch_size)
 
@@ -269,7 +278,6 @@ class FrameMaskedSampler(Sampler):
             state.tokens[:, state.places, None].clone(),
             [self.config.steps] if state.frame in state.drawn else [0],
             first=state.places.start,
-            calls=state.view,
             meter=state.meter,
         )
 

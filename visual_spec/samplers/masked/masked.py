@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.masked_protocol import MaskedModel
+from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
 from visual_spec.models.core.settings import (
     CALLS,
     COUNT,
@@ -35,15 +35,14 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import SPAN_SCORES
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import LOSSY, SampleResult
-from visual_spec.samplers.masked.calls import RecordedCalls, Reuse
-from visual_spec.samplers.masked.checks import (
+from visual_spec.samplers.masked.policies import Choice, LawByStep, Reuse, Schedule
+from visual_spec.samplers.masked.unmasking import (
+    Dependence,
+    MaskedRunState,
+    MaskedTrace,
+    Unmasking,
     check_masked_model,
-    check_rescorer,
-    check_reuse,
 )
-from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
-from visual_spec.samplers.masked.state import Dependence, MaskedRunState, MaskedTrace
-from visual_spec.samplers.masked.unmasking import Unmasking
 
 
 class MaskedSampler(Sampler):
@@ -55,11 +54,11 @@ class MaskedSampler(Sampler):
         span_score: "max" is the score of a span's best token, "sum" the sum of its scores (with log-probabilities: the
             probability of the whole span).
         rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
-        graph: replay the model's calls as CUDA graphs (`masked.calls`). "auto": wherever possible. Not with the
+        graph: replay the model's calls as CUDA graphs (`RecordedCalls`). "auto": wherever possible. Not with the
             shortcut.
         measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
             `Dependence`. The trace reports it; its time does not count as decoding.
-        groups: by their names, the settings of `Schedule` (how many tokens stay hidden), `Ranking` (which are kept),
+        groups: by their names, the settings of `Schedule` (how many tokens stay hidden), `Choice` (which are kept),
             `LawByStep` (temperature and guidance) and `Reuse` (calls that reuse earlier ones).
 
     A call takes
@@ -81,14 +80,14 @@ class MaskedSampler(Sampler):
         "span",
         "span_score",
         "rescorer_share",
-        *fields_of(Schedule, Ranking, LawByStep, Reuse),
+        *fields_of(Schedule, Choice, LawByStep, Reuse),
     )
     keeps = LOSSY
     counts_prefill = False
     records_steps = False
 
     @register_to_config
-    @with_groups(Schedule, Ranking, LawByStep, Reuse)
+    @with_groups(Schedule, Choice, LawByStep, Reuse)
     def __init__(
         self,
         steps: Annotated[int | Sequence[int], CALLS] = 8,
@@ -100,11 +99,12 @@ class MaskedSampler(Sampler):
         measure: bool = False,
         **groups: Any,
     ) -> None:
-        reuse, schedule = group_of(Reuse, self.config), group_of(Schedule, self.config)
+        reuse = group_of(Reuse, self.config)
         if graph is True and reuse.by_shortcut:
             raise ValueError("graph=True with reuse_by='shortcut', whose features move; pass graph=False.")
-        ranking, by_step = group_of(Ranking, self.config), group_of(LawByStep, self.config)
-        self._loop = Unmasking(schedule, ranking, by_step, reuse, span, span_score, rescorer_share)
+        schedule, choice = group_of(Schedule, self.config), group_of(Choice, self.config)
+        by_step = group_of(LawByStep, self.config)
+        self._loop = Unmasking(schedule, choice, by_step, reuse, span, span_score, rescorer_share)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_masked_model(model, law)
@@ -126,12 +126,13 @@ class MaskedSampler(Sampler):
                 f"{rule}={self.config[rule]}, but the model has {grid.codebooks} codebooks; pass {rule}=None, which is "
                 "for models of several."
             )
-        check_reuse(model, self.config, parts)
+        if self._loop.reuse.reuse:
+            _check_reuse(model, self._loop.reuse, parts)
         wants_graph(self.config.graph, model)  # refuses what cannot be recorded
         if parts.get("known_tokens") is not None:
             check_known_tokens(model, parts["known_tokens"], batch_size)
         if parts.get("rescorer") is not None:
-            check_rescorer(model, parts["rescorer"], self._loop.ranking)
+            _check_rescorer(model, parts["rescorer"], self._loop.choice)
 
     def prefill(
         self, model: MaskedModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
@@ -159,14 +160,20 @@ class MaskedSampler(Sampler):
         def conditional() -> Any:
             return run.model.prepare(run.condition, batch_size=run.batch_size, guided=False)
 
+        model, reused = RecordedCalls(run.model, run.cache) if recording else run.model, None
+        if self._loop.reuse.reuse:
+            from visual_spec.samplers.masked.recap import ReusedCalls
+
+            reused = ReusedCalls(model, run, self._loop.reuse.by_shortcut)
+        lean = run.guided and self._loop.by_step.guided_steps is not None and not recording
         return self._loop.begin(
             run,
             tokens,
             self._steps(run.model, known),
-            first=0,
-            calls=RecordedCalls(run.model, run.cache) if recording else run.model,
+            model=model,
             meter=Dependence(run.batch_size, run.device) if self.config.measure else None,
-            conditional=None if recording or not run.guided else conditional,
+            conditional=conditional if lean else None,
+            reused=reused,
         )
 
     def step(self, run: Run, state: MaskedRunState) -> None:
@@ -185,7 +192,7 @@ class MaskedSampler(Sampler):
             entry_call=state.entry_call.cpu(),
             rescorer_calls=0 if run.parts.get("rescorer") is None else sum(rescored),
             reused_calls=state.reused_calls,
-            whole_calls=state.whole_calls,
+            whole_calls=state.round + 1 - state.saved_calls,
             total_correlation=None if state.meter is None else state.meter.correlation.cpu(),
         )
         if whole.stopped:  # what is still hidden has the mask's id, which nothing decodes
@@ -200,3 +207,82 @@ class MaskedSampler(Sampler):
             return counts
         unknown = (known.reshape(-1, codebooks) == model.mask_id).any(0).tolist()
         return [count if some else 0 for count, some in zip(counts, unknown, strict=True)]
+
+
+def _check_rescorer(model: MaskedModel, rescorer: Rescorer, choice: Choice) -> None:
+    """Refuse a rescorer of other codes or clips, and scores that are no probabilities."""
+    if rescorer.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the rescorer knows {rescorer.vocab_size} codes, and the model {model.vocab_size}; pass two models of the "
+            "same codec."
+        )
+    if rescorer.num_frames != model.grid.num_tokens:
+        raise ValueError(
+            f"the rescorer is made for clips of {rescorer.num_frames} frames, and the model for "
+            f"{model.grid.num_tokens}; pass one for as many frames."
+        )
+    if choice.second_draw:
+        raise ValueError("second_draw=True with a rescorer, which ranks the draws themselves; leave one out.")
+    if not choice.of_draws:
+        raise ValueError(
+            f"score={choice.score!r} asks for no probability of a draw, so there is nothing to rescore; pass "
+            "score='log_probability' or 'probability', or no rescorer."
+        )
+
+
+def _check_reuse(model: Any, reuse: Reuse, parts: dict[str, Any]) -> None:
+    """Refuse reuse by a model that keeps nothing, beside a rescorer, or without its network."""
+    if not hasattr(model, "scores"):
+        raise ValueError(
+            f"reuse={reuse.reuse}, but a {type(model).__name__} keeps nothing of a call; pass reuse=0."
+        )
+    if parts.get("rescorer") is not None:
+        raise ValueError(
+            f"reuse={reuse.reuse} with a rescorer, which scores the draws of every call; pass one of the two."
+        )
+    if reuse.by_shortcut:
+        shortcut = parts.get("shortcut")
+        if shortcut is None:
+            raise ValueError(
+                "reuse_by='shortcut' needs shortcut, a FeatureShortcut trained for this model (in a checkout: "
+                "python scripts/train shortcut)."
+            )
+        shortcut.check_fits(model)
+
+
+class RecordedCalls:
+    """A masked model that is called with one state, and records its calls as CUDA graphs.
+
+    Beside the model a decoder runs a few kernels; a call is hundreds of launches, which a small picture waits for on a
+    fast GPU. All calls of one kind have the same shapes: whole ones, ones that keep, and local ones of a group. The
+    first of a kind runs as it is, the second is recorded, and the others are replayed.
+
+    Args:
+        model: the model.
+        state: from its `prepare`. Calls that keep something, or go on from it, are recorded only if the state says that
+            what is kept stays where it is (`MaskedState.fixed`).
+    """
+
+    def __init__(self, model: Any, state: Any) -> None:
+        self.model, self.state = model, state
+        self._functions: dict[Any, Any] = {}
+
+    def __call__(self, state: Any, tokens: Tensor, stage: int, **reuse: Any) -> Tensor:
+        """See `ReusingMaskedModel`. Returns logits in memory of their own."""
+        assert state is self.state, "recordings read the state that they were made with"
+        if reuse and not state.fixed:
+            return self.model(state, tokens, stage, **reuse)
+        keep, places = reuse.get("keep"), reuse.get("places")
+        kind = stage, keep, places is None
+        if kind not in self._functions:
+            from visual_spec.samplers.core.graph import RecordedFunction  # on a GPU only
+
+            call = functools.partial(self._call, stage, keep)
+            self._functions[kind] = RecordedFunction(self.model, call)
+        return self._functions[kind](*([tokens] if places is None else [tokens, places]))
+
+    def _call(self, stage: int, keep: int | None, tokens: Tensor, places: Tensor | None = None) -> Tensor:
+        reuse = {"keep": keep, "places": places}
+        return self.model(
+            self.state, tokens, stage, **{name: one for name, one in reuse.items() if one is not None}
+        )

@@ -1,6 +1,6 @@
-"""What masked decoders decide by: how many tokens stay hidden, which ones are kept, and how the law changes by step.
+"""What masked decoders decide by: how many tokens stay hidden, which are kept, the law of a step, what is reused.
 
-Published decoders are settings of these three (`presets`).
+Published decoders are settings of these (`presets`).
 
 * Chang et al., "MaskGIT: masked generative image transformer", CVPR 2022, section 3.2.
 * Ziv et al., "Masked audio generation using a single non-autoregressive transformer" (MAGNeT), ICLR 2024, section 3.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -31,9 +32,9 @@ from visual_spec.samplers.core.masking import (
     SCORES,
     beyond_confidence,
     beyond_entropy_bound,
+    full_calls,
     least_sure,
 )
-from visual_spec.samplers.core.noise import CHOICE, CounterNoise
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01
@@ -80,26 +81,27 @@ class Schedule:
         if self.commit_gaps is not None and len(self.commit_gaps) != len(_PHASES) + 1:
             raise ValueError(f"commit_gaps={tuple(self.commit_gaps)}; pass {len(_PHASES) + 1} numbers.")
 
-    @property
+    @cached_property
     def rule(self) -> str | None:
         """The setting by which draws decide how many calls a sample takes; None: the schedule does."""
         return next((name for name in _RULES if getattr(self, name) is not None), None)
 
-    @property
+    @cached_property
     def reads(self) -> str | None:
         """What a rule reads of the laws, see `draw_and_score`."""
         return {"entropy_bound": "entropy", "commit_gaps": "gap"}.get(self.rule or "")
 
-    def stays(self, score: Tensor, hidden: Tensor, count: Tensor, done: float, read: Tensor | None) -> Tensor:
-        """Which of the `hidden` units, bool [B, U], stay so: `count [B]` of least score, or what a rule refuses.
+    def refused(
+        self, score: Tensor, hidden: Tensor, count: Tensor, done: float, read: Tensor | None
+    ) -> Tensor:
+        """Which of the `hidden` units, bool [B, U], the rule leaves hidden, whatever the schedule says.
 
         Args:
             score: [B, U]; a probability for `threshold` and `factor`.
-            done: the share of steps that are made, this one included; the last keeps all.
+            count: long [B], what the schedule leaves hidden.
+            done: the share of steps that are made, this one included.
             read: entropies [B, U] or mean gaps [B], see `reads`.
         """
-        if self.rule is None or done == 1:
-            return least_sure(score, hidden, count)
         if self.entropy_bound is not None:
             assert read is not None
             return beyond_entropy_bound(score, read, hidden, self.entropy_bound)
@@ -114,7 +116,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class Choice:
     """How tokens are drawn and scored; the highest scores are kept.
 
     Attributes:
@@ -151,17 +153,6 @@ class Ranking:
     def of_draws(self) -> bool:
         """Whether the score is a probability of the draw."""
         return self.score in ("log_probability", "probability")
-
-    def probability(self, score: Tensor) -> Tensor:
-        """The scores of draws, [B, U], as probabilities."""
-        return score.exp() if self.score == "log_probability" else score
-
-    def with_noise(self, score: Tensor, noise: CounterNoise, units: Tensor, step: int, left: float) -> Tensor:
-        """Scores [B, U] with Gumbel noise, where `left` of the steps is left."""
-        if not self.choice_temperature:
-            return score
-        gumbel = noise.gumbel(units, 1, CHOICE, step, score.dtype)[..., 0]
-        return score + self.choice_temperature * left * gumbel
 
 
 @dataclass(frozen=True)
@@ -245,3 +236,28 @@ class LawByStep:
             else _CREDIT_KEPT * before
         )
         return kept.scatter_add(2, best.indices[..., None], share[..., None])
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Which calls of the model reuse what an earlier one computed.
+
+    Attributes:
+        reuse: calls after each full one that reuse what it computed (`recap`); 0: all calls are full.
+        reuse_from: share of the calls of a codebook that are full before any reuse.
+        reuse_by: "recap" (keys and values: calls of the tokens that they may keep) or "shortcut" (features: a small
+            network in place of the model).
+    """
+
+    reuse: Annotated[int, Within(0)] = 0
+    reuse_from: Annotated[float, SHARE] = 0.5
+    reuse_by: Annotated[str, OneOf(("recap", "shortcut"))] = "recap"
+
+    @property
+    def by_shortcut(self) -> bool:
+        """Whether a network stands in for the model."""
+        return bool(self.reuse) and self.reuse_by == "shortcut"
+
+    def full(self, steps: int) -> list[bool]:
+        """Whether each of `steps` calls is a full one."""
+        return full_calls(steps, self.reuse, self.reuse_from)

@@ -1,7 +1,7 @@
-"""What a masked decoder keeps from one call to the next: nothing, keys and values (ReCAP), or features (a shortcut).
+"""What a masked decoder keeps from one call to the next: keys and values (ReCAP), or features (a shortcut).
 
 Between two calls of a masked model few tokens change, so most of a call repeats the one before. A policy says which
-calls are full, and what stands in for the others:
+calls are full (`policies.Reuse`), and what stands in for the others:
 
 * ReCAP (2505.19089): a full call chooses the tokens of the
   next few calls at once, its group. A local call computes only the slots of the group, which attend to the keys and
@@ -16,33 +16,89 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KINDS = ("recap", "shortcut")
+from visual_spec.samplers.core.checks import check_returned
+from visual_spec.samplers.core.masking import Spans, last_of_group, least_sure
+from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.masked.unmasking import CodebookStage, MaskedRunState
+
 _BUCKET = 8  # group widths are rounded up to multiples of this, so that few shapes occur
 
 
-def full_calls(steps: int, reuse: int, reuse_from: float) -> list[bool]:
-    """Return which of `steps` calls are full.
+class ReusedCalls:
+    """A `ReusingMaskedModel` whose calls go on from earlier ones, called as it is.
 
     Args:
-        reuse: calls after each full call that reuse it; 0: all are full.
-        reuse_from: share of the calls, rounded up, that are full before any reuse: features change most at the
-            beginning.
+        model: the model, or what records its calls.
+        run: of the decode.
+        by_shortcut: whether a network stands in for the model, in place of local calls.
     """
-    first = math.ceil(reuse_from * steps - 1e-9) if reuse else steps
-    return [step < first or (step - first) % (reuse + 1) == 0 for step in range(steps)]
+
+    def __init__(self, model: Any, run: Run, by_shortcut: bool) -> None:
+        self.model, self.run, self.by_shortcut = model, run, by_shortcut
+        self._stage: CodebookStage | None = None
+        self._cache: Any = None  # the model's state in the last full call
+        self._order: Tensor | None = None  # of the stage, in which full calls keep
+        self._places = torch.empty(0)  # the slots of the group
+
+    def __call__(self, cache: Any, state: MaskedRunState, stage: CodebookStage) -> Tensor:
+        """Logits `[R, L, V]` of a codebook. Those of slots outside the group of a local call mean nothing."""
+        tokens, codebook, step = state.tokens, stage.codebook, stage.step
+        if self._stage is not stage:
+            self._stage, self._order = stage, stage.order
+        if stage.full[step]:
+            self._cache, stage.order = cache, self._order
+            if last_of_group(stage.full, step) == step:
+                return self.model(cache, tokens, codebook)
+            return self.model(
+                cache, tokens, codebook, keep=0 if self.by_shortcut else self._room(stage, state.spans)
+            )
+        cache = self._cache
+        state.reused_calls += 1
+        if self.by_shortcut:
+            state.saved_calls += 1
+            return self._by_shortcut(cache, tokens[..., codebook], stage)
+        if stage.full[step - 1]:
+            self._choose_group(stage, state.spans)
+        places, (batch, length) = self._places, stage.unknown.shape
+        state.saved_calls += 1 - min(places.shape[1] / length, 1.0)
+        logits = self.model(cache, tokens, codebook, places=places)
+        check_returned(logits, batch, cache.guided, places.shape[1], self.run.model.vocab_size)
+        whole = logits.new_zeros(len(logits), length, logits.shape[2])
+        return scattered(logits, places.repeat(len(logits) // batch, 1), whole)
+
+    def _choose_group(self, stage: CodebookStage, spans: Spans) -> None:
+        """The tokens that the full call kept, and those that the local calls after it will keep, in its order."""
+        first, scores = stage.step - 1, stage.scores
+        assert scores is not None and stage.newest is not None
+        last = last_of_group(stage.full, first)
+        later = stage.hidden & ~least_sure(scores, stage.hidden, stage.counts[last + 1])
+        group = stage.newest | (stage.unknown & spans.spread(later))
+        stage.order, self._places = scores, places_of(group, _width(stage, spans, first, last))
+
+    def _room(self, stage: CodebookStage, spans: Spans) -> int:
+        """The width of the widest local call: full calls keep so many scratch places, whatever follows."""
+        groups = [(step, last_of_group(stage.full, step)) for step, full in enumerate(stage.full) if full]
+        return max(_width(stage, spans, *group) for group in groups if group[0] < group[1])
+
+    def _by_shortcut(self, cache: Any, tokens: Tensor, stage: CodebookStage) -> Tensor:
+        """Logits `[R, L, V]` of the features that the shortcut makes of the features of the call before."""
+        assert stage.newest is not None
+        repeats = 2 if cache.guided else 1
+        shown, newest = tokens.repeat(repeats, 1), stage.newest.repeat(repeats, 1)
+        share = (stage.hidden.sum(1) / stage.hidden.shape[1]).repeat(repeats)
+        cache.features = self.run.parts["shortcut"](cache.features, shown, newest, share)
+        return self.run.model.scores(cache, cache.features, stage.codebook)
 
 
-def last_of_group(full: Sequence[bool], step: int) -> int:
-    """Return the last step of those that reuse the full call `step`; `step` itself if none does."""
-    last = step
-    while last + 1 < len(full) and not full[last + 1]:
-        last += 1
-    return last
+def _width(stage: CodebookStage, spans: Spans, first: int, last: int) -> int:
+    """Places of the calls of the group that steps `first` to `last` keep."""
+    return min(group_width(stage.shares, spans.count, spans.length, first, last), spans.num_tokens)
 
 
 def group_width(shares: Sequence[float], num_units: int, span: int, first: int, last: int) -> int:

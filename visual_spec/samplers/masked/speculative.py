@@ -35,7 +35,7 @@ from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import IDENTICAL, SampleResult
 from visual_spec.samplers.core.verification import Verdict
-from visual_spec.samplers.masked.checks import check_in_order, check_masked_model
+from visual_spec.samplers.masked.unmasking import check_masked_model
 from visual_spec.samplers.orders.along_order import placed_in_grid, slots_in_order
 
 
@@ -187,3 +187,15 @@ class SpeculativeMaskedSampler(ChainSampler):
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         return placed_in_grid(run.model.order, tokens, trace)
+
+
+def check_in_order(model: Any) -> None:
+    """Refuse a model that cannot be decoded in an order of tokens: of several codebooks, or one that reads the time."""
+    if model.grid.codebooks != 1:
+        raise ValueError(
+            f"the model has {model.grid.codebooks} codebooks; this sampler decodes one. Use MaskedSampler."
+        )
+    if hasattr(model, "set_time"):
+        raise ValueError(
+            f"a {type(model).__name__} is told how far the decode is, which no order of tokens says; use MaskedSampler."
+        )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visual_spec.models.core.masked_protocol import Rescorer
-from visual_spec.samplers.core.checks import check_returned
+from visual_spec.samplers.core.checks import check_allowed, check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import (
     FIXED_ORDERS,
@@ -19,14 +19,94 @@ from visual_spec.samplers.core.masking import (
     fixed_order,
     hidden_counts,
     hidden_shares,
+    least_sure,
     mixed,
 )
+from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT
 from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.trace import MEASURE
-from visual_spec.samplers.masked.calls import Reuse
-from visual_spec.samplers.masked.policies import LawByStep, Ranking, Schedule
-from visual_spec.samplers.masked.recap import scattered
-from visual_spec.samplers.masked.state import CodebookStage, Dependence, MaskedRunState
+from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, DivergenceMeter
+from visual_spec.samplers.masked.policies import Choice, LawByStep, Reuse, Schedule
+
+
+@dataclass
+class MaskedRunState:
+    """A batch between two calls.
+
+    Attributes:
+        cache: the model's own state.
+        model: the model, or what records its calls.
+        tokens: long [B, L, K], the mask id where a token is hidden.
+        entry_call: long [B, L, K], the call at which each token was kept; -1 for tokens not yet kept, and given ones.
+        target_calls: long [B].
+        plan: (codebook, step, steps of this codebook) of every call.
+        spans: the units that are kept or hidden together.
+        first: the counter of the first slot: above 0 for a part of a longer decode.
+        meter: what `measure` has found so far; None without it.
+        conditional: makes a state of the model without unconditional rows, for calls that need none; None: all do.
+        reused: calls in the place of the model's, some of which go on from earlier ones (`recap`); None: all are whole.
+        round: index of the last call, -1 before the first.
+        stage: state of the codebook that is being decoded.
+        reused_calls, saved_calls: calls that went on from an earlier one, and calls of all slots that they saved.
+    """
+
+    cache: Any
+    model: Any
+    tokens: Tensor
+    entry_call: Tensor
+    target_calls: Tensor
+    plan: list[tuple[int, int, int]]
+    spans: Spans
+    first: int
+    meter: Dependence | None
+    conditional: Callable[[], Any] | None
+    reused: Any
+    round: int = -1
+    stage: CodebookStage | None = None
+    reused_calls: int = 0
+    saved_calls: float = 0.0
+
+    @property
+    def commit_call(self) -> Tensor:
+        """The call at which the last codebook of a slot was kept, 0 for given slots: long [B, L]."""
+        return self.entry_call.amax(-1).clamp(min=0)
+
+
+@dataclass
+class CodebookStage:
+    """The decoding of one codebook. What does not depend on draws is decided before its first step.
+
+    Attributes:
+        codebook: its index.
+        unknown: bool [B, L], the tokens to decode.
+        hidden: bool [B, U], the units that are not kept yet.
+        shares: hidden share of the tokens before every step.
+        counts: long [B] each, the number of hidden units before every step, and 0 after the last.
+        entries, units: long [B, L] and [B, U], counter slots.
+        full: whether each step is a full call.
+        laws: of every step.
+        noise: scale of the noise on the score at every step.
+        order: [B, U], scores that keep units in an order that is known before the draw; None: draws are scored.
+        step: index of the current step.
+        scores: [B, U], what the last step chose by.
+        newest: bool [B, L], the tokens that the last step kept.
+        earned: [B, L, V], what tokens earned so far, see `LawByStep.credit`.
+    """
+
+    codebook: int
+    unknown: Tensor
+    hidden: Tensor
+    shares: Sequence[float]
+    counts: list[Tensor]
+    entries: Tensor
+    units: Tensor
+    full: Sequence[bool]
+    laws: list[TokenLaw]
+    noise: list[float]
+    order: Tensor | None
+    step: int = 0
+    scores: Tensor | None = None
+    newest: Tensor | None = None
+    earned: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +114,7 @@ class Unmasking:
     """The loop, with what it decides by.
 
     Attributes:
-        schedule, ranking, by_step: how many tokens stay hidden, which ones are kept, and the law of each step.
+        schedule, choice, by_step: how many tokens stay hidden, which ones are kept, and the law of each step.
         reuse: which calls of the model reuse earlier ones.
         span: slots that are kept or hidden together.
         span_score: "max" is the score of a span's best token, "sum" the sum of its scores.
@@ -42,7 +122,7 @@ class Unmasking:
     """
 
     schedule: Schedule
-    ranking: Ranking
+    choice: Choice
     by_step: LawByStep
     reuse: Reuse = Reuse()
     span: int = 1
@@ -51,9 +131,9 @@ class Unmasking:
 
     def __post_init__(self) -> None:
         rule = self.schedule.rule
-        if rule in ("threshold", "factor") and not self.ranking.of_draws:
+        if rule in ("threshold", "factor") and not self.choice.of_draws:
             raise ValueError(
-                f"{rule} with score={self.ranking.score!r}, which is no probability of a draw; pass "
+                f"{rule} with score={self.choice.score!r}, which is no probability of a draw; pass "
                 "score='log_probability' or 'probability'."
             )
         if self.reuse.reuse and self.by_step.credit:
@@ -73,87 +153,108 @@ class Unmasking:
         tokens: Tensor,
         steps: list[int],
         *,
-        first: int,
-        calls: Any,
-        meter: Dependence | None,
+        first: int = 0,
+        model: Any = None,
+        meter: Dependence | None = None,
         conditional: Callable[[], Any] | None = None,
+        reused: Any = None,
     ) -> MaskedRunState:
         """Return the state before the first call.
 
         Args:
             tokens: long [B, L, K], the mask id where a token is to be decoded.
             steps: calls of each codebook.
-            first: the counter of the first slot.
-            calls: the model, or what records its calls.
-            conditional: see `MaskedRunState`.
+            first, meter, conditional, reused: see `MaskedRunState`.
+            model: what records the calls of the model; None: the model itself.
         """
         return MaskedRunState(
             cache=run.cache,
-            calls=calls,
+            model=model or run.model,
             tokens=tokens,
             entry_call=torch.full_like(tokens, -1),
             target_calls=torch.zeros_like(tokens[:, 0, 0]),
             plan=[(codebook, step, count) for codebook, count in enumerate(steps) for step in range(count)],
-            meter=meter,
+            spans=Spans(tokens.shape[1], self.span),
             first=first,
+            meter=meter,
             conditional=conditional,
+            reused=reused,
         )
 
     def step(self, run: Run, state: MaskedRunState) -> None:
         """Draw all hidden tokens of a codebook, keep the tokens of highest score, and hide the others again."""
-        stage, spans = self._next_stage(run, state), Spans(run.model.grid.num_tokens, self.span)
-        step, tokens = stage.step, state.tokens[..., stage.codebook]  # a view
-        last = step + 1 == len(stage.full)
-        reads = None if last else self.schedule.reads
-        run.law.law = self.by_step.law(run.law_given, stage.shares[step], step, stage.full)
-        logits = self._logits(run, state, stage)  # [R, L, V], or [R, n, V] of the slots `places`
-        places = self.reuse.places(stage)
-
-        drawing = stage.unknown & spans.spread(stage.hidden)  # [B, L]
-        if self.by_step.credit:
-            stage.earned = self.by_step.earned(run.law.law, logits, drawing, stage.earned)
-            bonus = self.by_step.credit * stage.earned.log1p()
-            logits = logits + bonus.repeat(len(logits) // len(bonus), 1, 1)
-        # The last step keeps all draws, whatever their score, and a local one keeps its group in a known order.
-        scored = stage.order is None and not last and places is None
-        drawn, score, read, drawing = self._draw(run, stage, logits, drawing, places, scored, reads)
-        tokens.copy_(torch.where(drawing, drawn, tokens))
-
-        ranks = self._ranks(run, state, stage, spans, score, drawing, places)  # [B, U]
-        self.reuse.choose_group(stage, spans, ranks)
-        state.target_calls += stage.hidden.any(1) if self.schedule.rule is not None else 1
-        if read is not None:
-            gap = torch.where(stage.unknown, read, 0).sum(1) / stage.unknown.sum(1)
-            read = gap if reads == "gap" else spans.score(read, drawing, "sum")
-        if self.schedule.rule in ("threshold", "factor"):
-            ranks = self.ranking.probability(ranks)
-        done = (step + 1) / len(stage.full)
-        stays = self.schedule.stays(ranks, stage.hidden, stage.counts[step + 1], done, read)
-        kept = drawing & spans.spread(stage.hidden & ~stays)
-        state.entry_call[..., stage.codebook].masked_fill_(kept, state.round)
-        tokens.masked_fill_(drawing & ~kept, run.model.mask_id)
-        stage.hidden, stage.newest = stays, kept
-        run.lap("verify")
-        if state.meter is not None:
-            if places is not None:  # logits of other slots are not read
-                nothing = logits.new_zeros(len(logits), kept.shape[1], logits.shape[2])
-                logits = scattered(logits, places.repeat(len(logits) // len(places), 1), nothing)
-            state.meter.measure(run, state, logits, kept)
-            run.lap(MEASURE)
-
-    def _next_stage(self, run: Run, state: MaskedRunState) -> CodebookStage:
-        """The codebook of the next call, at the step of this call."""
         state.round += 1
         # Where draws decide, the end is noticed one call late on a GPU; such a call finds nothing hidden.
         codebook, step, steps = state.plan[min(state.round, len(state.plan) - 1)]
         if step == 0:
-            state.stage = self._begin_stage(run, state, codebook, steps)
-        assert state.stage is not None
-        state.stage.step = step
-        return state.stage
+            state.stage = self._begin_codebook(run, state, codebook, steps)
+        stage, spans, tokens = state.stage, state.spans, state.tokens[..., codebook]  # the tokens are a view
+        assert stage is not None
+        stage.step, last = step, step + 1 == steps
+        run.law.law = law = stage.laws[step]
+        guided = law.guided
 
-    def _begin_stage(self, run: Run, state: MaskedRunState, codebook: int, steps: int) -> CodebookStage:
-        grid, spans = run.model.grid, Spans(run.model.grid.num_tokens, self.span)
+        # The model scores all slots. After the last guided call its state needs no unconditional rows.
+        cache = state.cache if guided or state.conditional is None else state.conditional()
+        if hasattr(run.model, "set_time"):
+            run.model.set_time(cache, step / steps)
+        if state.reused is None:
+            logits = state.model(cache, state.tokens, codebook)
+        else:
+            logits = state.reused(cache, state, stage)
+        logits = logits if guided else logits[: run.batch_size]  # [R, L, V]
+        run.lap("model")
+
+        # Draw the hidden tokens. The last step keeps all, whatever their score.
+        drawing = stage.unknown & spans.spread(stage.hidden)  # [B, L]
+        if self.by_step.credit:
+            logits = self._credited(law, stage, logits, drawing)
+        score = None if last or stage.order is not None else self.choice.score
+        drawn, score, read = draw_and_score(
+            run.law,
+            run.noise,
+            logits,
+            stage.entries,
+            torch.where(drawing, stage.entries, run.law.num_tokens),
+            step,
+            score=score,
+            filtered=self.choice.filtered_score,
+            score_temperature=self.choice.score_temperature,
+            reads=None if last else self.schedule.reads,
+            greedy=self.choice.greedy,
+            second=self.choice.second_draw,
+        )
+        tokens.copy_(torch.where(drawing, drawn, tokens))
+
+        # Score the units, with noise that fades.
+        if score is None:
+            scores = stage.hidden.float() if stage.order is None else stage.order  # [B, U]
+        else:
+            if run.parts.get("rescorer") is not None:
+                score = self._rescored(run, score, state.tokens, codebook)
+            scores = spans.score(score, drawing, self.span_score)
+            if self.choice.choice_temperature:
+                gumbel = run.noise.gumbel(stage.units, 1, CHOICE, step, scores.dtype)[..., 0]
+                scores = scores + stage.noise[step] * gumbel
+
+        # Keep the units of highest score: as many as the schedule says, or as a rule allows.
+        if self.schedule.rule is None:
+            state.target_calls += 1
+            stays = least_sure(scores, stage.hidden, stage.counts[step + 1])
+        else:
+            state.target_calls += stage.hidden.any(1)
+            stays = self._refused(stage, scores, drawing, spans, read, last)
+        kept = drawing & spans.spread(stage.hidden & ~stays)
+        state.entry_call[..., codebook].masked_fill_(kept, state.round)
+        tokens.masked_fill_(drawing & ~kept, run.model.mask_id)
+        stage.hidden, stage.newest, stage.scores = stays, kept, scores
+        run.lap("verify")
+        if state.meter is not None:
+            state.meter.measure(run, state, cache, logits, kept)
+            run.lap(MEASURE)
+
+    def _begin_codebook(self, run: Run, state: MaskedRunState, codebook: int, steps: int) -> CodebookStage:
+        grid, spans, schedule, by_step = run.model.grid, state.spans, self.schedule, self.by_step
 
         def counters(count: int) -> Tensor:
             """The counter slots of the codebook's tokens or units, as `ColumnView.slots`: long [B, count]."""
@@ -161,106 +262,57 @@ class Unmasking:
             return state.first + slots.expand(run.batch_size, -1)
 
         unknown = state.tokens[..., codebook] == run.model.mask_id
-        hidden, units = spans.any(unknown), counters(spans.count)
-        clock, score = self.schedule.clock, self.ranking.score
-        shares = hidden_shares(self.schedule.schedule, clock, steps)
-        in_order = score in FIXED_ORDERS
+        hidden, units, score = spans.any(unknown), counters(spans.count), self.choice.score
+        shares, full = hidden_shares(schedule.schedule, schedule.clock, steps), self.reuse.full(steps)
+        scale, in_order = self.choice.choice_temperature, score in FIXED_ORDERS
         return CodebookStage(
             codebook=codebook,
             unknown=unknown,
             hidden=hidden,
             shares=shares,
-            counts=[*hidden_counts(shares, clock, hidden.sum(1)), torch.zeros_like(hidden.sum(1))],
+            counts=[
+                *hidden_counts(shares, schedule.clock, hidden.sum(1)),
+                torch.zeros_like(hidden.sum(1)),
+            ],
             entries=counters(grid.num_tokens),
             units=units,
+            full=full,
+            laws=[by_step.law(run.law_given, share, step, full) for step, share in enumerate(shares)],
+            noise=[scale * by_step.left(step, full) for step in range(steps)] if scale else [],
             order=fixed_order(score, grid, spans, run.noise, units) if in_order else None,
-            full=self.reuse.full(steps),
-            room=self.reuse.room(shares, spans),
         )
 
-    def _logits(self, run: Run, state: MaskedRunState, stage: CodebookStage) -> Tensor:
-        """Make the call of a step, and leave out unconditional rows that its law does not read."""
-        if stage.cache is None or stage.full[stage.step]:
-            stage.cache = self._cache(run, state)
-        if hasattr(run.model, "set_time"):
-            run.model.set_time(stage.cache, stage.step / len(stage.full))
-        logits = self.reuse.logits(run, state, stage)
-        run.lap("model")
-        return logits if run.law.law.guided else logits[: run.batch_size]
+    def _credited(self, law: TokenLaw, stage: CodebookStage, logits: Tensor, drawing: Tensor) -> Tensor:
+        """Logits [R, L, V] with what their tokens earned up to this call."""
+        stage.earned = self.by_step.earned(law, logits, drawing, stage.earned)
+        bonus = self.by_step.credit * stage.earned.log1p()
+        return logits + bonus.repeat(len(logits) // len(bonus), 1, 1)
 
-    def _cache(self, run: Run, state: MaskedRunState) -> Any:
-        """The model's state for a full call: one without unconditional rows after the last guided call."""
-        if run.law.law.guided or self.by_step.guided_steps is None or state.conditional is None:
-            return state.cache
-        return state.conditional()
-
-    def _draw(
+    def _refused(
         self,
-        run: Run,
         stage: CodebookStage,
-        logits: Tensor,
+        scores: Tensor,
         drawing: Tensor,
-        places: Tensor | None,
-        scored: bool,
-        reads: str | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """Draw the slots `drawing [B, L]`, of a local call the slots of its group only.
-
-        Returns:
-            Tokens, scores and what is read, [B, L] each, the latter two where they are asked for; and the slots drawn.
-        """
-        entries, checked = stage.entries, drawing
-        if places is not None:
-            at = places.clamp(max=drawing.shape[1] - 1)
-            entries = entries.gather(1, at)
-            checked = drawing.gather(1, at) & (places < drawing.shape[1])
-        ranking = self.ranking
-        drawn, score, read = draw_and_score(
-            run.law,
-            run.noise,
-            logits,
-            entries,
-            torch.where(checked, entries, run.num_tokens),
-            stage.step,
-            score=ranking.score if scored else None,
-            filtered=ranking.filtered_score,
-            score_temperature=ranking.score_temperature,
-            reads=reads,
-            greedy=ranking.greedy,
-            second=ranking.second_draw,
-        )
-        if places is not None:
-            drawn, drawing = (
-                scattered(one, places, torch.zeros_like(drawing, dtype=one.dtype)) for one in (drawn, checked)
-            )
-        return drawn, score, read, drawing
-
-    def _ranks(
-        self,
-        run: Run,
-        state: MaskedRunState,
-        stage: CodebookStage,
         spans: Spans,
-        score: Tensor | None,
-        drawing: Tensor,
-        places: Tensor | None,
+        read: Tensor | None,
+        last: bool,
     ) -> Tensor:
-        """Scores [B, U] of the units, from scores [B, L] of the draws that stand in `state.tokens`."""
-        if score is None:
-            if stage.order is not None:
-                return stage.order
-            return stage.hidden.float() if places is None or stage.score is None else stage.score
-        rescorer = run.parts.get("rescorer")
-        if rescorer is not None:
-            run.lap("verify")
-            score = self._rescored(run, rescorer, score, state.tokens, stage.codebook)
-            run.lap("rescore")
-        score = spans.score(score, drawing, self.span_score)
-        left = self.by_step.left(stage.step, stage.full)
-        return self.ranking.with_noise(score, run.noise, stage.units, stage.step, left)
+        """The units, bool [B, U], that the schedule's rule leaves hidden; the last step leaves none."""
+        count = stage.counts[stage.step + 1]
+        if last:
+            return least_sure(scores, stage.hidden, count)
+        if read is not None:
+            gap = torch.where(stage.unknown, read, 0).sum(1) / stage.unknown.sum(1)
+            read = gap if self.schedule.reads == "gap" else spans.score(read, drawing, "sum")
+        if self.schedule.rule in ("threshold", "factor") and self.choice.score == "log_probability":
+            scores = scores.exp()
+        done = (stage.step + 1) / len(stage.full)
+        return self.schedule.refused(scores, stage.hidden, count, done, read)
 
-    def _rescored(self, run: Run, rescorer: Rescorer, score: Tensor, tokens: Tensor, codebook: int) -> Tensor:
+    def _rescored(self, run: Run, score: Tensor, tokens: Tensor, codebook: int) -> Tensor:
         """Mix the scores [B, L] of the draws in `tokens` [B, L, K] with the rescorer's probabilities."""
+        run.lap("verify")
+        rescorer: Rescorer = run.parts["rescorer"]
         own = run.parts.get("rescorer_condition")
         condition = run.condition if own is None else own
         codes = tokens.masked_fill(tokens == run.model.mask_id, rescorer.special_id).transpose(1, 2)
@@ -268,7 +320,118 @@ class Unmasking:
         check_returned(logits, len(codes), False, *codes.shape[1:], rescorer.vocab_size, who="the rescorer")
         logits = logits[:, codebook]
         other = TokenLaw()(logits, False).gather(-1, codes[:, codebook, :, None])[..., 0].to(score)
+        run.lap("rescore")
         share = self.rescorer_share
-        if self.ranking.score == "log_probability":
+        if self.choice.score == "log_probability":
             return mixed(score, other, share)
         return share * score + (1 - share) * other.exp()
+
+
+@dataclass
+class MaskedTrace(DecodeTrace):
+    """A `DecodeTrace` of a masked decode. There is no prefill: call 0 is the first forward of the model.
+
+    `commit_call` is the call at which the last codebook of a slot was kept, 0 for given slots. `tokens_per_call` counts
+    decoded slots.
+
+    Attributes:
+        entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.
+        rescorer_calls: forwards of the rescoring model.
+        reused_calls: the part of `target_calls` that went on from what an earlier one computed.
+        whole_calls: calls of all slots that the slots which the model computed would fill.
+        total_correlation: float [B], what `measure` found of the dependence that groups were drawn without, in nats a
+            sample; None if it was not measured.
+    """
+
+    entry_call: Tensor = field(default_factory=lambda: torch.zeros(0))
+    rescorer_calls: int = 0
+    reused_calls: int = 0
+    whole_calls: float = 0.0
+    total_correlation: Tensor | None = None
+
+    @property
+    def tokens_per_call(self) -> Tensor:
+        """Decoded slots per target call: float [B]."""
+        return (self.entry_call >= 0).any(-1).sum(1) / self.target_calls.float()
+
+    @property
+    def output_law(self) -> str:
+        """The output law in words."""
+        if self.divergence is None:
+            return "the law of masked decoding"
+        return f"the law of masked decoding, {self.divergence:.4f} a slot from one token a call"
+
+
+class Dependence(DivergenceMeter):
+    """A `DivergenceMeter` of groups, which also estimates the dependence that they were drawn without.
+
+    Attributes:
+        correlation: [B], the total correlation of all groups, in nats.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        super().__init__(batch_size, device)
+        self.correlation = torch.zeros(batch_size, device=device)
+
+    def measure(self, run: Run, state: MaskedRunState, cache: Any, logits: Tensor, kept: Tensor) -> None:
+        """Estimate how far the group of a step is from its own chain of one token a call, in a random order.
+
+        Along an order, token k of the group has some law given the tokens before it, and was drawn from another, which
+        knows none of them. The sum over k of the total variation between both bounds the total variation of the group;
+        the sum of the log ratios is an estimate of its (conditional) total correlation, a divergence in nats. One call
+        estimates both: a random number of the n kept tokens is shown, and the mean over the others, times n, has the
+        sum as its mean.
+
+        Where the order looks at the draws, these are the figures of the draws that were kept.
+
+        Args:
+            cache: the model's state in the call of the step.
+            logits: [R, L, V], of the step.
+            kept: bool [B, L], the group.
+        """
+        stage = state.stage
+        assert stage is not None
+        slots, tokens = stage.entries, state.tokens[..., stage.codebook]
+        count = kept.sum(1)  # [B]
+        rank = run.noise.uniform(slots, DRAFT, stage.step).masked_fill(~kept, torch.inf).argsort(1).argsort(1)
+        shown = (run.noise.uniform(slots[:, :1], ACCEPT, stage.step)[:, 0] * count).long()  # [B], below n
+        left = kept & (rank >= shown[:, None])
+        tested = state.tokens.clone()
+        tested[..., stage.codebook] = tokens.masked_fill(left, run.model.mask_id)
+        chained = state.model(cache, tested, stage.codebook)
+        ignored = torch.where(left, slots, run.num_tokens)
+        guided = run.law.law.guided
+        used, wanted = (
+            run.law(part if guided else part[: len(slots)], ignored, guided) for part in (logits, chained)
+        )
+        moved = (used.exp() - wanted.exp()).clamp(min=0).sum(-1)  # [B, L]
+        at = tokens[..., None].clamp(max=run.model.vocab_size - 1)
+        ratio = (used.gather(-1, at) - wanted.gather(-1, at))[..., 0]
+        number = left.sum(1).clamp(min=1)
+        mean = torch.where(left, moved, 0).sum(1) / number
+        self.count(mean[:, None].expand_as(moved), kept)
+        self.correlation += (torch.where(left, ratio, 0).sum(1) / number * count).to(self.correlation)
+
+
+def check_masked_model(model: Any, law: TokenLaw) -> None:
+    """Refuse, before any compute, a request that no sampler of masked models can decode."""
+    if hasattr(model, "write"):
+        raise ValueError(
+            f"{type(model).__name__} fills in one frame after the other; use FrameMaskedSampler for such models."
+        )
+    if not (hasattr(model, "mask_id") and hasattr(model, "prepare")):
+        raise ValueError(
+            f"{type(model).__name__} hides no tokens; this sampler decodes masked models, such as MagnetModel. Use "
+            "AutoregressiveSampler or ColumnAutoregressiveSampler."
+        )
+    check_masked_law(model, law)
+
+
+def check_masked_law(model: Any, law: TokenLaw) -> None:
+    """Refuse a law with another vocabulary, or one that reads an order of slots."""
+    check_allowed(law, model.vocab_size)
+    if law.guidance_until is not None:
+        raise ValueError(
+            f"guidance_until={law.guidance_until}, but masked decoding knows no order of slots; pass "
+            "guidance_until=None, and guidance='falling' or 'rising' to the sampler."
+        )
