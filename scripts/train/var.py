@@ -459,8 +459,8 @@ def accuracy_of_draws(
         generators = [torch.Generator().manual_seed(1000 + start + i) for i in range(len(part))]
         result = ScaleWiseSampler()(
             model,
-            vq_model,
             part,
+            tokenizer=vq_model,
             law=TokenLaw(guidance_scale=guidance),
             generator=generators,
             batch_size=len(part),

@@ -9,14 +9,14 @@ from tests.helpers.scale_laws import LAWS, enumerated, every_sequence, known_map
 from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import scales as scales_module
+from visual_spec.samplers.scales import stages as stages_module
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import Stage, code_stages
 from visual_spec.samplers.scales.trace import ScaleTrace
 
 
 def trace_of(model: TableScaleModel | list[Stage], tokenizer: FormulaTokenizer, **options) -> ScaleTrace:
-    trace = ScaleWiseSampler(**options)(model, tokenizer, None, law=PLAIN, batch_size=2).trace
+    trace = ScaleWiseSampler(**options)(model, None, tokenizer=tokenizer, law=PLAIN, batch_size=2).trace
     assert isinstance(trace, ScaleTrace)
     return trace
 
@@ -112,8 +112,8 @@ def test_the_real_noise_gives_the_law(keys_in_bulk):
     law = LAWS["guidance"]
     result = ScaleWiseSampler()(
         code_stages(large, small, 1),
-        tokenizer,
         None,
+        tokenizer=tokenizer,
         law=law,
         batch_size=20_000,
         generator=torch.Generator().manual_seed(0),
@@ -146,7 +146,7 @@ def test_catches_a_small_model_that_is_told_of_another_picture(monkeypatch):
 
 def test_catches_guidance_that_does_not_ramp(monkeypatch):
     assert (
-        distance(monkeypatch, scales_module, "law_at_scale", lambda law, ratio: law, LAWS["guidance"]) > 1e-2
+        distance(monkeypatch, stages_module, "law_at_scale", lambda law, ratio: law, LAWS["guidance"]) > 1e-2
     )
 
 

@@ -139,7 +139,9 @@ TOKENIZER = FormulaTokenizer(SIDES, 12)
 def decode(model: Any, rows: Tensor, law: TokenLaw = GUIDED, tokenizer: Any = TOKENIZER, **options):
     sampler = ScaleWiseSampler(**options)
     generator = seeded(*(100 + row for row in rows.tolist()))
-    return sampler(model, tokenizer, LABELS[rows], law=law, generator=generator, batch_size=len(rows))
+    return sampler(
+        model, LABELS[rows], tokenizer=tokenizer, law=law, generator=generator, batch_size=len(rows)
+    )
 
 
 def plain_loop(models: list, laws: list[TokenLaw], rows: Tensor, tokenizer: Any, ramp: bool = True) -> Tensor:

@@ -43,8 +43,8 @@ def test_every_block_that_is_named_runs_as_a_module(name):
     calls: list[Any] = []
     for block in named:
         block.register_forward_pre_hook(lambda module, _: calls.append(module))
-    tokenizers = [one() for one in tokenizer]
-    sampler(model, *tokenizers, condition, law=TokenLaw(), generator=seeded(1), batch_size=1)
+    parts = dict(zip(("tokenizer",), (one() for one in tokenizer), strict=False))
+    sampler(model, condition, law=TokenLaw(), generator=seeded(1), batch_size=1, **parts)
     assert named and {id(one) for one in calls} == {id(one) for one in named}
     # In every call, not in the first alone.
     assert min(sum(one is block for one in calls) for block in named) > 1

@@ -26,7 +26,12 @@ from visual_spec.samplers.scales.stages import Stage
 def by_hand(pipe: InfinityPipeline, condition: Any, laws: list[TokenLaw], seeds: tuple[int, ...]):
     stages = [Stage(pipe.transformer, range(k, k + 1), law) for k, law in enumerate(laws)]
     return ScaleWiseSampler(ramp=False)(
-        stages, pipe.vq_model, condition, law=laws[0], generator=seeded(*seeds), batch_size=len(seeds)
+        stages,
+        condition,
+        tokenizer=pipe.vq_model,
+        law=laws[0],
+        generator=seeded(*seeds),
+        batch_size=len(seeds),
     )
 
 

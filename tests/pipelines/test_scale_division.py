@@ -53,7 +53,7 @@ def test_one_text_says_who_draws_which_scales():
 def test_one_model_cannot_be_divided(pipe, changed):
     sampler = ScaleWiseSampler(**changed)
     with pytest.raises(ValueError, match=f"{next(iter(changed))} given, but one model draws"):
-        sampler(pipe.transformer, pipe.vq_model, torch.tensor([1]), law=TokenLaw())
+        sampler(pipe.transformer, torch.tensor([1]), tokenizer=pipe.vq_model, law=TokenLaw())
 
 
 def test_the_sampler_says_it_in_a_call_and_saved(pipe, tmp_path):

@@ -67,8 +67,8 @@ def straight(model: Any, labels: list[int], seeds: list[int], **law: Any):
     settings = TokenLaw(**{"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96, **law})
     return ScaleWiseSampler()(
         model,
-        vq_model(),
         torch.tensor(labels),
+        tokenizer=vq_model(),
         law=settings,
         generator=seeded(*seeds),
         batch_size=len(labels),
@@ -163,7 +163,12 @@ def test_a_refiner_may_draw_without_the_guidance_of_the_others(tmp_path):
             pair.transformer, pair.refiner, split, small_law=replace(law, guidance_scale=1.0)
         )
         want = ScaleWiseSampler()(
-            stages, pair.vq_model, torch.tensor([3, 1]), law=law, generator=seeded(7, 8), batch_size=2
+            stages,
+            torch.tensor([3, 1]),
+            tokenizer=pair.vq_model,
+            law=law,
+            generator=seeded(7, 8),
+            batch_size=2,
         )
         given = dict(guidance_scale=guidance, num_draft_scales=split)
         assert pair([3, 1], generator=seeded(7, 8), **given).tokens.equal(want.tokens)

@@ -74,7 +74,7 @@ def test_infinity_prunes_its_large_maps(tmp_path: Path):
     condition = pipe.text_encoder(PROMPTS)
     law = TokenLaw(4.0, 0.5, top_p=0.97)
     want = pipe.sampler(
-        pipe.transformer, pipe.vq_model, condition, law=law, generator=seeded(1, 2), batch_size=2
+        pipe.transformer, condition, tokenizer=pipe.vq_model, law=law, generator=seeded(1, 2), batch_size=2
     )
     assert torch.equal(found.tokens, want.tokens) and torch.equal(found.images, want.canvas)
     assert not torch.equal(

@@ -169,7 +169,12 @@ def test_a_teacher_of_scales_draws_with_the_law_of_the_call_and_with_its_default
     ):
         found = pipe([3, 1], generator=seeded(3, 4), **asked)
         plain = ScaleWiseSampler()(
-            pipe.teacher, pipe.vq_model, torch.tensor([3, 1]), law=law, generator=seeded(3, 4), batch_size=2
+            pipe.teacher,
+            torch.tensor([3, 1]),
+            tokenizer=pipe.vq_model,
+            law=law,
+            generator=seeded(3, 4),
+            batch_size=2,
         )
         assert torch.equal(found.tokens[:, :5], codes[plain.tokens[:, :5]])
         assert found.trace.target_calls.tolist() == [3, 3]

@@ -205,7 +205,7 @@ def test_scales_in_one_call_and_two_are_those_of_the_layout():
 def test_a_teacher_that_draws_all_kept_scales_draws_its_own_tokens():
     found, law = draw_scales(WARM, steps=2, teacher_from=0), WARM
     plain = ScaleWiseSampler()(
-        VAR_TEACHER, MAPS, torch.tensor([3, 1]), law=law, generator=seeded(3, 4), batch_size=2
+        VAR_TEACHER, torch.tensor([3, 1]), tokenizer=MAPS, law=law, generator=seeded(3, 4), batch_size=2
     )
     assert torch.equal(found.tokens[:, :14], MAPS.codebook[plain.tokens[:, :14]])
     assert found.trace.target_calls.tolist() == [4, 4]  # three scales, and a call of the student

@@ -158,8 +158,8 @@ class TestTokensOfThePage:
             stages = code_stages(large, small, 2)
             result = ScaleWiseSampler()(
                 stages,
-                tokenizer,
                 condition,
+                tokenizer=tokenizer,
                 law=law,
                 generator=noise_of(seed),  # pyright: ignore[reportArgumentType]
             )

@@ -107,8 +107,8 @@ class NextScalePipeline(VisualPipeline):
 
             result = self.sampler(
                 stages,
-                tokenizer,
                 condition,
+                tokenizer=tokenizer,
                 law=laws[0],
                 generator=generator,
                 batch_size=count,

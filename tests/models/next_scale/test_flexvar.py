@@ -176,7 +176,7 @@ GREEDY = {
 def test_greedy_tokens_under_rising_guidance_are_those_of_the_public_code(scales):
     sampler = ScaleWiseSampler(scales=scales)
     law = TokenLaw(guidance_scale=3.5, top_k=1)
-    drawn = sampler(tiny(), tiny_vq(), LABELS, law=law, batch_size=2)
+    drawn = sampler(tiny(), LABELS, tokenizer=tiny_vq(), law=law, batch_size=2)
     assert drawn.tokens.tolist() == [[11] * len(GREEDY[scales]), GREEDY[scales]]
     assert drawn.canvas.shape == (2, 4, scales[-1], scales[-1])
     assert drawn.trace.model_calls == (len(scales),) and not drawn.trace.lossless
@@ -261,7 +261,7 @@ def test_hooks_of_a_model_do_not_reach_its_other_scales():
     hooked, sampler = tiny(), ScaleWiseSampler(scales=(1, 3))
     add_hook_to_module(hooked, ModelHook())
     one, other = (
-        sampler(model, tiny_vq(), LABELS, law=TokenLaw(), batch_size=2, generator=seeded(1, 2))
+        sampler(model, LABELS, tokenizer=tiny_vq(), law=TokenLaw(), batch_size=2, generator=seeded(1, 2))
         for model in (tiny(), hooked)
     )
     assert torch.equal(one.tokens, other.tokens)

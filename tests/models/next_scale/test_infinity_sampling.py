@@ -32,7 +32,7 @@ def decode(model: Any, rows: Tensor, law: TokenLaw = LAW, tokenizer: Any = TOKEN
     sampler = ScaleWiseSampler(**{"ramp": False, **options})
     condition = some(captions(), rows)
     generator = seeded(*(100 + row for row in rows.tolist()))
-    return sampler(model, tokenizer, condition, law=law, generator=generator, batch_size=len(rows))
+    return sampler(model, condition, tokenizer=tokenizer, law=law, generator=generator, batch_size=len(rows))
 
 
 def plain_loop(
@@ -200,7 +200,7 @@ def test_the_law_of_whole_pictures_by_enumeration(monkeypatch, law):
     monkeypatch.setattr(base, "CounterNoise", lambda keys, device, **kept: noise)
     one = some(captions(), torch.tensor([0]))
     condition = TextCondition(one.features.expand(1024, -1, -1), one.mask.expand(1024, -1))
-    result = ScaleWiseSampler(ramp=False)(model, tokenizer, condition, law=law, batch_size=1024)
+    result = ScaleWiseSampler(ramp=False)(model, condition, tokenizer=tokenizer, law=law, batch_size=1024)
     assert (noise.drawn == 1).all() and torch.equal(result.tokens, pictures)
     # By definition: the product over bits, each given the scales before it.
     maps = tokenizer.maps_of(pictures)

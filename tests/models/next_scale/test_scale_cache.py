@@ -61,7 +61,9 @@ def decode(model: Any, maps: list[Tensor], guided: bool = True, known: int = 0) 
 def draw(model: Any, rows: Tensor, **options: Any):
     generator = seeded(*(100 + row for row in rows.tolist()))
     sampler = ScaleWiseSampler(**options)
-    return sampler(model, TOKENIZER, LABELS[rows], law=LAW, generator=generator, batch_size=len(rows))
+    return sampler(
+        model, LABELS[rows], tokenizer=TOKENIZER, law=LAW, generator=generator, batch_size=len(rows)
+    )
 
 
 # -- plain loops -----------------------------------------------------------------------------------------------------
@@ -447,7 +449,7 @@ def test_importance_is_that_of_a_plain_computation():
         model, TOKENIZER, LABELS, sampler=sampler, law=law, top=top, batch_size=3, generator=seeded(1, 2, 3)
     )
     result = sampler(
-        model, TOKENIZER, LABELS, law=law, batch_size=3, generator=seeded(1, 2, 3),
+        model, LABELS, tokenizer=TOKENIZER, law=law, batch_size=3, generator=seeded(1, 2, 3),
         callback=lambda k, canvas: seen.append(canvas),
     )  # fmt: skip
     assert len(rows) == len(result.tokens)

@@ -82,11 +82,11 @@ def test_one_generator_serves_a_batch_and_goes_on():
     model, sampler = tiny_var(), ScaleWiseSampler()
     generator = torch.Generator().manual_seed(5)
     first, second = (
-        sampler(model, TOKENIZER, LABELS[:2], law=GUIDED, generator=generator, batch_size=2).tokens
+        sampler(model, LABELS[:2], tokenizer=TOKENIZER, law=GUIDED, generator=generator, batch_size=2).tokens
         for _ in range(2)
     )
     generator = torch.Generator().manual_seed(5)
-    alone = sampler(model, TOKENIZER, LABELS[:1], law=GUIDED, generator=generator).tokens
+    alone = sampler(model, LABELS[:1], tokenizer=TOKENIZER, law=GUIDED, generator=generator).tokens
     assert not torch.equal(first, second) and torch.equal(alone[0], first[0])
 
 
@@ -145,8 +145,8 @@ def test_callback_sees_every_scale_with_its_canvas():
     seen: list[tuple[int, Tensor]] = []
     result = ScaleWiseSampler()(
         tiny_var(),
-        TOKENIZER,
         LABELS[:2],
+        tokenizer=TOKENIZER,
         law=GUIDED,
         batch_size=2,
         callback=lambda k, canvas: seen.append((k, canvas)),
@@ -223,7 +223,7 @@ def test_a_model_that_follows_itself_keeps_its_cache():
         Stage(tables, range(1, 3), laws[1]),
         Stage(tables, range(3, 4), laws[3]),
     ]
-    ScaleWiseSampler()(stages, TOKENIZER, None, law=laws[0])
+    ScaleWiseSampler()(stages, None, tokenizer=TOKENIZER, law=laws[0])
     assert tables.prefills == 1
 
 
@@ -240,7 +240,7 @@ def test_requests_that_cannot_be_served_are_refused_before_compute():
 
     def refused(model: Any, match: str, law: TokenLaw = GUIDED, tokenizer: Any = TOKENIZER, **rest) -> None:
         with pytest.raises(ValueError, match=match):
-            sampler(model, tokenizer, None, law=law, **rest)
+            sampler(model, None, tokenizer=tokenizer, law=law, **rest)
 
     cover = r"follow each other without gap or overlap, from scale 0 to scale 3"
     refused([], "the stages draw scales none; .* " + cover)

@@ -140,7 +140,7 @@ def test_draws_what_a_decode_from_scratch_draws(kind, name, monkeypatch):
     assert min(gaps, default=1.0) > 1e-6  # else rounding chooses the places, and both are right
     sampler = ScaleWiseSampler(ramp=ramp, schedule=schedule, measure=True)
     request: dict[str, Any] = dict(law=law, generator=seeded(100, 101, 102), batch_size=3)
-    result = sampler(model, tokenizer, condition, **request)
+    result = sampler(model, condition, tokenizer=tokenizer, **request)
     assert torch.equal(result.tokens, tokens)
     assert (result.canvas - canvases[-1]).abs().max() < 1e-10
     trace = result.trace
@@ -158,7 +158,10 @@ def test_draws_what_a_decode_from_scratch_draws(kind, name, monkeypatch):
         assert (trace.divergence or 0) > 1e-3 and all(part < 1e-10 for part in moved[:first])
     quiet = ScaleWiseSampler(ramp=ramp, schedule=schedule)
     assert torch.equal(
-        quiet(model, tokenizer, condition, **{**request, "generator": seeded(100, 101, 102)}).tokens, tokens
+        quiet(
+            model, condition, tokenizer=tokenizer, **{**request, "generator": seeded(100, 101, 102)}
+        ).tokens,
+        tokens,
     )
 
 
@@ -168,15 +171,15 @@ def test_stopping_is_the_beginning_of_plain_decoding():
     request: dict[str, Any] = dict(law=GUIDED, batch_size=3)
     plain = ScaleWiseSampler()(
         model,
-        tokenizer,
         LABELS[:3],
+        tokenizer=tokenizer,
         generator=seeded(1, 2, 3),
         callback=lambda scale, canvas: seen.append(canvas),
         **request,
     )
     for stop in range(4):
         sampler = ScaleWiseSampler(schedule={"stop_after": stop})
-        result = sampler(model, tokenizer, LABELS[:3], generator=seeded(1, 2, 3), **request)
+        result = sampler(model, LABELS[:3], tokenizer=tokenizer, generator=seeded(1, 2, 3), **request)
         assert torch.equal(result.tokens, plain.tokens[:, : STARTS[stop + 1]])
         assert torch.equal(result.canvas, seen[stop])
         assert result.trace.lossless == (stop == 3) and not result.trace.stopped
@@ -366,7 +369,7 @@ def test_models_that_cannot_be_pruned_are_refused_before_compute():
     half = {"keep_share": 0.5}
     tables = TableScaleModel(SIDES, 12)
     with pytest.raises(ValueError, match="TableScaleModel.*keep_share"):
-        ScaleWiseSampler(schedule=half)(tables, TOKENIZER, None, law=GUIDED)
+        ScaleWiseSampler(schedule=half)(tables, None, tokenizer=TOKENIZER, law=GUIDED)
     assert tables.prefills == 0
     compressed = CompressedVAR(tiny_var(), ScaleBudget.full(SIDES, 2))
     with pytest.raises(ValueError, match="CompressedVAR"):

@@ -215,7 +215,7 @@ class CompressedVAR:
 
     Example:
         >>> small = CompressedVAR(refiner, ScaleBudget.from_share(refiner.scales, 16, 0.1))
-        >>> sampler(code_stages(transformer, small), tokenizer, labels, law=law, batch_size=8)
+        >>> sampler(code_stages(transformer, small), labels, tokenizer=tokenizer, law=law, batch_size=8)
     """
 
     def __init__(self, model: Any, budget: ScaleBudget):
@@ -316,7 +316,7 @@ def layer_importance(
     """
     masses = torch.zeros(2, len(model.scales), model.config["num_layers"], dtype=torch.float64)
     watched: ScaleModel = _WatchedVAR(model, top, masses)
-    sampler(watched, tokenizer, condition, law=law, generator=generator, batch_size=batch_size)
+    sampler(watched, condition, tokenizer=tokenizer, law=law, generator=generator, batch_size=batch_size)
     return masses[0] * masses[1]
 
 

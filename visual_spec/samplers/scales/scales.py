@@ -8,24 +8,25 @@ scales (CoDe) and measures what that changes, `schedule` what is left out (SkipV
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
+from visual_spec.models.core.protocol import ScaleModel, area_of, shape_of
 from visual_spec.models.core.settings import LARGEST, OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import TOKEN
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import IDENTICAL, LOSSY, MEASURE, SampleResult
 from visual_spec.samplers.scales.schedule import SCHEDULES, ScaleSchedule
 from visual_spec.samplers.scales.stages import (
     Reference,
+    ScalePlan,
     Stage,
     at_scales,
     check_alone,
@@ -33,12 +34,12 @@ from visual_spec.samplers.scales.stages import (
     drawn_stages,
     draws_guided,
     first_slots,
-    law_at_scale,
     of_one_model,
+    planned,
     prefill,
     stage_law,
 )
-from visual_spec.samplers.scales.trace import ScaleCosts, ScaleResult, ScaleTrace
+from visual_spec.samplers.scales.trace import ScaleResult, ScaleTrace, layer_places
 
 ScaleCallback = Callable[[int, Tensor], Any]
 
@@ -60,19 +61,25 @@ class ScaleDecodeState:
     Attributes:
         cache: the state of the drawing model.
         canvas: [B, D, h, w].
+        plan: what is decided about each scale that is drawn.
+        schedule: what is left out, with all its values for this tokenizer.
         reference: the first model if the sampler measures; else None.
         maps: [B, D, n, n] each, the input maps so far: all that another model needs to continue.
         parts: long [B, n * n] each, the tokens of the scales.
-        costs: of every model so far.
+        forwards: so far, see `layer_places`.
+        cache_bytes: of every model so far.
         round: index of the last scale.
     """
 
     cache: Any
     canvas: Tensor
+    plan: dict[int, ScalePlan]
+    schedule: ScaleSchedule
     reference: Reference | None
     maps: list[Tensor] = field(default_factory=list)
     parts: list[Tensor] = field(default_factory=list)
-    costs: ScaleCosts = field(default_factory=ScaleCosts)
+    forwards: list[tuple[Any, range, bool]] = field(default_factory=list)
+    cache_bytes: list[int] = field(default_factory=list)
     round: int = -1
 
     @property
@@ -134,16 +141,11 @@ class ScaleWiseSampler(Sampler):
         cache_share: Annotated[float | str | None, Within(above=0, most=1), OneOf(("off",))] = None,
         num_drafters: Annotated[int | None, Within(0)] = None,
     ) -> None:
-        ScaleSchedule.of(schedule)
+        self.schedule = ScaleSchedule.of(schedule)  # what is left out at each scale
         if num_drafters is not None and cache_share is None:
             raise ValueError(
                 f"num_drafters={num_drafters} without a cache_share; pass the part of the cache that is kept, too."
             )
-
-    @property
-    def schedule(self) -> ScaleSchedule:
-        """What is left out at each scale."""
-        return ScaleSchedule.of(self.config["schedule"])
 
     @property
     def keeps(self) -> str:
@@ -164,16 +166,16 @@ class ScaleWiseSampler(Sampler):
         ramp = self.config["ramp"] if draws_guided(run.model, run.law_given.guided) else None
         return self.law_settings | {"ramp": ramp, "num_draft_scales": 0 if refined else None}
 
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(
         self,
         model: ScaleModel | Sequence[Stage],
-        tokenizer: ScaleTokenizer,
         condition: Any,
         *,
         law: TokenLaw,
-        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | CounterNoise | None = None,
         batch_size: int = 1,
         callback: ScaleCallback | None = None,
+        **parts: Any,
     ) -> ScaleResult:
         """Decode a batch.
 
@@ -181,7 +183,6 @@ class ScaleWiseSampler(Sampler):
             model: a model for all scales, or stages, whose models share the tokenizer. Successive stages of one model
                 share its cache. Pipelines make the stages from the settings of the sampler; models of stages have its
                 `scales` already (`at_scales`).
-            tokenizer: turns the tokens so far into the input map of the next scale.
             condition: what the `prefill` of every model takes, `batch_size` rows of it.
             law: how logits become the distribution a token is drawn from, unless a stage has its own. Slots count
                 through all scales.
@@ -189,113 +190,97 @@ class ScaleWiseSampler(Sampler):
             callback: called after every scale with its index and the canvas [B, D, h, w] so far, which
                 `tokenizer.decode_canvas` turns into progressive pictures. If it returns a canvas, the decode goes on
                 from that one; if it returns `STOP`, it ends there, with the tokens of the scales so far.
+            parts: `tokenizer`, a `ScaleTokenizer`, which turns the tokens so far into the input map of the next scale.
 
         Raises:
             ValueError, TypeError: the request cannot be served.
             FloatingPointError: logits that define no law.
         """
+        if "tokenizer" not in parts:
+            raise TypeError("ScaleWiseSampler needs tokenizer=..., which makes the input maps of the scales.")
         scales = self.config["scales"]
-        tokenizer = at_scales(tokenizer, scales)
+        parts["tokenizer"] = at_scales(parts["tokenizer"], scales)
         if not isinstance(model, Sequence):
             check_alone(self)
-            model = [Stage(at_scales(model, scales), range(len(tokenizer.scales)))]
+            model = [Stage(at_scales(model, scales), range(len(parts["tokenizer"].scales)))]
         request: dict[str, Any] = dict(law=law, generator=generator, batch_size=batch_size, callback=callback)
-        result = super().__call__(list(model), condition, tokenizer=tokenizer, **request)
+        result = super().__call__(list(model), condition, **request, **parts)
         assert isinstance(result, ScaleResult)
         return result
 
     # -- the loop
 
     def prepare(self, run: Run) -> ScaleDecodeState:
-        """Draw the first scale, which the prefill predicts."""
+        """Decide about all scales, and draw the first one, which the prefill predicts."""
         tokenizer = run.parts["tokenizer"]
         canvas = tokenizer.begin(run.batch_size, run.device, run.cache.logits.dtype)
-        state = ScaleDecodeState(run.cache, canvas, self._reference(run, canvas))
-        self._count(run, state, run.model[0], range(1))
-        self._draw(run, state, run.model[0], run.cache.logits)
+        schedule = self.schedule.at(len(tokenizer.scales))
+        plan = planned(run, tokenizer, schedule, self.config.ramp)
+        state = ScaleDecodeState(run.cache, canvas, plan, schedule, self._reference(run, canvas, schedule))
+        state.cache_bytes.append(run.cache.cache_bytes)
+        state.forwards.append((plan[0].stage.model, range(1), run.cache.guided))
+        self._draw(run, state, run.cache.logits)
         return state
 
     def step(self, run: Run, state: ScaleDecodeState) -> None:
         """Call the model of the next scale on its input map, and draw all tokens of the scale."""
         scale = state.round + 1
-        number = next(number for number, stage in enumerate(run.model) if scale in stage.scales)
-        stage = run.model[number]
-        if scale == stage.scales.start and stage.model is not run.model[number - 1].model:
-            logits = self._next_model(run, state, number)
+        here = state.plan[scale]
+        scales = range(scale, scale + 1)
+        if here.entering:  # another model takes over (CoDe); its prefill reads the maps so far
+            state.cache = run.cache = None  # free the previous model's cache first
+            asked = run.condition, run.law_given.guided, run.batch_size, state.maps, state.schedule
+            state.cache = run.cache = prefill(here.entering, *asked)
+            state.cache_bytes.append(state.cache.cache_bytes)
+            logits, scales = state.cache.logits, range(scale + 1)
+            run.lap("prefill")
         else:
-            if state.cache.guided and not self._plan(run).guides(scale):
+            if state.cache.guided and not here.guided:
                 state.cache.drop_unconditional()
-            logits = stage.model(state.cache, state.maps[-1], scale)  # [R, n * n, V]
+            logits = here.stage.model(state.cache, state.maps[-1], scale)  # [R, n * n, V]
             run.lap("model")
-            self._count(run, state, stage, range(scale, scale + 1))
-        self._draw(run, state, stage, logits)
+        state.forwards.append((here.stage.model, scales, state.cache.guided))
+        self._draw(run, state, logits)
 
-    def _draw(self, run: Run, state: ScaleDecodeState, stage: Stage, logits: Tensor) -> None:
-        """Draw a scale from logits [R, n * n, V], add it to the canvas, and make the next scale's input map."""
-        tokenizer, scale = run.parts["tokenizer"], state.round + 1
-        state.round, ratio = scale, scale / max(len(tokenizer.scales) - 1, 1)
-        grown = ratio if self.config.ramp else 1.0
-        law = stage.law or run.law_given
-        if not self._plan(run).guides(scale):
-            law = replace(law, guidance_scale=1.0)
-        run.law.law = law_at_scale(law, grown)
-        starts = first_slots(tokenizer)
-        slots = torch.arange(starts[scale], starts[scale + 1], device=run.device).expand(run.batch_size, -1)
-        check_returned(logits, len(slots), state.cache.guided, slots.shape[1], stage.model.vocab_size)
-        target = stage_law(logits, slots, run.law, stage)  # [B, n * n, V]
+    def _draw(self, run: Run, state: ScaleDecodeState, logits: Tensor) -> None:
+        """Draw the next scale from logits [R, n * n, V], add it to the canvas, and make the input map after it."""
+        state.round += 1
+        scale, tokenizer = state.round, run.parts["tokenizer"]
+        here = state.plan[scale]
+        slots = here.slots.expand(run.batch_size, -1)
+        check_returned(logits, len(slots), state.cache.guided, slots.shape[1], here.vocab_size)
+        run.law.law = here.law
+        target = stage_law(logits, slots, run.law, here.stage)  # [B, n * n, V]
         if self.config.smooth:
-            self._draw_smoothly(run, state, target, slots, ratio)
+            self._draw_smoothly(run, state, target, slots)
         else:
             state.parts.append(run.noise.categorical(target, slots, TOKEN))
             state.canvas = tokenizer.accumulate(state.canvas, scale, state.parts[-1])
         run.lap("verify")
         if state.reference is not None and scale >= state.reference.first:
-            state.reference.measure(run, state.maps, stage, scale, target, slots, grown)
+            state.reference.measure(run, state.maps, here, scale, target)
             run.lap(MEASURE)
-        if scale + 1 < run.model[-1].scales.stop:
+        if scale + 1 < len(state.plan):
             state.maps.append(tokenizer.next_map(state.canvas, scale + 1))
 
-    def _draw_smoothly(
-        self, run: Run, state: ScaleDecodeState, target: Tensor, slots: Tensor, ratio: float
-    ) -> None:
+    def _draw_smoothly(self, run: Run, state: ScaleDecodeState, target: Tensor, slots: Tensor) -> None:
         """Put mixtures of codes on the canvas."""
         tokenizer, scale = run.parts["tokenizer"], state.round
         gumbel = run.noise.gumbel(slots, target.shape[-1], TOKEN, dtype=target.dtype)
-        shares, side = mixture(target, gumbel, ratio), tokenizer.scales[scale]
+        shares, side = mixture(target, gumbel, state.plan[scale].ratio), tokenizer.scales[scale]
         state.parts.append(shares.argmax(-1))
         codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook
         codes = codes.reshape(run.batch_size, area_of(side), -1).mT  # [B, D, n * n]
         state.canvas = tokenizer.accumulate_codes(state.canvas, scale, codes.unflatten(2, shape_of(side)))
 
-    def _next_model(self, run: Run, state: ScaleDecodeState, number: int) -> Tensor:
-        """Prefill the model of stage `number` with the maps so far: logits [R, n * n, V] of its first scale."""
-        state.cache = run.cache = None  # free the previous model's cache first
-        stages = of_one_model(run.model, number)
-        cache = prefill(
-            stages, run.condition, run.law_given.guided, run.batch_size, state.maps, self._plan(run)
-        )
-        state.cache = run.cache = cache
-        run.lap("prefill")
-        self._count(run, state, stages[0], range(state.round + 2))
-        return cache.logits
-
-    def _count(self, run: Run, state: ScaleDecodeState, stage: Stage, scales: range) -> None:
-        state.costs.count(
-            stage.model, state.cache, scales, run.parts["tokenizer"].scales, self._plan(run).pruning
-        )
-
-    def _reference(self, run: Run, canvas: Tensor) -> Reference | None:
+    def _reference(self, run: Run, canvas: Tensor, schedule: ScaleSchedule) -> Reference | None:
         """The first model, if the sampler measures, and if there is anything to measure."""
         if not self.config.measure:
             return None
         first = of_one_model(run.model, 0)[-1]
-        start = min(first.scales.stop, self._plan(run).first_change)
+        start = min(first.scales.stop, schedule.first_change)
         shared = not self.schedule.leaves_out(len(run.parts["tokenizer"].scales))
         return Reference(first, start, canvas.new_zeros(run.batch_size), run.cache if shared else None)
-
-    def _plan(self, run: Run) -> ScaleSchedule:
-        """The schedule with all its values for this tokenizer."""
-        return self.schedule.at(len(run.parts["tokenizer"].scales))
 
     # -- before and after
 
@@ -330,7 +315,7 @@ class ScaleWiseSampler(Sampler):
     def answered(self, run: Run, state: ScaleDecodeState, answer: Any) -> None:
         if isinstance(answer, Tensor):
             state.canvas = answer
-            if state.round + 1 < run.model[-1].scales.stop:
+            if state.round + 1 < len(state.plan):
                 state.maps[-1] = run.parts["tokenizer"].next_map(answer, state.round + 1)
 
     def measure(
@@ -339,8 +324,7 @@ class ScaleWiseSampler(Sampler):
         reference = state.reference
         if reference is None or reference.cache is None or reference.first > state.round:
             return None, None
-        starts = first_slots(run.parts["tokenizer"])
-        slots = starts[state.round + 1] - starts[reference.first]
+        slots = sum(len(state.plan[scale].slots) for scale in range(reference.first, state.round + 1))
         return float(reference.moved.mean()) / slots, reference.moved.cpu()
 
     def result(
@@ -356,7 +340,7 @@ class ScaleWiseSampler(Sampler):
         whole_trace = ScaleTrace(
             **trace,
             model_calls=calls,
-            cache_bytes=tuple(state.costs.cache_bytes),
-            layer_places=tuple(state.costs.layer_places),
+            cache_bytes=tuple(state.cache_bytes),
+            layer_places=layer_places(state.forwards, run.parts["tokenizer"].scales, state.schedule.pruning),
         )
         return ScaleResult(tokens, whole_trace, state.canvas)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of
@@ -166,6 +167,52 @@ def prefill(
     return check_guided(cache, asked)
 
 
+@dataclass(frozen=True)
+class ScalePlan:
+    """What is decided about a scale before the first one is drawn.
+
+    Attributes:
+        stage: who draws it.
+        entering: the stages of a model that takes over at this scale; none: the model before goes on.
+        guided: whether the schedule guides it.
+        law: of its tokens, with the guidance of this scale.
+        ratio: from 0, the first scale, to 1, the last.
+        grown: the share of the guidance at this scale.
+        slots: long [n * n].
+        vocab_size: of its model.
+    """
+
+    stage: Stage
+    entering: Sequence[Stage]
+    guided: bool
+    law: TokenLaw
+    ratio: float
+    grown: float
+    slots: Tensor
+    vocab_size: int
+
+
+def planned(run: Run, tokenizer: ScaleTokenizer, schedule: ScaleSchedule, ramp: bool) -> dict[int, ScalePlan]:
+    """Return what is decided about each scale that is drawn. `schedule`: `at` the number of scales."""
+    starts, last, plan = first_slots(tokenizer), max(len(tokenizer.scales) - 1, 1), {}
+    for number, stage in enumerate(run.model):
+        enters = number > 0 and stage.model is not run.model[number - 1].model
+        for scale in stage.scales:
+            guided, ratio, law = schedule.guides(scale), scale / last, stage.law or run.law_given
+            grown = ratio if ramp else 1.0
+            plan[scale] = ScalePlan(
+                stage,
+                of_one_model(run.model, number) if enters and scale == stage.scales.start else (),
+                guided,
+                law_at_scale(law if guided else replace(law, guidance_scale=1.0), grown),
+                ratio,
+                grown,
+                torch.arange(starts[scale], starts[scale + 1], device=run.device),
+                stage.model.vocab_size,
+            )
+    return plan
+
+
 @dataclass
 class Reference:
     """The first model, which also scores the scales that others draw, or that a schedule changes.
@@ -183,34 +230,24 @@ class Reference:
     moved: Tensor
     cache: Any
 
-    def measure(
-        self,
-        run: Run,
-        maps: Sequence[Tensor],
-        stage: Stage,
-        scale: int,
-        target: Tensor,
-        slots: Tensor,
-        grown: float,
-    ) -> None:
-        """Add the distance of the laws `target [B, n * n, V]`, which `stage` drew a scale from.
+    def measure(self, run: Run, maps: Sequence[Tensor], here: ScalePlan, scale: int, target: Tensor) -> None:
+        """Add the distance of the laws `target [B, n * n, V]`, which a scale was drawn from.
 
-        Args:
-            maps: [B, D, n, n] each, the input maps so far.
-            grown: the share of the guidance at this scale.
+        `maps`: [B, D, n, n] each, the input maps so far.
         """
-        own, usual = stage.law or run.law_given, run.law_given
+        own, usual = here.stage.law or run.law_given, run.law_given
+        slots = here.slots.expand(run.batch_size, -1)
         if scale >= self.stage.scales.stop:
             # A refiner that learned guided laws draws without guidance, but the first model's law is guided.
             own = replace(own, guidance_scale=(self.stage.law or usual).guidance_scale)
-        run.law.law = law_at_scale(own, grown)
+        run.law.law = law_at_scale(own, here.grown)
         if self.cache is None:
             self.cache = prefill(run.model, run.condition, usual.guided, run.batch_size, maps)
             logits = self.cache.logits
         else:
             logits = self.stage.model(self.cache, maps[-1], scale)
-        check_returned(logits, len(slots), self.cache.guided, slots.shape[1], stage.model.vocab_size)
-        other = stage_law(logits, slots, run.law, stage)
+        check_returned(logits, len(slots), self.cache.guided, slots.shape[1], here.vocab_size)
+        other = stage_law(logits, slots, run.law, here.stage)
         self.moved = self.moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
 
 

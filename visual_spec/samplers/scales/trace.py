@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -47,22 +48,24 @@ class ScaleResult(SampleResult):
     canvas: Tensor
 
 
-@dataclass
-class ScaleCosts:
-    """What the models of a decode cost so far, one entry a model, see `ScaleTrace`."""
+def layer_places(
+    forwards: Sequence[tuple[Any, range, bool]], sides: Sequence[Any], pruning: Pruning | None
+) -> tuple[int, ...]:
+    """Return the places that went through a layer, of each model, see `ScaleTrace`.
 
-    cache_bytes: list[int] = field(default_factory=list)
-    layer_places: list[int] = field(default_factory=list)
-
-    def count(self, model: Any, cache: Any, scales: range, sides: Any, pruning: Pruning | None) -> None:
-        """Count a forward of these scales, each of n * n places; the first one of a model has all, from 0 on."""
-        num_layers = getattr(model, "num_layers", 1)
+    Args:
+        forwards: of every forward its model, its scales, and whether it had unconditional rows. The first of a model
+            has all scales from 0 on, and prunes none.
+        sides: of all scales, n * n places each.
+    """
+    areas, places = [area_of(side) for side in sides], []
+    kept = areas if pruning is None else pruning.kept(sides)
+    for model, scales, guided in forwards:
+        layers, pruned = getattr(model, "num_layers", 1), 0
         if scales.start == 0:
-            pruning = None
-            self.cache_bytes.append(cache.cache_bytes)
-            self.layer_places.append(0)
-        pruned = 0 if pruning is None else len(pruning.layers(num_layers))
-        areas = [area_of(side) for side in sides]
-        kept = areas if pruning is None else pruning.kept(sides)
-        places = sum((num_layers - pruned) * areas[scale] + pruned * kept[scale] for scale in scales)
-        self.layer_places[-1] += places * (2 if cache.guided else 1)
+            places.append(0)
+        elif pruning is not None:
+            pruned = len(pruning.layers(layers))
+        count = sum((layers - pruned) * areas[scale] + pruned * kept[scale] for scale in scales)
+        places[-1] += count * (2 if guided else 1)
+    return tuple(places)
