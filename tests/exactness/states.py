@@ -87,7 +87,7 @@ def _whole_key(value: Any) -> Iterator[Tensor]:
 
 
 # Read by no later call of the same width.
-_BOOKKEEPING = {"round", "target_calls", "commit_call", "meter", "width"}
+_BOOKKEEPING = {"round", "target_calls", "commit_call", "meter", "width", "window"}
 _CHAIN = {"cache", "drafter_cache", "tokens", "lengths", "label", "pending", "refused_law", "fed"}
 _OF_DRAFTS = {"inputs", "steady"}  # by slot: what a second source looks at
 
@@ -110,7 +110,7 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     """
     others = [field.name for field in fields(state) if field.name not in _CHAIN | _BOOKKEEPING | _OF_DRAFTS]
     books, length = run.view.codebooks, run.num_tokens
-    held = widest(sampler.config.window) - 1 if hasattr(state, "label") else 0
+    held = widest(sampler.config.window) - 1 if hasattr(state, "label") or hasattr(state, "window") else 0
     horizon, absurd = (state.lengths + held).clamp(max=length), run.model.vocab_size - 1
     state.tokens = _scrub(state.tokens, ~_before(horizon, state.tokens.shape[1]), absurd)
     state.commit_call = torch.zeros_like(state.commit_call)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator, distance
 from tests.helpers.drafting_sequences import pair
@@ -13,10 +14,11 @@ from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.drafts import Draft, Label, copied_slots
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.raster import jacobi
+from visual_spec.samplers.raster import jacobi, redrafting
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.redrafting import Chosen
+from visual_spec.samplers.raster.jacobi_identical import repaired
+from visual_spec.samplers.raster.redrafting import Chosen, redrafted
 
 GUMBEL, INDEPENDENT, MAXIMAL = (
     dict(coupling=name, acceptance="exact") for name in ("gumbel", "independent", "maximal")
@@ -75,14 +77,18 @@ def test_a_drafter_that_is_the_target_saves_calls(way):
 @pytest.mark.parametrize("way", [GUMBEL, INDEPENDENT, MAXIMAL], ids=["gumbel", "independent", "maximal"])
 @pytest.mark.parametrize("drafts", ["repaired", "chosen"])
 def test_catches_a_new_draft_with_the_label_of_the_carried_one(monkeypatch, drafts, way):
-    def wrongly(*args: Any) -> Draft:
-        carried, found = args[2], real(*args)
+    def wrongly_chosen(*args: Any) -> Draft:
+        carried, found = args[2], redrafted(*args)
         assert carried.label is not None and found.label is not None
         found.label.rows = carried.label.rows
         return found
 
-    real = jacobi.redrafted
-    monkeypatch.setattr(jacobi, "redrafted", wrongly)
+    def wrongly_repaired(*args: Any) -> tuple[Tensor, Tensor]:
+        tokens, replaced = repaired(*args)
+        return tokens, torch.zeros_like(replaced)
+
+    monkeypatch.setattr(redrafting, "redrafted", wrongly_chosen)
+    monkeypatch.setattr(jacobi, "repaired", wrongly_repaired)
     networks = pair(1, height=3, vocab_size=2)
     found = enumerated(networks, window=3, drafts=drafts, redrafts=2, initial_draft="last_law", **way)
     assert distance(found, networks[0]) > 1e-3

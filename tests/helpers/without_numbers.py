@@ -55,5 +55,5 @@ def stand_in(monkeypatch: Any) -> None:
     )  # what has no numbers must not stay
     for kind in ("uniform", "normal"):
         monkeypatch.setattr(philox, f"philox_{kind}_triton", lambda out, *_: out)
-    monkeypatch.setattr(Stopwatch, "lap", lambda *_: None)
+    monkeypatch.setattr(Stopwatch, "lap", lambda *_, **__: None)
     monkeypatch.setattr(offload, "free_bytes", lambda device: None)

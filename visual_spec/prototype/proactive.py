@@ -199,9 +199,8 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
     def window_of(self, model: Any) -> int:
         return self.tree(model).nodes
 
-    @property
-    def labels(self) -> bool:
-        return True  # also under acceptance "identical": siblings are drawn from the laws
+    def prepare(self, run: Run) -> JacobiState:
+        return self.labelled(run)  # also under acceptance "identical": siblings are drawn from the laws
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

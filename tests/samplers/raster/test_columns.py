@@ -85,6 +85,17 @@ def test_one_codebook_is_decoded_as_by_the_plain_samplers(law):
             assert torch.equal(found.trace.commit_call, expected.trace.commit_call)
 
 
+def test_near_ties_of_one_codebook_are_those_of_the_plain_samplers(monkeypatch):
+    monkeypatch.setattr("visual_spec.samplers.core.base.low_precision_of", lambda model: "bfloat16")
+    plain = TabularModel(TokenGrid(1, 24), 7, order=2, conditions=3, dependence=0.3)
+    for law in (LAW, LAWS["greedy"]):
+        expected = decode(AutoregressiveSampler(), plain, law).trace.near_ties
+        assert expected is not None and (expected.sum() > 0 or law.temperature == 0)
+        for sampler in (ColumnAutoregressiveSampler(), ColumnJacobiSampler(5)):
+            found = decode(sampler, OneCodebook(plain), law).trace.near_ties
+            assert found is not None and torch.equal(found, expected)
+
+
 # ----------------------------------------------------------------------------------------------- result and trace
 
 
@@ -225,7 +236,7 @@ def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling
 
     def step(self, run, state):
         real_step(self, run, state)
-        label = state.label
+        label = getattr(state, "label", None)
         held = [state] if label is None else [state, label]
         assert (label is None) == (acceptance == "identical") and (label is None or isinstance(label, Label))
         for owner in held:

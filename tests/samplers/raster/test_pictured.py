@@ -14,7 +14,7 @@ from visual_spec.samplers.orders import ordered
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.redrafting import copies, pictured
+from visual_spec.samplers.raster.jacobi_identical import UNKNOWN, repaired
 
 GRID, VOCAB = TokenGrid(5, 6), 11
 TARGET, NEAR = (TabularModel(GRID, VOCAB, order=2, conditions=5, dependence=0.3) for _ in range(2))
@@ -101,21 +101,22 @@ def test_where_the_neighbours_agree_the_picture_is_read_and_elsewhere_the_copy()
     grid = TokenGrid(3, 3)
     text = torch.tensor([[1, 2, 3, 1, 2, 0, 0, 0, 0]])
     picture = torch.tensor([[1, 2, 3, 7, 2, 6, 1, 8, 9]])
-    slots = torch.tensor([[4, 5, 6, 7]])
-    source = pictured(picture, text, grid, slots, copies(text, torch.tensor([5]), grid, slots))
+    carried, committed = 9, torch.tensor([5])
 
-    def at(slot: int, before: int) -> tuple[int, bool]:
-        token, law, wanted = source(slot - 4, torch.tensor([[before]]))
-        assert law is None
-        return int(token), bool(wanted)
+    def at(slot: int, before: int, last: int = UNKNOWN) -> tuple[int, bool]:
+        """What a slot is fed after a token, and in the last call after another one; and whether that is new."""
+        slots, fed = torch.tensor([[slot - 1, slot]]), torch.tensor([[before, carried]])
+        inputs = torch.full_like(text, last)
+        found, replaced = repaired(text, inputs, committed, fed, slots, 1, grid, picture)
+        assert torch.equal(inputs[:, slot - 1 : slot + 1], found)
+        return int(found[0, 1]), bool(replaced)
 
     assert at(5, 2) == (6, True)  # left 2, above 3, as in the picture
-    assert at(5, 1)[1] is False  # left differs, and no slot before has left 1 and above 3
-    assert at(4, 1) == (
-        2,
-        True,
-    )  # left differs from the picture's 7: slot 4 has it in the text, itself committed
-    assert at(6, 6) == (1, False)  # left as in the picture, above 1 in the text and 7 there
+    assert at(5, 2, last=2) == (carried, False)  # not stale
+    assert at(5, 1) == (carried, False)  # left differs, and no slot before has left 1 and above 3
+    # Left differs from the picture's 7: slot 4 has it in the text, itself committed.
+    assert at(4, 1) == (2, True)
+    assert at(6, 6) == (carried, False)  # left as in the picture, above 1 in the text and 7 there
     assert at(7, 1) == (8, True)
 
 

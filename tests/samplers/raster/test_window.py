@@ -5,16 +5,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.helpers.columns import MODEL as COLUMNS
 from tests.helpers.tiny import seeded, tiny_pipeline
 from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.raster import jacobi
+from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.raster import jacobi_identical
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
-from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler, window_of_rows
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi_identical import window_of_rows
 from visual_spec.samplers.raster.window import START, WindowPolicy
 
 PROMPTS = ["a red square", "a blue circle", "red"]
@@ -178,28 +181,30 @@ def test_without_a_window_a_call_has_128_positions_at_most_or_4_a_row(rows, wind
 @pytest.mark.parametrize(("guidance_scale", "windows"), [(1.0, {8, 16, 32}), (3.0, {4, 8, 16, 32})])
 def test_without_a_window_the_rows_that_are_left_decide(monkeypatch, guidance_scale, windows):
     """Each call has the window of its own rows, and the tokens are those of plain sampling."""
-    monkeypatch.setattr(jacobi, "_POSITIONS", 64)
-    seen: list[tuple[int, int | None]] = []
-    step = SpeculativeJacobiSampler.step
+    monkeypatch.setattr(jacobi_identical, "_POSITIONS", 64)
+    seen: list[tuple[int, int]] = []
+    score = Run.score
 
-    def watched(self: Any, run: Any, state: Any) -> None:
-        seen.append((len(state.lengths) * (2 if run.cache.guided else 1), state.width))
-        step(self, run, state)
+    def watched(run: Run, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:
+        seen.append((len(slots) * (2 if run.guided else 1), slots.shape[1]))
+        return score(run, cache, tokens, slots)
 
-    monkeypatch.setattr(SpeculativeJacobiSampler, "step", watched)
+    monkeypatch.setattr(Run, "score", watched)
     pipe = tiny_pipeline(AutoregressiveSampler())
     asked: Any = dict(output_type="latent", guidance_scale=guidance_scale)
     prompts = [PROMPTS[index % len(PROMPTS)] for index in range(5)]
     plain = pipe(prompts, generator=seeded(1, 2, 3, 4, 5), **asked).images
+    num_tokens = pipe.transformer.grid.num_tokens
+    seen.clear()
     pipe.sampler = SpeculativeJacobiSampler()
     assert torch.equal(pipe(prompts, generator=seeded(1, 2, 3, 4, 5), **asked).images, plain)
-    assert all(width == window_of_rows(rows) for rows, width in seen)
+    assert all(width == min(window_of_rows(rows), num_tokens) for rows, width in seen)
     assert len({rows for rows, _ in seen}) > 1 and {width for _, width in seen} <= windows
     # Tokens of a seed depend on the window under other acceptances, so there it is 32 in any batch.
     seen.clear()
     pipe.sampler = SpeculativeJacobiSampler(acceptance="exact")
     pipe(prompts, **asked)
-    assert {width for _, width in seen} == {None}
+    assert {width for _, width in seen} == {min(32, num_tokens)}
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])

@@ -12,7 +12,7 @@ exactness tests can drive the same code that decodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -151,8 +151,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
     def promise(self, plain: Sampler | None = None) -> str:
         """Return what is kept of a plain decoding, as `core.trace` says; None: plain decoding with its defaults."""
-        if plain is None:
-            plain = type(self)() if self.law_names else self
+        if not self.law_names and plain is None:
+            return self.keeps
+        plain = type(self)() if plain is None else plain
         return kept(self.keeps, self.law_settings, plain.law_settings)
 
     @property
@@ -168,14 +169,14 @@ class Sampler(SchedulerMixin, ConfigMixin):
     @property
     def measures_at_least(self) -> bool:
         """Whether the measured divergence is only a lower bound, as under an unbounded relaxed rule on one draft."""
-        return "acceptance" in self.config and not (self.relaxation.lossless or self.relaxation.bounded)
+        return self.config.get("acceptance") in RELAXED and not self.relaxation.bounded
 
     measures_at_most: ClassVar[bool] | property = False  # whether it is only an upper bound
 
     @property
     def needs_codebook(self) -> bool:
         """Whether a call needs `codebook`, the code of every token as the decoder sees it."""
-        return "acceptance" in self.config and self.relaxation.needs_codebook
+        return self.config.get("acceptance") in RELAXED and self.relaxation.needs_codebook
 
     @property
     def relaxation(self) -> Relaxation:
@@ -284,47 +285,11 @@ class Sampler(SchedulerMixin, ConfigMixin):
         run = Run(model, condition, len(keys), cache, checked, given, noise, watch, rule, parts)
         run.end, run.view = getattr(given, "end", None), self.view(model, device)
         run.fixed_width = self.fixed_width
-        if rule.identical and self.fixed_width is None:
-            low = low_precision_of(model)
-            run.unit = rounding_unit(low) if low else None
+        if rule.identical or "acceptance" in self.config:  # else nobody asks
+            run.low_precision = low_precision_of(model)
+        if rule.identical and run.fixed_width is None and run.low_precision:
+            run.unit = rounding_unit(run.low_precision)
         return run
-
-    def _prefilled(
-        self, model: Any, condition: Any, key: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> tuple[Any, Any, Any]:
-        """Run a prefill that can be recorded, see `prefilled`; a state of None: it was not run."""
-        from visual_spec.samplers.core.graph import can_record_prefill, prefilled  # on a GPU only
-
-        if not can_record_prefill(model) or type(self).prefill is not Sampler.prefill:
-            return key, None, None
-        given: Any = dict(guided=law.guided, window=self.fixed_width or self.window_of(model))
-        given |= dict(drafter=parts.get("drafter"), strict=self.config.graph is True)
-        with watched(model, wanted="acceptance" in self.config):
-            key, cache, prefill = prefilled(model, condition, key, batch_size=batch_size, **given)
-        check_guided(cache, law.guided).fixed = self.fixed_width is not None
-        return key, cache, prefill
-
-    def _recorded(
-        self, model: Any, key: Any, run: Run, state: Any, prefill: Any
-    ) -> tuple[Any, Callable[[], None]] | None:
-        """Move a decode to a recording, see `recorded`: its state there, and a call of it; None: it stays as it is."""
-        from visual_spec.samplers.core.graph import can_record, recorded
-
-        strict = self.config.graph is True
-        if not strict and not can_record(state):
-            return None
-        # The recording outlives this decode. Of the prefill it reads only what the state holds.
-        lasting = replace(run, condition=None, cache=None)
-
-        def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
-            self.step(replace(lasting, cache=state.cache, law=law, noise=noise), state)
-
-        state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
-        run.noise.keep = 0  # later decodes write their keys over these
-        others: Any = dict(drafter=run.drafter, prefill=prefill, strict=strict)
-        fixed, advance = recorded(model, key, call, (state, run.law, run.noise), run.watch, **others)
-        state, run.law, run.noise = fixed
-        return state, advance
 
     def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
         """Return `advance`, with the state's `width` set before each call where calls differ in it."""
@@ -366,82 +331,62 @@ class Sampler(SchedulerMixin, ConfigMixin):
         check_parts(self, parts)
         check_text_law(self, model, law)
         self.check(model, law, batch_size, parts)
-        graph = self.config.get("graph", False)
         own: Any = generator if hasattr(generator, "keyed") else None  # noise in place of generators
         keys, watch = draw_keys(generator, batch_size), Stopwatch()
         # What reads the text may be any function of it, on the host; so may noise that is no function of keys.
-        recording = own is None and self.records_steps and not getattr(law, "reads_text", False)
-        recording = recording and wants_graph(graph, model)
-        # What a recording depends on. Only the prefill uses `drafter_condition`.
-        others = [part for name, part in parts.items() if name != "drafter_condition"]
-        key: Any = (type(self), repr(sorted(self.config.items())), law, batch_size, *others)
-        cache = prefill = None
-        if recording:
-            key, cache, prefill = self._prefilled(model, condition, key, law, batch_size, parts)
-        run = self.begin(model, condition, law, keys, watch, cache=cache, noise=own, **parts)
-        state = self.prepare(run)
+        recordable = own is None and self.records_steps and not getattr(law, "reads_text", False)
+        if recordable and wants_graph(self.config.get("graph", False), model):
+            from visual_spec.samplers.core.graph import begin_recorded  # on a GPU only
 
-        def advance() -> None:
-            self.step(run, state)
-
-        moved = self._recorded(model, key, run, state, prefill) if recording else None
-        if moved is not None:
-            state, advance = moved
-        advance = self.paced(advance, run, state)
-        shrinks = moved is None and self.fixed_width is None
-        return decode(self, run, state, advance, callback, shrinks=shrinks)
+            prefills = type(self).prefill is Sampler.prefill
+            run, state, advance = begin_recorded(self, model, condition, law, keys, watch, parts, prefills)
+        else:
+            run = self.begin(model, condition, law, keys, watch, noise=own, **parts)
+            state = self.prepare(run)
+            advance = partial(self.step, run, state)
+        return decode(self, run, state, self.paced(advance, run, state), callback)
 
 
 def decode(
-    sampler: Sampler,
-    run: Run,
-    state: Any,
-    advance: Callable[[], None],
-    callback: Callback | None,
-    *,
-    shrinks: bool,
+    sampler: Sampler, run: Run, state: Any, advance: Callable[[], None], callback: Callback | None
 ) -> SampleResult:
-    """Call `advance`, one step on `state`, until every sample is complete; then build the result.
-
-    `shrinks`: whether completed samples leave the batch. False for steps that were recorded for the whole batch, and
-    where all calls have one shape.
-    """
-    active, num_tokens = ActiveSamples(state), run.num_tokens
-    shrinks, on_host = shrinks and active.can_shrink, HostCopy()
-    num_calls, steps, watcher = sampler.num_calls(run), 0, WATCHER.get()
-    first = 1 if sampler.counts_prefill else 0  # index of the first step's call
+    """Call `advance`, one step on `state`, until every sample is complete; then build the result."""
+    active, on_host, watcher = ActiveSamples(state), HostCopy(), WATCHER.get()
+    # Completed samples stay in a batch whose steps were recorded, and where all calls have one shape.
+    shrinks = not isinstance(state.round, Tensor) and run.fixed_width is None and active.can_shrink
+    num_calls, steps, stopped = sampler.num_calls(run), 0, False
 
     def so_far() -> SampleResult:
         return _result(sampler, run, state, active, cut=True)
 
-    def stops(call: int) -> bool:
-        """Tell the callback and the watcher about a call. Returns whether they end the decode."""
-        answer = None
-        if callback is not None:
-            before = SO_FAR.set(so_far)
-            try:
-                answer = callback(call, active.whole("progress", sampler.progress(run, state)).clone())
-            finally:
-                SO_FAR.reset(before)
-            sampler.answered(run, state, answer)
-        if watcher is not None and watcher(so_far) is STOP:
-            return True
-        return answer is STOP
-
-    stopped = bool(first) and stops(0)
-    while steps != num_calls and not stopped:
+    while True:
+        progress = sampler.progress(run, state)
+        if steps or sampler.counts_prefill:  # a target call was made: tell who listens
+            answer = None
+            if callback is not None:
+                before = SO_FAR.set(so_far)
+                try:
+                    answer = callback(
+                        steps - (not sampler.counts_prefill), active.whole("progress", progress).clone()
+                    )
+                finally:
+                    SO_FAR.reset(before)
+                if answer is not None:
+                    sampler.answered(run, state, answer)
+            stopped = answer is STOP or (watcher is not None and watcher(so_far) is STOP)
+        if stopped or steps == num_calls:
+            break
         if num_calls is None:
-            progress = on_host(sampler.progress(run, state))
-            if progress is not None:
-                ended = progress == num_tokens
+            known = on_host(progress)
+            if known is not None:
+                ended = known == run.num_tokens
                 if ended.all():
                     break
                 # Removing samples copies the caches, which costs a call or two: large batches remove them in groups.
                 if shrinks and 8 * int(ended.sum()) >= len(ended):
-                    active.leave(ended, sampler.progress(run, state), run.law, run.noise)
+                    active.leave(ended, progress, run.law, run.noise)
                     on_host = HostCopy()
         advance()
-        stopped = stops(steps + first)
         steps += 1
     return _result(sampler, run, state, active, cut=stopped and steps != num_calls)
 
@@ -489,7 +434,7 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         stopped=stopped,
     )
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than plain decoding's
-        trace |= dict(low_precision=low_precision_of(run.model), scales_by_batch=scales_by_batch(run.model))
+        trace |= dict(low_precision=run.low_precision, scales_by_batch=scales_by_batch(run.model))
         trace |= dict(exact_width=run.fixed_width is not None if "exact_width" in sampler.config else None)
     trace |= {name: active.whole(name, here).cpu() for name, here in counted(state).items()}
     return sampler.result(run, state, tokens, trace)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.law import LawNumbers, law_reference
 from visual_spec.models.core.protocol import (
     ANY_ORDER,
     RASTER_ORDER,
@@ -220,6 +221,7 @@ class CheckedLaw:
         self.law = law
         self.num_tokens = num_tokens
         self.deferred = deferred
+        self._known: tuple[Any, ...] = ()  # the law, what its numbers depend on beside it, and these
         self._first_bad: Tensor | None = None  # [B]
         self._samples: Tensor | None = None  # the samples still decoded; None: all
 
@@ -231,26 +233,30 @@ class CheckedLaw:
         """Return log-probabilities [B, W, V] from logits [R, W, V] that predict `slots` [B, W].
 
         Raises:
-            ValueError: logits of another shape, see `check_shape`.
+            ValueError: logits of another shape, see `check_returned`.
             FloatingPointError: logits are nan, +inf, or only -inf (unless deferred); names sample, position and slot.
         """
-        self.check_shape(logits, slots, guided)
-        allowed = self.law.allowed
-        inside = logits if allowed is None else logits[..., slice(*allowed)]
+        numbers = self.numbers(logits, slots, guided)
+        inside = logits[..., numbers.first : numbers.stop]
         # One number for all: a row that defines no law has a largest logit of nan, +inf or -inf.
-        if not self.deferred and math.isfinite(float(inside.amax(-1).sum())):
-            return self.law(logits, guided, slots)
-        repeats = logits.shape[0] // slots.shape[0]
-        bad = non_finite(inside) & (slots < self.num_tokens).repeat(repeats, 1)  # [R, W]
-        if self.deferred:
-            self.remember(bad, slots)
-        elif bad.any():
-            check_finite(logits.masked_fill(~bad[..., None], 0), slots, allowed, self._samples)
-        return self.law(logits, guided, slots)
+        if self.deferred or not math.isfinite(float(inside.amax(-1).sum())):
+            repeats = logits.shape[0] // slots.shape[0]
+            bad = non_finite(inside) & (slots < self.num_tokens).repeat(repeats, 1)  # [R, W]
+            if self.deferred:
+                self.remember(bad, slots)
+            elif bad.any():
+                check_finite(logits.masked_fill(~bad[..., None], 0), slots, self.law.allowed, self._samples)
+        return law_reference(logits, slots, numbers)
 
-    def check_shape(self, logits: Tensor, slots: Tensor, guided: bool) -> None:
-        """Refuse what a model returned if it is not [R, W, V] for `slots` [B, W], see `check_returned`."""
-        check_returned(logits, len(slots), guided, slots.shape[1], self.vocab_size)
+    def numbers(self, logits: Tensor, slots: Tensor, guided: bool) -> LawNumbers:
+        """Return the law's numbers for logits [R, W, V] that predict `slots` [B, W]; refuse those of another shape."""
+        size = logits.shape[-1] if self.vocab_size is None else self.vocab_size
+        if tuple(logits.shape) != ((2 if guided else 1) * len(slots), slots.shape[1], size):
+            check_returned(logits, len(slots), guided, slots.shape[1], self.vocab_size)
+        if self._known[:3] != (self.law, guided, size):
+            check_allowed(self.law, size)
+            self._known = self.law, guided, size, self.law.numbers(guided, size)
+        return self._known[3]
 
     def remember(self, bad: Tensor, slots: Tensor) -> None:
         """Record for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.samplers.core.acceptance import RELAXED
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.drafts import Draft, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
@@ -48,7 +49,8 @@ class ChainSampler(Sampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
-        self.relaxation.check(parts.get("codebook"), model.vocab_size)
+        if self.config.acceptance in RELAXED:
+            self.relaxation.check(parts.get("codebook"), model.vocab_size)
 
     def step(self, run: Run, state: Any) -> None:
         """Commit 1 to N + 1 slots a row. A complete row does not change."""

@@ -157,9 +157,9 @@ def copied_slots(
     """
     frame_size = grid.height * grid.width
     distance = slots - newest  # [B, N], >= 1
-    above = slots - grid.width * _ceil_div(distance, grid.width)
+    above = slots - (distance + grid.width - 1) // grid.width * grid.width
     same_frame = above >= slots - slots % frame_size
-    earlier = slots - frame_size * _ceil_div(distance, frame_size)
+    earlier = slots - (distance + frame_size - 1) // frame_size * frame_size
     source = torch.where(same_frame, above, torch.where(earlier >= 0, earlier, newest))
     if direction != UP:
         source = torch.where(slots // grid.width == newest // grid.width, newest, source)
@@ -277,10 +277,6 @@ def panned_slots(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid,
 def _lags(size: int, device: torch.device) -> Tensor:
     """The first is a frame that stands."""
     return torch.tensor([size, max(size - 1, 1), size + 1, 3 * size], device=device)
-
-
-def _ceil_div(dividend: Tensor, divisor: int) -> Tensor:
-    return (dividend + (divisor - 1)) // divisor
 
 
 @dataclass(frozen=True)

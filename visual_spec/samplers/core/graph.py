@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.models.core.protocol import DecodeState, modules_of, owner_of
-from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.checks import CheckedLaw, check_guided
 from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.precision import watched
 from visual_spec.samplers.core.trace import Stopwatch
 
 # Share of the device's memory that recordings may keep after their decodes; the oldest are dropped first.
@@ -78,6 +80,51 @@ class Recording:
 
 # {owner of the weights: {the rest of the key: recording}}, each in the order of use.
 _RECORDINGS: WeakKeyDictionary[Any, dict[Any, Recording]] = WeakKeyDictionary()
+
+
+def begin_recorded(
+    sampler: Any,
+    model: Any,
+    condition: Any,
+    law: Any,
+    keys: Tensor,
+    watch: Stopwatch,
+    parts: dict[str, Any],
+    prefills: bool,
+) -> tuple[Any, Any, Callable[[], None]]:
+    """Begin a decode of a sampler whose steps are recorded, where they can be.
+
+    Returns its run and state, and what makes one call: a replay, or the step itself. `prefills`: whether the sampler's
+    prefill is the model's own, which can be recorded, too.
+    """
+    strict = sampler.config.graph is True
+    # What a recording depends on. Only the prefill uses `drafter_condition`.
+    others = [part for name, part in parts.items() if name != "drafter_condition"]
+    key: Any = (type(sampler), repr(sorted(sampler.config.items())), law, len(keys), *others)
+    cache = prefill = None
+    if prefills and can_record_prefill(model):
+        window = sampler.fixed_width or sampler.window_of(model)
+        given: Any = dict(guided=law.guided, window=window, drafter=parts.get("drafter"), strict=strict)
+        with watched(model, wanted="acceptance" in sampler.config):
+            key, cache, prefill = prefilled(model, condition, key, batch_size=len(keys), **given)
+        check_guided(cache, law.guided).fixed = sampler.fixed_width is not None
+    run = sampler.begin(model, condition, law, keys, watch, cache=cache, **parts)
+    state = sampler.prepare(run)
+    if not strict and not can_record(state):
+        return run, state, partial(sampler.step, run, state)
+    # The recording outlives this decode. Of the prefill it reads only what the state holds.
+    lasting = replace(run, condition=None, cache=None)
+
+    def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
+        sampler.step(replace(lasting, cache=state.cache, law=law, noise=noise), state)
+
+    state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
+    run.noise.keep = 0  # later decodes write their keys over these
+    given = dict(drafter=run.drafter, prefill=prefill, strict=strict)
+    (state, run.law, run.noise), advance = recorded(
+        model, key, call, (state, run.law, run.noise), run.watch, **given
+    )
+    return run, state, advance
 
 
 def forget(model: Any = None) -> None:

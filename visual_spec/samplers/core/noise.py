@@ -187,11 +187,13 @@ class CounterNoise:
         if not 0 < slots.shape[1] <= self.keep or not on_host(slots):
             return None
         vocab_size, dtype = log_probs.shape[-1], log_probs.dtype
+        rows = torch.arange(0, len(slots) * self.keep, self.keep)[:, None]
         if self._kept is not None and (self._kept[1].shape[-1], self._kept[1].dtype) == (vocab_size, dtype):
             first, times = self._kept
             places = slots - first
-            if int(places.min()) >= 0 and int(places.max()) < self.keep:
-                return times[torch.arange(len(slots))[:, None], places]
+            least, most = places.aminmax()
+            if int(least) >= 0 and int(most) < self.keep:
+                return times.flatten(0, 1).index_select(0, (rows + places).flatten()).view(log_probs.shape)
         first = slots.amin(1, keepdim=True)
         places = slots - first
         if int(places.max()) >= self.keep:
@@ -199,7 +201,7 @@ class CounterNoise:
         drawn = first + torch.arange(self.keep)
         times = philox_log_exponential(self.keys, drawn, vocab_size, TOKEN, 0, dtype)
         self._kept = first, times
-        return times[torch.arange(len(slots))[:, None], places]
+        return times.flatten(0, 1).index_select(0, (rows + places).flatten()).view(log_probs.shape)
 
     def race(
         self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0

@@ -52,7 +52,8 @@ def low_precision_of(model: Any) -> str | None:
     allowed to compute in fewer bits (`torch.set_float32_matmul_precision`, `allow_tf32`): "tf32". So does what the
     model was seen to do while it was `watched`, such as "int8 activations".
     """
-    names = (_stored_precision(model), *(_seen(model) or ()))
+    stored = _stored_precision(model)
+    names = (stored, *(_seen(model, stored) or ()))
     return max(filter(None, names), key=rounding_unit, default=None)
 
 
@@ -64,7 +65,7 @@ def watched(model: Any, *, wanted: bool = True) -> Iterator[None]:
     Seen are conversions of floating numbers to narrower types (also inside a model whose weights are float32), numbers
     that are rounded, and operations of other packages, of which nothing is known: all count as quantised activations.
     """
-    if not wanted or not modules_of(model) or _seen(model) is not None:
+    if not wanted or not modules_of(model) or _seen(model, _stored_precision(model)) is not None:
         yield
         return
     watch = _Watch()
@@ -76,13 +77,13 @@ def watched(model: Any, *, wanted: bool = True) -> Iterator[None]:
         yield
     # Of equal units that which says more: int8, and not that something was rounded.
     narrowest = max(watch.found, key=lambda name: (rounding_unit(name), name != _ROUNDED, name), default=None)
-    _WATCHED[owner_of(model)] = _fingerprint(model), narrowest
+    _WATCHED[owner_of(model)] = _fingerprint(model, _stored_precision(model)), narrowest
 
 
-def _seen(model: Any) -> tuple[str | None] | None:
+def _seen(model: Any, stored: str | None) -> tuple[str | None] | None:
     """The narrowest type that was met while the model was watched; None if it was not, as it now is."""
     kept = _WATCHED.get(owner_of(model)) if modules_of(model) else None
-    return (kept[1],) if kept is not None and kept[0] == _fingerprint(model) else None
+    return (kept[1],) if kept is not None and kept[0] == _fingerprint(model, stored) else None
 
 
 class _Watch(TorchDispatchMode):
@@ -119,21 +120,21 @@ def _narrow(dtype: torch.dtype) -> str | None:
     return name if dtype.is_floating_point else name + _QUANTISED
 
 
-def _fingerprint(model: Any) -> Any:
+def _fingerprint(model: Any, stored: str | None) -> Any:
     """What changes with the types that a model computes in: types of modules and weights, and autocast."""
     modules = modules_of(model)
     kinds: set[Any] = {type(layer) for module in modules for layer in module.modules()}
     for module in modules:
         for part in (*module.parameters(), *module.buffers()):
             kinds.add((type(part), part.dtype))
-    return _stored_precision(model), frozenset(kinds)
+    return stored, frozenset(kinds)
 
 
 def _stored_precision(model: Any) -> str | None:
     """The narrowest floating type of weights, autocast and products of float32."""
-    modules = modules_of(model)
-    dtypes = {part.dtype for module in modules for part in module.parameters() if part.is_floating_point()}
-    devices = {part.device.type for module in modules for part in module.parameters()}
+    weights = [part for module in modules_of(model) for part in module.parameters()]
+    dtypes = {part.dtype for part in weights if part.is_floating_point()}
+    devices = {part.device.type for part in weights}
     dtypes |= {
         torch.get_autocast_dtype(kind)
         for kind in devices

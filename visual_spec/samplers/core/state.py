@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -47,6 +48,11 @@ class Run:
         fixed_width: positions of every call of the model; None: as many as there are to score.
         unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
         end: the token at which a sample ends; None: none does.
+        low_precision: the type below float32 that the model computes in (`low_precision_of`), or None.
+        num_tokens: number of slots to decode.
+        device: of the decode.
+        guided: whether the model also runs unconditional rows.
+        lap: attributes the time since the last lap to the phase that it is given.
     """
 
     model: Any
@@ -64,6 +70,17 @@ class Run:
     fixed_width: int | None = None
     unit: float | None = None
     end: int | None = None
+    low_precision: str | None = None
+    num_tokens: int = field(init=False)
+    device: torch.device = field(init=False)
+    guided: bool = field(init=False)
+    lap: Callable[[str], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.law.num_tokens
+        if self.cache is not None:
+            self.device, self.guided = device_of(self.cache), getattr(self.cache, "guided", False)
+            self.lap = partial(self.watch.lap, device=self.device)
 
     def score(self, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:
         """Call the model on a window, and fill the window up where all calls have one width.
@@ -92,21 +109,6 @@ class Run:
         return logits
 
     @property
-    def guided(self) -> bool:
-        """Whether the model also runs unconditional rows."""
-        return self.cache.guided
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the decode."""
-        return device_of(self.cache)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of slots to decode."""
-        return self.law.num_tokens
-
-    @property
     def drafter_condition(self) -> Any:
         """The condition of a second model that is no feature drafter: its own, or else the target's."""
         own = self.parts.get("drafter_condition")
@@ -116,10 +118,6 @@ class Run:
     def drafter(self) -> Any:
         """The second model, if the sampler takes one."""
         return self.parts.get("drafter")
-
-    def lap(self, phase: str) -> None:
-        """Attribute the time since the last lap to `phase`."""
-        self.watch.lap(phase, self.device)
 
 
 def device_of(cache: Any) -> torch.device:
@@ -182,7 +180,8 @@ class State:
             end=run.end,
             **more,
         )
-        state._stop_at_ends(slots, torch.zeros_like(state.lengths), run.num_tokens)
+        if state.end is not None:
+            state._stop_at_ends(state.end, slots, torch.zeros_like(state.lengths), run.num_tokens)
         return state
 
     @classmethod
@@ -209,22 +208,21 @@ class State:
         self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
         self.target_calls += self.lengths < num_tokens
         before, self.lengths = self.lengths, (self.lengths + count).clamp_(max=num_tokens)
-        self._stop_at_ends(slots, before, num_tokens)
+        if self.end is not None:
+            self._stop_at_ends(self.end, slots, before, num_tokens)
 
-    def _stop_at_ends(self, slots: Tensor, before: Tensor, num_tokens: int) -> None:
+    def _stop_at_ends(self, end: int, slots: Tensor, before: Tensor, num_tokens: int) -> None:
         """Complete the rows that committed an end: what follows it holds ends, which no call committed.
 
         Args:
             slots: long [B, N], the slots of the call.
             before: long [B], the committed slots before the call.
         """
-        if self.end is None:
-            return
         new = (slots >= before[:, None]) & (slots < self.lengths[:, None])
-        ends = new & (self.tokens.gather(1, slots) == self.end)
+        ends = new & (self.tokens.gather(1, slots) == end)
         first = torch.where(ends, slots, num_tokens).amin(1)  # [B], num_tokens where there is none
         after = torch.arange(self.tokens.shape[1], device=slots.device) > first[:, None]
-        self.tokens = self.tokens.masked_fill(after, self.end)
+        self.tokens = self.tokens.masked_fill(after, end)
         self.commit_call = self.commit_call.masked_fill(after, -1)
         self.lengths = torch.where(first < num_tokens, num_tokens, self.lengths)
 
@@ -256,7 +254,7 @@ class ActiveSamples:
         """Whether all parts of the state can `select` samples."""
         return all(
             part is None
-            or isinstance(part, Tensor | int | tuple)
+            or isinstance(part, Tensor | int | str | tuple)
             or getattr(type(part), "select", DecodeState.select) is not DecodeState.select
             for part in self._parts().values()
         )

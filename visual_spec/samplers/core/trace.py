@@ -310,17 +310,15 @@ class Stopwatch:
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():  # recording computes nothing
                 return
-            if not self._events:
-                # The clock times the prefill: no event could be recorded before it, because no device was known.
+            first = not self._events
+            if first:
                 torch.cuda.synchronize(device)
-                self._add(phase)
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(device))
             self._events.append((phase, event))
-        else:
-            self._add(phase)
-
-    def _add(self, phase: str) -> None:
+            if not first:
+                return
+            # The clock times the prefill: no event could be recorded before it, because no device was known.
         now = time.perf_counter()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
         self._last = now

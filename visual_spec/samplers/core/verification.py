@@ -280,8 +280,7 @@ def draw_tokens(
         return noise.categorical(law(logits, slots, guided), slots, stream)
     from visual_spec.kernels.draw import draw  # kernels are imported where they run
 
-    law.check_shape(logits, slots, guided)
-    numbers = law.law.numbers(guided, logits.shape[-1])
+    numbers = law.numbers(logits, slots, guided)
     tokens, finite, _ = draw(logits, noise.keys, slots, numbers, stream=stream)
     law.remember(~finite, slots)
     return tokens
@@ -298,8 +297,7 @@ def draw_near(
     if fits(logits) and noise.keyed:
         from visual_spec.kernels.draw import draw
 
-        law.check_shape(logits, slots, guided)
-        numbers = law.law.numbers(guided, logits.shape[-1])
+        numbers = law.numbers(logits, slots, guided)
         tokens, finite, margin = draw(logits, noise.keys, slots, numbers, stream=TOKEN, margins=True)
         law.remember(~finite, slots)
     else:
@@ -325,7 +323,6 @@ def _verify_by_kernel(
     from visual_spec.kernels.verify import verify as verify_kernel
 
     assert draft.label is not None
-    law.check_shape(logits, slots, guided)
     stream, draw_round = redraw or (None, 0)
     laws, accept, tokens, drawn, finite = verify_kernel(
         logits,
@@ -334,7 +331,7 @@ def _verify_by_kernel(
         draft.label.rows,
         noise.keys,
         slots,
-        law.law.numbers(guided, logits.shape[-1]),
+        law.numbers(logits, slots, guided),
         round=round,
         accept_stream=ACCEPT,
         residual_stream=RESIDUAL,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from visual_spec.models.core.settings import AUTO, Graph, register_to_config
 from visual_spec.samplers.core import acceptance
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import IDENTICAL
-from visual_spec.samplers.core.verification import draw_near
+from visual_spec.samplers.core.verification import draw_near, draw_tokens
 
 
 class AutoregressiveSampler(Sampler):
@@ -46,19 +45,15 @@ class AutoregressiveSampler(Sampler):
         return state
 
     def step(self, run: Run, state: State) -> None:
-        slots = state.next_slots(1)  # [B, 1]
-        before = slots - 1
-        newest = run.view.fed(run.view.read(state.tokens, before), before)
-        logits = run.score(state.cache, newest, before)  # [R, 1, V]
+        slots = state.lengths[:, None]  # [B, 1]
+        logits = run.score(state.cache, state.tokens.gather(1, slots - 1), slots - 1)  # [R, 1, V]
         run.lap("model")
         state.round += 1
-        drawn, near = self.draw(run, logits, slots)
-        run.view.write(state.tokens, slots, drawn)
+        near = None
+        if run.unit is None:
+            drawn = draw_tokens(run.law, run.noise, logits, slots, run.guided)
+        else:
+            drawn, near = draw_near(run.law, run.noise, logits, slots, run.guided, run.unit)
+        state.tokens.scatter_(1, slots, drawn)
         state.commit(slots, torch.ones_like(state.lengths), run.num_tokens, near)
         run.lap("verify")
-
-    def draw(self, run: Run, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Draw slots [B, 1] from logits [R, 1, V]. Returns tokens, and near-ties, bool [B, 1], if they are counted."""
-        if run.unit is None:
-            return run.view.draw(run.law, run.noise, logits, slots, run.guided), None
-        return draw_near(run.law, run.noise, logits, slots, run.guided, run.unit)

@@ -44,6 +44,8 @@ class ColumnView(TokenView):
         self.num_steps = model.grid.num_tokens
         self.special_id, self.vocab_size = model.special_id, model.vocab_size
         self.valid = F.pad(model.valid.to(device), (0, 0, 0, window))  # [S + W, K]
+        self.certain = torch.full((model.vocab_size,), -torch.inf, device=device)  # the law of a forced entry
+        self.certain[:1] = 0
 
     def empty(self, slots: Tensor, length: int) -> Tensor:
         return slots.new_zeros(len(slots), length, self.codebooks)
@@ -51,12 +53,12 @@ class ColumnView(TokenView):
     def first(self, logits: Tensor) -> Tensor:
         return logits[:, None]  # [R, 1, K, V]
 
-    def entries(self, slots: Tensor) -> Tensor:
-        return self.places(slots)
-
     def places(self, positions: Tensor) -> Tensor:
         entry = torch.arange(self.codebooks, device=positions.device)
         return (positions[..., None] * self.codebooks + entry).flatten(1)
+
+    def entries(self, slots: Tensor) -> Tensor:
+        return self.places(slots)
 
     def read(self, tokens: Tensor, slots: Tensor) -> Tensor:
         return rows_of(tokens, slots).flatten(1)
@@ -79,9 +81,7 @@ class ColumnView(TokenView):
         # The logits of a forced entry are never used, so they are marked as past the grid and not checked.
         at = torch.where(valid, slots[..., None], self.num_steps).flatten(1)
         laws = law(logits.flatten(1, 2), at, guided)
-        certain = laws.new_full(laws.shape[-1:], -torch.inf)
-        certain[:1].fill_(0)
-        return torch.where(valid.flatten(1)[..., None], laws, certain)
+        return torch.where(valid.flatten(1)[..., None], laws, self.certain.to(laws))
 
     def draw(
         self, law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool
@@ -154,6 +154,23 @@ class ColumnSampler(Sampler):
         every = torch.arange(run.num_tokens, device=run.device)
         return SampleResult(run.view.with_special(tokens, every), DecodeTrace(**trace))
 
+    def _near_ties(self, run: Run, target: Tensor, logits: Tensor, steps: Tensor) -> Tensor:
+        """Return the columns with a near-tie in one of their entries, bool [B, N]; see `verification.draw_near`.
+
+        Args:
+            target: [B, N * K, V].
+            logits: [R, N, K, V].
+        """
+        assert run.unit is not None
+        _, margin = run.noise.race(target, run.view.entries(steps), TOKEN)
+        valid, law = run.view.valid[steps], run.law.law
+        margin = margin.view(valid.shape)  # [B, N, K]
+        if law.temperature == 0:  # all mass is on the largest logit, so the law says nothing about the second
+            open_law = CheckedLaw(replace(law, temperature=1.0, top_k=0, top_p=1.0), 0)
+            best = run.view.laws(open_law, logits, steps, run.guided).topk(2, -1).values
+            margin = (best[..., 0] - best[..., 1]).view(valid.shape)
+        return (valid & (margin < 2 * rounding_of(logits, law, run.guided, run.unit))).any(-1)
+
 
 class ColumnChainSampler(ColumnSampler, ChainSampler):
     """As `ColumnSampler`, for samplers that test chains of drafted columns.
@@ -187,23 +204,6 @@ class ColumnChainSampler(ColumnSampler, ChainSampler):
         if run.unit is not None:
             verdict = replace(verdict, near=self._near_ties(run, target, logits, slots))
         return verdict
-
-    def _near_ties(self, run: Run, target: Tensor, logits: Tensor, steps: Tensor) -> Tensor:
-        """Return the columns with a near-tie in one of their entries, bool [B, N]; see `verification.draw_near`.
-
-        Args:
-            target: [B, N * K, V].
-            logits: [R, N, K, V].
-        """
-        assert run.unit is not None
-        _, margin = run.noise.race(target, run.view.entries(steps), TOKEN)
-        valid, law = run.view.valid[steps], run.law.law
-        margin = margin.view(valid.shape)  # [B, N, K]
-        if law.temperature == 0:  # all mass is on the largest logit, so the law says nothing about the second
-            open_law = CheckedLaw(replace(law, temperature=1.0, top_k=0, top_p=1.0), 0)
-            best = run.view.laws(open_law, logits, steps, run.guided).topk(2, -1).values
-            margin = (best[..., 0] - best[..., 1]).view(valid.shape)
-        return (valid & (margin < 2 * rounding_of(logits, law, run.guided, run.unit))).any(-1)
 
     def _verify_products(
         self, run: Run, state: Any, target: Tensor, steps: Tensor, draft: Draft

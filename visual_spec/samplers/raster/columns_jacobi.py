@@ -26,9 +26,11 @@ from visual_spec.samplers.core.acceptance import (
     RelaxedNumbers,
 )
 from visual_spec.samplers.core.checks import Coupling, ExactWidth, Window
-from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM
+from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM, copied_slots, uniform_tokens
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.relaxed import rule_of
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import LOSSY
 from visual_spec.samplers.raster.column_base import (
     CODEBOOK,
@@ -45,6 +47,19 @@ COLUMN_DRAFTS = (UNIFORM, LEFT, LAST_LAW)
 @dataclass
 class ColumnJacobiState(ColumnDraftState, JacobiState):
     """A batch between two calls. `tokens` holds drafts for the W - 1 steps after the committed columns."""
+
+
+@dataclass
+class IdenticalColumnState(State):
+    """The same under acceptance "identical", where drafts need no labels.
+
+    Attributes:
+        window: W, the most steps that a call scores.
+        width: steps that the next call scores, at most the window; None: the window.
+    """
+
+    window: int = 1
+    width: int | None = None
 
 
 class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
@@ -101,6 +116,57 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
                 )
             books = books[0]
         self.relaxation.check(books, model.vocab_size)
+
+    def prepare(self, run: Run) -> Any:
+        if self.config.acceptance != "identical":
+            return self.labelled(run)
+        window = self.width(run.model)
+        state = IdenticalColumnState.begin(run, scratch=window, window=window)
+        first = run.view.first(run.cache.logits)
+        law = run.view.laws(run.law, first, torch.zeros_like(state.lengths)[:, None], run.guided)
+        self._enter(run, state, law, state.lengths[:, None] - 1)
+        return state
+
+    def step(self, run: Run, state: Any) -> None:
+        if self.config.acceptance != "identical":
+            return super().step(run, state)
+        # As `jacobi_identical.step`: draw every entry with its own noise, keep the columns that are drawn again.
+        view, width = run.view, min(state.width or state.window, state.window)
+        steps = state.lengths[:, None] + torch.arange(width, device=run.device)  # [B, W]
+        logits = run.score(state.cache, view.fed(view.read(state.tokens, steps - 1), steps - 1), steps - 1)
+        run.lap("model")
+        state.round += 1
+        target = view.laws(run.law, logits, steps, run.guided)  # [B, W * K, V]
+        drawn = run.noise.categorical(target, view.entries(steps), TOKEN)  # [B, W * K]
+        same = (drawn == view.read(state.tokens, steps)).view(len(steps), width, -1).all(-1)
+        kept = same[:, :-1].long().cumprod(1).sum(1)
+        near = None if run.unit is None else self._near_ties(run, target, logits, steps)
+        view.write(state.tokens, steps, drawn)
+        state.commit(steps, kept + 1, run.num_tokens, near)
+        self._enter(run, state, target[:, -view.codebooks :], steps[:, -1:])
+        run.lap("verify")
+
+    def _enter(self, run: Run, state: IdenticalColumnState, law: Tensor, newest: Tensor) -> None:
+        """Draft the steps of the next window that no call has scored yet.
+
+        Args:
+            law: [B, K, V] of `newest`, long [B, 1], the last step that the last call scored.
+        """
+        view, initial = run.view, self.config.initial_draft
+        steps = state.next_slots(state.window - 1)
+        if initial == UNIFORM:
+            allowed = run.law.law.allowed or (0, run.model.vocab_size)
+            drafts = uniform_tokens(run.noise, view.entries(steps), state.round, allowed)
+        elif initial == LAST_LAW:
+            # If the last column is forced and the next is not, this drafts token 0: a poor draft.
+            laws = law.repeat(1, steps.shape[1], 1)
+            drafts = run.noise.categorical(laws, view.entries(steps), TOKEN)
+        else:
+            drafts = view.read(state.tokens, copied_slots(initial, steps, newest, run.model.grid))
+        drafts, _ = view.forced(drafts, None, steps)
+        # An earlier, wider call may have scored a step: its draw is a better draft.
+        scored = (state.commit_call.gather(1, steps) > 0).repeat_interleave(view.codebooks, 1)
+        view.write(state.tokens, steps, torch.where(scored, view.read(state.tokens, steps), drafts))
 
     def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
         if self.keeps != LOSSY:

@@ -1,20 +1,21 @@
 """Speculative Jacobi decoding: one call scores a window of drafts, and the kept ones are committed at once.
 
 A slot that the last call scored is drafted from the result of that call. A slot that enters the window gets an initial
-draft. So drafts are refined from call to call until they are committed. A correction makes the drafts after it stale;
-a second source (`redrafting`) may draft these anew.
+draft. So drafts are refined from call to call until they are committed. Every draft is labelled with the law that it
+was drawn from, and tested by it (`core.verification`). This is the published family; acceptance "identical", the
+default, needs no labels and has a file of its own, `jacobi_identical`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.kernels.law import POINT_LAW
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import RelaxedAcceptance, RelaxedNumbers
@@ -30,26 +31,17 @@ from visual_spec.samplers.core.drafts import (
 )
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.trace import IDENTICAL
 from visual_spec.samplers.core.verification import Verdict
-from visual_spec.samplers.raster.redrafting import (
-    CARRIED,
+from visual_spec.samplers.raster import jacobi_identical
+from visual_spec.samplers.raster.jacobi_identical import (
     CHOSEN,
     DRAFTS,
     PICTURED,
     REPAIRED,
     UNKNOWN,
-    Chosen,
-    Source,
-    copies,
-    pictured,
-    redrafted,
+    USUAL,
+    repaired,
 )
-
-USUAL, NARROWEST = 32, 4  # windows without a choice of the user's: of one picture, and of the largest batches
-# Positions of such a call, in all rows of the batch. On two cores of a Xeon more of them cost more than their tokens
-# save: 16 pictures of `shapes` at batch 4 and 8 decode fastest with windows 16 and 8. On an EPYC these gain little.
-_POSITIONS = 128
 
 
 @dataclass
@@ -57,24 +49,17 @@ class JacobiState(State):
     """A batch between two calls. `tokens` holds drafts for the W - 1 slots after the committed tokens.
 
     Attributes:
-        label: the laws that the drafts were drawn from; None under acceptance "identical".
-        width: slots that the next call scores, at most the window; None: the whole window.
-        inputs: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any. Only with a
-            second source, as are the following.
-        steady: long [B, L + scratch], by slot: how many calls in a row left the draft as it was, at most 2. Only under
-            acceptance "identical", with "chosen" drafts.
+        label: the laws that the drafts were drawn from.
+        inputs: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any; with "repaired"
+            and "chosen" drafts.
         drafter_cache: the drafter's own state, with "chosen" drafts, as the following.
         fed: long [B], the number of leading slots that the drafter has been fed in final form.
-        picture: long [B, L + scratch], by slot: what the drafter drew beforehand, with "pictured" drafts.
     """
 
     label: Label | None = None
-    width: int | None = None
     inputs: Tensor | None = None
-    steady: Tensor | None = None
     drafter_cache: DecodeState | None = None
     fed: Tensor | None = None
-    picture: Tensor | None = None
 
 
 class SpeculativeJacobiSampler(ChainSampler):
@@ -114,13 +99,14 @@ class SpeculativeJacobiSampler(ChainSampler):
             beforehand, in its own order and with the noise of the slots. Its tokens enter the window in place of
             `initial_draft`, and stand in for stale drafts where their neighbours agree; elsewhere as "repaired". Only
             with acceptance "identical". The tokens are the same, or their law; see
-            `visual_spec.samplers.raster.redrafting`. None: "repaired" with acceptance "identical", else "carried".
+            `visual_spec.samplers.raster.jacobi_identical`. None: "repaired" with acceptance "identical", else
+            "carried".
         redrafts: how many slots, from the first open one on, may be drafted anew; at least 1. With "chosen" each
             costs a drafter call.
     """
 
     reads_text = True
-    state_kind: type[State] = JacobiState
+    state_kind: type[JacobiState] = JacobiState
 
     @register_to_config
     def __init__(
@@ -150,13 +136,13 @@ class SpeculativeJacobiSampler(ChainSampler):
 
             drafter = parts.get("drafter")
             check_drafter(self, model, drafter)
-            if self.drafts == PICTURED and hasattr(drafter, "follow"):
+            if self.config.drafts == PICTURED and hasattr(drafter, "follow"):
                 raise ValueError(
                     "drafts='pictured' needs a drafter that draws whole samples, and "
                     f"{type(drafter).__name__} reads the target's features; pass a model of the same tokens, such as "
                     "a near-to-far one, or drafts='chosen'."
                 )
-            if self.drafts == PICTURED:
+            if self.config.drafts == PICTURED:
                 from visual_spec.samplers.orders.ordered import OrderedSampler
 
                 OrderedSampler().check(drafter, law, batch_size, {})
@@ -169,22 +155,12 @@ class SpeculativeJacobiSampler(ChainSampler):
         return self.width(model)
 
     @property
-    def drafts(self) -> str:
-        """Who drafts a slot whose draft is stale."""
-        drafts = self.config.get("drafts", CARRIED)  # a subclass may have no such setting
-        return drafts or (REPAIRED if self.keeps == IDENTICAL else CARRIED)
-
-    @property
     def redrafting(self) -> Redrafting:
         """How drafts follow from the last call."""
+        config = self.config
         return Redrafting(
-            self.config.coupling, self.keeps == IDENTICAL, self.config.initial_draft, self.labels
+            config.coupling, config.acceptance == "identical", config.initial_draft, labelled=True
         )
-
-    @property
-    def labels(self) -> bool:
-        """Whether drafts are labelled with the laws they were drawn from."""
-        return self.keeps != IDENTICAL
 
     @property
     def coupled(self) -> bool:
@@ -195,65 +171,82 @@ class SpeculativeJacobiSampler(ChainSampler):
         return self.config.initial_draft == LAST_LAW
 
     def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
-        # Under the other acceptances the tokens of a seed depend on the window, so it may not depend on the batch.
-        if self.fixed_width is not None or self.keeps != IDENTICAL or isinstance(self.config.window, int):
+        if self.config.window != AUTO or run.fixed_width is not None:
             return advance
-        if self.config.window is None:
-            return by_rows(advance, state, run.cache.guided)
         from visual_spec.samplers.raster.window import WindowPolicy, adaptive  # where it is asked for
 
         policy = WindowPolicy.of(run.model, (run.batch_size, run.law_given.guided, str(run.device)))
         return adaptive(advance, state, policy, run.num_tokens)
 
     def prepare(self, run: Run) -> Any:
-        window = self.width(run.model)
-        state: Any = self.state_kind.begin(run, scratch=window)
-        if self.drafts != CARRIED:
-            state.inputs = torch.full_like(state.tokens, UNKNOWN)
-        if self.drafts == PICTURED:
-            from visual_spec.samplers.orders.ordered import whole_picture
+        if self.config.acceptance == "identical":
+            return jacobi_identical.prepare(self.config, run, self.width(run.model))
+        return self.labelled(run)
 
-            state.picture = F.pad(whole_picture(run, state.tokens[:, 0]), (0, window))
-            run.lap("draft")
-        if self.drafts == CHOSEN:
+    def step(self, run: Run, state: Any) -> None:
+        if self.config.acceptance == "identical":
+            jacobi_identical.step(self.config, run, state)
+        else:
+            super().step(run, state)
+
+    # -- the published family: every draft has a label
+
+    def labelled(self, run: Run) -> Any:
+        """Return the state after the prefill, with labelled drafts."""
+        window, drafts = (
+            self.width(run.model),
+            self.config.get("drafts"),
+        )  # a subclass may have no such setting
+        state = self.state_kind.begin(run, scratch=window)
+        if drafts in (REPAIRED, CHOSEN):
+            state.inputs = torch.full_like(state.tokens, UNKNOWN)
+        if drafts == CHOSEN:
             from visual_spec.samplers.core.drafters import start_drafter
 
             state.drafter_cache = start_drafter(run, window=window)
             state.fed = torch.zeros_like(state.lengths)
-            state.steady = torch.zeros_like(state.tokens) if self.keeps == IDENTICAL else None
         slots, logits = torch.zeros_like(state.lengths)[:, None], run.view.first(run.cache.logits)
         first = run.view.laws(run.law, logits, slots, run.guided)  # [B, K, V]
         self.redraft(run, state, first.repeat(1, window, 1), torch.ones_like(state.lengths), width=1)
         return state
 
     def propose(self, run: Run, state: JacobiState) -> Draft:
+        """Return the drafts of the last call, with others in place of stale ones where a second source is asked for."""
         window = self.width(run.model)
-        slots = state.next_slots(min(state.width or window, window) - 1)
+        slots = state.next_slots(window - 1)
         carried = Draft(run.view.read(state.tokens, slots), state.label, "last call")
-        if self.drafts == CARRIED:
+        if state.inputs is None:
             return carried
-        source: Source
-        tokens, grid, count = state.tokens, run.model.grid, self.config.redrafts
-        if self.drafts in (REPAIRED, PICTURED):
-            source = copies(tokens, state.lengths, grid, slots[:, :count])
-            if state.picture is not None:
-                source = pictured(state.picture, tokens, grid, slots[:, :count], source)
+        assert carried.label is not None
+        count = self.config.redrafts
+        if state.drafter_cache is not None:
+            from visual_spec.samplers.raster.redrafting import Chosen, redrafted  # where there is a drafter
+
+            source = Chosen(run, state, slots, window, self.config.coupling == "gumbel", None)
+            draft = redrafted(state, slots, carried, count, source)
+            run.lap("draft")
         else:
-            source = Chosen(run, state, slots, window, self.config.coupling == "gumbel", state.steady)
-        draft = redrafted(state, slots, carried, count, source)
+            newest = slots[:, :1] - 1
+            fed, at = (
+                torch.cat([state.tokens.gather(1, newest), carried.tokens], 1),
+                torch.cat([newest, slots], 1),
+            )
+            fed, replaced = repaired(
+                state.tokens, state.inputs, state.lengths, fed, at, count, run.model.grid
+            )
+            # A copy is a function of earlier tokens.
+            rows, size = carried.label.rows, replaced.shape[1]
+            rows = torch.cat([rows[:, :size].masked_fill(replaced, POINT_LAW), rows[:, size:]], 1)
+            draft = Draft(
+                fed[:, 1:], Label(carried.label.laws, rows, carried.label.allowed), carried.provenance
+            )
         if self.redrafting.redraws:  # `settle` leaves kept drafts where they are
             state.tokens.scatter_(1, slots, draft.tokens)
-        if self.needs_drafter:
-            run.lap("draft")
         return draft
 
     def settle(self, run: Run, state: JacobiState, slots: Tensor, verdict: Verdict) -> None:
         if hasattr(run.drafter, "observe"):
             run.drafter.observe(state.drafter_cache, state.cache.features, slots - 1)
-        if state.steady is not None:
-            same = state.tokens.gather(1, slots) == verdict.tokens
-            age = (state.steady.gather(1, slots) + 1).clamp(max=2)
-            state.steady.scatter_(1, slots, torch.where(same, age, 0))
         tokens = verdict.tokens
         if self.redrafting.redraws:  # the drafts after the replacement are drawn below
             place = torch.arange(tokens.shape[1], device=tokens.device) // run.view.codebooks
@@ -264,9 +257,8 @@ class SpeculativeJacobiSampler(ChainSampler):
         self.redraft(run, state, verdict.laws, verdict.advance, slots.shape[1], verdict.drawn)
 
     def redraw(self, state: JacobiState) -> tuple[int, int | Tensor] | None:
-        if not self.redrafting.redraws or self.config.initial_draft == LAST_LAW:
-            return None
-        return self.redrafting.noise(state.round)
+        rule = self.redrafting
+        return rule.noise(state.round) if rule.redraws and rule.initial != LAST_LAW else None
 
     def redraft(
         self,
@@ -293,23 +285,15 @@ class SpeculativeJacobiSampler(ChainSampler):
         # If the last column is forced and the next is not, "last_law" drafts token 0 with certainty: a poor draft,
         # correctly labelled.
         reached, rows = source < width, view.places(source.clamp(max=width - 1))
-        if (
-            self.keeps == IDENTICAL
-        ):  # an earlier, wider call may also have scored a slot: drafts need no label
-            reached = reached | (state.commit_call.gather(1, slots) > 0)
 
         def copies(drafts: Tensor) -> Tensor:
-            if state.picture is not None:
-                return state.picture.gather(1, slots)
             if view.carries_drafts:
                 view.write(state.tokens, slots, drafts)
             newest = (state.lengths - advance + width - 1)[:, None]  # [B, 1], the last slot the call reached
             direction, grid = self.config.initial_draft, run.model.grid
             return view.read(state.tokens, copied_slots(direction, slots, newest, grid, state.tokens))
 
-        # A picture stands in for every kind of initial draft.
-        rule = replace(self.redrafting, initial=PICTURED) if state.picture is not None else self.redrafting
-        drafts, label = rule.drafts(
+        drafts, label = self.redrafting.drafts(
             run.noise,
             state.round,
             laws,
@@ -330,22 +314,3 @@ def widest(window: int | str | None, fixed: int | None = None) -> int:
     if isinstance(window, int):
         return window
     return fixed or (USUAL if window is None else WIDTHS[-1])
-
-
-def window_of_rows(rows: int) -> int:
-    """Return the window of a batch of so many rows, guidance rows included: as wide as its call stays small."""
-    fitting = [width for width in WIDTHS if NARROWEST <= width <= USUAL and rows * width <= _POSITIONS]
-    return max(fitting, default=NARROWEST)
-
-
-def by_rows(advance: Callable[[], None], state: Any, guided: bool) -> Callable[[], None]:
-    """Return `advance`, one step on `state`, with the window of the rows that are left in every call.
-
-    `state`: has `width`, which is set, and `lengths`, long `[B]`.
-    """
-
-    def step() -> None:
-        state.width = window_of_rows(len(state.lengths) * (2 if guided else 1))
-        advance()
-
-    return step

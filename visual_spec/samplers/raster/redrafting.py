@@ -1,42 +1,24 @@
-"""Second sources of drafts for Jacobi decoding: who drafts a slot whose carried draft was drawn for another text.
+"""A drafter as the second source of Jacobi decoding: it drafts the slots whose carried draft is stale.
 
 The carried draft of a slot is what the target drew there in the last call, after the token that was fed before the
 slot. If a correction has put another token there since, the carried draft is stale. So the first slots are walked in
-order, and a second source drafts those whose token before has changed:
-
-    repaired   the token that last stood after the same two neighbours (`copies`); no weights, no second model.
-    pictured   the token of a whole picture that the drafter drew beforehand, where that has the same two neighbours;
-               else as repaired. Slots that enter the window are drafted from it too.
-    chosen     the drafter's token. Under acceptance "identical" it must also win its race by the margin that the
-               carried draft deserves, by how long that has stayed the same (`NEEDED_MARGIN`).
-
-Under acceptance "identical" any draft is allowed. Under the others a draft carries its law: a copy is a function of
-earlier tokens (a point law), and a drafter's token is drawn from the drafter's law. Whether a slot is drafted anew
-depends there on earlier slots only, and never on the noise of the slot itself, so the labels stay true.
+order, and the drafter drafts those whose token before has changed. Under acceptance "identical" any draft is allowed,
+and the drafter's token must win its race by the margin that the carried draft deserves, by how long that has stayed
+the same (`NEEDED_MARGIN`). Under the others a draft carries its law. Whether a slot is drafted anew depends there on
+earlier slots only, and never on the noise of the slot itself, so the labels stay true.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.law import POINT_LAW
-from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.noise import REDRAFT, TOKEN
 from visual_spec.samplers.core.state import Run
-
-CARRIED: Final = "carried"
-REPAIRED: Final = "repaired"
-PICTURED: Final = "pictured"
-CHOSEN: Final = "chosen"
-DRAFTS = (CARRIED, REPAIRED, PICTURED, CHOSEN)
-
-UNKNOWN: Final = -1  # a slot that no call was fed, or that has no copy
-_HALF: Final = 1 << 32  # more than any token and any place
 
 # How far the drafter's best token must lead, in nats under the slot's noise, to replace a carried draft that 0, 1, and
 # 2 or more calls in a row have left as it was. From a logistic regression on 24 prompts of `shapes`, without its small
@@ -44,16 +26,14 @@ _HALF: Final = 1 << 32  # more than any token and any place
 NEEDED_MARGIN = (0.0, 1.4, 2.0)
 
 # Drafts one of the slots that it was made for, by their number, after the tokens long [B, 1] that are now before it.
-# Returns tokens long [B, 1], their law [B, 1, V] (None: they are a function of earlier tokens), and bool [B, 1], where
-# they are wanted.
-Source = Callable[[int, Tensor], tuple[Tensor, Tensor | None, Tensor]]
+# Returns tokens long [B, 1], their law [B, 1, V], and bool [B, 1], where they are wanted.
+Source = Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def redrafted(state: Any, slots: Tensor, draft: Draft, count: int, source: Source) -> Draft:
     """Return the draft with other tokens and labels where the source replaces a stale one, in the first `count` slots.
 
-    Notes in `state.inputs` what each slot is about to be fed. The walk is a chain of small operations, so sources do
-    before it what they can, for all slots at once.
+    Notes in `state.inputs` what each slot is about to be fed.
 
     Args:
         state: has `tokens` and `inputs`, long [B, S], by slot.
@@ -72,67 +52,15 @@ def redrafted(state: Any, slots: Tensor, draft: Draft, count: int, source: Sourc
         before = torch.where(replaced, token, draft.tokens[:, place, None])
         tokens.append(before)
         if rows is not None:
-            row = POINT_LAW if law is None else sum(part.shape[1] for part in laws)
+            row = sum(part.shape[1] for part in laws)
             rows[:, place, None] = torch.where(replaced, row, rows[:, place, None])
-            laws += [] if law is None else [law]
+            laws.append(law)
     now = torch.cat([*tokens, draft.tokens[:, len(tokens) - 1 :]], 1)  # [B, 1 + N]
     inputs.scatter_(1, torch.cat([newest, slots], 1), now)
     label = None
     if draft.label is not None and rows is not None:
         label = Label(torch.cat(laws, 1), rows, draft.label.allowed)
     return Draft(now[:, 1:], label, draft.provenance)
-
-
-def copies(tokens: Tensor, lengths: Tensor, grid: TokenGrid, slots: Tensor) -> Source:
-    """Return the source that copies the last committed token with the same two neighbours.
-
-    They are the token before, and the one above; in a video the one at the same place a frame earlier.
-
-    Args:
-        tokens: long [B, S], by slot.
-        lengths: long [B], committed slots.
-        slots: long [B, n], those that are drafted.
-    """
-    back = _far_neighbour(grid)
-    places = torch.arange(tokens.shape[1], device=tokens.device)  # [S]
-    committed = (places >= back) & (places < lengths[:, None])  # [B, S]
-    left, far = tokens.roll(1, 1), tokens.roll(back, 1)
-    own = tokens.gather(1, (slots - back).clamp(min=0))  # [B, n], the far neighbours of the slots
-    alike = committed[:, None] & (far[:, None] == own[..., None]) & (slots >= back)[..., None]  # [B, n, S]
-    # The last place has the largest number, whose low half is its token; of no place it is the first token.
-    none = (tokens[:, :1] - _HALF)[..., None]  # [B, 1, 1]
-    numbered = torch.where(alike, (places * _HALF + tokens)[:, None], none)
-
-    def source(place: int, before: Tensor) -> tuple[Tensor, None, Tensor]:
-        last = torch.where(left == before, numbered[:, place], none[:, 0]).amax(1, keepdim=True)  # [B, 1]
-        return last & (_HALF - 1), None, last >= 0
-
-    return source
-
-
-def pictured(picture: Tensor, tokens: Tensor, grid: TokenGrid, slots: Tensor, other: Source) -> Source:
-    """Return the source that takes the token of a picture, long [B, S], where that has the same two neighbours.
-
-    Args:
-        tokens: long [B, S], by slot.
-        slots: long [B, n], those that are drafted.
-        other: the source elsewhere, without laws.
-    """
-    far = (slots - _far_neighbour(grid)).clamp(min=0)
-    alike_far = picture.gather(1, far) == tokens.gather(1, far)  # [B, n]
-    own, left = picture.gather(1, slots), picture.gather(1, slots - 1)
-
-    def source(place: int, before: Tensor) -> tuple[Tensor, None, Tensor]:
-        copied, _, wanted = other(place, before)
-        alike = alike_far[:, place, None] & (left[:, place, None] == before)
-        return torch.where(alike, own[:, place, None], copied), None, wanted | alike
-
-    return source
-
-
-def _far_neighbour(grid: TokenGrid) -> int:
-    """How far back the second neighbour of a slot is."""
-    return grid.width if grid.frames == 1 else grid.height * grid.width
 
 
 class Chosen:

@@ -18,11 +18,11 @@ from torch import Tensor
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.checks import CheckedLaw
-from visual_spec.samplers.core.drafts import LEFT, Draft, copied_tokens
+from visual_spec.samplers.core.drafts import LEFT, copied_tokens
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise
 from visual_spec.samplers.core.verification import draw_tokens
-from visual_spec.samplers.raster.redrafting import UNKNOWN, copies, redrafted
+from visual_spec.samplers.raster.jacobi_identical import UNKNOWN, repaired
 
 _EVERY_SLOT = 2**62  # the grid is unknown, so no slot counts as past it
 
@@ -98,7 +98,7 @@ class WindowMemory:
 
     The drafts are as in `SpeculativeJacobiSampler(initial_draft="left", drafts="repaired")`: what the last call drew
     for a slot; a copy of the last token with the same two neighbours where the token before has changed since
-    (`redrafting`); a copy of a neighbour where no call has been yet.
+    (`jacobi_identical.repaired`); a copy of a neighbour where no call has been yet.
 
     Attributes:
         tokens: long [B, S], by slot: committed tokens, then drafts, then scratch.
@@ -157,8 +157,9 @@ class WindowMemory:
         copied = copied_tokens(LEFT, self.tokens, slots, self.newest[:, None], grid)
         drafts = torch.where(known, self.tokens.gather(1, slots), copied)
         self.tokens.scatter_(1, slots, drafts)
-        source = copies(self.tokens, self.lengths, grid, slots[:, :redrafts])
-        return redrafted(self, slots, Draft(drafts, None, "last call"), redrafts, source).tokens
+        at = torch.cat([slots[:, :1] - 1, slots], 1)
+        fed = self.tokens.gather(1, at)
+        return repaired(self.tokens, self.inputs, self.lengths, fed, at, redrafts, grid)[0][:, 1:]
 
 
 def _names(kind: type) -> list[str]:

@@ -1,0 +1,226 @@
+"""Jacobi decoding with the noise of plain decoding: acceptance "identical", the default sampler, from top to bottom.
+
+One call draws every slot of a window with the slot's own noise, given drafts of the slots before. The first draw is a
+token of plain decoding; so is every next one, as long as the drafts before it were the tokens that were drawn. The
+other draws are the drafts of the next call. `naive.identical_jacobi` is this in 17 lines. Any draft is allowed here, so
+the rest of this file is about good ones:
+
+    initial    of a slot that no call has scored: a copy of a neighbour, or as `initial_draft` says (`enter`).
+    carried    what the last call drew there, after the token that was fed before the slot.
+    repaired   where another token stands there since, the carried draft is stale. Then the last token that stood after
+               the same two neighbours is copied (`repaired`); no weights, no second model.
+    pictured   the token of a whole picture that a drafter drew beforehand, where that has the same two neighbours;
+               else as repaired. Slots that no call has scored are drafted from it, too.
+    chosen     the token of a drafter, where it wins by the margin that the carried draft deserves (`redrafting`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.samplers.core.checks import WIDTHS
+from visual_spec.samplers.core.drafts import LAST_LAW, UNIFORM, Draft, copied_slots, uniform_tokens
+from visual_spec.samplers.core.noise import TOKEN
+from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.verification import draw_near, draw_tokens
+
+CARRIED: Final = "carried"
+REPAIRED: Final = "repaired"
+PICTURED: Final = "pictured"
+CHOSEN: Final = "chosen"
+DRAFTS = (CARRIED, REPAIRED, PICTURED, CHOSEN)
+
+USUAL, NARROWEST = 32, 4  # windows without a choice of the user's: of one picture, and of the largest batches
+# Positions of such a call, in all rows of the batch. On two cores of a Xeon more of them cost more than their tokens
+# save: 16 pictures of `shapes` at batch 4 and 8 decode fastest with windows 16 and 8. On an EPYC these gain little.
+_POSITIONS = 128
+UNKNOWN: Final = -1  # a slot that no call was fed
+_HALF: Final = 1 << 32  # more than any token and any place
+
+
+@dataclass
+class IdenticalState(State):
+    """A batch between two calls. `tokens` holds drafts for the W - 1 slots after the committed tokens.
+
+    Attributes:
+        window: W, the most slots that a call scores.
+        width: slots that the next call scores, at most the window; None: the window.
+        inputs: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any. None where
+            drafts are carried.
+        picture: long [B, L + scratch], by slot: what the drafter drew beforehand, with "pictured" drafts.
+        drafter_cache: the drafter's own state, with "chosen" drafts, as the following.
+        fed: long [B], the number of leading slots that the drafter has been fed in final form.
+        steady: long [B, L + scratch], by slot: how many calls in a row left the draft as it was, at most 2.
+    """
+
+    window: int = 1
+    width: int | None = None
+    inputs: Tensor | None = None
+    picture: Tensor | None = None
+    drafter_cache: DecodeState | None = None
+    fed: Tensor | None = None
+    steady: Tensor | None = None
+
+
+def prepare(settings: Any, run: Run, window: int) -> IdenticalState:
+    """Return the state after the prefill. `settings`: a configuration of `SpeculativeJacobiSampler`."""
+    state = IdenticalState.begin(run, scratch=window, window=window)
+    if settings.drafts != CARRIED:
+        state.inputs = torch.full_like(state.tokens, UNKNOWN)
+    if settings.drafts == PICTURED:
+        from visual_spec.samplers.orders.ordered import whole_picture
+
+        state.picture = F.pad(whole_picture(run, state.tokens[:, 0]), (0, window))
+        run.lap("draft")
+    if settings.drafts == CHOSEN:
+        from visual_spec.samplers.core.drafters import start_drafter
+
+        state.drafter_cache = start_drafter(run, window=window)
+        state.fed, state.steady = torch.zeros_like(state.lengths), torch.zeros_like(state.tokens)
+    enter(settings.initial_draft, run, state, run.view.first(run.cache.logits), state.lengths[:, None] - 1)
+    return state
+
+
+def step(settings: Any, run: Run, state: IdenticalState) -> None:
+    """Make one call: commit the drafts that are drawn again, up to the first that is not, and one token more."""
+    width = min(state.width or state.window, state.window)
+    if settings.window is None and run.fixed_width is None:
+        width = min(width, window_of_rows(len(state.lengths) * (2 if run.guided else 1)))
+    slots = state.lengths[:, None] + torch.arange(
+        width, device=run.device
+    )  # [B, W], the slots that are scored
+    at = slots - 1  # each is predicted after the token before it
+    fed = state.tokens.gather(1, at)  # the newest token, then drafts
+    if state.drafter_cache is not None:
+        from visual_spec.samplers.raster.redrafting import Chosen, redrafted
+
+        source = Chosen(run, state, at[:, 1:], state.window, True, state.steady)
+        draft = redrafted(state, at[:, 1:], Draft(fed[:, 1:], None, "last call"), settings.redrafts, source)
+        fed = torch.cat([fed[:, :1], draft.tokens], 1)
+        run.lap("draft")
+    elif state.inputs is not None:
+        grid, picture = run.model.grid, state.picture
+        fed, _ = repaired(
+            state.tokens, state.inputs, state.lengths, fed, at, settings.redrafts, grid, picture
+        )
+
+    logits = run.score(state.cache, fed, at)  # [R, W, V]
+    run.lap("model")
+    state.round += 1
+    if run.unit is None:
+        drawn, near = draw_tokens(run.law, run.noise, logits, slots, run.guided), None
+    else:
+        drawn, near = draw_near(run.law, run.noise, logits, slots, run.guided, run.unit)
+    # A draw counts if all drafts before it are the tokens that were drawn there.
+    kept = (drawn[:, :-1] == fed[:, 1:]).long().cumprod(1).sum(1)
+
+    if state.steady is not None:
+        if hasattr(run.drafter, "observe"):
+            run.drafter.observe(state.drafter_cache, state.cache.features, at)
+        age = (state.steady.gather(1, slots) + 1).clamp(max=2)
+        same = state.tokens.gather(1, slots) == drawn
+        state.steady.scatter_(1, slots, torch.where(same, age, 0))
+    state.tokens.scatter_(1, slots, drawn)
+    state.commit(slots, kept + 1, run.num_tokens, near)
+    enter(settings.initial_draft, run, state, logits[:, -1:], slots[:, -1:])
+    run.lap("verify")
+
+
+def window_of_rows(rows: int) -> int:
+    """Return the window of a batch of so many rows, guidance rows included: as wide as its call stays small."""
+    fitting = [width for width in WIDTHS if NARROWEST <= width <= USUAL and rows * width <= _POSITIONS]
+    return max(fitting, default=NARROWEST)
+
+
+def enter(initial: str, run: Run, state: IdenticalState, logits: Tensor, newest: Tensor) -> None:
+    """Draft the slots of the next window that no call has scored yet.
+
+    Args:
+        initial: how, see `SpeculativeJacobiSampler`; a picture stands in for every kind.
+        logits: [R, 1, V] of `newest`, long [B, 1], the last slot that the last call scored.
+    """
+    if state.window == 1:
+        return
+    slots = state.lengths[:, None] + torch.arange(state.window - 1, device=run.device)
+    if state.picture is not None:
+        drafts = state.picture.gather(1, slots)
+    elif initial == UNIFORM:
+        allowed = run.law.law.allowed or (0, run.model.vocab_size)
+        drafts = uniform_tokens(run.noise, slots, state.round, allowed)
+    elif initial == LAST_LAW:
+        law = run.law(logits, newest, run.guided)  # [B, 1, V]
+        drafts = run.noise.categorical(law.expand(-1, slots.shape[1], -1), slots, TOKEN)
+    else:
+        source = copied_slots(initial, slots, newest, run.model.grid, state.tokens)
+        drafts = state.tokens.gather(1, source)
+    # An earlier, wider call may have scored a slot: its draw is a better draft.
+    scored = state.commit_call.gather(1, slots) > 0
+    state.tokens.scatter_(1, slots, torch.where(scored, state.tokens.gather(1, slots), drafts))
+
+
+def repaired(
+    tokens: Tensor,
+    inputs: Tensor,
+    lengths: Tensor,
+    fed: Tensor,
+    at: Tensor,
+    count: int,
+    grid: TokenGrid,
+    picture: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what is fed, with other drafts in place of stale ones: long [B, W]; and which of the first are replaced.
+
+    A draft is stale if the token before it is another one than in the last call. Then it is replaced by the last
+    committed token with the same two neighbours: the token before, and the one above; in a video the one at the same
+    place a frame earlier. Notes in `inputs` what is fed.
+
+    Args:
+        tokens: long [B, S], by slot.
+        inputs: long [B, S], by slot: what the last call was fed.
+        lengths: long [B], committed slots.
+        fed: long [B, W], at the slots `at`: the newest token, then drafts.
+        count: how many drafts may be replaced, from the first on.
+        picture: long [B, S], by slot: a picture whose token is taken in the first place, where it has the same
+            neighbours.
+    """
+    slots, drafts = at[:, 1 : count + 1], fed[:, 1 : count + 1, None]  # [B, n], [B, n, 1]
+    size, back = tokens.shape[1], grid.width if grid.frames == 1 else grid.height * grid.width
+    far = (slots - back).clamp(min=0)
+    above = tokens.gather(1, far)  # [B, n], the far neighbours of the slots
+    # All tokens that a slot may get, each with its rank above and its id below 2 ** 32, and the token that must stand
+    # before the slot for it. The carried draft has the least rank if its own is not there, else the greatest.
+    places = torch.arange(size, device=tokens.device)
+    committed = (places >= back) & (places < lengths[:, None])  # [B, S]
+    alike = (
+        (tokens.roll(back, 1)[:, None] == above[..., None]) & committed[:, None] & (slots >= back)[..., None]
+    )
+    ranked = [torch.where(alike, (places * _HALF + tokens)[:, None], drafts)]  # [B, n, S]
+    wanted = [tokens.roll(1, 1)[:, None].expand(alike.shape)]
+    if picture is not None:
+        same = (picture.gather(1, far) == above)[..., None]
+        ranked.append(torch.where(same, size * _HALF + picture.gather(1, slots)[..., None], drafts))
+        wanted.append(picture.gather(1, slots - 1)[..., None])
+    ranked.append((size + 1) * _HALF + drafts)
+    wanted.append(inputs.gather(1, slots - 1)[..., None])
+    # The walk is a chain of small operations, so what can be is done for all slots at once.
+    walk = zip(
+        *(part.unbind(1) for part in (torch.cat(ranked, 2), torch.cat(wanted, 2), drafts)), strict=True
+    )
+    token, found = fed[:, :1], []
+    for numbers, before, draft in walk:  # [B, S + 1], [B, S + 1], [B, 1]
+        found.append(torch.where(before == token, numbers, draft).amax(1, keepdim=True))
+        token = found[-1] & (_HALF - 1)
+    if found:
+        found = torch.cat(found, 1)  # [B, n]
+        fed = torch.cat([fed[:, :1], found & (_HALF - 1), fed[:, 1 + found.shape[1] :]], 1)
+        replaced = (found >= _HALF) & (found < (size + 1) * _HALF)
+    else:
+        replaced = slots.bool()
+    inputs.scatter_(1, at, fed)
+    return fed, replaced
