@@ -1,4 +1,4 @@
-"""docs/EXTENDING.md as it stands: a sampler is a file and a line, a model one class, families and metrics one entry."""
+"""docs/EXTENDING.md as it stands: a package of samplers, a rule and a family; a model one class, a metric one entry."""
 
 import os
 import re
@@ -11,8 +11,11 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "EXTENDING.md").read_text()
-SAMPLER, MODEL, USE, SAVED, STATISTIC, ANY_ORDER = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
-LINE, ENTRY, METRIC_ENTRY = (
+SAMPLER, SAMPLERS, RULE, MODEL, USE, SAVED, FAMILIES, STATISTIC, ANY_ORDER = re.findall(
+    r"```python\n(.*?)```", PAGE, flags=re.S
+)
+(ENTRY_POINTS,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.S)
+(METRIC_ENTRY,) = (
     re.sub(r"^\+", "", text, flags=re.M).rstrip()
     for text in re.findall(r"```diff\n(.*?)```", PAGE, flags=re.S)
 )
@@ -27,6 +30,7 @@ from PIL import Image
 torch.set_num_threads(1)
 import visual_spec
 from visual_spec.cli import main
+from mine.copies import CopySampler
 
 assert Path(visual_spec.__file__).is_relative_to(Path.cwd()), visual_spec.__file__
 
@@ -40,7 +44,8 @@ def run(*arguments):
 
 
 NEW_SAMPLER = """
-sampler = visual_spec.CopySampler(4)
+sampler = CopySampler(4)
+assert visual_spec.CopySampler is CopySampler
 
 assert "CopySampler" in run("models")
 prompt = "a large red circle on a plain sky background"
@@ -58,8 +63,22 @@ pipe = visual_spec.ImagePipeline.from_pretrained("shapes")
 pipe.sampler = sampler
 pipe.save_pretrained("saved")
 loaded = visual_spec.ImagePipeline.from_pretrained("saved").sampler
-assert type(loaded) is visual_spec.CopySampler and loaded.config["num_drafts"] == 4
+assert type(loaded) is CopySampler and loaded.config["num_drafts"] == 4
 assert visual_spec.accelerate(pipe, "copies").sampler.config["num_drafts"] == 8
+
+out = run("generate", prompt, "--sampler", "near-copies:share=0.9", "--compare", "--out", "near", "--json")
+found = json.loads(out.splitlines()[-1])["comparison"][0]
+assert found["divergence"] > 0 and found["calls"] < 256
+
+# Registered by nobody: by its path, and from a folder once it is imported.
+Path("theirs.py").write_text("import mine.copies\\nclass TheirSampler(mine.copies.CopySampler): pass")
+out = run("generate", prompt, "--sampler", "theirs:TheirSampler:num_drafts=3", "--compare", "--out", "own", "--json")
+found = json.loads(out.splitlines()[-1])
+assert found["sampler"]["num_drafts"] == 3 and found["comparison"][0]["identical"]
+from theirs import TheirSampler
+pipe.sampler = TheirSampler(5)
+pipe.save_pretrained("own_saved")
+assert visual_spec.ImagePipeline.from_pretrained("own_saved").sampler.config["num_drafts"] == 5
 
 from tests.exactness.test_every_sampler import enumerated, total_variation
 from visual_spec.samplers import registry
@@ -72,7 +91,7 @@ assert total_variation(found.law, law) < 1e-10
 FAMILY = """
 from tests.helpers.tiny import tiny_vq_model
 from visual_spec.eval.defaults import settings_of_model
-from visual_spec.models.next_token.recurrent import RecurrentTransformer
+from mine.recurrent import RecurrentTransformer
 from visual_spec.pipelines.embedded import describe
 from visual_spec.pipelines.loading import load_pipeline, read_family
 
@@ -130,15 +149,27 @@ def add_entry(file: Path, table: str, entry: str) -> None:
     file.write_text(f"{text[:end]}\n{entry}{text[end:]}")
 
 
-def test_a_new_sampler_family_and_metric_are_a_file_or_a_function_and_one_entry(tmp_path):
+def install(folder: Path) -> None:
+    """The package `mine` of the page, as pip would leave it in a folder of packages."""
+    package, facts = folder / "mine", folder / "mine-1.0.dist-info"
+    package.mkdir()
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    points = re.sub(r'project\.entry-points\.|"', "", ENTRY_POINTS)  # as setuptools writes them
+    (facts / "entry_points.txt").write_text(points)
+    (package / "__init__.py").touch()
+    (package / "copies.py").write_text(SAMPLER)
+    (package / "rules.py").write_text(RULE)
+    (package / "recurrent.py").write_text(f"{MODEL}\n\n{SAVED}")
+    (package / "table.py").write_text(f"{SAMPLERS}\n\n{FAMILIES}")
+
+
+def test_a_package_brings_a_sampler_a_rule_and_a_family_and_a_metric_is_one_entry(tmp_path):
+    install(tmp_path)
     package = tmp_path / "visual_spec"
     shutil.copytree(ROOT / "visual_spec", package)  # with what is compiled
     (tmp_path / "weights").symlink_to(ROOT / "weights")
     assert len(SAMPLER.strip().splitlines()) <= 60
-    (package / "samplers" / "copies.py").write_text(SAMPLER)
-    add_entry(package / "samplers" / "registry.py", "SAMPLERS", LINE)
-    (package / "models" / "next_token" / "recurrent.py").write_text(f"{MODEL}\n\n{SAVED}")
-    add_entry(package / "families.py", "FAMILIES", ENTRY)
     statistics = package / "eval" / "quality" / "statistics.py"
     statistics.write_text(f"{statistics.read_text()}\n\n{STATISTIC}")
     add_entry(package / "eval" / "quality" / "metric_table.py", "METRICS", METRIC_ENTRY)

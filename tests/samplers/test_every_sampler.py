@@ -21,15 +21,15 @@ from visual_spec.samplers.registry import (
     FLOW_SCALES,
     FRAMES,
     MASKED,
-    SAMPLERS,
     SCALES,
     SamplerEntry,
+    all_samplers,
     sampler_class,
 )
 
 pytestmark = pytest.mark.every_set
 
-EVERY = pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
+EVERY = pytest.mark.parametrize("entry", all_samplers(), ids=lambda entry: entry.name)
 
 
 def defaults_of(kind: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_settings_given_by_position_are_kept(entry):
 def test_samplers_swap_through_their_configurations(entry):
     """As users change a sampler: `pipe.sampler = Kind.from_config(pipe.sampler.config)`."""
     config = sampler_class(entry)().config
-    for other in (other for other in SAMPLERS if other.calls == entry.calls):
+    for other in (other for other in all_samplers() if other.calls == entry.calls):
         assert type(sampler_class(other).from_config(config)) is sampler_class(other)
 
 
@@ -200,7 +200,9 @@ def test_the_trace_says_what_the_sampler_promises(entry):
     assert (trace.lossless, trace.identical) == (sampler.lossless, sampler.identical)
     assert (entry.needs == "drafter") == sampler.needs_drafter == ("drafter" in sampler.takes)
     if sampler.identical:
-        plain: Any = next((other for other in SAMPLERS if other.plain and _same_text(other, entry)), None)
+        plain: Any = next(
+            (other for other in all_samplers() if other.plain and _same_text(other, entry)), None
+        )
         expected = decode(entry, sampler_class(plain)() if plain else OrderedSampler())
         if entry.calls == MASKED:  # its plain decoding is one token a call in the same order
             expected = decode(entry, sampler_class(entry)(num_drafts=0))

@@ -57,8 +57,8 @@ from visual_spec.samplers.registry import (
     FLOW_SCALES,
     FRAMES,
     MASKED,
-    SAMPLERS,
     SCALES,
+    all_samplers,
     sampler_class,
 )
 
@@ -97,7 +97,7 @@ MUSIC = {
 
 
 # What is registered, with its default settings, and another drafter where these will not do.
-REGISTERED = {entry.name: entry for entry in SAMPLERS}
+REGISTERED = {entry.name: entry for entry in all_samplers()}
 SMALLER: dict[str, Any] = dict(
     transformer_config=dict(
         vocab_size=8,

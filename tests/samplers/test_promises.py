@@ -17,7 +17,7 @@ from visual_spec.samplers.registry import (
     FLOW_SCALES,
     FRAMES,
     MASKED,
-    SAMPLERS,
+    all_samplers,
     by_class,
     by_name,
     sampler_class,
@@ -68,7 +68,8 @@ def plain_of(sampler: Any) -> Any:
     if sampler.keeps in (LOSSY, OTHER) or entry.plain or entry.calls == MASKED:
         return sampler
     plain = next(
-        (one for one in SAMPLERS if one.plain and KINDS[one.calls] is KINDS[entry.calls]), by_name("ordered")
+        (one for one in all_samplers() if one.plain and KINDS[one.calls] is KINDS[entry.calls]),
+        by_name("ordered"),
     )
     return plainly(sampler_class(plain), **sampler.law_settings)
 
@@ -88,7 +89,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one.tokens, other.tokens)
 
 
-@pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", all_samplers(), ids=lambda entry: entry.name)
 def test_a_run_gives_what_it_promises_whatever_the_settings(entry):
     kind, own_law = sampler_class(entry), entry.calls in OWN_LAW
     plain = decode(entry, plain_of(plainly(kind)), SAMPLES)

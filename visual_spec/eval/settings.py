@@ -49,9 +49,10 @@ class Setting:
     @property
     def name(self) -> str:
         """The setting as it was written, without its window, which tables show in a column of its own."""
-        name, colon, rest = self.text.partition(":")
-        kept = [part for part in rest.split(",") if part.partition("=")[0].strip() != "window"]
-        return name + colon * bool(kept) + ",".join(kept) if colon else name
+        name = parse_sampler(self.text)[0]
+        parts = [part for part in self.text.strip()[len(name) + 1 :].split(",") if part]
+        kept = [part for part in parts if part.partition("=")[0].strip() != "window"]
+        return ":".join([name, ",".join(kept)] if kept else [name])
 
     @property
     def pipeline_law(self) -> dict[str, Any]:

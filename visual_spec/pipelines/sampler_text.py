@@ -1,4 +1,4 @@
-"""Samplers as text: `name` or `name:setting=value,...`, read, made and written."""
+"""Samplers as text: `name` or `name:setting=value,...`, read, made and written. A name may be "module:class"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from visual_spec.models.core.settings import settings_of
 from visual_spec.samplers.core.trace import IDENTICAL
-from visual_spec.samplers.registry import by_name, meant, sampler_class
+from visual_spec.samplers.registry import by_name, meant, names, sampler_class
 
 _MODELS = ("drafter", "refiner")  # settings that name a model, and are taken as they stand
 
@@ -26,6 +26,9 @@ def parse_sampler(text: str) -> tuple[str, dict[str, Any]]:
         ValueError: text of another form, or a setting twice.
     """
     name, colon, rest = text.strip().partition(":")
+    kind, again, more = rest.partition(":")
+    if kind.strip().isidentifier() and name.strip() not in names():  # module:class, registered by nobody
+        name, colon, rest = f"{name}:{kind}", again, more
     settings: dict[str, Any] = {}
     for part in rest.split(",") if colon else []:
         key, equals, value = (piece.strip() for piece in part.partition("="))

@@ -210,8 +210,8 @@ def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
     component = getattr(home, class_name, None) if class_name.isidentifier() else None
     if not isinstance(component, type):
         raise ValueError(
-            f"{path} says {name}={shortened(value)}, which is no class of visual_spec, diffusers or transformers; pass "
-            f"{name}=... if it is your own."
+            f"{path} says {name}={shortened(value)}, which is no class of visual_spec, diffusers or transformers; "
+            f"import {library} first if it is your own, or pass {name}=...."
         )
     fits = {parent.__name__ for parent in component.__mro__}
     if _TOKENIZER in kinds:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # The kinds of calls that models answer and samplers make, as `visual_spec.models.core.protocol` defines them.
@@ -261,16 +262,32 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def by_name(name: str) -> SamplerEntry:
-    """Return the entry of a command-line name.
+    """Return the entry of a command-line name, or of "module:class" of a sampler that nobody registers.
 
     Raises:
         ValueError: the name is unknown; the message lists the names.
     """
+    if ":" in name:
+        return _unregistered(name)
     for table in (lambda: SAMPLERS, all_samplers):  # what packages register is read if it is needed
         for entry in table():
             if entry.name == name:
                 return entry
     raise ValueError(f"unknown sampler {name!r}; pass one of {', '.join(names())}.{meant(name, names())}")
+
+
+def _unregistered(path: str) -> SamplerEntry:
+    """The entry of a class by its path: it makes the calls of its nearest parent, if it does not declare `calls`."""
+    if "" not in sys.path:
+        sys.path.append("")  # the folder that a command runs in
+    kind = sampler_class(SamplerEntry(path, path, "", ""))
+    known = {entry.path: entry for entry in all_samplers()}
+    parents = [f"{one.__module__}:{one.__name__}" for one in kind.__mro__]
+    entry = next(
+        (known[parent] for parent in parents if parent in known), SamplerEntry(path, path, "", "its own")
+    )
+    calls = getattr(kind, "calls", entry.calls)
+    return replace(entry, name=path, path=path, calls=calls, plain=False, settings=())
 
 
 def by_class(class_name: str) -> SamplerEntry:
@@ -288,8 +305,17 @@ def by_class(class_name: str) -> SamplerEntry:
 
 
 def sampler_class(entry: SamplerEntry) -> Any:
-    """Return the class of an entry. Imports its module only."""
-    return getattr(importlib.import_module(entry.module), entry.class_name)
+    """Return the class of an entry. Imports its module only.
+
+    Raises:
+        ValueError: there is no such module or class.
+    """
+    try:
+        return getattr(importlib.import_module(entry.module), entry.class_name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(
+            f"no sampler {entry.path}: {error}; pass one of {', '.join(names())}, or module:class."
+        ) from error
 
 
 def fitting(calls: tuple[str, ...]) -> list[SamplerEntry]:

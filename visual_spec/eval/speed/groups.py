@@ -48,7 +48,8 @@ def in_windows(text: str, windows: Sequence[int]) -> list[str]:
     """A setting once for every window, if its sampler has one and the setting names none; else as it is."""
     if not windows or "window" in parse_sampler(text)[1] or not has_window(text):
         return [text]
-    name, _, rest = text.partition(":")
+    name = parse_sampler(text)[0]  # may be "module:class"
+    rest = text.strip()[len(name) + 1 :]
     return [with_setting(f"{name}:window={window}", rest) for window in windows]
 
 

@@ -181,7 +181,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     @property
     def relaxation(self) -> Relaxation:
         """The relaxed rule of the configuration, with its numbers."""
-        return Relaxation.of(self.config.acceptance, self.config.get("relaxation"))
+        return Relaxation.of(self.config.get("acceptance", "exact"), self.config.get("relaxation"))
 
     def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
         """Return the rule that tests drafts, with its tables."""
