@@ -23,11 +23,12 @@ from visual_spec.data import shapes_classes, shapes_parser
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.eval.draws import draw, stored_name
 from visual_spec.eval.intervals import mean_figure, ratio_figure, rounded
-from visual_spec.eval.machine import environment, load
+from visual_spec.eval.machine import environment
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.accuracy import summarise
 from visual_spec.eval.settings import Setting, parse_setting
 from visual_spec.files.documents import json_text, write_json
+from visual_spec.pipelines.placing import load
 
 
 def prompts_of(pipe: Any, first: int, count: int) -> list[str]:

@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the counts and every failure as JSON")
     arguments = parser.parse_args()
 
-    from visual_spec.eval.tables import plain_table
+    from visual_spec.commands.tables import plain_table
     from visual_spec.files.documents import write_json
 
     started, table, failures = time.monotonic(), {}, []

@@ -6,7 +6,7 @@ torchrun --nproc-per-node 8 -- scripts/evaluate.py --out runs/quality --samplers
 
 import sys
 
-from visual_spec.eval.quality.command import main
+from visual_spec.commands.eval import main
 
 if __name__ == "__main__":
     try:

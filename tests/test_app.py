@@ -10,13 +10,13 @@ import pytest
 from tests.helpers.pipelines import KINDS
 from tests.helpers.tiny import seeded, tiny_pipeline
 from visual_spec import cli
-from visual_spec.app import draw, make_page
+from visual_spec.commands.app import draw, make_page
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("visual_spec.app._PAUSE", -1.0)
+    monkeypatch.setattr("visual_spec.commands.app._PAUSE", -1.0)
 
 
 def test_both_sides_grow_and_end_equal() -> None:
@@ -72,7 +72,7 @@ def test_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     client = pytest.importorskip("gradio_client")
     pipe = tiny_pipeline()
     pipe.set_progress_bar_config(disable=True)
-    monkeypatch.setattr("visual_spec.eval.machine.load", lambda *_: pipe)
+    monkeypatch.setattr("visual_spec.pipelines.placing.load", lambda *_: pipe)
     page = make_page(["tiny"])
     page.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, share=False)
     try:

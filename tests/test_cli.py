@@ -21,6 +21,7 @@ from tests.helpers.command import check_refused, generate, last_line, pixels
 from tests.helpers.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.helpers.tiny import tiny_masked_pipeline, tiny_pipeline
 from visual_spec import cli
+from visual_spec.commands.main import _OWN_ARGUMENTS
 from visual_spec.files.whole import ready_folder
 from visual_spec.pipelines import embedded
 from visual_spec.samplers.core.base import Sampler
@@ -356,7 +357,7 @@ def test_out_of_memory_is_one_line_that_names_the_size_of_batches(model, tmp_pat
     check_refused(status, "pass a smaller --batch-size", capsys, tmp_path)
     options: dict[Any, str] = dict(eval="size", sample="size", score="size", bench="sizes")
     for command, option in options.items():
-        module = importlib.import_module(cli._OWN_ARGUMENTS[command][0])
+        module = importlib.import_module(_OWN_ARGUMENTS[command][0])
         capsys.readouterr()
         with pytest.raises(SystemExit):
             module.main(["--help"])
@@ -396,12 +397,12 @@ def test_a_full_disk_under_the_output_is_one_line():
 
 def test_a_second_interruption_ends_at_once_without_a_trace():
     code = """
-import os, signal, sys, threading, time, visual_spec.cli as cli
+import os, signal, sys, threading, time, visual_spec.cli as cli, visual_spec.commands.models
 def work(args):
     threading.Thread(target=time.sleep, args=(60,)).start()  # what the interpreter waits for when it ends
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
-cli._models = work
+visual_spec.commands.models.run = work
 status = cli.main(["models"])
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 sys.exit(status)

@@ -13,9 +13,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from visual_spec.cli import main
+from visual_spec.commands import serve as serving
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.samplers.core.base import STOP, Sampler
-from visual_spec.serving import command as serving
 
 # What a command cannot do with a model, and the words that say so.
 CANNOT = {

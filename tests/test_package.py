@@ -33,7 +33,19 @@ BELOW = {
         "files",
     },
     "eval": {"families", "records", "pipelines", "samplers", "models", "kernels", "data", "files"},
-    "serving": {"families", "records", "eval", "pipelines", "samplers", "models", "kernels", "files"},
+    "serving": {"families", "records", "pipelines", "samplers", "models", "kernels", "files"},
+    "commands": {
+        "families",
+        "records",
+        "serving",
+        "eval",
+        "pipelines",
+        "samplers",
+        "models",
+        "kernels",
+        "data",
+        "files",
+    },
 }
 
 
@@ -160,6 +172,17 @@ assert main(["models"]) == 0
 assert "torch" not in sys.modules
 """
     assert "--compare" in run_python(code)
+
+
+def test_a_picture_by_the_command_line_needs_no_evaluation_and_no_music(tmp_path):
+    code = f"""
+import sys
+from visual_spec.cli import main
+assert main(["generate", "a large red circle on a plain sky background", "--out", {str(tmp_path / "out")!r}]) == 0
+ours = [name for name in sys.modules if name.startswith("visual_spec.eval") or "musicgen" in name]
+assert not ours, ours
+"""
+    assert "red-circle" in run_python(code)
 
 
 @pytest.mark.parametrize("name", visual_spec.__all__)

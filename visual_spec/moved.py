@@ -22,6 +22,15 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     # What these packages offered is offered at the top.
     "visual_spec.samplers": {"*": "visual_spec"},
     "visual_spec.pipelines": {"*": "visual_spec"},
+    "visual_spec.app": {"*": "visual_spec.commands.app"},
+    "visual_spec.eval.arguments": {"*": "visual_spec.commands.options"},
+    "visual_spec.eval.quality.command": {"*": "visual_spec.commands.eval"},
+    "visual_spec.eval.quality.report_command": {"*": "visual_spec.commands.report"},
+    "visual_spec.eval.quality.sample_command": {"*": "visual_spec.commands.sample"},
+    "visual_spec.eval.quality.score_command": {"*": "visual_spec.commands.score"},
+    "visual_spec.eval.speed.bench": {"*": "visual_spec.commands.bench"},
+    "visual_spec.generate": {"*": "visual_spec.commands.drawing"},
+    "visual_spec.serving.command": {"*": "visual_spec.commands.serve"},
 } | {
     f"visual_spec.{former}": {"*": f"visual_spec.prototype.{now}"}
     for former, now in {

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tests.helpers.tiny import tiny_pipeline
+from visual_spec.commands import bench
 from visual_spec.eval import machine, measure
 from visual_spec.eval.defaults import with_setting
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, official_bench, plain_loops, rounds
+from visual_spec.eval.speed import official_bench, plain_loops, rounds
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.law import TokenLaw

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.package_imports import PACKAGE, ROOT, imported_modules
+from visual_spec.commands import report as report_command
 from visual_spec.eval import words
-from visual_spec.eval.quality import report_command
 from visual_spec.eval.quality.figures import quality_table
 from visual_spec.pipelines.loading import read_facts
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from visual_spec.eval.speed import bench
+from visual_spec.commands import bench
 
 
 def benched(capsys: Any, *arguments: Any) -> tuple[dict[str, Any], list[dict[str, str]], str]:

@@ -17,8 +17,8 @@ from visual_spec.data.shapes_classes import CLASS_NAMES
 from visual_spec.data.tunes import held_out_prompts as captions_of_clips
 from visual_spec.eval import draws
 from visual_spec.eval.defaults import settings_of_model, with_setting
-from visual_spec.eval.machine import load
 from visual_spec.eval.settings import Setting, parse_setting
+from visual_spec.pipelines.placing import load
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
 from visual_spec.samplers.core.verification import draw_near

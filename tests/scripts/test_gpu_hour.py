@@ -12,8 +12,8 @@ import pytest
 from benchmarks.sizes import __main__ as sizes
 from benchmarks.sizes import music as music_sizes
 from scripts.gpu_hour import JOBS, Job, chosen, main, run_job
+from visual_spec.commands import bench
 from visual_spec.eval.defaults import settings_of_model
-from visual_spec.eval.speed import bench
 from visual_spec.eval.speed.groups import read_groups
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 
 import visual_spec
 from visual_spec.cli import main
-from visual_spec.eval.machine import load
+from visual_spec.pipelines.placing import load
 from visual_spec.samplers.core.history import RepetitionPenalty
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.request import PictureRequest, settings_of

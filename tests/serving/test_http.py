@@ -27,7 +27,7 @@ def client() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    from visual_spec.eval.machine import load
+    from visual_spec.pipelines.placing import load
 
     return load("shapes", "cpu", "float32")
 

@@ -36,7 +36,7 @@ def test_a_killed_replica_loses_no_request():
     """100 requests, a replica killed in their middle: all are answered, with the pictures of the pipeline."""
     from PIL import Image
 
-    from visual_spec.eval.machine import load
+    from visual_spec.pipelines.placing import load
 
     mark, lock = f"mark-{uuid.uuid4()}", threading.Lock()
     waiting, answers = list(range(100)), {}

@@ -46,7 +46,7 @@ def test_pictures_are_those_of_the_pipeline(runner, tmp_path):
 REFUSED = """
 import json, sys
 from vllm import LLM
-from visual_spec.eval.machine import load
+from visual_spec.pipelines.placing import load
 from visual_spec.serving.vllm.engine import engine_arguments
 from visual_spec.serving.vllm.folder import save_for_vllm
 folder = save_for_vllm(load("shapes", "cpu", "float32"), sys.argv[1])
@@ -197,7 +197,7 @@ def test_any_model_of_vllm_draws_what_a_loop_over_its_own_logits_draws(window, t
 BROKEN = """
 import json, sys, torch
 from vllm import LLM, SamplingParams
-from visual_spec.eval.machine import load
+from visual_spec.pipelines.placing import load
 from visual_spec.serving.request import settings_of
 from visual_spec.serving.vllm.engine import engine_arguments, requests_of
 from visual_spec.serving.vllm.folder import PromptIds, save_for_vllm

@@ -13,10 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visual_spec.models.columns.encodec import encode_waves
-from visual_spec.pipelines.audio_stream import WaveStream
-from visual_spec.pipelines.video_files import pixels_of
-
 _STRETCH = 0.5  # seconds that are decoded at once, as `AudioPipeline` does by default
 
 
@@ -68,6 +64,8 @@ def encode_pictures(pipe: Any, pictures: np.ndarray) -> Tensor:
 @torch.no_grad()
 def frames_of(pipe: Any, tokens: np.ndarray) -> np.ndarray:
     """Clips uint8 [N, T, H, W, 3] of tokens [N, L], as the pipeline shows them."""
+    from visual_spec.pipelines.video_files import pixels_of
+
     ids = torch.from_numpy(tokens.astype(np.int64)).to(pipe.device)
     return np.stack([pixels_of(clip) for clip in pipe.decode_tokens(ids, "pil")])
 
@@ -83,6 +81,8 @@ def tokens_of_frames(pipe: Any, clips: np.ndarray) -> Tensor:
 @torch.no_grad()
 def clips_of(pipe: Any, codes: np.ndarray) -> np.ndarray:
     """Clips float32 [N, samples] of codes [N, K, T], as the pipeline plays them; of stereo the mean of channels."""
+    from visual_spec.pipelines.audio_stream import WaveStream  # which brings MusicGen and EnCodec
+
     columns = torch.from_numpy(codes.astype(np.int64)).to(pipe.device)
     stretch = max(1, round(_STRETCH * pipe.frame_rate))
     stream = WaveStream(codec_of(pipe), pipe.channels, columns.shape[-1], stretch)
@@ -93,6 +93,8 @@ def clips_of(pipe: Any, codes: np.ndarray) -> np.ndarray:
 @torch.no_grad()
 def codes_of(pipe: Any, clips: np.ndarray) -> Tensor:
     """Codes [N, K, T] of clips float32 [N, samples]."""
+    from visual_spec.models.columns.encodec import encode_waves
+
     waves = torch.from_numpy(clips)[:, None].expand(-1, pipe.channels, -1)
     return encode_waves(codec_of(pipe), waves.contiguous())
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from visual_spec.eval.media import MEDIA
 from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.pipelines.placing import load
 from visual_spec.samplers import registry
 from visual_spec.samplers.registry import MASKED
 
@@ -94,3 +95,11 @@ class MaskedPair:
             return act(player)
         finally:
             player.sampler = before
+
+
+def paired(pipe: Any, masked: str | None) -> Any:
+    """A pipeline, or with the name of a masked model of its tokens the two as a `MaskedPair`."""
+    if masked is None:
+        return pipe
+    dtype = str(pipe.transformer.dtype).removeprefix("torch.")
+    return MaskedPair(pipe, load(masked, str(pipe.device), dtype))

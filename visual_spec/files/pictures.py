@@ -6,6 +6,7 @@ are pictures. Values in another range are refused, not cut off: they are of anot
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from typing import Any
@@ -160,3 +161,10 @@ def _scaled(picture: Tensor, name: str, mask: bool) -> Tensor:
 def _allowed(mask: bool) -> str:
     more = "True and False, 0 and 1, " if mask else ""
     return f"pass {more}8 bits (uint8) from 0 to 255, or floats from 0 to 1"
+
+
+def png_bytes(picture: Image.Image) -> bytes:
+    """A picture as a PNG file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()

@@ -30,22 +30,27 @@ def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
     They are found whatever module they lived in when it was saved. The class of the pipeline is its name alone;
     diffusers reads the pair ["pipeline", name].
     """
-    named = {
-        name: [__name__, FORMER.get(value[1], value[1])] if _is_ours(value) else value
-        for name, value in index.items()
-    }
+    named = {name: _place(value) for name, value in index.items()}
     kind = index.get("_class_name")
     kind = kind[-1] if isinstance(kind, list | tuple) and kind else kind
     return named | ({"_class_name": FORMER.get(kind, kind)} if isinstance(kind, str) else {})
 
 
-def _is_ours(value: Any) -> bool:
+def _place(value: Any) -> Any:
+    """Where diffusers finds the class of a pair of a module and a class: here; other values as they are."""
     pair = (
         isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
     )
-    home = component_homes().get(FORMER.get(value[1]) or value[1]) if pair else None
+    if not pair:
+        return value
+    library, name = value[0], FORMER.get(value[1]) or value[1]
+    home = component_homes().get(name)
     # Of another package's class diffusers records the name of the package, or of the module.
-    return home is not None and value[0].partition(".")[0] in ("visual_spec", home.partition(".")[0])
+    if home is not None and library.partition(".")[0] in ("visual_spec", home.partition(".")[0]):
+        return [__name__, name]
+    # A class of the caller's that nobody registers; its module is not imported for it.
+    own = library.partition(".")[0] not in ("diffusers", "transformers") and library in sys.modules
+    return [__name__, f"{library}:{name}"] if own and library != __name__ else value
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -109,6 +114,9 @@ def _with_subclasses(kind: type) -> list[type]:
 
 
 def __getattr__(name: str) -> Any:
+    library, colon, own = name.partition(":")
+    if colon:  # of the caller's, see `_place`
+        return getattr(sys.modules[library], own)
     pipelines = {kind: entry.module for kind, entry in all_pipelines().items()}
     homes, name = component_homes() | pipelines | _BASES, FORMER.get(name, name)
     if name not in homes:

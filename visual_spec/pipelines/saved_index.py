@@ -207,7 +207,7 @@ def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
         home = __import__(library)
     elif home is None:
         home = sys.modules.get(library)  # the caller's own
-    component = getattr(home, class_name, None) if class_name.isidentifier() else None
+    component = getattr(home, class_name, None) if class_name.rpartition(":")[2].isidentifier() else None
     if not isinstance(component, type):
         raise ValueError(
             f"{path} says {name}={shortened(value)}, which is no class of visual_spec, diffusers or transformers; "

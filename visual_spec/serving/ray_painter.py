@@ -43,8 +43,8 @@ class Replica:
     """
 
     def __init__(self, model: str, sampler: str | None, device: str | None, threads: int | None) -> None:
-        from visual_spec.eval.machine import load
         from visual_spec.pipelines.accelerate import accelerate
+        from visual_spec.pipelines.placing import load
 
         self.pipe = accelerate(load(model, device, "float32", threads), sampler)
 

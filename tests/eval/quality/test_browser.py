@@ -14,8 +14,8 @@ from tests.helpers.pages import row as comparison_row
 from tests.helpers.sample_sets import PromptSet, scored
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.sets_page import write_sets_page
-from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.report.pages import write_html
+from visual_spec.files.pictures import png_bytes
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -23,12 +23,14 @@ from tests.helpers.music_settings import MASKED, masked_pipeline
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_audio import RATE, tiny_audio_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
+from visual_spec.commands import eval as command
+from visual_spec.commands import report as report_command
 from visual_spec.data import shapes_classes, tunes
 from visual_spec.eval.draws import draw, stored_name
 from visual_spec.eval.media import show
 from visual_spec.eval.pair import MaskedPair
-from visual_spec.eval.quality import command, report_command, tasks
 from visual_spec.eval.quality import evaluate as evaluate_module
+from visual_spec.eval.quality import tasks
 from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.evaluate import evaluate, folder_name
 from visual_spec.eval.quality.extractors import Setup

@@ -19,7 +19,8 @@ from tests.helpers.networks import exact_distance, make_pictures, mean_colours, 
 from tests.helpers.sample_sets import work_in
 from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from visual_spec.cli import main
-from visual_spec.eval.quality import extractors, feature_sets, features, score_command, statistics
+from visual_spec.commands import score as score_command
+from visual_spec.eval.quality import extractors, feature_sets, features, statistics
 from visual_spec.eval.quality import score as scoring
 from visual_spec.eval.quality.beside import compared
 from visual_spec.eval.quality.extractors import Setup

@@ -7,7 +7,7 @@ import re
 import pytest
 from PIL import Image
 
-from visual_spec.eval.quality import report_command
+from visual_spec.commands import report as report_command
 from visual_spec.eval.report import frontier
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -14,11 +14,12 @@ import torch
 from tests.helpers.bench import benched, check_times
 from tests.helpers.tabular import TabularModel
 from tests.helpers.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
+from visual_spec.commands import bench
 from visual_spec.data import motion, shapes
 from visual_spec.eval import draws, machine, measure, timing
 from visual_spec.eval.intervals import quantiles, ratio_with_error
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, plain_loops, rounds
+from visual_spec.eval.speed import plain_loops, rounds
 from visual_spec.eval.speed.official_sizes import described
 from visual_spec.eval.speed.plain_loops import NO_CACHE, STRAIGHT
 from visual_spec.files import whole

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
+from visual_spec.commands import bench
 from visual_spec.eval import measure
-from visual_spec.eval.speed import bench, continuous_sizes
+from visual_spec.eval.speed import continuous_sizes
 from visual_spec.eval.speed.continuous_sizes import SomeCalls, costs, mar
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer

@@ -10,11 +10,12 @@ from tests.helpers.bench import benched, check_times
 from tests.helpers.music_settings import LAW, MASKED, MASKED_LAW, PROMPTS, masked_pipeline
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
+from visual_spec.commands import bench
 from visual_spec.eval import draws, measure, timing
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, groups, rounds
+from visual_spec.eval.speed import groups, rounds
 from visual_spec.eval.speed.curve import curve
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import by_name

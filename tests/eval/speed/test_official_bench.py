@@ -10,8 +10,9 @@ from transformers import JanusForConditionalGeneration
 from tests.helpers.bench import benched
 from tests.helpers.official import add_tiny_presets
 from tests.helpers.official_sizes import tiny as tiny_of
+from visual_spec.commands import bench
 from visual_spec.eval import measure
-from visual_spec.eval.speed import bench, official_bench, official_sizes, plain_loops
+from visual_spec.eval.speed import official_bench, official_sizes, plain_loops
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler

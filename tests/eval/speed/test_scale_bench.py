@@ -9,9 +9,10 @@ import torch
 from tests.helpers.bench import benched, check_times
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_scales import TINY_VQ, tiny_scale_pipeline
+from visual_spec.commands import bench
 from visual_spec.eval import measure
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, rounds, scale_bench, scale_cost
+from visual_spec.eval.speed import rounds, scale_bench, scale_cost
 from visual_spec.eval.timing import Decoded, time_rounds
 from visual_spec.models.next_scale import var
 from visual_spec.models.next_scale.scale_budget import cache_bytes

@@ -29,10 +29,10 @@ from visual_spec.eval.quality.sample_set import SampleSet, draw_share, held, kee
 from visual_spec.eval.quality.score import Scoring
 from visual_spec.eval.quality.set_files import read_times
 from visual_spec.eval.quality.tasks import Task
-from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.timing import Decoded, decoded, time_rounds
 from visual_spec.files.documents import write_json
+from visual_spec.files.pictures import png_bytes
 from visual_spec.files.reading import COUNT, LIST, OBJECT, read_object
 from visual_spec.files.whole import write_atomically
 from visual_spec.records import MEDIA

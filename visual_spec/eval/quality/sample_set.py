@@ -36,9 +36,9 @@ from visual_spec.eval.media import show
 from visual_spec.eval.quality.media_files import read_picture, read_video
 from visual_spec.eval.quality.prompt_files import FLAT, GENEVAL, VBENCH, PromptSet
 from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES, read_manifest, read_times
-from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.files.documents import json_text
+from visual_spec.files.pictures import png_bytes
 from visual_spec.files.reading import (
     flags,
     inside,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
@@ -107,13 +106,6 @@ def _shortened(line: str, size: int, width: int) -> str:
     line = line.removesuffix("...")
     count = bisect_right(range(2, len(line)), width, key=lambda end: text_width(line[:end] + "...", size))
     return line[: 1 + count] + "..."
-
-
-def png_bytes(picture: Image.Image) -> bytes:
-    """A picture as a PNG file."""
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG", optimize=True)
-    return buffer.getvalue()
 
 
 def mel_picture(audio: np.ndarray | Tensor, sampling_rate: int, width: int, height: int) -> Image.Image:

@@ -20,12 +20,12 @@ from visual_spec.eval.report.drawing import (
     fit_square,
     labelled_strip,
     mel_picture,
-    png_bytes,
     text_width,
     wrap_text,
 )
 from visual_spec.eval.report.maps import legend_strip
 from visual_spec.eval.report.rows import ComparisonRow
+from visual_spec.files.pictures import png_bytes
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.audio_files import audio_bytes
 from visual_spec.pipelines.video_files import video_bytes

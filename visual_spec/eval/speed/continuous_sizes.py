@@ -16,7 +16,7 @@ import torch
 
 from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings
-from visual_spec.eval.machine import choose_device, environment
+from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.speed.official_bench import time_sampler
 from visual_spec.eval.speed.official_sizes import fill_at_random
@@ -26,6 +26,7 @@ from visual_spec.eval.timing import Report
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 from visual_spec.models.core.settings import register_to_config
+from visual_spec.pipelines.placing import choose_device
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.continuous import ContinuousSampler, PlainState
 from visual_spec.samplers.core.graph import forget

@@ -19,7 +19,7 @@ from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings, settings_for
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import quantiles
-from visual_spec.eval.machine import choose_device, environment
+from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.speed import official_sizes
 from visual_spec.eval.speed.baselines import Baseline, baselines_of, time_baseline
@@ -30,6 +30,7 @@ from visual_spec.eval.speed.tables import STATED
 from visual_spec.eval.tables import table
 from visual_spec.eval.timing import Report, add_floors
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.pipelines.placing import choose_device
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.graph import can_record, forget
 from visual_spec.samplers.core.law import TokenLaw

@@ -26,8 +26,9 @@ from visual_spec.data import motion, shapes, tunes
 from visual_spec.eval import draws, measure
 from visual_spec.eval.defaults import ModelSettings, settings_beside, with_setting
 from visual_spec.eval.intervals import quantiles
-from visual_spec.eval.machine import environment, load
+from visual_spec.eval.machine import environment
 from visual_spec.eval.media import show
+from visual_spec.eval.pair import paired
 from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
 from visual_spec.eval.speed import plain_loops
 from visual_spec.eval.speed.curve import curve
@@ -51,6 +52,7 @@ from visual_spec.eval.timing import (
     time_rounds,
 )
 from visual_spec.models.core.protocol import RASTER_ORDER, trained_order
+from visual_spec.pipelines.placing import load
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.registry import OWN_ORDER, RASTER
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
             "--curve counts the calls of column decoding; a masked model takes as many as its steps. Leave one out."
         )
     groups = read_groups(args, known, beside)
-    pipe = load(args.model, args.device, args.dtype, args.threads, args.masked)
+    pipe = paired(load(args.model, args.device, args.dtype, args.threads), args.masked)
     for settings in groups:
         check_samplers(pipe, settings)
     if args.fuse_projections:

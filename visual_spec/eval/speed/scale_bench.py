@@ -18,7 +18,7 @@ from torch import nn
 from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings, scale_settings
 from visual_spec.eval.draws import caches_of
-from visual_spec.eval.machine import choose_device, environment, load
+from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.speed import scale_cost
 from visual_spec.eval.speed.groups import read_groups
@@ -28,6 +28,7 @@ from visual_spec.eval.speed.tables import COUNTED_SCALES, TIMED_SCALES
 from visual_spec.eval.tables import table
 from visual_spec.eval.timing import Report
 from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.pipelines.placing import choose_device, load
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.scales.stages import drawn_stages
 

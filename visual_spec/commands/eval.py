@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from visual_spec.eval.arguments import LAW, MACHINE, SHARE, add, command, progress, share
+from visual_spec.commands.options import LAW, MACHINE, SHARE, add, command, progress, share
 from visual_spec.files.documents import json_text
 
 if TYPE_CHECKING:
@@ -98,14 +98,15 @@ def run(args: argparse.Namespace) -> int:
             f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 4 samples, and "
             "a batch of at least 1"
         )
-    from visual_spec.eval.machine import load, own_device
+    from visual_spec.eval.pair import paired
     from visual_spec.eval.quality.evaluate import evaluate
     from visual_spec.eval.quality.extractors import Setup
     from visual_spec.eval.quality.features import find_inception
     from visual_spec.eval.quality.metric_table import OWN
     from visual_spec.eval.quality.tasks import task_of
+    from visual_spec.pipelines.placing import load, own_device
 
-    pipe = load(args.model, own_device(args.device), args.dtype, args.threads, args.masked)
+    pipe = paired(load(args.model, own_device(args.device), args.dtype, args.threads), args.masked)
     weights = args.inception or find_inception()
     inception = ("inception",) if pipe.medium == "image" and weights is not None else ()
     document = evaluate(

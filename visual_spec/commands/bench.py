@@ -16,7 +16,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import LAW, MACHINE, add, command, progress
+from visual_spec.commands.options import LAW, MACHINE, add, command, progress
 from visual_spec.files.documents import json_text, write_json
 
 _RUNS = "visual_spec.eval.speed"
@@ -194,8 +194,8 @@ def _refuse_options(args: argparse.Namespace, unit: str) -> None:
         raise ValueError("--fuse-projections is for next-token models; leave it out")
     import torch
 
-    from visual_spec.eval.machine import choose_device
     from visual_spec.eval.measure import refuse_dtype
+    from visual_spec.pipelines.placing import choose_device
 
     refuse_dtype(choose_device(args.device), getattr(torch, args.dtype))
     if args.threads is not None:

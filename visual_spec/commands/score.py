@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import SHARE, add, command, progress, share
+from visual_spec.commands.options import SHARE, add, command, progress, share
 from visual_spec.files.documents import json_text, write_json
 
 
@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
     """Score as the options say; writes `scores.json` and prints a table. Returns 1 where a promise is broken."""
     import torch
 
-    from visual_spec.eval.machine import choose_device, own_device
     from visual_spec.eval.quality.extractors import Setup
     from visual_spec.eval.quality.feature_sets import SampleFiles
     from visual_spec.eval.quality.metric_table import OWN, options
     from visual_spec.eval.quality.score import Scoring, score
     from visual_spec.eval.quality.score_tables import prompts_csv, scores_csv, scores_latex
     from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
+    from visual_spec.pipelines.placing import choose_device, own_device
 
     drawn = SampleFiles.open(args.folder)
     if (args.size is not None and args.size < 1) or args.batch_size < 1:

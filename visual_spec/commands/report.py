@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.arguments import add, command
+from visual_spec.commands.options import add, command
 from visual_spec.eval.charts import chart_ending, image_bytes
 from visual_spec.eval.quality.sets_page import write_sets_page
 from visual_spec.eval.report import frontier

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from visual_spec.eval.arguments import MACHINE, Parser, add, at_least, is_quiet
+from visual_spec.commands.options import MACHINE, Parser, add, at_least, is_quiet
 
 _PAUSE = 0.1  # seconds from one change of the page to the next
 _SIDE = 384  # pixels of the map
@@ -117,7 +117,7 @@ def make_page(models: Sequence[str], device: str | None = None, dtype: str = "fl
         import gradio  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(f"visual-spec app needs {error.name}: pip install 'visual-spec[app]'") from error
-    from visual_spec.eval.machine import load
+    from visual_spec.pipelines.placing import load
 
     loaded = lru_cache(maxsize=2)(lambda name: load(name, device, dtype))
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec import records
-from visual_spec.eval.arguments import check_taken, is_quiet, logger
-from visual_spec.eval.tables import plain_table
+from visual_spec.commands.options import check_taken, is_quiet, logger
+from visual_spec.commands.tables import plain_table
 from visual_spec.files.documents import json_text, write_json
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 from visual_spec.models.core.settings import LAW_SETTINGS
@@ -86,9 +86,13 @@ def generate(args: argparse.Namespace) -> int:
     ready_folder(args.out)
     chosen, settings = _sampler(args), _chosen(args, LAW_SETTINGS)
     _check_before_loading(args, settings)
-    from visual_spec.eval.machine import load
+    from visual_spec.pipelines.placing import load
 
-    pipe = load(args.model, args.device, args.dtype, args.threads, args.masked, args.drafter)
+    pipe = load(args.model, args.device, args.dtype, args.threads, args.drafter)
+    if args.masked is not None:
+        from visual_spec.eval.pair import paired
+
+        pipe = paired(pipe, args.masked)
     pipe.set_progress_bar_config(disable=is_quiet())
     name, sampler, refiner = chosen or _sampler(args, pipe)
     if args.compare and pipe.comparable and chosen is None and pipe.fast_sampler == pipe.plain_sampler:
@@ -138,7 +142,8 @@ class _Generation:
 
     def decode(self, sampler: Any) -> int:
         """Decode in batches, write every sample as soon as it is there, and print a table."""
-        from visual_spec.eval.draws import seeded
+        import torch
+
         from visual_spec.samplers.core.trace import with_near_ties
 
         self.pipe.sampler = sampler
@@ -146,7 +151,7 @@ class _Generation:
         unit = medium.unit
         for start in range(0, len(self.jobs), size):
             batch = self.jobs[start : start + size]
-            generators = seeded(batch[0][1], len(batch))
+            generators = [torch.Generator().manual_seed(seed) for _, seed in batch]
             output = self.pipe([prompt for prompt, _ in batch], generator=generators, **self.inputs)
             logger.debug("%s", output.trace.summary())
             for index, (prompt, seed) in enumerate(batch):
@@ -184,8 +189,8 @@ class _Generation:
     def compare(self, sampler: Any, reports: list[Path]) -> int:
         """Decode everything plainly too, write every sample as soon as it is there, then the reports; print a table."""
         from visual_spec.eval.report.comparison import compare
-        from visual_spec.eval.report.drawing import png_bytes
         from visual_spec.eval.report.pages import contact_sheet, write_html
+        from visual_spec.files.pictures import png_bytes
 
         self.pipe.set_progress_bar_config(disable=True)  # drawing a bar would count as decoding time
         overwrite, medium = self.args.overwrite, self.medium
@@ -373,8 +378,6 @@ def _lengths(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None:
     """Refuse a law out of range, and a masked model that does not belong to `--model`."""
-    from visual_spec.eval.defaults import refuse_unpaired
-    from visual_spec.pipelines.loading import read_facts
     from visual_spec.samplers.core.law import TokenLaw
 
     TokenLaw(**law)
@@ -384,6 +387,9 @@ def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None
         raise ValueError(
             f"--masked {args.masked} given without --compare; pass both, or --model {args.masked} to play by it alone."
         )
+    from visual_spec.eval.defaults import refuse_unpaired
+    from visual_spec.pipelines.loading import read_facts
+
     refuse_unpaired(args.masked, read_facts(args.model), read_facts(args.masked))
 
 
@@ -446,7 +452,7 @@ def _slug(prompt: str, otherwise: str) -> str:
 
 
 def _picture(picture: Any, rate: Any, kind: str) -> bytes:
-    from visual_spec.eval.report.drawing import png_bytes
+    from visual_spec.files.pictures import png_bytes
 
     return png_bytes(picture)
 

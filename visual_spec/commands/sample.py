@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.eval.arguments import MACHINE, SHARE, add, check_taken, command, is_quiet, progress, share
+from visual_spec.commands.options import MACHINE, SHARE, add, check_taken, command, is_quiet, progress, share
 from visual_spec.files.documents import json_text
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
 def sample_set(args: argparse.Namespace, *, drawn_here: bool = True) -> SampleSet:
     """The set that the options describe, with its pipeline loaded where it is drawn here, else with its facts."""
     from visual_spec.eval.defaults import settings_of_model
-    from visual_spec.eval.machine import load, own_device
     from visual_spec.eval.quality.prompt_files import CLASSES, PromptSet, read_prompts
     from visual_spec.eval.quality.sample_set import SampleSet
     from visual_spec.eval.settings import parse_setting
+    from visual_spec.pipelines.placing import load, own_device
 
     # Before anything is loaded.
     prompts = None if args.prompts in CLASSES else read_prompts(args.prompts)

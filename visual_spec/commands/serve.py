@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from visual_spec.eval.arguments import Parser, is_quiet
+from visual_spec.commands.options import Parser, is_quiet
 from visual_spec.samplers.registry import RASTER
 
 # What vLLM reads when it is imported: one process, so that pairs enter together, and nothing that calls home.
@@ -111,7 +111,7 @@ def _painter(args: argparse.Namespace) -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     painter = _required("visual_spec.serving.vllm.painter")
-    from visual_spec.eval.machine import load
+    from visual_spec.pipelines.placing import load
 
     pipe = load(args.model, "cpu", "float32")
     return painter.VllmPainter(pipe, args.model, window=args.window, pictures=args.pictures, dtype=args.dtype)

@@ -17,6 +17,7 @@ from visual_spec.models.core.settings import Help, LawSettings, settings_of
 logger = logging.getLogger("visual_spec")
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+WEIGHTS = DTYPES[:3]  # dtypes of weights that are drawn with or written
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,0 +1,166 @@
+"""`visual-spec models`: what there is, what fits what, and how much memory it needs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import textwrap
+from typing import Any
+
+from visual_spec import families
+from visual_spec.commands.tables import plain_table
+from visual_spec.files.documents import json_text
+from visual_spec.samplers.registry import names
+
+
+def add_models(commands: Any) -> None:
+    """Add the command to a parser's commands."""
+    models = commands.add_parser("models", help="list models, samplers, what was verified, and memory")
+    models.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="of a model: the samplers that fit it; of a sampler: its settings",
+    )
+    models.add_argument("--json", action="store_true", help="print JSON")
+    models.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the lists, or what is asked of one model or sampler."""
+    from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, missing_models
+    from visual_spec.samplers.registry import all_samplers, fit
+
+    if args.name is not None:
+        print(_sampler_settings(args.name) if args.name in names() else _model_samplers(args.name))
+        return 0
+    facts = [describe(embedded_folder(name)) for name in embedded_models()]
+    if args.json:
+        known = [
+            {
+                **vars(model),
+                "memory_bytes": {"float32": model.memory(4), "bfloat16": model.memory(2)},
+                "samplers": {sampler.class_name: fit(model.calls, sampler) for sampler in all_samplers()},
+            }
+            for model in families.models()
+        ]
+        samplers = [vars(sampler) for sampler in all_samplers()]
+        print(
+            json_text({"embedded": facts, "models": known, "samplers": samplers, "extras": families.EXTRAS})
+        )
+        return 0
+    print("Embedded: need no download")
+    print(missing_models() or _embedded_table(facts))
+    print("\nOfficial weights (GB: weights and cache of one picture or clip with guidance)")
+    print(_official_table())
+    extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in families.EXTRAS.items())
+    print(f"On top, in parameters: {extras}.")
+    print("\nSamplers and models (visual-spec models NAME: of one of them)")
+    print(_fit_lists(facts))
+    print("\nVerified")
+    for name, how in families.VERIFIED.items():
+        print(f"  {name}: {how}")
+    print(
+        "A folder written by save_pretrained or a Hub id 'owner/name' can be given in place of an embedded name."
+    )
+    return 0
+
+
+def _embedded_table(facts: list[dict[str, Any]]) -> str:
+    lines = [
+        [
+            fact["name"],
+            fact["pipeline"],
+            f"{fact['sampling_rate'] / 1000:g} kHz"
+            if fact["sampling_rate"]
+            else str(fact["image_size"] or "-"),
+            ", ".join(f"{name} {count / 1e6:.1f}M" for name, count in fact["parameters"].items()),
+            f"{fact['bytes'] / 1e6:.1f}",
+        ]
+        for fact in facts
+    ]
+    return plain_table(["model", "pipeline", "pixels or rate", "parameters", "MB"], lines, _width())
+
+
+def _official_table() -> str:
+    lines = [
+        [
+            model.name,
+            model.weights or "none released",
+            model.load,
+            str(model.pixels or "-"),
+            str(model.tokens),
+            f"{model.parameters / 1e6:.0f}M",
+            f"{model.memory(4) / 1e9:.1f}",
+            f"{model.memory(2) / 1e9:.1f}",
+            model.verified,
+        ]
+        for model in families.models()
+    ]
+    unsized = [one for one in families.all_families() if not one.sizes and not one.pipelines]
+    lines += [[one.name, "", one.load, "-", "-", "-", "-", "-", one.verified] for one in unsized]
+    header = ["model", "weights", "load with", "pixels", "tokens", "parameters", "GB float32", "GB bfloat16"]
+    return plain_table([*header, "verified by"], lines, _width())
+
+
+def _fit_lists(facts: list[dict[str, Any]]) -> str:
+    """Each sampler, what it promises and takes, and the models that answer its calls."""
+    from visual_spec.samplers.registry import all_samplers, fit
+
+    models = {fact["name"]: fact["calls"] for fact in facts}
+    models |= {one.name: one.calls for one in families.all_families()}
+    lines = []
+    for entry in all_samplers():
+        fits = fit((entry.calls,), entry)
+        takes = "" if fits == "yes" else f" {fits}"
+        lines.append(_filled(f"{entry.class_name} ({entry.name}): {entry.promise}{takes}", ""))
+        listed = ", ".join(name for name, calls in models.items() if entry.calls in calls)
+        lines.append(_filled(listed or "no model here", "    "))
+    return "\n".join(lines)
+
+
+def _model_samplers(name: str) -> str:
+    """The samplers of a model, and why the others do not fit it: as `accelerate` says."""
+    from visual_spec.pipelines.accelerate import refusals
+    from visual_spec.pipelines.embedded import embedded_models
+    from visual_spec.pipelines.placing import load
+    from visual_spec.samplers.registry import meant
+
+    try:
+        said = refusals(load(name, "cpu", "float32"))
+    except TypeError as error:
+        return str(error)
+    except ValueError as error:  # which names the nearest model
+        raise ValueError(
+            f"{error}{'' if meant(name, embedded_models()) else meant(name, names())}"
+        ) from error
+    fitting = ", ".join(sampler for sampler, reason in said.items() if not reason)
+    alike: dict[str, list[str]] = {}
+    for sampler, reason in said.items():
+        alike.setdefault(re.sub(r"^sampler is \w+, which ", "", reason), []).append(sampler)
+    others = [_filled(f"{', '.join(same)}: {reason}", "    ") for reason, same in alike.items() if reason]
+    return "\n".join([_filled(f"{name} takes {fitting}.", ""), "It does not take", *others])
+
+
+def _sampler_settings(name: str) -> str:
+    """The settings of a sampler: what each may be, and its default."""
+    from visual_spec.pipelines.sampler_text import declared_limits
+    from visual_spec.samplers.registry import by_name, sampler_class
+
+    limits = declared_limits(sampler_class(by_name(name)))
+    return (
+        "\n".join(_filled(f"{key}: {what}", "") for key, what in limits.items()) or f"{name} has no settings."
+    )
+
+
+def _filled(text: str, indent: str) -> str:
+    return textwrap.fill(
+        text, _width() or 120, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
+    )
+
+
+def _width() -> int | None:
+    """Letters in a line of the terminal; None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
