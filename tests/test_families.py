@@ -3,7 +3,6 @@
 import ast
 import importlib
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from visual_spec.eval.settings import parse_setting
 from visual_spec.families import all_families, all_pipelines, family_of
 from visual_spec.pipelines import components
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
+from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.samplers.core.law import TokenLaw
 
 ROOT = Path(__file__).parents[1]
@@ -109,10 +109,13 @@ def test_a_class_of_no_family_is_refused():
 
 
 def test_what_measures_a_family_exists():
-    measured = {family.measured for family in all_families()} - {""}
-    for rows in (rows for rows in measured if isinstance(rows, tuple)):
-        texts = [re.sub(r"\{([^|}]*)[^}]*\}", r"\1", row).replace("saved", "1.0") for row in rows]
-        assert all(parse_setting(text.rpartition("? ")[2], TokenLaw(), 0) for text in texts)
-    for path in (path for path in measured if isinstance(path, str)):
-        module, _, name = path.partition(":")
-        assert callable(getattr(importlib.import_module(f"visual_spec.{module}"), name))
+    for measured in filter(None, (family.measured for family in all_families())):
+        if isinstance(measured, str):
+            module, _, name = measured.partition(":")
+            assert callable(getattr(importlib.import_module(f"visual_spec.{module}"), name))
+            continue
+        for row in measured:
+            first = {
+                name: getattr(values[0], "otherwise", values[0]) for name, values in row.settings.items()
+            }
+            assert parse_setting(write_sampler(row.sampler, first), TokenLaw(), 0)

@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from visual_spec.records import Family, FileLayout, KnownModel, OfficialFile, PipelineEntry
+from visual_spec.records import (
+    AsSaved,
+    Family,
+    FileLayout,
+    KnownModel,
+    Measured,
+    OfficialFile,
+    PipelineEntry,
+    Saved,
+)
 from visual_spec.samplers.registry import (
     ANY_ORDER,
     BLOCKS,
@@ -57,31 +66,34 @@ _CAPTIONS = ("text.caption_encoder:CaptionEncoder", "text.t5_features:T5Features
 _JACOBI = ("EagleDrafter", "LlamaGenTransformer")
 _TEXT, _ACCELERATE = "ImagePipeline.from_official", "visual_spec.accelerate(model)"
 _AT = "next_token.llamagen_checkpoint"
-GPT = OfficialFile("transformer", f"{_AT}:name_of", "tok_embeddings.weight !cls_embedding.uncond_embedding",
-    f"{_AT}:load_transformer", "image_size", pipeline="ClassImagePipeline")
-_GPT_OF_TEXT = replace(GPT, recognise="tok_embeddings.weight cls_embedding.uncond_embedding", pipeline="ImagePipeline")
-VQ = OfficialFile("vq_model", f"{_AT}:name_of", "quantize.embedding.weight", f"{_AT}:load_tokenizer", "image_size")
+GPT = OfficialFile("transformer", f"{_AT}:name_of", ("tok_embeddings.weight",),
+    f"{_AT}:load_transformer", "image_size", pipeline="ClassImagePipeline", lacks=("cls_embedding.uncond_embedding",))
+_GPT_OF_TEXT = replace(GPT, recognise=("tok_embeddings.weight", "cls_embedding.uncond_embedding"), lacks=(),
+    pipeline="ImagePipeline")
+VQ = OfficialFile("vq_model", f"{_AT}:name_of", ("quantize.embedding.weight",), f"{_AT}:load_tokenizer", "image_size")
 VAR = OfficialFile("transformer", "next_scale.var:name_of", "next_scale.var:is_var",
     "next_scale.var:load_var_checkpoint", pipeline="ScaleImagePipeline")
-VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", "quantize.quant_resi.*",
+VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", ("quantize.quant_resi.*",),
     "next_scale.var_vq:load_var_vq_checkpoint", "scales", "next_scale.var:scales_of_size")
 _FLEXVAR = OfficialFile("transformer", "next_scale.flexvar:name_of", "next_scale.flexvar:is_flexvar",
     "next_scale.flexvar:load_flexvar", "scales", "next_scale.flexvar:scales_of_size", "ScaleImagePipeline")
 _FLEXVAE = OfficialFile("vq_model", "FlexVAR's tokenizer", "next_scale.flexvar:is_flexvae",
     "next_scale.flexvar:load_flexvae", "scales", "next_scale.flexvar:scales_of_size")
-KL16 = OfficialFile("vae", "KL-16", "post_quant_conv.weight !quantize*",
-    "continuous.mar_checkpoint:load_kl16_checkpoint")
+KL16 = OfficialFile("vae", "KL-16", ("post_quant_conv.weight",),
+    "continuous.mar_checkpoint:load_kl16_checkpoint", lacks=("quantize*",))
 _NEEDS_VQ, _NEEDS_VAR_VQ = "vq_ds16_c2i.pt", "vae_ch160v4096z32.pth"
 # Fewer calls by confidence and in Halton's order, with reuse, and by entropy. All are compared with one token a call,
 # the law of the model alone, and measure how far they are from it; groups of a causal layer have a law of their own.
-_HALTON = "schedule=arccos,clock=halton,score=halton"
+_HALTON = {"schedule": ["arccos"], "clock": ["halton"], "score": ["halton"]}
+# Noise on the choice belongs to the order of confidence, which is not the saved one where that is fixed.
+_CONFIDENT, _METER = {"choice_temperature": [Saved(1.0)]}, {"measure": [True]}
 _MASKED_PICTURES = (
-    "masked:steps={4|8|16|32},choice_temperature={saved},measure=true",
-    f"masked:steps={{4|8|16|32}},{_HALTON},measure=true",
-    "masked:steps={16|32},choice_temperature={saved},reuse=1,measure=true",
-    f"masked:steps={{16|32}},{_HALTON},reuse=1,measure=true",
-    "masked:steps=256,score=entropy,entropy_bound={0.1|1.0},measure=true",
-    f"shortcut? masked:steps=16,{_HALTON},reuse={{1|3}},reuse_by=shortcut,measure=true",
+    Measured("masked", {"steps": [4, 8, 16, 32], **_CONFIDENT, **_METER}),
+    Measured("masked", {"steps": [4, 8, 16, 32], **_HALTON, **_METER}),
+    Measured("masked", {"steps": [16, 32], **_CONFIDENT, "reuse": [1], **_METER}),
+    Measured("masked", {"steps": [16, 32], **_HALTON, "reuse": [1], **_METER}),
+    Measured("masked", {"steps": [256], "score": ["entropy"], "entropy_bound": [0.1, 1.0], **_METER}),
+    Measured("masked", {"steps": [16], **_HALTON, "reuse": [1, 3], "reuse_by": ["shortcut"], **_METER}, "shortcut"),
 )
 FAMILIES = (
     Family(
@@ -124,8 +136,8 @@ FAMILIES = (
     Family(
         "RandAR", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"), ("next_token.llamagen_any_order:LlamaGenAnyOrder",),
         samplers=tuple(entry.class_name for entry in SAMPLERS if entry.calls == ANY_ORDER),
-        plain="any-order:order=...,guidance_start=...",
-        fast="speculative-any-order:...order,guidance_start,num_drafts=15",
+        plain=AsSaved("any-order", ("order", "guidance_start"), whole=False),
+        fast=AsSaved("speculative-any-order", ("order", "guidance_start"), {"num_drafts": 15}),
     ),
     Family(
         "VAR", (SCALES,), ("ScaleImagePipeline",),
@@ -146,7 +158,8 @@ FAMILIES = (
         ("next_scale.flexvar:FlexVARTransformer", "next_scale.flexvar:FlexVQModel"),
         saved={"transformer": "FlexVARTransformer"}, unit="scales", plain="scale-wise",
         refiners=("FlexVARTransformer",),
-        measured=("scale-wise:scales={1/2/3/5/7/10/13/16|1/2/4/6/10/16|1/2/4/8/16|1/4/8/16}",),
+        measured=(Measured("scale-wise", {"scales": [
+            (1, 2, 3, 5, 7, 10, 13, 16), (1, 2, 4, 6, 10, 16), (1, 2, 4, 8, 16), (1, 4, 8, 16)]}),),
         load="ScaleImagePipeline.from_official",
         layout=FileLayout((_FLEXVAR, _FLEXVAE), second="refiner", tokenizer="FlexVAE.pth"),
         sizes=(
@@ -210,10 +223,10 @@ FAMILIES = (
     Family(
         "MaskGIT", (MASKED,), ("MaskedImagePipeline", "MaskedClassImagePipeline"),
         ("masked.maskgit:MaskedImageTransformer", "masked.shortcut:FeatureShortcut"),
-        plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
+        plain="speculative-masked:num_drafts=0", fast=AsSaved("masked"), measured=_MASKED_PICTURES,
         load="MaskedClassImagePipeline.from_official",
         layout=FileLayout((
-            OfficialFile("transformer", "Halton-MaskGIT", "cls_emb.weight tok_emb.weight pos_emb.weight",
+            OfficialFile("transformer", "Halton-MaskGIT", ("cls_emb.weight", "tok_emb.weight", "pos_emb.weight"),
                 "masked.maskgit_checkpoint:load_maskgit_checkpoint", pipeline="MaskedClassImagePipeline"),
             replace(VQ, own=False),
         ), size="image_size", tokenizer=_NEEDS_VQ),
@@ -228,11 +241,12 @@ FAMILIES = (
     ),
     Family(
         "MAGE", (MASKED,), ("MageImagePipeline",), ("masked.mage:MageTransformer", "masked.mage_vq:MageVQModel"),
-        plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
+        plain="speculative-masked:num_drafts=0", fast=AsSaved("masked"), measured=_MASKED_PICTURES,
         load="MageImagePipeline.from_official",
         layout=FileLayout((
-            OfficialFile("transformer", "MAGE", "token_emb.word_embeddings.weight", "masked.mage:load_mage_checkpoint",
-                pipeline="MageImagePipeline", holds="masked.mage_vq:is_mage_tokenizer"),
+            OfficialFile("transformer", "MAGE", ("token_emb.word_embeddings.weight",),
+                "masked.mage:load_mage_checkpoint", pipeline="MageImagePipeline",
+                holds="masked.mage_vq:is_mage_tokenizer"),
             OfficialFile("vq_model", "MAGE's tokenizer", "masked.mage_vq:is_mage_tokenizer",
                 "masked.mage_vq:load_mage_tokenizer", "image_size"),
         ), tokenizer="vqgan_jax_strongaug.ckpt"),
@@ -244,12 +258,12 @@ FAMILIES = (
     Family(
         "aMUSEd", (MASKED,), ("AmusedImagePipeline",),
         ("masked.amused:AmusedTransformer", "masked.amused:AmusedVQModel"),
-        plain="speculative-masked:num_drafts=0", fast="masked:...", measured=_MASKED_PICTURES,
+        plain="speculative-masked:num_drafts=0", fast=AsSaved("masked"), measured=_MASKED_PICTURES,
         of_diffusers="AmusedPipeline",
     ),
     Family(
         "MAGNeT", (MASKED,), ("AudioPipeline",), saved={"masked": True}, unit="columns",
-        plain="masked:...", fast="masked", comparable=False,
+        plain=AsSaved("masked"), fast="masked", comparable=False,
         measured="eval.defaults:masked_settings", load="AudioPipeline.from_magnet",
         sizes=(
             KnownModel("MAGNeT-small 10 s", "facebook/magnet-small-10secs", 0, 500, 0, 420_371_456, 0),
@@ -262,7 +276,7 @@ FAMILIES = (
         "MaskGCT", (MASKED,), ("MaskgctPipeline",),
         ("masked.maskgct:SemanticNetwork", "masked.maskgct:AcousticNetwork", "masked.maskgct_codec:SemanticCodec",
          "masked.maskgct_codec:AcousticCodec"),
-        unit="columns", plain="masked:...", comparable=False, measured="eval.defaults:masked_settings",
+        unit="columns", plain=AsSaved("masked"), comparable=False, measured="eval.defaults:masked_settings",
         load="MaskgctPipeline.from_official",
         layout=FileLayout(assemble="pipelines.convert_maskgct:assemble",
             recognise="pipelines.convert_maskgct:is_of_maskgct"),
@@ -270,11 +284,11 @@ FAMILIES = (
     ),
     Family(
         "frame-masked", (FRAMES,), ("VideoPipeline",), ("masked.frames:FrameMaskedTransformer",),
-        saved={"transformer": "FrameMaskedTransformer"}, plain="frame-masked:...", comparable=False,
+        saved={"transformer": "FrameMaskedTransformer"}, plain=AsSaved("frame-masked"), comparable=False,
     ),
     Family(
-        "Self-Forcing", (CHUNKS,), ("ChunkVideoPipeline",), unit="chunks", plain="chunk-wise:...", comparable=False,
-        stored_as="canvas", measured="",
+        "Self-Forcing", (CHUNKS,), ("ChunkVideoPipeline",), unit="chunks", plain=AsSaved("chunk-wise"),
+        comparable=False, stored_as="canvas", measured="",
         layout=FileLayout(assemble="pipelines.convert:assemble_wan", recognise="pipelines.convert:is_of_wan"),
     ),
     Family(
@@ -301,13 +315,14 @@ FAMILIES = (
     Family(
         "Infinity", (SCALES,), ("InfinityPipeline",),
         ("next_scale.infinity:InfinityTransformer", "next_scale.infinity_vq:BitwiseVQModel"), unit="scales",
-        plain="scale-wise:...", fast="scale-wise", comparable=False, measured="", load="InfinityPipeline.from_official",
+        plain=AsSaved("scale-wise"), fast="scale-wise", comparable=False, measured="",
+        load="InfinityPipeline.from_official",
         stored_as="canvas",  # its ids are bits, which only the decoding adds up
         layout=FileLayout((
-            OfficialFile("transformer", "Infinity", "cfg_uncond",
+            OfficialFile("transformer", "Infinity", ("cfg_uncond",),
                 "next_scale.infinity_checkpoint:load_infinity_checkpoint", "scales",
                 "next_scale.infinity_scales:scales_by_name", "InfinityPipeline", folder=True),
-            OfficialFile("vq_model", "Infinity's tokenizer", "encoder.down.0.*",
+            OfficialFile("vq_model", "Infinity's tokenizer", ("encoder.down.0.*",),
                 "next_scale.infinity_vq:load_infinity_vq_checkpoint", "scales",
                 "next_scale.infinity_scales:scales_of_size"),
         ), size="size", tokenizer="infinity_vae_d32reg.pth"),

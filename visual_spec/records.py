@@ -5,7 +5,7 @@ Plain data, without PyTorch. The paths in a record are below its `home`, so anot
 
 import fnmatch
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,8 +144,7 @@ class OfficialFile:
     Attributes:
         role: the argument of the pipeline's `from_official` that takes it.
         name: for display; or a function of the file, as `read_checkpoint` reads it, that says it.
-        recognise: (weights) -> whether a file is of this kind; or keys that its weights have, divided by blanks, `*` in
-            them for anything, and `!` before those that they lack.
+        recognise: (weights) -> whether a file is of this kind; or keys that its weights have, `*` in them for anything.
         load: makes a model of the file alone; takes it, and a dtype.
         size: the argument of `load` that takes the side of the pictures, or what `sizes` makes of it; "": the file
             says it.
@@ -154,6 +153,7 @@ class OfficialFile:
         own: whether it is of this family alone; others share it.
         folder: whether it may be a folder of shards.
         holds: (weights) -> whether a file of the transformer holds the tokenizer too.
+        lacks: keys that its weights do not have, likewise.
         unpack: (path, content of a file) -> the weights to take where a file of this kind holds several, as a
             `Checkpoint`; None of other files.
         home: the package that the functions are below.
@@ -161,7 +161,7 @@ class OfficialFile:
 
     role: str
     name: str
-    recognise: str
+    recognise: str | tuple[str, ...]
     load: str
     size: str = ""
     sizes: str = ""
@@ -169,6 +169,7 @@ class OfficialFile:
     own: bool = True
     folder: bool = False
     holds: str = ""
+    lacks: tuple[str, ...] = ()
     unpack: str = ""
     home: str = "visual_spec.models"
 
@@ -178,11 +179,11 @@ class OfficialFile:
         return getattr(importlib.import_module(f"{self.home}.{module}"), name)
 
     def fits(self, weights: Mapping[str, Any]) -> bool:
-        """Whether weights are of this kind, as `recognise` says."""
-        if ":" in self.recognise:
+        """Whether weights are of this kind, as `recognise` and `lacks` say."""
+        if isinstance(self.recognise, str):
             return self.function(self.recognise)(weights)
-        rules = self.recognise.split()
-        return all(rule.startswith("!") != bool(fnmatch.filter(weights, rule.lstrip("!"))) for rule in rules)
+        has = [bool(fnmatch.filter(weights, key)) for key in self.recognise]
+        return all(has) and not any(fnmatch.filter(weights, key) for key in self.lacks)
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,45 @@ class FileLayout:
 
 
 @dataclass(frozen=True)
+class AsSaved:
+    """A sampler with the settings of the one that a pipeline was saved with, which belong to its law.
+
+    Attributes:
+        name: as on the command line.
+        keeps: the settings that it takes over where the saved sampler is of another class.
+        others: settings that it has then beside them.
+        whole: whether it takes over all settings where the saved sampler is of its class.
+    """
+
+    name: str
+    keeps: tuple[str, ...] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A setting of the saved sampler, or `otherwise` where it has none."""
+
+    otherwise: Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Settings that `bench` and `eval` measure: a sampler, and the values of each setting, in every combination.
+
+    Attributes:
+        sampler: its name, as on the command line.
+        settings: {name: values}; a value may be a `Saved`.
+        part: the component of the pipelines that they are for; "": all.
+    """
+
+    sampler: str
+    settings: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    part: str = ""
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of models.
 
@@ -221,15 +261,13 @@ class Family:
             others of the same pipeline; nothing: it is the usual one.
         samplers: class names of samplers, likewise.
         unit: what a call commits, in the plural.
-        plain: its plain decoding, as on the command line; `name:...` takes the settings of the saved sampler,
-            of `name:setting=...` that setting alone.
+        plain: its plain decoding, as on the command line, or with settings of the saved sampler.
         fast: what `visual_spec.accelerate` sets when no sampler is named, likewise; "": the plain one.
         shorter: one that takes less time and has a law of its own, where the fast one is the plain one.
         comparable: whether an accelerated decoding is compared with the plain one.
         stored_as: what keeps a sample: its token "ids", or the finished "canvas".
-        measured: what `bench` and `eval` measure if no settings are named: settings, see
-            `visual_spec.eval.defaults.listed_settings`; or "module:function" below `visual_spec`, which chooses them;
-            "": they do not measure it.
+        measured: what `bench` and `eval` measure if no settings are named; or "module:function" below `visual_spec`,
+            which chooses them; "": they do not measure it.
         drafters: classes among `parts` that `load_drafter` takes.
         refiners: classes among `parts` that `load_refiner` takes.
         of_diffusers: class of diffusers' pipeline whose folders its pipeline loads.
@@ -248,12 +286,12 @@ class Family:
     saved: Mapping[str, Any] = field(default_factory=dict)
     samplers: tuple[str, ...] = ()
     unit: str = "tokens"
-    plain: str = ""
-    fast: str = ""
+    plain: str | AsSaved = ""
+    fast: str | AsSaved = ""
     shorter: str | None = None
     comparable: bool = True
     stored_as: str = "ids"
-    measured: str | tuple[str, ...] = "eval.defaults:settings_for"
+    measured: str | tuple[Measured, ...] = "eval.defaults:settings_for"
     drafters: tuple[str, ...] = ()
     refiners: tuple[str, ...] = ()
     of_diffusers: str = ""

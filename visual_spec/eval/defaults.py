@@ -7,13 +7,13 @@ a model is loaded.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from visual_spec.records import Measured, Saved
 from visual_spec.samplers.registry import DISTILLED, MASKED, all_samplers, fitting
 
 if TYPE_CHECKING:
@@ -122,27 +122,28 @@ def settings_for(
     return _beside_plain(facts, others)
 
 
-def listed_settings(facts: PipelineFacts, index: Mapping[str, Any], rows: Sequence[str]) -> ModelSettings:
+def listed_settings(
+    facts: PipelineFacts, index: Mapping[str, Any], rows: Sequence[Measured]
+) -> ModelSettings:
     """The settings that a family lists.
 
     Args:
         facts: of its pipeline.
         index: the configuration of the pipeline, which says what it has.
-        rows: settings as on the command line, where `{a|b}` stands for one of several values and `{saved}` for the
-            saved sampler's; `part? setting` is for pipelines that hold this part.
     """
-    from visual_spec.pipelines.sampler_text import parse_sampler
+    from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
 
     saved = parse_sampler(facts.fast_sampler)[1]
     settings: list[str] = []
     for row in rows:
-        part, question, text = row.rpartition("? ")
-        if question and not _holds(index, part):
+        if row.part and not _holds(index, row.part):
             continue
-        # Noise on the choice belongs to the order of confidence, which is not the saved one where that is fixed.
-        text = text.replace("{saved}", f"{saved.get('choice_temperature', 1.0)}")
-        pieces = [piece.split("|") for piece in re.split(r"[{}]", text)]  # text and choices by turns
-        settings += ["".join(values) for values in product(*pieces)]
+        for values in product(*row.settings.values()):
+            named = {
+                name: saved.get(name, value.otherwise) if isinstance(value, Saved) else value
+                for name, value in zip(row.settings, values, strict=True)
+            }
+            settings.append(write_sampler(row.sampler, named))
     return _beside_plain(facts, settings)
 
 

@@ -17,7 +17,7 @@ from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.settings import LAW_DEFAULTS, whole
 from visual_spec.pipelines.saved_index import LoadsPipelines
 from visual_spec.pipelines.steps import ONLY_CHECKED, Checked, Streams
-from visual_spec.records import PipelineFacts
+from visual_spec.records import AsSaved, PipelineFacts
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import check_generators
@@ -405,10 +405,10 @@ def _as_saved(sampler: Any) -> dict[str, Any]:
     return {**getattr(sampler, "config", {}), "_class_name": type(sampler).__name__}
 
 
-def _written(text: str, sampler: Mapping[str, Any]) -> str:
-    """The text of a family's sampler; dots in it stand for settings of the saved one (`as_saved`)."""
-    if "..." not in text:
-        return text
+def _written(choice: str | AsSaved, sampler: Mapping[str, Any]) -> str:
+    """The text of a family's sampler beside the saved one."""
+    if isinstance(choice, str):
+        return choice
     from visual_spec.pipelines.sampler_text import as_saved
 
-    return as_saved(text, sampler)
+    return as_saved(choice, sampler)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from visual_spec.models.core.settings import settings_of
+from visual_spec.records import AsSaved
 from visual_spec.samplers.core.trace import IDENTICAL
 from visual_spec.samplers.registry import by_name, meant, names, sampler_class
 
@@ -60,23 +61,19 @@ def saved_sampler(name: str, config: Mapping[str, Any]) -> str:
     return write_sampler(name, changed)
 
 
-def as_saved(text: str, config: Mapping[str, Any]) -> str:
-    """The text of a family's sampler, where dots stand for settings of the saved one.
+def as_saved(sampler: str | AsSaved, config: Mapping[str, Any]) -> str:
+    """The text of a family's sampler.
 
     Args:
-        text: of `name:...` the settings of a sampler of that name, if it is the saved one; of `name:...setting` so, and
-            of another one this setting; of `name:setting=...` this setting alone, of any saved sampler. Several are
-            divided by commas, and `setting=value` among them stands as it is.
-        config: the configuration of a sampler, as it is saved.
+        config: the configuration of the sampler that a pipeline has, as it is saved.
     """
-    name, _, rest = text.partition(":")
-    if "..." not in rest:
-        return text
-    own = by_name(name).class_name
-    if rest.startswith("...") and config.get("_class_name", own) == own:
-        return saved_sampler(name, config)
-    pairs = [piece.partition("=") for piece in rest.replace("...", "").split(",") if piece]
-    return saved_sampler(name, {key: _value(value) if value else config[key] for key, _, value in pairs})
+    if isinstance(sampler, str):
+        return sampler
+    own = by_name(sampler.name).class_name
+    if sampler.whole and config.get("_class_name", own) == own:
+        return saved_sampler(sampler.name, config)
+    kept = {name: config[name] for name in sampler.keeps}
+    return saved_sampler(sampler.name, {**kept, **sampler.others})
 
 
 def plain_beside(text: str, own: Any) -> Any:

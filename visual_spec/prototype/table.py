@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from visual_spec.families import GPT, KL16, VAR, VAR_VQ, VQ
-from visual_spec.records import Family, FileLayout, KnownModel, OfficialFile, PipelineEntry
+from visual_spec.records import AsSaved, Family, FileLayout, KnownModel, Measured, OfficialFile, PipelineEntry
 from visual_spec.samplers.registry import (
     COLUMNS,
     DENOISED,
@@ -123,7 +123,8 @@ FAMILIES = (
     Family(
         "DD1 student of captions", (DISTILLED,), ("DistilledTextImagePipeline",),
         plain="distilled", comparable=False, stored_as="canvas", home=_HERE,
-        measured=("distilled:steps=2", "teacher? distilled:steps=2,teacher_from=0"),
+        measured=(Measured("distilled", {"steps": [2]}),
+            Measured("distilled", {"steps": [2], "teacher_from": [0]}, "teacher")),
     ),
     Family(
         "DD1 student of VAR", (DISTILLED,), ("DistilledScalePipeline",),
@@ -131,7 +132,8 @@ FAMILIES = (
         plain="distilled", comparable=False, stored_as="canvas", home=_HERE, measured="",
         load="DistilledScalePipeline.from_official",
         layout=FileLayout((
-            OfficialFile("transformer", "VAR's student", "n_d_embed.weight layerwise_n_d_embed.0.weight pos_1LC",
+            OfficialFile("transformer", "VAR's student",
+                ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "pos_1LC"),
                 "students.var:load_var_student", pipeline="DistilledScalePipeline", home=_HERE),
             replace(VAR, role="teacher", own=False), replace(VAR_VQ, own=False),
         ), tokenizer="vae_ch160v4096z32.pth"),
@@ -144,8 +146,9 @@ FAMILIES = (
     Family(
         "FlowAR", (FLOW_SCALES,), ("ContinuousImagePipeline",), ("flowar.model:FlowARTransformer",),
         saved={"transformer": "FlowARTransformer"}, stored_as="canvas", home=_HERE,
-        plain="flow-scales:...", comparable=False,
-        measured=("flow-scales:levels={2|4|8|25}", "flow-scales:levels=25,last_levels=15"),
+        plain=AsSaved("flow-scales"), comparable=False,
+        measured=(Measured("flow-scales", {"levels": [2, 4, 8, 25]}),
+            Measured("flow-scales", {"levels": [25], "last_levels": [15]})),
         load="ContinuousImagePipeline.from_official",
         layout=FileLayout((
             OfficialFile("transformer", "FlowAR", "flowar.model:is_flowar",
@@ -165,13 +168,14 @@ FAMILIES = (
     Family(
         "ACDiT", (DENOISED,), ("ContinuousImagePipeline",), ("acdit.model:ACDiTTransformer",),
         saved={"transformer": "ACDiTTransformer"}, stored_as="canvas", home=_HERE,
-        plain="block-diffusion:...", comparable=False,
-        measured=("block-diffusion:levels={50|25|10|5}",), load="ContinuousImagePipeline.from_official",
+        plain=AsSaved("block-diffusion"), comparable=False,
+        measured=(Measured("block-diffusion", {"levels": [50, 25, 10, 5]}),),
+        load="ContinuousImagePipeline.from_official",
         layout=FileLayout((
             OfficialFile("transformer", "ACDiT", "acdit.checkpoint:is_acdit",
                 "acdit.checkpoint:load_acdit_checkpoint", pipeline="ContinuousImagePipeline", home=_HERE),
-            OfficialFile("vae", "a folder of AutoencoderKL", "post_quant_conv.weight !quantize*",
-                "continuous.mar_checkpoint:load_kl16_checkpoint", own=False, folder=True),
+            OfficialFile("vae", "a folder of AutoencoderKL", ("post_quant_conv.weight",),
+                "continuous.mar_checkpoint:load_kl16_checkpoint", own=False, folder=True, lacks=("quantize*",)),
         ), tokenizer="the folder vae of facebook/DiT-XL-2-256"),
         sizes=(
             KnownModel("ACDiT-XL class 256", "ACDiT-XL-img.pt", 256, 1024, 0, 674_856_708, 2 * 28 * 1152,
