@@ -192,14 +192,13 @@ def repaired(
     slots, drafts = at[:, 1 : count + 1], fed[:, 1 : count + 1, None]  # [B, n], [B, n, 1]
     size, back = tokens.shape[1], grid.width if grid.frames == 1 else grid.height * grid.width
     far = (slots - back).clamp(min=0)
-    above = tokens.gather(1, far)  # [B, n], the far neighbours of the slots
-    # All tokens that a slot may get, each with its rank above and its id below 2 ** 32, and the token that must stand
-    # before the slot for it. The carried draft has the least rank if its own is not there, else the greatest.
+    # [B, n], [B, S]: the far neighbours of the slots, and of the committed tokens; one that is not there equals none.
+    above = tokens.gather(1, far)
     places = torch.arange(size, device=tokens.device)
-    committed = (places >= back) & (places < lengths[:, None])  # [B, S]
-    alike = (
-        (tokens.roll(back, 1)[:, None] == above[..., None]) & committed[:, None] & (slots >= back)[..., None]
-    )
+    others = torch.where((places >= back) & (places < lengths[:, None]), tokens.roll(back, 1), -2)
+    alike = others[:, None] == torch.where(slots >= back, above, -1)[..., None]  # [B, n, S]
+    # All tokens that a slot may get, each with its rank above and its id below 2 ** 32; and the token that must stand
+    # before the slot for it. The carried draft is the last of them; after the token that it was drawn for, the first.
     ranked = [torch.where(alike, (places * _HALF + tokens)[:, None], drafts)]  # [B, n, S]
     wanted = [tokens.roll(1, 1)[:, None].expand(alike.shape)]
     if picture is not None:
@@ -209,18 +208,12 @@ def repaired(
     ranked.append((size + 1) * _HALF + drafts)
     wanted.append(inputs.gather(1, slots - 1)[..., None])
     # The walk is a chain of small operations, so what can be is done for all slots at once.
-    walk = zip(
-        *(part.unbind(1) for part in (torch.cat(ranked, 2), torch.cat(wanted, 2), drafts)), strict=True
-    )
-    token, found = fed[:, :1], []
-    for numbers, before, draft in walk:  # [B, S + 1], [B, S + 1], [B, 1]
-        found.append(torch.where(before == token, numbers, draft).amax(1, keepdim=True))
-        token = found[-1] & (_HALF - 1)
-    if found:
-        found = torch.cat(found, 1)  # [B, n]
-        fed = torch.cat([fed[:, :1], found & (_HALF - 1), fed[:, 1 + found.shape[1] :]], 1)
-        replaced = (found >= _HALF) & (found < (size + 1) * _HALF)
-    else:
-        replaced = slots.bool()
+    ways = (part.unbind(1) for part in (torch.cat(ranked, 2), torch.cat(wanted, 2), drafts))
+    walked = [fed[:, :1]]
+    for numbers, before, draft in zip(*ways, strict=True):  # [B, S + 1], [B, S + 1], [B, 1]
+        token = walked[-1] & (_HALF - 1)
+        walked.append(torch.where(before == token, numbers, draft).amax(1, keepdim=True))
+    found = torch.cat(walked, 1)  # [B, 1 + n]
+    fed = torch.cat([found & (_HALF - 1), fed[:, found.shape[1] :]], 1)
     inputs.scatter_(1, at, fed)
-    return fed, replaced
+    return fed, ((found >= _HALF) & (found < (size + 1) * _HALF))[:, 1:]
