@@ -49,7 +49,7 @@ class ChainSampler(Sampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
-        if self.config.acceptance in RELAXED:
+        if self.config.get("acceptance") in RELAXED:
             self.relaxation.check(parts.get("codebook"), model.vocab_size)
 
     def step(self, run: Run, state: Any) -> None:
