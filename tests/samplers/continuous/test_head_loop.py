@@ -15,7 +15,7 @@ from tests.models.continuous.tiny import tiny_causal, tiny_mar
 from visual_spec.kernels import philox
 from visual_spec.kernels.head_step import head_step_reference, law_step
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
-from visual_spec.samplers.continuous import continuous, denoising, head_loop
+from visual_spec.samplers.continuous import conditions, continuous, denoising, head_loop
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler
@@ -220,10 +220,10 @@ def test_heads_that_were_changed_are_called(monkeypatch):
 def test_levels_fall_evenly_from_call_to_call():
     model = calm(tiny_mar(head_kind="velocity"))
     sampler = ContinuousSampler(steps=10, head_steps=50, last_head_steps=5)
-    assert sampler.chain_lengths(model) == [50, 45, 40, 35, 30, 25, 20, 15, 10, 5]
+    assert [shape.levels for shape in sampler.shapes(model)] == [50, 45, 40, 35, 30, 25, 20, 15, 10, 5]
     found = draw(sampler, model)
     assert found.trace.head_calls.tolist() == [275] * 3 and found.trace.target_calls.tolist() == [10] * 3
-    assert ContinuousSampler(steps=1, head_steps=50, last_head_steps=5).chain_lengths(model) == [50]
+    assert ContinuousSampler(steps=1, head_steps=50, last_head_steps=5).shapes(model)[0].levels == 50
     for wrong in (0, 1001, 2.5):
         with pytest.raises(ValueError, match="last_head_steps=.*1000"):
             ContinuousSampler(last_head_steps=wrong)  # pyright: ignore[reportArgumentType]
@@ -241,7 +241,7 @@ def test_levels_that_do_not_fall_are_those_of_all_calls():
 @pytest.fixture
 def recordings(monkeypatch) -> Iterator[list[Callable[[], None]]]:
     monkeypatch.setattr(continuous, "wants_graph", lambda choice, model: choice is not False)
-    monkeypatch.setattr(continuous, "_ROOM", 6)
+    monkeypatch.setattr(conditions, "_ROOM", 6)
     yield from repeated(monkeypatch)
 
 

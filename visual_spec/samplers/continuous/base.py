@@ -220,7 +220,14 @@ class ContinuousTokenSampler(VectorSampler):
     # -- what methods begin with
 
     def open(
-        self, run: Run, kind: type[Any], scratch: int, first: int = 1, keep: bool = False, **more: Any
+        self,
+        run: Run,
+        kind: type[Any],
+        scratch: int,
+        first: int = 1,
+        keep: bool = False,
+        lengths: Sequence[int] | None = None,
+        **more: Any,
     ) -> Any:
         """The state after call 0, which draws and commits the first slots.
 
@@ -229,6 +236,7 @@ class ContinuousTokenSampler(VectorSampler):
             scratch: number of slots past the grid that calls may write.
             first: how many slots that call draws.
             keep: whether it holds what local calls go on from.
+            lengths: levels that plain chains may have; None: as many as set.
             more: the other fields of `kind`.
         """
         model, size, device = run.model, run.batch_size, run.device
@@ -240,7 +248,7 @@ class ContinuousTokenSampler(VectorSampler):
             torch.zeros(*places.shape, model.token_dim, dtype=dtype, device=device),
             meter=None if self.keeps != LOSSY else DivergenceMeter(size, device),
             places=places,
-            law=self.chain_law(run, scratch, device),
+            law=self.chain_law(run, scratch, device, lengths),
             **{name: torch.zeros(size, dtype=torch.long, device=device) for name in COUNTS},
             **more,
         )
@@ -268,12 +276,10 @@ class ContinuousTokenSampler(VectorSampler):
         """Levels of the plain chains of the next call."""
         return state.law.levels
 
-    def chain_lengths(self, model: ContinuousModel) -> list[int]:
-        """All levels that plain chains may have."""
-        return [self.chain_settings(model.chain).head_steps]
-
-    def chain_law(self, run: Run, scratch: int, device: torch.device) -> ChainLaw:
-        """How the tokens of this decode are drawn."""
+    def chain_law(
+        self, run: Run, scratch: int, device: torch.device, lengths: Sequence[int] | None = None
+    ) -> ChainLaw:
+        """How the tokens of this decode are drawn. `lengths`: levels that plain chains may have; None: as set."""
         model, law = run.model, run.law_given
         settings = self.chain_settings(model.chain)
         linear = self.config.guidance == "linear"
@@ -282,7 +288,7 @@ class ContinuousTokenSampler(VectorSampler):
         schedule = model.schedule(settings.head_steps, settings.eta)
         loop = HeadLoop(
             model,
-            (model.schedule(count, settings.eta) for count in dict.fromkeys(self.chain_lengths(model))),
+            (model.schedule(count, settings.eta) for count in dict.fromkeys(lengths or [schedule.num_steps])),
             temperature=law.temperature,
             final_noise=settings.final_noise,
             guided=run.guided,

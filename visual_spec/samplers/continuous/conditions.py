@@ -173,3 +173,66 @@ def scales_of_slots(model: Any, scale: float, steps: int, *, linear: bool, scrat
 def step_edges(length: int, steps: int) -> list[int]:
     """The first slot of each call, and the number of slots: 0, ..., L."""
     return [0, *(length - left for left in hidden_after(length, steps)[:-1]), length]
+
+
+# -- the shapes of the calls of a plain decode, which depend on numbers alone: one graph is recorded for each
+
+# Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.
+_ROOM = 64
+
+
+class CallShape(NamedTuple):
+    """What a call's tensors depend on.
+
+    Attributes:
+        count: N, tokens that it draws for a sample.
+        room: of a masked model, known tokens that it has room for.
+        levels: T, of the chains.
+        group: of a local call, the slots that it computes; None: all of them.
+        keep: whether local calls go on from this one.
+    """
+
+    count: int
+    room: int
+    levels: int
+    group: SlotGroup | None = None
+    keep: bool = False
+
+
+def call_shapes(
+    length: int,
+    calls: int,
+    *,
+    levels: tuple[int, int],
+    reuse: tuple[int, float, float],
+    causal: bool,
+    recorded: bool,
+) -> tuple[CallShape, ...]:
+    """Return the shape of each of the `calls` of a decode of `length` slots, the first included.
+
+    Args:
+        levels: of the chains of the first call and of the last one; between them they fall evenly.
+        reuse: local calls after each full one, the share of calls that are full before any, and the share of their
+            levels that the chains of local calls have.
+        causal: whether the model feeds tokens in one order.
+        recorded: whether calls are recorded.
+    """
+    edges, unit = step_edges(length, calls), _ROOM if recorded else 1
+    full, ends = [True] * calls, list(range(calls))
+    if reuse[0]:
+        from visual_spec.samplers.core.masking import full_calls, last_of_group
+
+        full = full_calls(calls, reuse[0], reuse[1])
+        ends = [last_of_group(full, call) for call in range(calls)]
+    shapes, start = [], 0
+    for call, last in enumerate(ends):
+        known, count = edges[call], edges[call + 1] - edges[call]
+        room = 0 if causal else min(-(-known // unit) * unit, length)
+        chain, group = round(levels[0] + (levels[1] - levels[0]) * call / max(1, calls - 1)), None
+        if full[call]:
+            start = known
+        else:
+            group = SlotGroup(known - start, known - edges[call - 1], edges[last + 1] - known)
+            chain = max(1, int(chain * reuse[2] + 1e-9))
+        shapes.append(CallShape(count, room, chain, group, full[call] and last > call))
+    return tuple(shapes)

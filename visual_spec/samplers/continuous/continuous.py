@@ -10,9 +10,9 @@ against another here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from visual_spec.models.core.orders import hidden_after
 from visual_spec.models.core.settings import (
@@ -26,37 +26,17 @@ from visual_spec.models.core.settings import (
 )
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState, ContinuousTokenSampler
-from visual_spec.samplers.continuous.conditions import SlotGroup
+from visual_spec.samplers.continuous.conditions import CallShape, call_shapes
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import IDENTICAL
 
-# Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.
-_ROOM = 64
-
-
-class CallShape(NamedTuple):
-    """What a call's tensors depend on: one graph is recorded for each.
-
-    Attributes:
-        count: N, tokens that it draws for a sample.
-        room: of a masked model, known tokens that it has room for.
-        levels: T, of the chains.
-        group: of a local call, the slots that it computes; None: all of them.
-        keep: whether local calls go on from this one.
-    """
-
-    count: int
-    room: int
-    levels: int
-    group: SlotGroup | None = None
-    keep: bool = False
-
 
 @dataclass
 class PlainState(ContinuousState):
-    """A `ContinuousState` with the shape of the next call."""
+    """A `ContinuousState` with the shapes of all calls, and of the next one."""
 
+    shapes: tuple[CallShape, ...]
     width: CallShape
 
 
@@ -123,57 +103,33 @@ class ContinuousSampler(ContinuousTokenSampler):
     def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
         return self.num_steps(model)
 
-    def chain_lengths(self, model: Any) -> list[int]:
-        """Levels of the chains of each call."""
-        calls, first = self.num_steps(model), self.chain_settings(model.chain).head_steps
-        last = self.config.get("last_head_steps") or first  # a method built on this one may not have it
-        levels = [round(first + (last - first) * call / max(1, calls - 1)) for call in range(calls)]
-        share, (full, _) = self.config.get("local_levels", 1.0), self._groups(calls)
-        return [
-            count if whole else max(1, int(count * share + 1e-9))
-            for count, whole in zip(levels, full, strict=True)
-        ]
-
-    def _groups(self, calls: int) -> tuple[list[bool], Sequence[int]]:
-        """Which calls are full, and for each the last of those that reuse it."""
-        if not self.config.get("reuse"):
-            return [True] * calls, range(calls)
-        from visual_spec.samplers.core.masking import full_calls, last_of_group
-
-        full = full_calls(calls, self.config.reuse, self.config.reuse_from)
-        return full, [last_of_group(full, call) for call in range(calls)]
-
-    def shapes(self, model: Any) -> list[CallShape]:
+    def shapes(self, model: Any) -> tuple[CallShape, ...]:
         """The shape of each call of a decode, the first included."""
-        edges = conditions.step_edges(model.grid.num_tokens, self.num_steps(model))
-        unit = _ROOM if wants_graph(self.config.get("graph", False), model) else 1
-        rooms = [
-            0 if conditions.is_causal(model) else min(-(-known // unit) * unit, edges[-1]) for known in edges
-        ]
-        counts = [end - first for first, end in zip(edges, edges[1:], strict=False)]
-        levels = self.chain_lengths(model)
-        full, ends = self._groups(len(counts))
-        shapes, start = [], 0
-        for call, (count, last) in enumerate(zip(counts, ends, strict=True)):
-            if full[call]:
-                start, group = edges[call], None
-            else:
-                group = SlotGroup(edges[call] - start, counts[call - 1], edges[last + 1] - edges[call])
-            shapes.append(CallShape(count, rooms[call], levels[call], group, full[call] and last > call))
-        return shapes
+        setting = self.config.get  # a method built on this one may not have all
+        first = self.chain_settings(model.chain).head_steps
+        return call_shapes(
+            model.grid.num_tokens,
+            self.num_steps(model),
+            levels=(first, setting("last_head_steps") or first),
+            reuse=(setting("reuse") or 0, setting("reuse_from") or 0.0, setting("local_levels") or 1.0),
+            causal=conditions.is_causal(model),
+            recorded=wants_graph(setting("graph", False), model),
+        )
 
     def chain_levels(self, state: PlainState) -> int:
         return state.width.levels
 
     def prepare(self, run: Run) -> PlainState:
-        shape = self.shapes(run.model)[0]
-        return self.open(run, PlainState, scratch=0, first=shape.count, keep=shape.keep, width=shape)
+        shapes = self.shapes(run.model)
+        first, lengths = shapes[0], [shape.levels for shape in shapes]
+        more: dict[str, Any] = dict(keep=first.keep, lengths=lengths, shapes=shapes, width=first)
+        return self.open(run, PlainState, scratch=0, first=first.count, **more)
 
     def paced(self, advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
-        shapes = iter(self.shapes(run.model)[1:])
+        later = iter(state.shapes[1:])
 
         def call() -> None:
-            state.width = next(shapes)
+            state.width = next(later)
             advance()
 
         return call
