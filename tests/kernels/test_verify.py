@@ -106,12 +106,16 @@ def test_drafts_from_the_last_law_are_drawn_without_the_kernel(request, coupling
 
 
 def test_what_a_kernel_cannot_do_is_done_without_it(on_a_gpu):
-    for sampler in (
-        SpeculativeJacobiSampler(4, "gumbel", "identical", "last_law"),  # wants the laws
-        SpeculativeJacobiSampler(4, acceptance="grouped", relaxation={"code_distance": None}),
-    ):
-        decode(sampler)
-    assert on_a_gpu == ["draw"] * 2  # slot 0
+    decode(SpeculativeJacobiSampler(4, acceptance="grouped", relaxation={"code_distance": None}))
+    assert on_a_gpu == ["draw"]  # slot 0
+
+
+def test_identical_drafts_from_the_last_law_are_drawn_beside_the_kernel(request):
+    sampler = SpeculativeJacobiSampler(4, "gumbel", "identical", "last_law")
+    expected = decode(sampler)
+    asked = request.getfixturevalue("on_a_gpu")
+    assert torch.equal(decode(sampler).tokens, expected.tokens)
+    assert set(asked) == {"draw"}
 
 
 def test_fused_state_holds_one_law_a_position(monkeypatch, on_a_gpu):
