@@ -78,7 +78,7 @@ class ScaleDecodeState:
     reference: Reference | None
     maps: list[Tensor] = field(default_factory=list)
     parts: list[Tensor] = field(default_factory=list)
-    forwards: list[tuple[Any, range, bool]] = field(default_factory=list)
+    forwards: list[tuple[int, range, bool]] = field(default_factory=list)
     cache_bytes: list[int] = field(default_factory=list)
     round: int = -1
 
@@ -218,7 +218,7 @@ class ScaleWiseSampler(Sampler):
         plan = planned(run, tokenizer, schedule, self.config.ramp)
         state = ScaleDecodeState(run.cache, canvas, plan, schedule, self._reference(run, canvas, schedule))
         state.cache_bytes.append(run.cache.cache_bytes)
-        state.forwards.append((plan[0].stage.model, range(1), run.cache.guided))
+        state.forwards.append((plan[0].num_layers, range(1), run.cache.guided))
         self._draw(run, state, run.cache.logits)
         return state
 
@@ -239,7 +239,7 @@ class ScaleWiseSampler(Sampler):
                 state.cache.drop_unconditional()
             logits = here.stage.model(state.cache, state.maps[-1], scale)  # [R, n * n, V]
             run.lap("model")
-        state.forwards.append((here.stage.model, scales, state.cache.guided))
+        state.forwards.append((here.num_layers, scales, state.cache.guided))
         self._draw(run, state, logits)
 
     def _draw(self, run: Run, state: ScaleDecodeState, logits: Tensor) -> None:

@@ -179,7 +179,7 @@ class ScalePlan:
         ratio: from 0, the first scale, to 1, the last.
         grown: the share of the guidance at this scale.
         slots: long [n * n].
-        vocab_size: of its model.
+        vocab_size, num_layers: of its model.
     """
 
     stage: Stage
@@ -190,6 +190,7 @@ class ScalePlan:
     grown: float
     slots: Tensor
     vocab_size: int
+    num_layers: int
 
 
 def planned(run: Run, tokenizer: ScaleTokenizer, schedule: ScaleSchedule, ramp: bool) -> dict[int, ScalePlan]:
@@ -209,6 +210,7 @@ def planned(run: Run, tokenizer: ScaleTokenizer, schedule: ScaleSchedule, ramp: 
                 grown,
                 torch.arange(starts[scale], starts[scale + 1], device=run.device),
                 stage.model.vocab_size,
+                getattr(stage.model, "num_layers", 1),
             )
     return plan
 

@@ -49,19 +49,19 @@ class ScaleResult(SampleResult):
 
 
 def layer_places(
-    forwards: Sequence[tuple[Any, range, bool]], sides: Sequence[Any], pruning: Pruning | None
+    forwards: Sequence[tuple[int, range, bool]], sides: Sequence[Any], pruning: Pruning | None
 ) -> tuple[int, ...]:
     """Return the places that went through a layer, of each model, see `ScaleTrace`.
 
     Args:
-        forwards: of every forward its model, its scales, and whether it had unconditional rows. The first of a model
+        forwards: of every forward its layers, its scales, and whether it had unconditional rows. The first of a model
             has all scales from 0 on, and prunes none.
         sides: of all scales, n * n places each.
     """
     areas, places = [area_of(side) for side in sides], []
     kept = areas if pruning is None else pruning.kept(sides)
-    for model, scales, guided in forwards:
-        layers, pruned = getattr(model, "num_layers", 1), 0
+    for layers, scales, guided in forwards:
+        pruned = 0
         if scales.start == 0:
             places.append(0)
         elif pruning is not None:
