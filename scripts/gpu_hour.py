@@ -74,16 +74,16 @@ def _jobs() -> list[Job]:
     ):
         options = f"{options} --dtype {dtype} --batch-sizes {batch} --skip-uncached"
         jobs.append(_bench(f"bench-{name}-{dtype}-{batch}", 120, options))
-    random = "--random-weights --dtype bfloat16 --batch-sizes"
+    random = "benchmarks.sizes.official --dtype bfloat16 --batch-sizes"
     windows = {1: "16 32 64", 8: "8 16 32", 64: "4 8"}
     for batch, model in product(windows, ("llamagen-xl-t2i", "janus-pro-7b")):
         options = f"{random} {batch} --model {model} --samplers speculative-jacobi --windows {windows[batch]}"
-        jobs.append(_bench(f"bench-{model}-{batch}", 240, f"{options} --slots 16"))
+        jobs.append(_script(f"bench-{model}-{batch}", 240, f"{options} --slots 16"))
     parts = ("0", "8", "6", "all,cache_share=0.1", "8,cache_share=0.1")
     samplers = " ".join(f"scale-wise:num_draft_scales={part}" for part in parts)
     for batch in windows:
         options = f"{random} {batch} --model var-d30+var-d16 --samplers {samplers}"
-        jobs.append(_bench(f"bench-var-d30-{batch}", 120, options))
+        jobs.append(_script(f"bench-var-d30-{batch}", 120, options))
         jobs.append(_script(f"musicgen-medium-{batch}", 120, f"benchmarks.sizes music --batch {batch}"))
     jobs.append(_script("kernels", 120, "bench_kernels.py --window 1 32"))
     jobs.append(_script("kernels-64", 120, "bench_kernels.py --vocab 16384 --window 1 32 --batch 64"))
@@ -96,7 +96,7 @@ def _jobs() -> list[Job]:
         options = f"benchmarks.sizes profile --size {model} --sampler {text}graph={graph}"
         jobs.append(_script(name, 90, options))
     for batch, size in product((1, 64, 8), "lbh"):
-        jobs.append(_bench(f"bench-mar-{size}-{batch}", 120, f"{random} {batch} --model mar-{size}"))
+        jobs.append(_script(f"bench-mar-{size}-{batch}", 120, f"{random} {batch} --model mar-{size}"))
     jobs += [
         _script(f"vibevoice-{batch}", 120, f"benchmarks.sizes speech --batch {batch}") for batch in (1, 8)
     ]

@@ -20,10 +20,10 @@ from benchmarks.sizes import music as music_sizes
 from benchmarks.sizes import speech as speech_sizes
 from benchmarks.sizes import video as video_sizes
 from benchmarks.sizes.call_profile import profile_calls
+from benchmarks.sizes.next_token import Middle
 from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import parse_setting
 from visual_spec.eval.speed import official_sizes
-from visual_spec.eval.speed.official_bench import Middle
 from visual_spec.files.documents import json_text, write_json
 from visual_spec.pipelines.placing import choose_device
 from visual_spec.samplers.core.law import TokenLaw

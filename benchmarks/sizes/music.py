@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.sizes.baselines import Marks
+from benchmarks.sizes.next_token import time_sampler, window_of
 from visual_spec.eval import measure
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.speed.baselines import Marks
-from visual_spec.eval.speed.official_bench import time_sampler, window_of
 from visual_spec.eval.speed.rounds import with_graphs
 from visual_spec.eval.timing import Report, add_floors
 from visual_spec.models.columns.musicgen import MusicgenColumnModel

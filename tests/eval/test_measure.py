@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.sizes import next_token as official_bench
+from benchmarks.sizes import official
 from tests.helpers.tiny import tiny_pipeline
-from visual_spec.commands import bench
-from visual_spec.eval import machine, measure
+from visual_spec.eval import measure
 from visual_spec.eval.defaults import with_setting
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import official_bench, plain_loops, rounds
+from visual_spec.eval.speed import plain_loops, rounds
 from visual_spec.models.core.protocol import DecodeState
+from visual_spec.pipelines import placing
 from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -148,8 +150,8 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match="bfloat16"):
         measure.refuse_dtype(GPU, torch.bfloat16)
     with pytest.raises(ValueError, match="bfloat16"):
-        monkeypatch.setattr(machine, "choose_device", lambda name: GPU)
-        bench.main(["--random-weights", "--model", "llamagen-b", "--dtype", "bfloat16"])
+        monkeypatch.setattr(placing, "choose_device", lambda name: GPU)
+        official.main(["--model", "llamagen-b", "--dtype", "bfloat16"])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
 )
 def test_devices_that_are_not_there_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        machine.choose_device(name)
+        placing.choose_device(name)
 
 
 # -- rows with and without a recorded graph ----------------------------------------------------------------------------

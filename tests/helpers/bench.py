@@ -9,9 +9,11 @@ import torch
 from visual_spec.commands import bench
 
 
-def benched(capsys: Any, *arguments: Any) -> tuple[dict[str, Any], list[dict[str, str]], str]:
+def benched(
+    capsys: Any, *arguments: Any, main: Any = bench.main
+) -> tuple[dict[str, Any], list[dict[str, str]], str]:
     """The document, the rows of the table by their headers, and all text before the document."""
-    assert bench.main(["--device", "cpu", "--json", *map(str, arguments)]) == 0
+    assert main(["--device", "cpu", "--json", *map(str, arguments)]) == 0
     lines = capsys.readouterr().out.splitlines()
     header, _, *table = (
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")

@@ -3,8 +3,8 @@
 Without `--curve` it times: in every round plain decoding and all other settings decode the same prompts with the same
 seeds one after the other, so that a drift of the machine hits all of them, and speed-ups are taken within a round.
 With `--curve` it counts calls only. Only the decoding of tokens is timed; turning tokens into pixels or waves costs
-every sampler the same, and is given once. With `--random-weights` it times the calls of a model of official size, and
-states the acceptance instead of measuring it (`visual_spec.eval.speed.official_bench`).
+every sampler the same, and is given once. A checkout times
+models of official size, without their weights, by `python -m benchmarks.sizes.official`.
 
 `--out` writes one JSON document with the raw seconds, and `--json` prints it as the last line.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ _HOME = {
     "tokens": "rounds",
     "columns": "rounds",
     "scales": "scale_bench",
-    "vectors": "continuous_sizes",
 }
 
 
@@ -49,7 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="guidance scales to measure; 1 turns guidance off (default: the model's own)",
     )
     _add_rounds(parser)
-    _add_sizes(parser.add_argument_group("official sizes without their weights"))
+    parser.add_argument(
+        "--count-only",
+        action="store_true",
+        help="next-scale models: count arithmetic and bytes, run nothing",
+    )
+    parser.add_argument(
+        "--random-weights", action="store_true", help=argparse.SUPPRESS
+    )  # of earlier versions
     parser.add_argument(
         "--fuse-projections",
         action="store_true",
@@ -82,35 +89,27 @@ def _add_rounds(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sizes(sizes: Any) -> None:
-    sizes.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="--model names a size, such as llamagen-xxl, llamagen-xl-t2i, janus-pro-7b, lumina-mgpt-7b or emu3-8b, "
-        "whose acceptance is stated, not measured; or var-d16, or var-d30+var-d16 for CoDe; or mar-b, mar-l, mar-h",
-    )
-    sizes.add_argument(
-        "--count-only",
-        action="store_true",
-        help="next-scale models and MAR: count arithmetic and bytes, run nothing",
-    )
-    sizes.add_argument(
-        "--accept-probability",
-        type=float,
-        default=0.75,
-        metavar="P",
-        help="stated: every draft is accepted with this probability (default: 0.75)",
-    )
-    sizes.add_argument(
-        "--image-size", type=int, metavar="N", help="pixels (default: what the model was released for)"
-    )
-    sizes.add_argument(
-        "--slots", type=int, default=32, metavar="N", help="slots decoded in a timed round (default: 32)"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure, print a Markdown table and with `--json` a JSON document, which is also written to `--out`."""
+    if args.random_weights:
+        raise ValueError(
+            "--random-weights is gone from the package: in a checkout, models of official size are timed by "
+            f"python -m benchmarks.sizes.official --model {args.model}"
+        )
+    return measured(args, _of_model)
+
+
+def _of_model(args: argparse.Namespace) -> tuple[str, Any, Any]:
+    """What a call of the model commits, the module that times it, and what is known of the model."""
+    from visual_spec.eval.defaults import settings_of_model
+
+    known = settings_of_model(args.model)
+    unit = known.facts.unit
+    return unit, importlib.import_module(f"{_RUNS}.{_HOME[unit]}"), known
+
+
+def measured(args: argparse.Namespace, find: Callable[[argparse.Namespace], tuple[str, Any, Any]]) -> int:
+    """Time by what `find` finds, see `_of_model`; print and write what was measured."""
     _check_numbers(args)
     from visual_spec.files.whole import ready_folder, refuse_existing
 
@@ -123,17 +122,9 @@ def run(args: argparse.Namespace) -> int:
         chart_ending(args.plot, "--plot")
         figure_class()  # refuses where there is no matplotlib
 
-    known = None
-    kinds = {"var": "scales", "mar": "vectors"}
-    unit = kinds.get(args.model.partition("-")[0], "tokens")  # of a size that is named
-    if not args.random_weights:
-        from visual_spec.eval.defaults import settings_of_model
-
-        known = settings_of_model(args.model)
-        unit = known.facts.unit
+    unit, home, known = find(args)
     _refuse_options(args, unit)
-    home = "official_bench" if args.random_weights and unit == "tokens" else _HOME[unit]
-    document, text = importlib.import_module(f"{_RUNS}.{home}").run(args, known, progress)
+    document, text = home.run(args, known, progress)
     document["settings"] = settings_of(args) | document.get("settings", {})
 
     from visual_spec.eval.machine import environment_line
@@ -165,14 +156,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name, least in (("prompts", 1), ("runs", 5), ("warmup", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)} given; pass at least {least}")
-    if args.slots < 2:
-        raise ValueError(f"--slots {args.slots} given; pass at least 2")
-    if not 0 <= args.accept_probability <= 1:
-        raise ValueError(f"--accept-probability {args.accept_probability} given; pass a number from 0 to 1")
-    if args.random_weights and args.curve:
-        raise ValueError(
-            "--curve counts accepted drafts, and --random-weights accepts none; pass one of them"
-        )
     if min(args.batch_sizes) < 1:
         raise ValueError(f"--batch-sizes {min(args.batch_sizes)} given; a batch has at least 1 sample")
 

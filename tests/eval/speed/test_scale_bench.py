@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.sizes import official
 from tests.helpers.bench import benched, check_times
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_scales import TINY_VQ, tiny_scale_pipeline
@@ -133,13 +134,17 @@ def test_the_rows_of_a_model_that_names_none(model, capsys):
 
 @pytest.mark.parametrize("name", ["var-large", "var-large+var-small"])
 def test_official_sizes_have_random_weights_and_true_costs(capsys, name):
-    arguments = ["--random-weights", "--model", name, "--batch-sizes", 2, "--warmup", 0]
+    arguments = ["--model", name, "--batch-sizes", 2, "--warmup", 0]
     document, table, _ = benched(
-        capsys, *arguments, "--samplers", "scale-wise:num_draft_scales=all,cache_share=0.7"
+        capsys,
+        *arguments,
+        "--samplers",
+        "scale-wise:num_draft_scales=all,cache_share=0.7",
+        main=official.main,
     )
     assert document["kind"] == "scale-random-weights"
     assert all(math.isfinite(second) for row in document["rows"] for second in row["seconds"])
-    counted = benched(capsys, *arguments, "--count-only")[0]
+    counted = benched(capsys, *arguments, "--count-only", main=official.main)[0]
     shared = ("flops_per_image", "bytes_per_image", "cache_held_per_image")
     assert all(document["rows"][0][key] == counted["rows"][0][key] for key in shared)
     small = sum(parameter.numel() for parameter in var.VARTransformer(**var.PRESETS["small"]).parameters())
@@ -175,7 +180,7 @@ def test_options_that_do_not_fit(model, arguments, message):
 )
 def test_official_sizes_that_there_are_not(arguments, message):
     with pytest.raises(ValueError, match=message):
-        bench.main(["--random-weights", "--device", "cpu", *arguments])
+        official.main(["--device", "cpu", *arguments])
 
 
 def test_next_token_models_are_not_counted(tmp_path):
@@ -190,7 +195,7 @@ def test_what_does_not_fit_the_device_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr(measure, "available_memory", lambda device: 10**4)
     monkeypatch.setattr(scale_bench, "random_pipeline", lambda *_, **__: pytest.fail("made"))
     with pytest.raises(ValueError, match=r"GB \(weights"):
-        bench.main(["--random-weights", "--device", "cpu", "--model", "var-large"])
+        official.main(["--device", "cpu", "--model", "var-large"])
 
 
 def test_a_model_is_timed_under_its_own_law(tmp_path, capsys):

@@ -75,7 +75,7 @@ class OfficialModel:
         """Bytes of weights, cache, logits with what is made of them, and the forward of the prompt.
 
         Args:
-            baseline: of a row of `visual_spec.eval.speed.baselines`, which begins after half of the picture, and
+            baseline: of a row of `benchmarks.sizes.baselines`, which begins after half of the picture, and
                 scores all ids.
         """
         size, rows = dtype.itemsize, batch_size * (2 if guided else 1)
@@ -157,7 +157,7 @@ def official_model(name: str, image_size: int | None = None) -> OfficialModel:
     base = name.removesuffix("-t2i")
     if base not in presets:
         raise ValueError(
-            f"--random-weights with --model {name}; pass one of {', '.join(presets)}, with -t2i after it for the "
+            f"--model {name}; pass one of {', '.join(presets)}, with -t2i after it for the "
             f"text-conditional one, or {', '.join(TRANSFORMERS)}."
         )
     if text:

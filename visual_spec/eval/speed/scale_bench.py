@@ -1,8 +1,9 @@
 """`visual-spec bench` of next-scale models: the large model, the small one, both (CoDe), compressed caches (ScaleKV).
 
-Embedded models are timed as they are. Official sizes (`--random-weights --model var-d16`, or `var-d30+var-d16` with a
-refiner) have random weights: no draft is ever refused here, so the times hold for the true weights too; only the
-pictures do not. With `--count-only` nothing is run: arithmetic and bytes are counted on the meta device.
+Embedded models are timed as they are. Official sizes (`benchmarks.sizes.official --model var-d16`, or
+`var-d30+var-d16` with a refiner) have random weights: no draft is ever refused here, so the times hold for the true
+weights too; only the pictures do not. With `--count-only` nothing is run: arithmetic and bytes are counted on the meta
+device.
 """
 
 from __future__ import annotations

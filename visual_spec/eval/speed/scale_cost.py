@@ -70,7 +70,7 @@ def var_sizes(name: str, image_size: int | None = None) -> dict[str, Any]:
     known = {f"var-{preset}": config for preset, config in PRESETS.items()}
     if len(names) > 2 or any(part not in known for part in names):
         raise ValueError(
-            f"--random-weights with --model {name}; pass one of {', '.join(known)}, or two of them with a + between, "
+            f"--model {name}; pass one of {', '.join(known)}, or two of them with a + between, "
             "the larger one first, for CoDe."
         )
     if image_size is not None and image_size not in SCALES:

@@ -57,11 +57,13 @@ class FlowScaleState:
         map: [B, d, n, n], the last one drawn; None before the first.
         tokens: [B, L, d], the same at the size of the grid.
         levels: Euler steps of each map so far.
+        round: of the noise; maps have one.
     """
 
     map: Any = None
     tokens: Any = None
     levels: list[int] = field(default_factory=list)
+    round: int = 0
 
     @property
     def target_calls(self) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.sizes import baselines
+from benchmarks.sizes.baselines import Marks, baselines_of, time_baseline
 from tests.helpers.official_sizes import tiny
-from visual_spec.eval.speed import baselines
-from visual_spec.eval.speed.baselines import Marks, baselines_of, time_baseline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 

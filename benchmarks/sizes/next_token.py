@@ -1,4 +1,4 @@
-"""`visual-spec bench --random-weights` for next-token models: speed at true sizes, without the checkpoints.
+"""`python -m benchmarks.sizes.official` for next-token models: speed at true sizes, without the checkpoints.
 
 What a call costs depends on sizes, not on what the weights are, so it is measured on random weights, with the real
 sampler. How many drafts are accepted does depend on the weights, so it is not measured: it is stated, as the
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.sizes.baselines import Baseline, baselines_of, time_baseline
 from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings, settings_for
 from visual_spec.eval.draws import seeded
@@ -22,7 +23,6 @@ from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.speed import official_sizes
-from visual_spec.eval.speed.baselines import Baseline, baselines_of, time_baseline
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import OfficialModel
 from visual_spec.eval.speed.rounds import with_graphs
@@ -41,7 +41,7 @@ from visual_spec.samplers.registry import RASTER, by_class
 def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:
     """Document and table of a model of official size with random weights.
 
-    Rows of `visual_spec.eval.speed.baselines` are left out where the device has no room for them, and where nothing
+    Rows of `benchmarks.sizes.baselines` are left out where the device has no room for them, and where nothing
     guides.
 
     Args:
@@ -133,12 +133,12 @@ def check_settings(settings: Sequence[Setting]) -> None:
         entry = by_class(type(setting.sampler).__name__)
         if entry.calls != RASTER or entry.needs or setting.drafter is not None:
             raise ValueError(
-                f"{setting.text} given; --random-weights times samplers that score windows in raster order and need "
+                f"{setting.text} given; random weights time samplers that score windows in raster order and need "
                 "no drafter, such as speculative-jacobi."
             )
         if isinstance(setting.window, str):
             raise ValueError(
-                f"{setting.text} given; --random-weights states tokens per call for a window that is a number."
+                f"{setting.text} given; random weights state tokens per call for a window that is a number."
             )
 
 
@@ -217,7 +217,7 @@ def measure_calls(
     Args:
         official: filled.
         settings: the first is plain decoding.
-        baselines: of `visual_spec.eval.speed.baselines`; their rows come first.
+        baselines: of `benchmarks.sizes.baselines`; their rows come first.
         left_out: gets those that fail, with the error; the others are measured all the same.
 
     Returns:

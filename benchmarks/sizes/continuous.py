@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.sizes.next_token import time_sampler
 from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings
 from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.speed.official_bench import time_sampler
 from visual_spec.eval.speed.official_sizes import fill_at_random
 from visual_spec.eval.speed.tables import CONTINUOUS
 from visual_spec.eval.tables import table
@@ -43,7 +43,7 @@ _OTHERS = ("samplers", "windows", "guidance_scales", "temperature", "top_k", "to
 
 
 def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:
-    """Document and table of `visual-spec bench --random-weights` for MAR.
+    """Document and table of `python -m benchmarks.sizes.official` for MAR.
 
     Args:
         known: None; the rows follow from `SCHEDULES`.
@@ -52,9 +52,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         ValueError: a size that is unknown or does not fit the device, or options that do not apply; before any work.
     """
     if args.model not in SIZES:
-        raise ValueError(
-            f"--random-weights with --model {args.model}; of MAR pass one of {', '.join(SIZES)}."
-        )
+        raise ValueError(f"--model {args.model}; of MAR pass one of {', '.join(SIZES)}.")
     others = [name for name in _OTHERS if getattr(args, name) is not None]
     if others:
         raise ValueError(

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from visual_spec.commands import bench
+from benchmarks.sizes import continuous as continuous_sizes
+from benchmarks.sizes import official
+from benchmarks.sizes.continuous import SomeCalls, costs, mar
 from visual_spec.eval import measure
-from visual_spec.eval.speed import continuous_sizes
-from visual_spec.eval.speed.continuous_sizes import SomeCalls, costs, mar
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 
@@ -80,7 +80,7 @@ def test_costs_are_those_of_a_count_by_hand(model):
 
 
 def bench_of(capsys, *arguments: str) -> tuple[dict, str]:
-    assert bench.main(["--random-weights", "--device", "cpu", *arguments, "--json"]) == 0
+    assert official.main(["--device", "cpu", *arguments, "--json"]) == 0
     out = capsys.readouterr().out.strip()
     return json.loads(out.splitlines()[-1]), out
 
@@ -120,7 +120,7 @@ def test_the_bench_times_them_with_the_floor(capsys, monkeypatch):
 )  # fmt: skip
 def test_what_the_rows_do_not_have_is_refused(arguments, told):
     with pytest.raises(ValueError, match=told):
-        bench.main(["--random-weights", "--device", "cpu", *arguments])
+        official.main(["--device", "cpu", *arguments])
 
 
 def test_kernels_are_switched_off_within_only():

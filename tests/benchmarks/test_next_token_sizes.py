@@ -7,19 +7,20 @@ import pytest
 import torch
 from transformers import JanusForConditionalGeneration
 
+from benchmarks.sizes import next_token as official_bench
+from benchmarks.sizes import official
 from tests.helpers.bench import benched
 from tests.helpers.official import add_tiny_presets
 from tests.helpers.official_sizes import tiny as tiny_of
-from visual_spec.commands import bench
 from visual_spec.eval import measure
-from visual_spec.eval.speed import official_bench, official_sizes, plain_loops
+from visual_spec.eval.speed import official_sizes, plain_loops
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import by_name
 
 CPU = torch.device("cpu")
-SMALL = "--random-weights --device cpu --image-size 64 --batch-sizes 1 --windows 3 5".split()
+SMALL = "--device cpu --image-size 64 --batch-sizes 1 --windows 3 5".split()
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def tiny(name="llamagen-tiny", dtype=torch.float32) -> Any:
 
 
 def run(capsys, *arguments):
-    return benched(capsys, *SMALL, *arguments)
+    return benched(capsys, *SMALL, *arguments, main=official.main)
 
 
 JACOBI = "speculative-jacobi"
@@ -215,8 +216,8 @@ def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch, gigabytes, 
     monkeypatch.setattr(official_sizes, "fill", lambda *_, **__: pytest.fail("made"))
     monkeypatch.setattr(measure, "available_memory", lambda device: gigabytes * 10**9)
     with pytest.raises(ValueError, match=message):
-        start = ["--random-weights", "--model", "llamagen-7b", "--device", "cpu", "--batch-sizes", "1"]
-        bench.main([*start, *arguments])
+        start = ["--model", "llamagen-7b", "--device", "cpu", "--batch-sizes", "1"]
+        official.main([*start, *arguments])
 
 
 @pytest.mark.parametrize("free", range(0, 400, 7))
@@ -252,7 +253,7 @@ def test_weights_are_random_of_the_asked_kind_and_the_same_every_time():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "shapes"], "--random-weights.*--model"),
+        (["--model", "shapes"], "--model shapes; pass one of"),
         (["--model", "janus-pro-7b", "--image-size", "512"], "Janus-Pro.*384"),
         (["--model", "llamagen-b", "--plot", "roof.pdf"], r"--plot roof\.pdf"),
         (["--model", "var-d16", "--plot", "roof.svg"], "--plot"),
@@ -262,16 +263,16 @@ def test_weights_are_random_of_the_asked_kind_and_the_same_every_time():
         (["--model", "llamagen-b", "--slots", "1"], "--slots 1.*2"),
         (["--model", "llamagen-b", "--curve"], "--curve"),
         (["--model", "llamagen-b", "--runs", "2"], "--runs 2 given"),
-        (["--model", "llamagen-b", "--samplers", "tree"], "--random-weights times"),
-        (["--model", "llamagen-b", "--samplers", "zipar"], "--random-weights times"),
-        (["--model", "llamagen-b", "--samplers", f"{JACOBI}:window=auto"], "window=auto.*--random-weights"),
+        (["--model", "llamagen-b", "--samplers", "tree"], "random weights time"),
+        (["--model", "llamagen-b", "--samplers", "zipar"], "random weights time"),
+        (["--model", "llamagen-b", "--samplers", f"{JACOBI}:window=auto"], "window=auto.*random weights"),
         (["--model", "llamagen-b", "--masked", "tunes_masked"], "--model tunes --masked"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_made(arguments, message, monkeypatch):
     monkeypatch.setattr(official_sizes, "fill", lambda *_, **__: pytest.fail("made"))
     with pytest.raises(ValueError, match=message):
-        bench.main(["--random-weights", "--device", "cpu", *arguments])
+        official.main(["--device", "cpu", *arguments])
 
 
 def test_plain_timing_of_a_schedule_passes_the_slots():
