@@ -17,11 +17,6 @@ DEMO_PROMPTS = "a large red circle on a plain sky background" \
                "a small white cross inside a large green circle on a dotted pink background" \
                "three small purple diamonds on a gradient sand background"
 
-DEMO_MASKED = "a small yellow star left of a large blue square on a striped mint background" \
-              "three small purple diamonds on a gradient sand background"
-
-DEMO_CLASSES = "red circle" "yellow triangle" "purple diamond" "white star"
-
 DEMO_CLIPS = "a small red star moves right quickly and bounces on a plain sky background, camera still"
 
 DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
@@ -41,8 +36,6 @@ $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
-	$(BIN)/visual-spec generate $(DEMO_CLASSES) --model shapes_var --compare --out demo/scales --overwrite
-	$(BIN)/visual-spec generate $(DEMO_MASKED) --model shapes_masked --compare --out demo/masked --overwrite
 	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes --masked tunes_masked --sampler masked:steps=10/5/5/5,clock=magnet,temperature=falling --compare --out demo/music --overwrite
 	$(BIN)/visual-spec generate $(DEMO_CLIPS) --model motion --compare --out demo/video --overwrite
 
