@@ -1,6 +1,7 @@
 """Where nobody can guess a model's tokens, `accelerate` falls back to plain decoding, says so once, and keeps them."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from visual_spec.samplers.raster.window import WindowPolicy
 VOCAB, WIDTH, TOKENS = 512, 64, 200
 
 
-def chain() -> LlamaForCausalLM:
+def chain() -> Any:
     """A model that writes token after token of one cycle through its vocabulary, and often leaves it: the best guess at
     a slot needs the token before, which no window knows beforehand."""
     torch.manual_seed(0)
@@ -35,7 +36,7 @@ def chain() -> LlamaForCausalLM:
 
 @pytest.mark.parametrize("price", [0.05, 0.3], ids="slot at {} of a call".format)
 def test_it_costs_at_most_a_tenth_more(price, monkeypatch, caplog):
-    model, spent = chain(), []
+    model, spent = chain(), list[float]()
     learn = WindowPolicy.saw
 
     def saw(self, width, committed, seconds):  # seconds of a machine where a call takes 1 and `price` a slot
@@ -43,7 +44,7 @@ def test_it_costs_at_most_a_tenth_more(price, monkeypatch, caplog):
         learn(self, width, committed, spent[-1])
 
     monkeypatch.setattr(WindowPolicy, "saw", saw)
-    asked = dict(do_sample=True, top_k=0, max_new_tokens=TOKENS, eos_token_id=None)
+    asked: dict[str, Any] = dict(do_sample=True, top_k=0, max_new_tokens=TOKENS, eos_token_id=None)
     prompt = torch.tensor([[3, 1, 4, 1, 5]])
     torch.manual_seed(7)
     wanted = model.generate(prompt, **asked)
