@@ -3,8 +3,8 @@
     visual-spec app                    http://127.0.0.1:7860
     visual-spec app --model DIR        with a model of yours beside the embedded ones
 
-Both sides make a call of the model in turn, so what is seen is calls, not seconds. The page opens no file, and draws by
-the models that were named when it was started.
+Both sides make a call of the model in turn while one watches; then each draws once more alone, by the clock. The page
+opens no file, and draws by the models that were named when it was started.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from typing import Any
 from visual_spec.commands.options import MACHINE, Parser, add, at_least, is_quiet
 
 _PAUSE = 0.1  # seconds from one change of the page to the next
-_SIDE = 384  # pixels of the map
-_PROMPT = "a small yellow star left of a large blue square on a striped mint background"
+_SIDE = 512  # pixels of the pictures, if they are smaller, and of the map
+# Captions in the words of `shapes`, the first of them shown at the start.
+_PROMPTS = (
+    "a small yellow star left of a large blue square on a striped mint background",
+    "a large red circle on a plain sky background",
+    "a small white cross inside a large green circle on a dotted pink background",
+    "three small purple diamonds on a gradient sand background",
+)
 _MOST_LETTERS = 2000  # of a prompt
 
 Shown = tuple[Any, Any, Any, str]  # plain, accelerated, map, words
@@ -43,15 +49,17 @@ def draw(load: Callable[[str], Any], model: str, prompt: str, sampler: str, seed
 
     from visual_spec.pipelines.accelerate import read_sampler
 
+    prompt = prompt or ""  # a menu without a choice has None
     if len(prompt) > _MOST_LETTERS:
         raise ValueError(f"prompt of {len(prompt)} letters; pass at most {_MOST_LETTERS}.")
     if not isinstance(seed, int | float) or seed != seed // 1:
         raise ValueError(f"seed={seed}; pass a whole number, such as 0.")
     pipe = load(model)
+    unknown = unknown_words(pipe, prompt)
     plain, fast = copy.copy(pipe), copy.copy(pipe)  # the same models, each with a sampler of its own
     plain.sampler = read_sampler(pipe.plain_sampler)
-    if sampler.strip() or type(pipe.sampler) is type(plain.sampler):
-        fast.sampler = read_sampler(sampler.strip() or pipe.fast_sampler)
+    if (sampler := (sampler or "").strip()) or type(pipe.sampler) is type(plain.sampler):
+        fast.sampler = read_sampler(sampler or pipe.fast_sampler)
     sides = [fast, plain] if pipe.comparable else [fast]
     growing = [
         side.stream([prompt], generator=torch.Generator().manual_seed(int(seed)), output_type="pil")
@@ -64,27 +72,41 @@ def draw(load: Callable[[str], Any], model: str, prompt: str, sampler: str, seed
             here[: len(step)] = [new or old for new, old in zip(step, here, strict=False)]
             if time.perf_counter() - shown_at > _PAUSE:
                 shown_at = time.perf_counter()
-                yield *_pictures(here), None, _words(here, "drawing")
+                yield *_pictures(here), None, _words(here, unknown)
     finally:
         for one in growing:
             one.close()
-    yield *_pictures(here), _map(fast, here[0]), _words(here, "done")
+    drawn_map = _map(fast, here[0])
+    yield *_pictures(here), drawn_map, _words(here, unknown)
+    # Watched calls also draw what is there so far, so the clock runs over calls that nobody watches.
+    for number, side in enumerate(sides):
+        here[number] = side([prompt], generator=torch.Generator().manual_seed(int(seed)))
+    yield *_pictures(here), drawn_map, _words(here, unknown, timed=True)
 
 
 def _pictures(here: list[Any]) -> tuple[Any, Any]:
-    fast, plain = (None if one is None else one.images[0] for one in here)
+    """Return both pictures; small ones are enlarged pixel by pixel."""
+    fast, plain = (None if one is None else _enlarged(one.images[0]) for one in here)
     return plain, fast
 
 
-def _words(here: list[Any], stage: str) -> str:
-    """Return how many calls each side made, and, at the end, whether both drew the same picture."""
-    lines = []
+def _enlarged(picture: Any) -> Any:
+    times = max(1, _SIDE // max(picture.size))
+    return picture.resize((picture.width * times, picture.height * times), 0)  # 0: the nearest pixel
+
+
+def _words(here: list[Any], unknown: Sequence[str], *, timed: bool = False) -> str:
+    """Return what the model did not understand, how many calls each side made, and, of calls that were timed, their
+    seconds and whether both drew the same picture.
+    """
+    lines = [f"the model does not know {', '.join(map(repr, unknown))}"] if unknown else []
     for name, output in zip(("accelerated", "plain"), here, strict=True):
         if output is not None:
             calls = int(output.trace.target_calls[0])
             done = int((output.trace.commit_call[0] >= 0).sum())
-            lines.append(f"{name}: {calls} calls, {done} tokens, {done / max(calls, 1):.2f} a call")
-    if stage == "done":
+            clock = f", {output.trace.seconds:.2f} s" if timed else ""
+            lines.append(f"{name}: {calls} calls, {done} tokens, {done / max(calls, 1):.2f} a call{clock}")
+    if timed:
         fast, plain = here
         lines.append(f"output: {fast.trace.output_law}")
         if plain is not None:
@@ -93,6 +115,32 @@ def _words(here: list[Any], stage: str) -> str:
                 "the same picture, token for token" if same else "another picture than plain decoding"
             )
     return "\n".join(lines)
+
+
+def unknown_words(pipe: Any, prompt: str) -> list[str]:
+    """The words of a prompt that the text encoder of a pipeline does not know; none where it does not say."""
+    find = getattr(getattr(pipe, "text_encoder", None), "unknown_words", None)
+    return find([prompt]) if find else []
+
+
+def known_words(pipe: Any) -> tuple[list[str], str]:
+    """Examples of prompts for a pipeline, and a line on what it knows; both empty where that is not told."""
+    labels = [str(label) for label in pipe.config.get("id2label") or ()]
+    if labels:
+        return labels, "**Classes**: " + ", ".join(labels)
+    vocabulary = (
+        getattr(getattr(getattr(pipe, "text_encoder", None), "config", None), "vocabulary", None) or ()
+    )
+    examples = [prompt for prompt in _PROMPTS if not unknown_words(pipe, prompt)] if vocabulary else []
+    return examples, "**Words**: " + ", ".join(vocabulary) if vocabulary else ""
+
+
+def fitting_samplers(pipe: Any) -> list[str]:
+    """The names of the samplers that a pipeline can decode with, its fast one first."""
+    from visual_spec.pipelines.accelerate import refusals
+
+    fitting = [name for name, reason in refusals(copy.copy(pipe)).items() if not reason]
+    return list(dict.fromkeys([pipe.fast_sampler, *fitting]))
 
 
 def _map(pipe: Any, output: Any) -> Any:
@@ -129,21 +177,38 @@ def make_page(models: Sequence[str], device: str | None = None, dtype: str = "fl
         except (ValueError, TypeError, FloatingPointError) as error:
             raise gradio.Error(str(error), print_exception=False) from error
 
+    def menus(model: str) -> tuple[Any, Any, str]:
+        """The prompts, the samplers and the words of a model."""
+        if model not in models:
+            raise gradio.Error(f"unknown model {model[:80]!r}")
+        pipe = loaded(model)
+        (examples, line), samplers = known_words(pipe), fitting_samplers(pipe)
+        first = examples[0] if examples else ""
+        return (
+            gradio.Dropdown(examples, value=first),
+            gradio.Dropdown(samplers, value=samplers[0]),
+            line,
+        )
+
     with gradio.Blocks(title="visual-spec", analytics_enabled=False) as page:
-        gradio.Markdown("# visual-spec\nOne picture, drawn plainly and accelerated, a model call in turn.")
+        with gradio.Row():
+            plain = gradio.Image(label="Plain", format="png", height=_SIDE)
+            fast = gradio.Image(label="Accelerated", format="png", height=_SIDE)
+        prompt = gradio.Dropdown([], label="Prompt, or class", allow_custom_value=True)
         with gradio.Row():
             model = gradio.Dropdown(list(models), value=models[0], label="Model")
-            sampler = gradio.Textbox(label="Sampler", placeholder="speculative-jacobi:window=16")
+            sampler = gradio.Dropdown([], label="Sampler, or name:setting=value", allow_custom_value=True)
             seed = gradio.Number(0, label="Seed", precision=0, minimum=0, maximum=2**53)
-        prompt = gradio.Textbox(_PROMPT, label="Prompt, or class", max_length=_MOST_LETTERS)
-        button = gradio.Button("Draw", variant="primary")
-        with gradio.Row():
-            plain = gradio.Image(label="Plain", format="png")
-            fast = gradio.Image(label="Accelerated", format="png")
+            button = gradio.Button("Draw", variant="primary")
+            stop = gradio.Button("Stop")
+        words = gradio.Textbox(label="Calls and seconds", lines=5)
+        with gradio.Accordion("What the model knows, and which token cost a call", open=False):
+            known = gradio.Markdown()
             drawn_map = gradio.Image(label="Which token cost a call", format="png")
-        words = gradio.Textbox(label="Calls", lines=4)
         shown, asked = [plain, fast, drawn_map, words], [model, prompt, sampler, seed]
-        gradio.on([button.click, prompt.submit], run, asked, shown, api_name="draw", concurrency_limit=1)
+        drawing = button.click(run, asked, shown, api_name="draw", concurrency_limit=1)
+        stop.click(None, cancels=[drawing], api_name=False)
+        gradio.on([page.load, model.change], menus, [model], [prompt, sampler, known], api_name=False)
     return page
 
 
