@@ -113,6 +113,7 @@ def test_compare_proves_equality_and_writes_the_report(model, tmp_path, capsys):
     assert header.split() == ["prompt", "calls", "tokens/call", "seconds", "speed-up", "identical"]
     assert set(rule) == {"-"}
     assert rows[0].startswith(PROMPT) and rows[0].endswith("yes") and rows[1].endswith("yes")
+    assert "plain -> accelerated: calls of the model, tokens that a call commits, seconds of decoding" in out
     assert "Every picture is the same, pixel for pixel." in out
     document = json.loads((tmp_path / "comparison.json").read_text())
     assert [row["identical"] for row in document["comparison"]] == [True, True]
