@@ -99,7 +99,7 @@ def test_a_clip_without_a_class_has_the_last_row():
 
 
 def test_pictures_and_clips_are_told_apart(monkeypatch, tmp_path):
-    for more in ([], ["--frames", "8", "--tokenizer", "vae"]):
+    for more in ([], ["--frames", "8", "--tokenizer", str(tmp_path)]):
         monkeypatch.setattr("sys.argv", ["acdit", "--out", str(tmp_path), *more])
         with pytest.raises(SystemExit, match="--tokenizer FOLDER.*--frames"):
             acdit.main()

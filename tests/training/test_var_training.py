@@ -440,7 +440,7 @@ def test_drawn_pictures_are_judged_from_seeds_of_their_own(monkeypatch):
     """A class that comes again must not be drawn with the same noise: 480 pictures were 48 once."""
     seeds, labels = [], []
 
-    def sampler(model, vq_model, part, *, generator, batch_size, law):
+    def sampler(model, part, *, tokenizer, generator, batch_size, law):
         seeds.extend(one.initial_seed() for one in generator)
         labels.extend(part.tolist())
         assert len(generator) == len(part) == batch_size
