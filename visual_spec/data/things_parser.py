@@ -58,15 +58,15 @@ class PictureFacts:
     ground: str
 
 
-@cache
-def _caption_pattern() -> str:
+def _matched(text: str) -> re.Match[str] | None:
     nouns, relations, grounds = ("|".join(words) for words in (NOUNS, RELATIONS, GROUNDS))
-    return f"an? ({nouns})(?: ({relations}) an? ({nouns}))? on an? ({grounds}) background"
+    pattern = f"an? ({nouns})(?: ({relations}) an? ({nouns}))? on an? ({grounds}) background"
+    return re.fullmatch(pattern, " ".join(text.lower().split()))
 
 
 def is_caption(text: str) -> bool:
     """Whether `parse_caption` reads a text."""
-    return re.fullmatch(_caption_pattern(), " ".join(text.lower().split())) is not None
+    return _matched(text) is not None
 
 
 def parse_caption(text: str) -> WantedFacts:
@@ -75,7 +75,7 @@ def parse_caption(text: str) -> WantedFacts:
     Raises:
         ValueError: `caption` cannot have written the text.
     """
-    match = re.fullmatch(_caption_pattern(), " ".join(text.lower().split()))
+    match = _matched(text)
     if match is None:
         raise ValueError(
             f"cannot read caption {text!r}; allowed: 'a THING on a GROUND background', or 'a THING RELATION a THING on "
