@@ -103,7 +103,7 @@ class CodeLanguageModel(CachedDecoder):
         self.model = model
         self.runs = _joined(runs)
         self.ids_of = torch.tensor(ids)
-        self.plain_draws = (size, self.ids_of, torch.float32)
+        self.plain_draws: tuple[int, Tensor, torch.dtype] = (size, self.ids_of, torch.float32)
         self.num_ids = max(size, table.weight.shape[0])
         self.end = None if end is None else ids.index(end)
         self.normalised = normalised

@@ -169,9 +169,8 @@ def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) ->
     plain = generator is None and ids.device.type == "cpu" and sampler.identical and law.temperature > 0
     if stage.plain_draws is None or not plain:
         return generator
-    from visual_spec.pipelines.accelerate.drawn_noise import (
-        DrawnNoise,
-    )  # no picture of another model needs it
+    # No picture of another model needs it.
+    from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
 
     num_ids, own, dtype = stage.plain_draws
     return DrawnNoise(len(ids), stage.grid.num_tokens, num_ids, own, None, ids.device, dtype)

@@ -200,6 +200,11 @@ def generate_codes(
         length = negative_prompt_ids.shape[1]
         negative.positions = torch.arange(length, device=input_ids.device).expand(len(input_ids), -1)
         negative.start = torch.full((len(input_ids),), length, device=input_ids.device)
+        # `generate` takes logits of the model's own type from float32, and draws in the wider of both.
+        stage.plain_draws = (
+            *stage.plain_draws[:2],
+            torch.promote_types(torch.float32, stage.head.weight.dtype),
+        )
     condition = ImagePrompt(prompt, negative).repeat(count)
     given, pad = input_ids.repeat_interleave(count, 0), config.pad_token_id
     live, sampler = LiveStream(streamer, given), model.sampler if sampler is None else sampler
