@@ -32,10 +32,8 @@ CANNOT = {
 # What `bench` measures beside plain decoding.
 SAMPLERS = dict.fromkeys(embedded_models(), "speculative-jacobi") | {
     "motion_masked": "frame-masked:steps=2",
-    "motion_nar": "ordered",
     "shapes_any": "any-order:steps=4",
     "shapes_causal": "continuous:head_steps=5",
-    "shapes_distilled": "distilled:steps=2",
     "shapes_mar": "continuous:steps=2",
     "shapes_flexvar": "scale-wise:scales=1/4/16",
     "shapes_masked": "masked:steps=2",
@@ -46,7 +44,7 @@ SAMPLERS = dict.fromkeys(embedded_models(), "speculative-jacobi") | {
     "tunes_masked": "masked:steps=1",
 }
 QUICK = {  # to measure, and to judge: one model of a medium
-    "bench": ("motion_causal", "motion_masked", "shapes_distilled", "shapes_mar", "shapes_masked"),
+    "bench": ("motion_causal", "motion_masked", "shapes_mar", "shapes_masked"),
     "eval": ("motion_causal", "motion_masked", "shapes"),  # music is sampled, scored and shown below
 }
 PROMPTS = {

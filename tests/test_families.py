@@ -71,12 +71,10 @@ def test_the_stub_for_editors_is_up_to_date():
         "shapes_flexvar": "FlexVAR, SAR",
         "shapes_mar": "MAR",
         "shapes_masked": "MaskGIT",
-        "shapes_distilled": "DD1 student of captions",
         "tunes": "MusicGen",
         "tunes_masked": "MAGNeT",
         "motion": "LlamaGen of clips",
         "motion_masked": "frame-masked",
-        "motion_nar": "NAR, FlashAR, PAR",
         "motion_causal": "Self-Forcing",
     }.items(),
 )

@@ -11,7 +11,7 @@ Places in and around an object of the frame before weigh more than the still bac
 The weight of a place depends on what the model has seen there, never on the token to predict, so the law that it learns
 is not biased. A tenth of the captions is dropped for guidance.
 
-With `--near-to-far`, the embedded `motion_nar`: NAR's order over clips (arXiv 2503.10696), from the first blocks of a
+With `--near-to-far`, `motion_nar`: NAR's order over clips (arXiv 2503.10696), from the first blocks of a
 trained `motion`, whose caption encoder it keeps.
 """
 

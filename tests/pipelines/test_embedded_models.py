@@ -37,10 +37,6 @@ MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
     "shapes_shuffle": ("ImagePipeline", "own order, blocks", 0.9e6, READERS),  # its changes to `shapes`
     "shapes_flexvar": ("ScaleImagePipeline", "scales", 0.8e6, {"vq_model": "shapes"}),
     "shapes_masked": ("MaskedImagePipeline", "masked", 7.7e6, READERS),
-    "shapes_distilled": (
-        "DistilledTextImagePipeline", "distilled", 3.4e6, {**READERS, "teacher": "shapes/transformer"},
-    ),
-    "motion_nar": ("VideoPipeline", "own order", 3.6e6, {"vq_model": "shapes", "text_encoder": "motion"}),
     "motion_masked": ("VideoPipeline", "frames", 1.4e6, {"vq_model": "shapes"}),
     "motion_causal": ("ChunkVideoPipeline", "chunks", 1.5 * 2**20, {}),
     "tunes_masked": ("AudioPipeline", "masked", 4e6, {"codec": "tunes", "text_encoder": "tunes"}),
@@ -51,11 +47,10 @@ DRAWN: dict[str, tuple[list[str], Any, int, float]] = {
     "shapes_nar": (shapes.held_out_prompts(8, seed=17), shapes_parser.score, 31, 0.6),
     "shapes_any": (shapes.held_out_prompts(4, seed=17), shapes_parser.score, 64, 0.65),
     "shapes_masked": (shapes.held_out_prompts(4, seed=17), shapes_parser.score, 16, 0.7),
-    "motion_nar": (motion.held_out_prompts(4, seed=2), motion_parser.score, 30, 0.5),
     "motion_masked": (motion.held_out_prompts(8, seed=2), motion_parser.score, 16 * 4 + 15, 0.55),
     "tunes_masked": (tunes.held_out_prompts(4, seed=17), tunes_parser.score, 20 + 10 + 10 + 10, 0.65),
 }
-LONG = ("motion_nar", "motion_masked", "shapes_any")  # 20 seconds and more
+LONG = ("motion_masked", "shapes_any")  # 20 seconds and more
 
 
 SHAPES = shapes.held_out_prompts(4, seed=17)
@@ -158,20 +153,6 @@ def test_reuse_stays_near_the_model():
     assert moved[0] > 0 and moved[1] < 3 * moved[0]
 
 
-@pytest.mark.slow
-def test_one_call_and_two_show_more_of_their_own_prompts_than_of_others():
-    pipe, prompts = load("shapes_distilled"), shapes.held_out_prompts(24, seed=17)
-    assert pipe.facts.calls == ("distilled",)
-    others = prompts[1:] + prompts[:1]
-    for steps in (1, 2):
-        pipe.sampler = make_sampler("distilled", steps=steps)
-        found = pipe(prompts, generator=seeded(*range(24)))
-        assert (found.trace.target_calls == steps).all() and found.trace.output_law == "lossy"
-        assert right(prompts, found.images) > right(others, found.images) + 0.15
-    alone = pipe(prompts[3], generator=seeded(3))
-    assert torch.allclose(alone.tokens[0], found.tokens[3])
-
-
 def drawn_by(pipe: Any, prompts: list[str], sampler: Any) -> Any:
     pipe.sampler = sampler
     return pipe(prompts, generator=seeded(0), output_type="latent")
@@ -193,15 +174,6 @@ def test_raster_samplers_refuse_a_near_to_far_model():
     pipe.sampler = SpeculativeJacobiSampler(8)
     with pytest.raises(ValueError, match="'flashar'.*OrderedSampler"):
         pipe(SCENE)
-
-
-@pytest.mark.slow
-def test_its_clips_draft_for_motion_which_keeps_its_tokens():
-    pipe, prompts = load("motion"), motion.held_out_prompts(1, seed=19)
-    copied = drawn_by(pipe, prompts, SpeculativeJacobiSampler(128, initial_draft="previous_frame"))
-    pipe.drafter = load_drafter("motion_nar")
-    painted = drawn_by(pipe, prompts, SpeculativeJacobiSampler(256, drafts="pictured"))
-    assert torch.equal(painted.tokens, copied.tokens) and int(painted.trace.target_calls[0]) < 256
 
 
 def test_the_first_frames_are_drawn_alone():
@@ -243,11 +215,9 @@ SCENE, CLIP = "a large red circle on a plain sky background", motion.held_out_pr
 # What a command is told, the sampler that it draws with, and the calls of a sample.
 COMMANDS: list[Any] = [
     pytest.param(SCENE, "--model shapes_nar", "ordered", 31, id="nar", marks=pytest.mark.slow),
-    pytest.param(SCENE, "--model shapes_distilled", "distilled", 2, id="distilled"),
     pytest.param(
         CLIP, "--model motion_masked --format gif --frames 2 --device cpu", "frame-masked", 9, id="masked"
     ),
-    pytest.param(CLIP, "--model motion_nar --format gif", "ordered", 30, id="motion of nar"),
 ]
 
 
@@ -263,17 +233,6 @@ def test_the_command_line_draws(prompt, told, sampler, calls, tmp_path, capsys):
 def test_the_command_line_drafts_with_whole_pictures(tmp_path):
     drafted = ["--sampler", "speculative-jacobi:drafts=pictured", "--drafter", "shapes_nar", "--compare"]
     assert cli.main(["generate", SCENE, *drafted, "--out", str(tmp_path / "both"), "--seed", "3"]) == 0
-
-
-def test_the_command_line_draws_with_a_teacher(tmp_path, capsys):
-    taught = ["--sampler", "distilled:steps=2,teacher_from=120", "--out", str(tmp_path / "taught"), "--json"]
-    assert cli.main(["generate", SCENE, "--model", "shapes_distilled", *taught]) == 0
-    assert last_line(capsys)["images"][0]["calls"] > 2
-
-
-def test_whole_clips_only():
-    with pytest.raises(ValueError, match="num_frames=4.* 16"):
-        load("motion_nar")(CLIP, num_frames=4)
 
 
 def assembled(tmp_path, monkeypatch, *arguments: str) -> Path:

@@ -195,7 +195,7 @@ class DistilledTextImagePipeline(StudentPipeline, ImagePipeline):
         ValueError: a tokenizer or a teacher of other tokens, or a student or a teacher of classes.
 
     Example:
-        >>> pipe = DistilledTextImagePipeline.from_pretrained("shapes_distilled")
+        >>> pipe = DistilledTextImagePipeline.from_pretrained("student")
         >>> pipe("a large red circle on a plain sky background").images[0].save("circle.png")
     """
 

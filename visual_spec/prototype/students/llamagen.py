@@ -4,7 +4,7 @@ LlamaGen's layers, but a position reads the very token that it answers for, or i
 stand for the slots. Attention is causal and includes the position itself. A learned vector tells tokens from noise.
 Parameter names are the official keys.
 
-The released students draw classes. One of captions, as the embedded `shapes_distilled`, has LlamaGen's caption prefix
+The released students draw classes. One of captions has LlamaGen's caption prefix
 in place of the class.
 """
 
