@@ -20,7 +20,6 @@ from visual_spec.data import motion, motion_parser, shapes, shapes_parser, tunes
 from visual_spec.data.shapes_classes import CLASS_NAMES, score_class
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, shared_parts
 from visual_spec.pipelines.loading import load_drafter, load_pipeline, load_refiner
-from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers.masked.frames import FrameMaskedSampler
