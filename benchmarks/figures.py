@@ -74,7 +74,8 @@ def table(header: str, rows: list[list[str]], align: str) -> str:
 
 
 def law_table(document: dict[str, Any]) -> str:
-    names = ("background", "texture", "colour", "size", "count", "relation", "shape")
+    asked = ("background", "texture", "colour", "size", "count", "relation", "shape", "thing")
+    names = [name for name in asked if name in document["rows"][0]["attributes"]]
     rows = []
     for row in document["rows"]:
         law = {name: value for name, value in row["law"].items() if value is not None}
@@ -165,6 +166,23 @@ FIGURES = {
         prompts_table,
         timed=True,
         copies={"comparison.json": "benchmarks/results/shapes-fifty.json"},
+    ),
+    "things-law": Figure(
+        "benchmarks/laws.py --model things --prompts 2000 --first 200 --out {out}",
+        law_table,
+        models=("things",),
+    ),
+    "things-times": Figure(
+        "benchmarks/windows.py --model things --batch 1 --prompts 24 --windows 8 16 32 --out {out}",
+        times_table,
+        models=("things",),
+        timed=True,
+    ),
+    "things-calls": Figure(
+        "benchmarks/second_sources.py --model things --prompts 2000 --first 200 --batch-size 10 "
+        "--only 'repaired, window 16' --out {out}",
+        calls_table,
+        models=("things",),
     ),
     "shapes-demo": Figure(
         f"-m visual_spec generate {shlex.join(DEMO)} --compare --out {{folder}} --overwrite",

@@ -1,4 +1,4 @@
-"""Compare laws (temperature, top-p, guidance) of a model of `shapes` by what the parser of the data reads.
+"""Compare laws (temperature, top-p, guidance) of a model of `shapes` or `things` by what the parser of the data reads.
 
 python benchmarks/laws.py --prompts 200 --temperature 1 0.8 --top-p 1 0.9 --guidance-scale 1.5 --out FILE
 python benchmarks/laws.py --model FOLDER --prompts 2000 --first 200 --temperature 0.6 --top-p 1 --guidance-scale 1.5
@@ -12,8 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from visual_spec.data.shapes import held_out_prompts
-from visual_spec.data.shapes_parser import score
+from visual_spec.data import shapes_parser, things, things_parser
+from visual_spec.data.captions import captions_of
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.quality.accuracy import accuracy_table, summarise
 from visual_spec.files.documents import write_json
@@ -22,6 +22,7 @@ from visual_spec.pipelines.image import ImagePipeline
 
 def measure(pipe: ImagePipeline, prompts: list[str], first: int, batch: int, **law: Any) -> dict[str, Any]:
     """Scores of one picture a prompt, drawn with `law`; the seed of a picture is the number of its prompt."""
+    score = (things_parser if captions_of(pipe) is things else shapes_parser).score
     hits = []
     for start in range(0, len(prompts), batch):
         some = prompts[start : start + batch]
@@ -46,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     pipe = ImagePipeline.from_pretrained(args.model)
     pipe.set_progress_bar_config(disable=True)
-    prompts = held_out_prompts(args.first + args.prompts)[args.first :]
+    prompts = captions_of(pipe).held_out_prompts(args.first + args.prompts)[args.first :]
     rows = []
     for temperature, top_p, scale in product(args.temperature, args.top_p, args.guidance_scale):
         law = {"temperature": temperature, "top_p": top_p, "guidance_scale": scale}

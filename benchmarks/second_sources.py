@@ -3,7 +3,7 @@
 python benchmarks/second_sources.py --prompts 200 --out benchmarks/results/shapes-calls.json
 python benchmarks/second_sources.py --prompts 200 --pictures shapes_nar --out benchmarks/results/shapes-pictured.json
 python benchmarks/second_sources.py --prompts 2000 --pictures shapes_nar --batch-size 8 --only "pictured, window 64" ...
-python benchmarks/second_sources.py --model motion --prompts 48 --pictures motion_nar --out ...
+python benchmarks/second_sources.py --model things --prompts 2000 --batch-size 8 --only "repaired, window 16" ...
 
 Every batch of prompts is drawn by all samplers in turn; a picture's calls do not depend on the batch. What was counted
 so far is written after each batch, so the run may be stopped at any time. Only calls are counted: no times.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from visual_spec.data import motion, shapes
+from visual_spec.data.captions import captions_of
 from visual_spec.files.documents import write_json
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -24,7 +24,7 @@ from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 SAMPLERS: dict[str, Any] = {
     f"{drafts}, window {window}": SpeculativeJacobiSampler(window, drafts=drafts)
-    for window in (64, 32)
+    for window in (64, 32, 16)
     for drafts in ("carried", "repaired", "chosen")
 }
 
@@ -38,19 +38,13 @@ def chains() -> dict[str, Any]:
     }
 
 
-def pictures(model: str) -> dict[str, Any]:
-    """Drafts from whole pictures or clips of a near-to-far model, beside those that need no weights."""
-    narrow, middle, wide, first = _SIZES[model]
-    sources = (("repaired", narrow), ("repaired", middle))
-    sources += tuple(("pictured", window) for window in (narrow, middle, wide))
+def pictures() -> dict[str, Any]:
+    """Drafts from whole pictures of a near-to-far model, beside those that need no weights."""
+    sources = (("repaired", 32), ("repaired", 64), ("pictured", 32), ("pictured", 64), ("pictured", 256))
     return {
-        f"{drafts}, window {window}": SpeculativeJacobiSampler(window, drafts=drafts, initial_draft=first)
+        f"{drafts}, window {window}": SpeculativeJacobiSampler(window, drafts=drafts, initial_draft="left")
         for drafts, window in sources
     }
-
-
-_SIZES = {"shapes": (32, 64, 256, "left"), "motion": (128, 256, 512, "previous_frame")}
-PROMPTS = {"shapes": shapes.held_out_prompts, "motion": motion.held_out_prompts}
 
 
 def tokens_per_call(calls: list[int], num_tokens: int) -> dict[str, Any]:
@@ -68,7 +62,7 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="held-out prompts to leave out")
-    parser.add_argument("--model", choices=tuple(PROMPTS), default="shapes")
+    parser.add_argument("--model", default="shapes", help="name or folder")
     parser.add_argument("--guidance", type=float, help="guidance scale (default: the model's own)")
     parser.add_argument("--chains", action="store_true", help="drafted chains in place of Jacobi decoding")
     parser.add_argument(
@@ -78,13 +72,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    if given.model != "shapes" and not given.pictures:
-        parser.error(
-            f"--model {given.model} without --pictures; pass the near-to-far model that draws the drafts"
-        )
     pipe: Any = load_pipeline(given.model)
     pipe.set_progress_bar_config(disable=True)
-    samplers = chains() if given.chains else pictures(given.model) if given.pictures else SAMPLERS
+    samplers = chains() if given.chains else pictures() if given.pictures else SAMPLERS
     if unknown := set(given.only or ()) - set(samplers):
         parser.error(
             f"--only {sorted(unknown)[0]!r}: there is no such row; pass some of {', '.join(samplers)}"
@@ -92,7 +82,7 @@ def main() -> None:
     samplers = {name: samplers[name] for name in given.only or samplers}
     calls: dict[str, list[int]] = {name: [] for name in samplers}
     equal, agreeing = dict.fromkeys(samplers, 0), 0
-    prompts = PROMPTS[given.model](given.first + given.prompts)[given.first :]
+    prompts = captions_of(pipe).held_out_prompts(given.first + given.prompts)[given.first :]
     painter: Any = None
     if given.pictures:
         painter = load_pipeline(given.pictures)

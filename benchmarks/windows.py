@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from visual_spec.data.shapes import held_out_prompts
+from visual_spec.data.captions import captions_of
 from visual_spec.eval.draws import seeded
 from visual_spec.files.documents import json_text, write_json
 from visual_spec.pipelines.image import ImagePipeline
@@ -63,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", default="shapes", help="name or folder")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--windows", type=int, nargs="*", default=[8, 16, 32, 64])
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="keep one core busy with other work")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    pipe = ImagePipeline.from_pretrained("shapes", torch_dtype=getattr(torch, given.dtype))
+    pipe = ImagePipeline.from_pretrained(given.model, torch_dtype=getattr(torch, given.dtype))
     pipe.set_progress_bar_config(disable=True)
     samplers: dict[str, Any] = {"plain": AutoregressiveSampler()}
     for drafts, width in product(given.drafts or [None], [*given.windows, "auto", None]):
@@ -99,7 +100,9 @@ def main() -> None:
         "prompts": given.prompts,
     }
     for batch in given.batch:
-        record[f"batch {batch}"] = measure(pipe, samplers, held_out_prompts(given.prompts), batch)
+        record[f"batch {batch}"] = measure(
+            pipe, samplers, captions_of(pipe).held_out_prompts(given.prompts), batch
+        )
         print(json_text({f"batch {batch}": record[f"batch {batch}"]}, indent=1), flush=True)
     if given.out:
         write_json(given.out, record, indent=1)

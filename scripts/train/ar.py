@@ -21,13 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.data.captions import PICTURES
 from visual_spec.data.shapes import TOUCHING
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_blocks import CaptionEmbedding
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training.loop import Descent, RunOptions, Trainer, muon_and_adamw, option, read_options
-from visual_spec.training.tokens import PICTURES, tokenize_dataset
+from visual_spec.training.tokens import tokenize_dataset
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ from einops import rearrange
 from torch import Tensor
 
 from scripts.train.codebook import CodeAverages
+from visual_spec.data.captions import PICTURES
 from visual_spec.data.shapes import CELL
 from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.loop import Descent, OutOptions, Trainer, option, read_options
-from visual_spec.training.tokens import PICTURES, to_signed
+from visual_spec.training.tokens import to_signed
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.data.shapes import held_out_prompts, training_prompts
+from visual_spec.data import shapes
+from visual_spec.data.captions import captions_of
 from visual_spec.files.documents import write_json
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
@@ -214,6 +216,7 @@ def train_drafter(
     settings: DrafterTraining,
     out: Path,
     *,
+    captions: Any = shapes,
     every: int = 100,
 ) -> dict:
     """Train the drafter in place, save it in `out/drafter`, return the record (also `out/drafter/training.json`).
@@ -224,6 +227,7 @@ def train_drafter(
     Args:
         draw: (prompts, guidance, seed) to tokens long [N, L] drawn from the target.
         encode: prompts to the target's condition.
+        captions: the data that the target draws, of `PICTURES`.
 
     Raises:
         ValueError: the drafter was made for another target, or `out` holds shards of another run.
@@ -233,10 +237,10 @@ def train_drafter(
     torch.manual_seed(settings.seed)
     counts = [len(part) for part in torch.arange(settings.pictures).split(settings.shard_size)]
     scales = [settings.guidance_scales[k % len(settings.guidance_scales)] for k in range(len(counts))]
-    prompts = [training_prompts(count, (settings.seed, shard)) for shard, count in enumerate(counts)]
+    prompts = [captions.training_prompts(count, (settings.seed, shard)) for shard, count in enumerate(counts)]
     seed = settings.seed * 100_003
     drawn = draw_pictures(target, draw, encode, prompts, scales, out / "pictures", seed)
-    held = [held_out_prompts(settings.held_out_pictures, _HELD_OUT_SEED)]
+    held = [captions.held_out_prompts(settings.held_out_pictures, _HELD_OUT_SEED)]
     judged = draw_pictures(
         target, draw, encode, held, [settings.guidance_scales[0]], out / "held_out", seed + _HELD_OUT_SEED
     )
@@ -291,7 +295,7 @@ def generators(seed: int, count: int) -> list[torch.Generator]:
 
 def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, guidance: float, count: int = 8) -> dict:
     """Tokens per target call on held-out prompts, a batch of `count`, by sampler."""
-    condition = pipe.make_condition(held_out_prompts(count, seed=1))
+    condition = pipe.make_condition(captions_of(pipe).held_out_prompts(count, seed=1))
     rates = {}
     for name, sampler in (("chain", DraftedSampler()), ("tree", TreeSampler())):
         result = sampler(
@@ -330,7 +334,10 @@ def main() -> None:
 
     torch.manual_seed(settings.seed)
     drafter = EagleDrafter.for_target(pipe.transformer).to(options.device)
-    record = train_drafter(drafter, pipe.transformer, draw, pipe.make_condition, settings, options.out)
+    captions = captions_of(pipe)
+    record = train_drafter(
+        drafter, pipe.transformer, draw, pipe.make_condition, settings, options.out, captions=captions
+    )
     record["decoding"] = tokens_per_call(pipe, drafter, settings.guidance_scales[0])
     write_json(options.out / "drafter" / "training.json", record)
     print({key: record[key] for key in ("parameters", "seconds", "acceptance_rates", "decoding")})

@@ -16,7 +16,8 @@ from einops import rearrange
 from torch import Tensor
 from transformers import EncodecModel
 
-from visual_spec.data import shapes, things
+from visual_spec.data import shapes
+from visual_spec.data.captions import PICTURES
 from visual_spec.data.tunes import NUM_FORMS
 from visual_spec.data.tunes import caption as caption_of_tune
 from visual_spec.data.tunes_synth import sample_dataset as sample_tunes
@@ -26,8 +27,6 @@ from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 
-# Data sets of captioned pictures, by the names of the models that learn them.
-PICTURES: dict[str, Any] = {"shapes": shapes, "things": things}
 Painted = tuple[list[str], np.ndarray]  # captions and pictures
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from visual_spec.data import motion, shapes_classes, things, tunes, tunes_synth
+from visual_spec.data import motion, shapes, shapes_classes, things, tunes, tunes_synth
+from visual_spec.data.captions import captions_of
 
 _OTHER_CLASSES = 1_000_003  # seed of the scenes that class models are compared with
 
@@ -28,10 +29,8 @@ class Task:
 
 def shapes_task(count: int, image_size: int) -> Task:
     """The captions of `shapes` that no trainer sees, and the scenes they describe."""
-    from visual_spec.data.shapes import caption, sample_dataset
-
-    scenes, pictures = sample_dataset(count, 0, held_out=True, size=image_size)
-    return Task([caption(scene) for scene in scenes], pictures)
+    scenes, pictures = shapes.sample_dataset(count, 0, held_out=True, size=image_size)
+    return Task([shapes.caption(scene) for scene in scenes], pictures)
 
 
 def things_task(count: int) -> Task:
@@ -42,10 +41,8 @@ def things_task(count: int) -> Task:
 
 def classes_task(count: int, image_size: int) -> Task:
     """The classes of `shapes` in turn, and for each a scene of the law that class models are trained on."""
-    from visual_spec.data.shapes import render
-
     scenes = shapes_classes.sample_scenes_by_class(count, _OTHER_CLASSES)
-    pictures = np.stack([render(scene, image_size) for scene in scenes])
+    pictures = np.stack([shapes.render(scene, image_size) for scene in scenes])
     names = [shapes_classes.CLASS_NAMES[shapes_classes.class_of(scene)] for scene in scenes]
     return Task(names, pictures, "classes of shapes in turn")
 
@@ -85,10 +82,7 @@ def task_of(pipe: Any, count: int) -> Task:
             )
         return motion_task(count)
     if getattr(pipe, "num_classes", None) is None:
-        words = getattr(pipe.text_encoder.config, "vocabulary", ())
-        if set(things.vocabulary()) <= set(words):
-            return things_task(count)
-        return shapes_task(count, pipe.image_size[0])
+        return things_task(count) if captions_of(pipe) is things else shapes_task(count, pipe.image_size[0])
     if tuple(pipe.config.get("id2label") or ()) != shapes_classes.CLASS_NAMES:
         raise ValueError(
             "this model draws other classes than `shapes`, which no parser reads; pass a model such as "
