@@ -3,6 +3,7 @@
 import functools
 import gc
 import inspect
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Generator
@@ -40,6 +41,15 @@ def poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def send_messages_where_they_are_caught() -> None:
+    """Undo what a command of an earlier test set: it writes messages to standard error itself."""
+    logger = logging.getLogger("visual_spec")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 _COMPARES_BITS = {"equal", "array_equal", "tobytes"}
