@@ -12,6 +12,7 @@ ties with the threshold to within a few units in the last place may fall on eith
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -105,9 +106,11 @@ def finite_reference(logits: Tensor, law: LawNumbers) -> Tensor:
 def mixed_logits(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tensor:
     """Return logits [B, W, V] under guidance, from logits [2B, W, V]; slots and law as in `law_reference`."""
     conditional, unconditional = logits.chunk(2)  # [B, W, V] each
-    guided = unconditional + law.guidance_scale * (conditional - unconditional)
+    guided = (conditional - unconditional).mul_(law.guidance_scale).add_(unconditional)
     # -inf minus -inf is nan: a token that either row forbids stays forbidden. nan survives the minimum.
-    guided.masked_fill_(torch.minimum(conditional, unconditional).isneginf(), -torch.inf)
+    # The host looks first: few logits forbid a token.
+    if not on_host(logits) or not math.isfinite(float(logits.sum())):
+        guided.masked_fill_(torch.minimum(conditional, unconditional).isneginf(), -torch.inf)
     if law.guidance_until == EVERY_SLOT:
         return guided
     assert slots is not None

@@ -380,10 +380,11 @@ def decode(
             known = on_host(progress)
             if known is not None:
                 ended = known == run.num_tokens
-                if ended.all():
+                count = int(ended.sum())
+                if count == len(ended):
                     break
                 # Removing samples copies the caches, which costs a call or two: large batches remove them in groups.
-                if shrinks and 8 * int(ended.sum()) >= len(ended):
+                if shrinks and 8 * count >= len(ended):
                     active.leave(ended, progress, run.law, run.noise)
                     on_host = HostCopy()
         advance()

@@ -155,17 +155,21 @@ def copied_slots(
     is found, "left" looks up; if the frame ends, "up" looks at the same place in earlier frames; if that finds none,
     the newest token is used. "previous_frame" looks at the same place in earlier frames first, then to the left.
     """
-    frame_size = grid.height * grid.width
     distance = slots - newest  # [B, N], >= 1
     above = slots - (distance + grid.width - 1) // grid.width * grid.width
-    same_frame = above >= slots - slots % frame_size
+    same_row = slots // grid.width == newest // grid.width
+    if grid.frames == 1:
+        source = torch.where(above >= 0, above, newest)
+        return source if direction == UP else torch.where(same_row, newest, source)
+    frame_size = grid.height * grid.width
     earlier = slots - (distance + frame_size - 1) // frame_size * frame_size
-    source = torch.where(same_frame, above, torch.where(earlier >= 0, earlier, newest))
+    source = torch.where(earlier >= 0, earlier, newest)
+    source = torch.where(above >= slots - slots % frame_size, above, source)
     if direction != UP:
-        source = torch.where(slots // grid.width == newest // grid.width, newest, source)
+        source = torch.where(same_row, newest, source)
     if direction in (PREVIOUS_FRAME, MOVED_FRAME, PANNED_FRAME):
         source = torch.where(earlier >= 0, earlier, source)
-    if grid.frames == 1 or tokens is None:
+    if tokens is None:
         return source
     if direction == MOVED_FRAME:
         moved = moved_slots(tokens, slots, newest, grid)

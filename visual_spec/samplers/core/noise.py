@@ -180,28 +180,32 @@ class CounterNoise:
             vocab_size, dtype = log_probs.shape[-1], log_probs.dtype
             times = philox_log_exponential(self.keys, slots, vocab_size, stream, round, dtype)
         # A race: each token has an exponential time, divided by its probability, and the least time wins.
-        return times.sub_(log_probs).argmin(-1)
+        times.sub_(log_probs)
+        # NumPy looks for it with vector instructions.
+        return torch.from_numpy(times.numpy().argmin(-1)) if on_host(times) else times.argmin(-1)
 
     def _own_times(self, log_probs: Tensor, slots: Tensor) -> Tensor | None:
         """A copy of the kept noise of `slots`, as minus a Gumbel [B, W, V]; None where they are too many to keep."""
         if not 0 < slots.shape[1] <= self.keep or not on_host(slots):
             return None
         vocab_size, dtype = log_probs.shape[-1], log_probs.dtype
+        first, times = self._kept or (slots.amin(1, keepdim=True), log_probs[:, :0])
+        if (times.shape[2], times.dtype) != (vocab_size, dtype):
+            first, times = slots.amin(1, keepdim=True), log_probs[:, :0]
+        least, most = map(int, (slots - first).aminmax())
+        if least < 0 or most - least >= self.keep:  # rows went back, or far apart: nothing kept serves all
+            first, times = slots.amin(1, keepdim=True), log_probs[:, :0]
+            least, most = 0, int((slots - first).max())
+            if most >= self.keep:
+                return None
+        if most >= times.shape[1]:  # forget the slots that all rows have passed, and draw as many ahead
+            first, times = first + least, times[:, least:]
+            ahead = first + torch.arange(times.shape[1], self.keep)
+            drawn = philox_log_exponential(self.keys, ahead, vocab_size, TOKEN, 0, dtype)
+            times = torch.cat([times, drawn], 1)
+            self._kept = first, times
         rows = torch.arange(0, len(slots) * self.keep, self.keep)[:, None]
-        if self._kept is not None and (self._kept[1].shape[-1], self._kept[1].dtype) == (vocab_size, dtype):
-            first, times = self._kept
-            places = slots - first
-            least, most = places.aminmax()
-            if int(least) >= 0 and int(most) < self.keep:
-                return times.flatten(0, 1).index_select(0, (rows + places).flatten()).view(log_probs.shape)
-        first = slots.amin(1, keepdim=True)
-        places = slots - first
-        if int(places.max()) >= self.keep:
-            return None
-        drawn = first + torch.arange(self.keep)
-        times = philox_log_exponential(self.keys, drawn, vocab_size, TOKEN, 0, dtype)
-        self._kept = first, times
-        return times.flatten(0, 1).index_select(0, (rows + places).flatten()).view(log_probs.shape)
+        return times.flatten(0, 1).index_select(0, (rows + slots - first).flatten()).view(log_probs.shape)
 
     def race(
         self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0

@@ -52,9 +52,8 @@ def low_precision_of(model: Any) -> str | None:
     allowed to compute in fewer bits (`torch.set_float32_matmul_precision`, `allow_tf32`): "tf32". So does what the
     model was seen to do while it was `watched`, such as "int8 activations".
     """
-    stored = _stored_precision(model)
-    names = (stored, *(_seen(model, stored) or ()))
-    return max(filter(None, names), key=rounding_unit, default=None)
+    now = _types_of(model)
+    return max(filter(None, (now[0], *(_seen(model, now) or ()))), key=rounding_unit, default=None)
 
 
 @contextmanager
@@ -65,7 +64,7 @@ def watched(model: Any, *, wanted: bool = True) -> Iterator[None]:
     Seen are conversions of floating numbers to narrower types (also inside a model whose weights are float32), numbers
     that are rounded, and operations of other packages, of which nothing is known: all count as quantised activations.
     """
-    if not wanted or not modules_of(model) or _seen(model, _stored_precision(model)) is not None:
+    if not wanted or not modules_of(model) or _seen(model, _types_of(model)) is not None:
         yield
         return
     watch = _Watch()
@@ -77,13 +76,13 @@ def watched(model: Any, *, wanted: bool = True) -> Iterator[None]:
         yield
     # Of equal units that which says more: int8, and not that something was rounded.
     narrowest = max(watch.found, key=lambda name: (rounding_unit(name), name != _ROUNDED, name), default=None)
-    _WATCHED[owner_of(model)] = _fingerprint(model, _stored_precision(model)), narrowest
+    _WATCHED[owner_of(model)] = _types_of(model), narrowest
 
 
-def _seen(model: Any, stored: str | None) -> tuple[str | None] | None:
-    """The narrowest type that was met while the model was watched; None if it was not, as it now is."""
+def _seen(model: Any, now: Any) -> tuple[str | None] | None:
+    """The narrowest type that was met while the model was watched; None if it was not, as it is `now`."""
     kept = _WATCHED.get(owner_of(model)) if modules_of(model) else None
-    return (kept[1],) if kept is not None and kept[0] == _fingerprint(model, stored) else None
+    return (kept[1],) if kept is not None and kept[0] == now else None
 
 
 class _Watch(TorchDispatchMode):
@@ -120,30 +119,36 @@ def _narrow(dtype: torch.dtype) -> str | None:
     return name if dtype.is_floating_point else name + _QUANTISED
 
 
-def _fingerprint(model: Any, stored: str | None) -> Any:
-    """What changes with the types that a model computes in: types of modules and weights, and autocast."""
-    modules = modules_of(model)
-    kinds: set[Any] = {type(layer) for module in modules for layer in module.modules()}
-    for module in modules:
-        for part in (*module.parameters(), *module.buffers()):
-            kinds.add((type(part), part.dtype))
-    return stored, frozenset(kinds)
+def _types_of(model: Any) -> tuple[str | None, frozenset[Any]]:
+    """What changes with the types that a model computes in, looked up once a decode.
 
-
-def _stored_precision(model: Any) -> str | None:
-    """The narrowest floating type of weights, autocast and products of float32."""
-    weights = [part for module in modules_of(model) for part in module.parameters()]
-    dtypes = {part.dtype for part in weights if part.is_floating_point()}
-    devices = {part.device.type for part in weights}
+    Returns:
+        The narrowest floating type of weights, autocast and products of float32; and the types of all layers and
+        tensors.
+    """
+    kinds: set[Any] = set()
+    weights: set[tuple[torch.dtype, str]] = set()
+    for layer in (layer for module in modules_of(model) for layer in module.modules()):
+        kinds.add(type(layer))
+        # Not `parameters()`, which makes the names of all.
+        own = [part for part in layer._parameters.values() if part is not None]
+        weights |= {(part.dtype, part.device.type) for part in own}
+        own += [part for part in layer._buffers.values() if part is not None]
+        kinds |= {(type(part), part.dtype) for part in own}
+    dtypes = {dtype for dtype, _ in weights if dtype.is_floating_point}
+    devices = {device for _, device in weights}
     dtypes |= {
         torch.get_autocast_dtype(kind)
         for kind in devices
         if kind != "meta" and torch.is_autocast_enabled(kind)
     }
     low = [dtype for dtype in dtypes if dtype.itemsize < torch.float32.itemsize]
-    if not low:
-        return _TF32 if torch.float32 in dtypes and any(map(_shortens_products, devices)) else None
-    return str(min(low, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+    stored = None
+    if low:
+        stored = str(min(low, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+    elif torch.float32 in dtypes and any(map(_shortens_products, devices)):
+        stored = _TF32
+    return stored, frozenset(kinds)
 
 
 def rounding_unit(low_precision: str) -> float:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.kernels.launch import on_host
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.drafts import LAST_LAW, UNIFORM, Draft, copied_slots, uniform_tokens
@@ -207,13 +208,14 @@ def repaired(
         wanted.append(picture.gather(1, slots - 1)[..., None])
     ranked.append((size + 1) * _HALF + drafts)
     wanted.append(inputs.gather(1, slots - 1)[..., None])
-    # The walk is a chain of small operations, so what can be is done for all slots at once.
-    ways = (part.unbind(1) for part in (torch.cat(ranked, 2), torch.cat(wanted, 2), drafts))
-    walked = [fed[:, :1]]
-    for numbers, before, draft in zip(*ways, strict=True):  # [B, S + 1], [B, S + 1], [B, 1]
-        token = walked[-1] & (_HALF - 1)
-        walked.append(torch.where(before == token, numbers, draft).amax(1, keepdim=True))
-    found = torch.cat(walked, 1)  # [B, 1 + n]
-    fed = torch.cat([found & (_HALF - 1), fed[:, found.shape[1] :]], 1)
+    numbers, before = torch.cat(ranked, 2), torch.cat(wanted, 2)  # [B, n, S + 1]
+    # Each slot's choice depends on the one before it. All are made at once, again and again: after i rounds the first i
+    # stand. Where the host can look, it ends as soon as nothing changes.
+    found = drafts[..., 0]
+    for _ in range(slots.shape[1]):
+        found = torch.where(before == fed[:, : slots.shape[1], None], numbers, drafts).amax(2)  # [B, n]
+        earlier, fed = fed, torch.cat([fed[:, :1], found & (_HALF - 1), fed[:, slots.shape[1] + 1 :]], 1)
+        if on_host(fed) and torch.equal(earlier, fed):
+            break
     inputs.scatter_(1, at, fed)
-    return fed, ((found >= _HALF) & (found < (size + 1) * _HALF))[:, 1:]
+    return fed, (found >= _HALF) & (found < (size + 1) * _HALF)
