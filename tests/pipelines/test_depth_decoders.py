@@ -112,11 +112,13 @@ def test_what_a_frame_does_not_know_goes_the_models_own_way() -> None:
     add_hook_to_module(model.depth_decoder, ModelHook())  # as one that moves weights
     assert same(drawn(model, "csm", "sampled"), expected)
     assert (model.last_trace.frames, model.last_trace.plain) == (0, FRAMES)
+    assert f"{FRAMES} by its own generate (hooks of accelerate" in visual_spec.summary(model)
     scored = tiny_csm()
     visual_spec.accelerate(scored)
     settings = dict(depth_decoder_do_sample=True, depth_decoder_eos_token_id=3)
     scored.generate(**inputs("csm", 2), do_sample=True, **settings)
     assert (scored.last_trace.frames, scored.last_trace.plain) == (0, FRAMES)
+    assert "(eos_token_id=3 may end a frame)" in visual_spec.summary(scored)
 
 
 @pytest.mark.parametrize("window", (None, "depth-window"))
@@ -135,6 +137,9 @@ def test_frames_beyond_the_limit_of_a_rotary_embedding_go_the_models_own_way(
     visual_spec.accelerate(dynamic, window)
     assert same(drawn(dynamic, "csm", "greedy"), expected)
     assert dynamic.last_trace.plain == plain
+    assert ("positions change beyond 15 places, and a frame has 16" in visual_spec.summary(dynamic)) == bool(
+        plain
+    )
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])

@@ -71,6 +71,7 @@ class DepthTrace:
         frames: drawn here, a batch of frames counting once.
         calls: of the depth decoder for them.
         plain: drawn by the decoder's own `generate`.
+        reason: why the last of those was.
         seconds: wall time of `frames`.
         low_precision: what the decoder rounds to where that is coarser than float32, such as "bfloat16": there rounding
             decides near-ties, between windows, and between them and the decoder's own `generate`. None: it decides
@@ -84,6 +85,7 @@ class DepthTrace:
     frames: int = 0
     calls: int = 0
     plain: int = 0
+    reason: str = ""
     seconds: float = 0.0
     low_precision: str | None = None
     near_ties: Tensor | None = None
@@ -91,10 +93,11 @@ class DepthTrace:
     def summary(self) -> str:
         """Return one line: frames, codes, time, and what the codes are."""
         rate = self.frames * self.codes / max(self.calls, 1)
+        why = f" ({self.reason})" if self.plain else ""
         near = None if self.near_ties is None else int(self.near_ties)
         return (
             f"{self.model}: {self.frames} frames of {self.codes} codes in {self.calls} calls ({rate:.2f} codes a call) "
-            f"and {self.seconds:.2f} s, {self.plain} by its own generate; "
+            f"and {self.seconds:.2f} s, {self.plain} by its own generate{why}; "
             + up_to_near_ties("the codes of its own generate", self.low_precision, near)
         )
 
@@ -202,13 +205,14 @@ class _Frames:
         hidden: Any = kwargs.get(self.argument)
         ids: Any = kwargs.get("input_ids")
         settings = {name: kwargs[name] for name in kwargs if name not in ("input_ids", self.argument)}
-        law = None
+        law: Any = f"it got no {self.argument} by name"
         if not args and isinstance(hidden, Tensor):
             if ids is None:
                 ids = torch.empty(len(hidden), 0, dtype=torch.long, device=hidden.device)
             law = self._law(settings, ids)
-        if law is None:
+        if isinstance(law, str):
             self.trace.plain += 1
+            self.trace.reason = law
             return self.plain(*args, **kwargs)
         key, score, low, sampled, as_output, with_states = law
         watch = Stopwatch()
@@ -269,7 +273,8 @@ class _Frames:
         return self._recorded[key](*inputs)
 
     def _law(self, settings: dict[str, Any], ids: Tensor) -> Any:
-        """How a code is chosen with settings of `generate`, and these; None: the decoder's own `generate` knows."""
+        """How a code is chosen with settings of `generate`, and these; or, where the decoder's own `generate` has to
+        draw, why."""
         low = low_precision_of(self.model)
         key = repr(
             (sorted(settings.items()), vars(self.model.generation_config), ids.shape[1], ids.device, low)
@@ -283,15 +288,17 @@ class _Frames:
         from transformers.generation.configuration_utils import GenerationMode
 
         model = self.model
-        if model.config._attn_implementation not in _ATTENTION or any(
-            hasattr(part, "_hf_hook") for part in model.modules()
-        ):
-            return None
+        if model.config._attn_implementation not in _ATTENTION:
+            return (
+                f"attention {model.config._attn_implementation!r}; {' and '.join(_ATTENTION)} take our masks"
+            )
+        if any(hasattr(part, "_hf_hook") for part in model.modules()):
+            return "hooks of accelerate move its parts between devices"
         # A cache of all places, whose rotary tables are computed at once, gives other codes beyond these.
         limits = [most for most, _ in length_limits(model, model)]
         limits.append(getattr(model.config, "sliding_window", None) or self.decoder.cache.places)
         if self.decoder.cache.places > min(limits):
-            return None
+            return f"its positions change beyond {min(limits)} places, and a frame has {self.decoder.cache.places}"
         config, others = model._prepare_generation_config(
             settings.get("generation_config"),
             **{name: value for name, value in settings.items() if name != "generation_config"},
@@ -300,16 +307,19 @@ class _Frames:
         sampled = config.get_generation_mode()
         given = ids.shape[1]
         length = config.max_length - given if config.max_new_tokens is None else config.max_new_tokens
-        if (
-            others
-            or sampled not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-            or (config.num_return_sequences or 1) != 1
-            or config.eos_token_id is not None
-            or length != self.decoder.steps
-            or any(getattr(config, name) for name in _OUTPUTS)
-            or (states and self.argument != "inputs_embeds")
-        ):
-            return None
+        refused = {
+            f"it does not take {', '.join(others)}": others,
+            "it draws by beams, or with an assistant": sampled
+            not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+            f"num_return_sequences={config.num_return_sequences}": (config.num_return_sequences or 1) != 1,
+            f"eos_token_id={config.eos_token_id} may end a frame": config.eos_token_id is not None,
+            f"{length} codes asked for, a frame has {self.decoder.steps}": length != self.decoder.steps,
+            f"one of {', '.join(_OUTPUTS)} is asked for": any(getattr(config, name) for name in _OUTPUTS),
+            "hidden states are asked for": states and self.argument != "inputs_embeds",
+        }
+        for reason, holds in refused.items():
+            if holds:
+                return reason
         model._prepare_special_tokens(config, False, device=ids.device)
         processors = model._get_logits_processor(
             generation_config=config,
