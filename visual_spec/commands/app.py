@@ -9,7 +9,6 @@ opens no file, and draws by the models that were named when it was started.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import os
@@ -22,8 +21,11 @@ from visual_spec.commands.options import MACHINE, Parser, add, at_least, is_quie
 
 _PAUSE = 0.1  # seconds from one change of the page to the next
 _SIDE = 512  # pixels of the pictures, if they are smaller, and of the map
-# Captions in the words of `shapes`, the first of them shown at the start.
+# Captions in the words of `things` and of `shapes`; the first that a model knows is shown at the start.
 _PROMPTS = (
+    "a fox left of a pizza on a mint background",
+    "an owl above a rocket on a sky background",
+    "a castle on a pink background",
     "a small yellow star left of a large blue square on a striped mint background",
     "a large red circle on a plain sky background",
     "a small white cross inside a large green circle on a dotted pink background",
@@ -214,16 +216,14 @@ def make_page(models: Sequence[str], device: str | None = None, dtype: str = "fl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments and serve the page until it is interrupted."""
+    parser = Parser(prog="visual-spec app", description=__doc__)
+    parser.add_argument("--model", metavar="NAME", help="shown first: embedded name, folder, or Hub id")
+    parser.add_argument("--port", type=at_least(1, 65535), default=7860, help="of the page")
+    add(parser, *MACHINE)
+    args = parser.parse_args(argv)
     from visual_spec.pipelines.embedded import embedded_models
     from visual_spec.pipelines.loading import read_facts
 
-    parser = Parser(
-        prog="visual-spec app", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", metavar="NAME", help="shown first: embedded name, folder, or Hub id")
-    parser.add_argument("--port", type=at_least(1, 65535), default=7860)
-    add(parser, *MACHINE)
-    args = parser.parse_args(argv)
     if args.threads is not None:
         import torch
 

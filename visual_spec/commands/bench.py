@@ -1,5 +1,8 @@
 """visual-spec bench: calls and seconds of the samplers beside plain decoding with the same model, cache and dtype.
 
+    visual-spec bench --model things --samplers speculative-jacobi zipar --windows 8 16 32
+    visual-spec bench --model shapes_var --out scales.json --plot roofline.svg
+
 Without `--curve` it times: in every round plain decoding and all other settings decode the same prompts with the same
 seeds one after the other, so that a drift of the machine hits all of them, and speed-ups are taken within a round.
 With `--curve` it counts calls only. Only the decoding of tokens is timed; turning tokens into pixels or waves costs

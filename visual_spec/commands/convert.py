@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,23 @@ from visual_spec import families
 from visual_spec.commands.options import WEIGHTS, add, at_least
 from visual_spec.files.documents import json_text
 
+_DESCRIPTION = """Make a folder, which from_pretrained loads, of official files.
+
+    visual-spec convert t2i_XL_stage2_512.pt vq_ds16_t2i.pt --text-encoder google/flan-t5-xl --out llamagen
+    visual-spec convert var_d16.pth vae_ch160v4096z32.pth --out var
+
+{}
+"""
+
 
 def add_convert(commands: Any) -> None:
+    official = ", ".join(family.name for family in families.all_families() if family.layout)
     convert = commands.add_parser(
         "convert",
         help="make a folder of official files",
-        description="Make a folder of the official files of one of: "
-        f"{', '.join(family.name for family in families.all_families() if family.layout)}; MusicGen of audiocraft.",
+        description=_DESCRIPTION.format(
+            textwrap.fill(f"Of one of: {official}; MusicGen of audiocraft.", 100)
+        ),
     )
     convert.add_argument(
         "files",

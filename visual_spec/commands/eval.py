@@ -1,5 +1,8 @@
 """visual-spec eval: what samplers gain, and what it costs in quality, beside plain decoding.
 
+    visual-spec eval --model things --samplers speculative-jacobi gsd:window=16 --samples 200 --out results
+    visual-spec eval --model tunes --masked tunes_masked --out music
+
 For every setting pictures are drawn for held-out prompts, scored against their prompts by the parser of the data, and
 compared as a set with true scenes and with the pictures of plain decoding. Plain decoding is always there, and so is
 plain decoding at a lower temperature: what a lossy sampler may gain in score, it must gain against that. Music is

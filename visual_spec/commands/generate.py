@@ -10,6 +10,15 @@ from visual_spec.commands.options import WEIGHTS, add, at_least
 from visual_spec.models.core.settings import LAW_SETTINGS
 from visual_spec.samplers.registry import names
 
+_DESCRIPTION = """Draw pictures or clips, or play music, from prompts.
+
+    visual-spec generate "a large red circle on a plain sky background"
+    visual-spec generate "three small blue squares on a plain sky background" --compare --out squares
+    visual-spec generate "a slow sad organ melody in A minor" --music
+
+With --compare every sample is drawn plainly, too; the command says whether both are equal, and writes a page that shows
+them. `visual-spec models NAME` says which samplers fit a model, and the settings of a sampler.
+"""
 # fmt: off
 # Short flags of `generate`: medium and model, or the setting of the sampler that they stand for; name of a value; help.
 _ALIASES: tuple[tuple[str, Any, str | None, str], ...] = (
@@ -24,7 +33,9 @@ _ALIASES: tuple[tuple[str, Any, str | None, str], ...] = (
 
 
 def add_generate(commands: Any) -> None:
-    generate = commands.add_parser("generate", help="draw pictures or clips, or play music, from prompts")
+    generate = commands.add_parser(
+        "generate", help="draw pictures or clips, or play music, from prompts", description=_DESCRIPTION
+    )
     generate.add_argument(
         "prompts", nargs="+", metavar="PROMPT", help="(for class models: class names or numbers)"
     )
@@ -32,7 +43,9 @@ def add_generate(commands: Any) -> None:
         "--model",
         help="embedded name, folder, or Hub id; it says whether pictures, clips or music are made (default: shapes)",
     )
-    generate.add_argument("--out", type=Path, default=Path("visual-spec-out"), metavar="DIR")
+    generate.add_argument(
+        "--out", type=Path, default=Path("visual-spec-out"), metavar="DIR", help="folder of what is drawn"
+    )
     generate.add_argument(
         "--num-images", type=at_least(1), default=1, metavar="N", help="pictures per prompt"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -80,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     early = next((at for at, text in enumerate(arguments) if text not in ("--quiet", "--verbose")), 0)
     arguments = arguments[early : early + 1] + arguments[:early] + arguments[early + 1 :]
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next; the line is in its environment
+        arguments = os.environ["COMP_LINE"].split()[1:2]
+        if arguments and arguments[0] in _OWN_ARGUMENTS:
+            os.environ["_ARGCOMPLETE"] = "2"  # words before the options of the command
     if arguments and arguments[0] in _OWN_ARGUMENTS:
         module = importlib.import_module(_OWN_ARGUMENTS[arguments[0]][0])
         return module.main(arguments[1:]) or 0

@@ -14,10 +14,19 @@ from visual_spec.commands.tables import plain_table
 from visual_spec.files.documents import json_text
 from visual_spec.samplers.registry import names
 
+_DESCRIPTION = """List the models, what fits what, and how much memory it needs.
+
+    visual-spec models                       all of them
+    visual-spec models things                the samplers that fit a model
+    visual-spec models speculative-jacobi    the settings of a sampler
+"""
+
 
 def add_models(commands: Any) -> None:
     """Add the command to a parser's commands."""
-    models = commands.add_parser("models", help="list models, samplers, what was verified, and memory")
+    models = commands.add_parser(
+        "models", help="list models, samplers, what was verified, and memory", description=_DESCRIPTION
+    )
     models.add_argument(
         "name",
         nargs="?",
@@ -149,10 +158,25 @@ def _sampler_settings(name: str) -> str:
     from visual_spec.pipelines.sampler_text import declared_limits
     from visual_spec.samplers.registry import by_name, sampler_class
 
-    limits = declared_limits(sampler_class(by_name(name)))
-    return (
-        "\n".join(_filled(f"{key}: {what}", "") for key, what in limits.items()) or f"{name} has no settings."
-    )
+    kind = sampler_class(by_name(name))
+    words = {
+        key: text for parent in reversed(kind.__mro__) for key, text in _words(parent.__doc__ or "").items()
+    }
+    lines = [
+        _filled(f"{key}: {what}.{' ' * (key in words)}{words.get(key, '')}", "")
+        for key, what in declared_limits(kind).items()
+    ]
+    return "\n".join(lines) or f"{name} has no settings."
+
+
+def _words(docstring: str) -> dict[str, str]:
+    """What the section "Args:" of a docstring says of each name."""
+    section = re.search(r"^( *)Args:\n((?:\1 +.*\n|\n)+)", docstring + "\n", re.MULTILINE)
+    if section is None:
+        return {}
+    entries = re.split(rf"^{section[1]}    (?=[\w, ]+:)", section[2], flags=re.MULTILINE)
+    told = (entry.partition(":") for entry in entries if entry.strip())
+    return {name: " ".join(text.split()) for names, _, text in told for name in names.split(", ")}
 
 
 def _filled(text: str, indent: str) -> str:

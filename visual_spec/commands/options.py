@@ -20,6 +20,15 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 WEIGHTS = DTYPES[:3]  # dtypes of weights that are drawn with or written
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Says the default of every option whose words do not."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, usual = action.help or "", action.default
+        said = "default" in text or usual in (None, False, argparse.SUPPRESS) or usual == []
+        return text if said else f"{text} (default: %(default)s)".lstrip()
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors name the command or option that was probably meant, with `--quiet` and `--verbose`.
 
@@ -27,8 +36,10 @@ class Parser(argparse.ArgumentParser):
     standard error.
     """
 
+    _completing = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, formatter_class=_HelpFormatter, **kwargs)
         level = self.add_mutually_exclusive_group()
         for flag, value, what in (
             ("quiet", logging.ERROR, "no progress and no warnings"),
@@ -44,12 +55,33 @@ class Parser(argparse.ArgumentParser):
             )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if "_ARGCOMPLETE" in os.environ and not Parser._completing:  # a shell asks what may come next
+            import argcomplete  # pyright: ignore[reportMissingImports]
+
+            from visual_spec.pipelines.embedded import embedded_models
+
+            for action in self._every_action():
+                if action.dest == "model":
+                    vars(action)["completer"] = lambda **_: embedded_models()
+            Parser._completing = True  # it parses what is there of the line by this very function
+            argcomplete.autocomplete(self)
         arguments = sys.argv[1:] if args is None else list(args)
         if not any(isinstance(action, argparse._SubParsersAction) for action in self._actions):
             self._refuse_unknown(arguments)
         parsed = super().parse_known_args(arguments, namespace)
+        if isinstance(model := getattr(parsed[0], "model", None), str):
+            from visual_spec.pipelines.embedded import refuse_no_pipeline
+
+            refuse_no_pipeline(model)  # before PyTorch is imported
         _set_level(getattr(parsed[0], "log_level", logging.INFO))
         return parsed
+
+    def _every_action(self) -> Iterable[argparse.Action]:
+        for action in self._actions:
+            yield action
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._actions
 
     def _refuse_unknown(self, arguments: Sequence[str]) -> None:
         """Refuse an option that does not exist before argparse misses one that is required."""
@@ -130,7 +162,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch_size": dict(type=int, default=50, metavar="B", help="samples at once (default: 50)"),
     "seed": dict(type=int, default=0, help="of sample 0; sample i has seed + i"),
     "device": dict(help="default: cuda where there is one, else cpu"),
-    "dtype": dict(default="float32", choices=DTYPES),
+    "dtype": dict(default="float32", choices=DTYPES, help="of weights and computation"),
     # A process starts all that it asks for, so more than the machine has use of are refused.
     "threads": dict(
         type=at_least(1, max(64, os.cpu_count() or 1)),
@@ -198,11 +230,7 @@ def command(
     """
 
     def main(argv: Sequence[str] | None = None) -> int:
-        parser = Parser(
-            prog=f"visual-spec {name}",
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        parser = Parser(prog=f"visual-spec {name}", description=text)
         add_arguments(parser)
         return run(parser.parse_args(argv))
 

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec.commands.options import add, command
-from visual_spec.eval.charts import chart_ending, image_bytes
-from visual_spec.eval.quality.sets_page import write_sets_page
-from visual_spec.eval.report import frontier
 from visual_spec.files.documents import json_text
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec report`."""
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json|DIR")
+    parser.add_argument(
+        "results",
+        nargs="+",
+        type=Path,
+        metavar="RESULTS.json|DIR",
+        help="results of eval, or folders of samples",
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)"
     )
@@ -35,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of folders: samples side by side (default: 200)",
     )
-    parser.add_argument("--title", metavar="TEXT")
+    parser.add_argument("--title", metavar="TEXT", help="of the page")
     add(parser, "overwrite", "json")
 
 
@@ -54,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_folders(args: argparse.Namespace) -> dict[str, Any]:
+    from visual_spec.eval.quality.sets_page import write_sets_page
+
     if files := [path for path in args.results if not path.is_dir()]:
         raise ValueError(f"{files[0]} beside folders of samples; pass results of eval, or folders, not both")
     if args.chart is not None or args.pictures < 0:
@@ -64,6 +69,9 @@ def _of_folders(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_results(args: argparse.Namespace) -> dict[str, Any]:
+    from visual_spec.eval.charts import chart_ending, image_bytes
+    from visual_spec.eval.report import frontier
+
     if args.chart is not None:
         kind = chart_ending(args.chart, "--chart")
         ready_folder(refuse_existing(args.chart, args.overwrite).parent)

@@ -22,15 +22,13 @@ _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="visual-spec serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="visual-spec serve", description=__doc__)
     parser.add_argument("model", help="embedded name, folder, or Hub id of a pipeline of pictures")
-    parser.add_argument("--engine", choices=("vllm", "ray"), default="vllm")
+    parser.add_argument("--engine", choices=("vllm", "ray"), default="vllm", help="what draws")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
     )
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="to listen on")
     parser.add_argument(
         "--api-key", help="what clients must send as a bearer token (default: VISUAL_SPEC_API_KEY, else none)"
     )

@@ -18,8 +18,9 @@ from visual_spec.models.core.checkpoints import Checkpoint, read_content, unpack
 from visual_spec.models.next_token.llamagen_checkpoint import recognise
 from visual_spec.models.video.self_forcing_checkpoint import is_lora, is_wan, load_self_forcing
 from visual_spec.pipelines import components
+from visual_spec.pipelines.embedded import INDEX
 from visual_spec.pipelines.folders import check_replaceable, write_folder
-from visual_spec.pipelines.saved_index import INDEX, read_index_file
+from visual_spec.pipelines.saved_index import read_index_file
 from visual_spec.records import Family, OfficialFile
 
 File = Path | Checkpoint  # a folder, or a file read

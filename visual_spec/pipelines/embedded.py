@@ -10,8 +10,9 @@ from typing import Any
 
 from visual_spec.families import family_of
 from visual_spec.pipelines.components import resolved
+from visual_spec.samplers.registry import meant
 
-SHARED = "shared.json"
+INDEX, SHARED = "model_index.json", "shared.json"
 _PACKAGE = "visual_spec_models"
 
 
@@ -40,7 +41,7 @@ def missing_models() -> str:
 
 def embedded_models() -> list[str]:
     """Names that `from_pretrained` takes without a download."""
-    return sorted(path.parent.name for path in weights_folder().glob("*/model_index.json"))
+    return sorted(path.parent.name for path in weights_folder().glob(f"*/{INDEX}"))
 
 
 def embedded_drafters() -> list[str]:
@@ -64,9 +65,64 @@ def local_folder(name: str | os.PathLike) -> Path | None:
     What the working directory has under the name of an embedded model counts only if it is a pipeline.
     """
     path = Path(name)
-    if os.fspath(name) in embedded_models() and not (path / "model_index.json").is_file():
+    if os.fspath(name) in embedded_models() and not (path / INDEX).is_file():
         return embedded_folder(os.fspath(name))
     return path if path.is_dir() else None
+
+
+def refuse_no_pipeline(name: str | os.PathLike) -> None:
+    """Refuse a name that no embedded model and no Hub id can have, and a path without a saved pipeline.
+
+    Raises:
+        ValueError: an unknown or empty name, a path at which there is nothing, a file, or a folder without
+            model_index.json; says what to do.
+    """
+    path, text = local_folder(name) or Path(name), os.fspath(name)
+    if path.is_dir() and not (path / INDEX).exists():
+        from visual_spec.files.whole import sweep
+
+        sweep(path)  # a save that was killed between two renames
+    if not text.strip():
+        raise ValueError(
+            "an empty model name given; pass an embedded model, a folder written by save_pretrained, or a Hub id "
+            "'owner/name'."
+        )
+    convert = f"visual-spec convert {'FILE...' if path.is_dir() else path} --out DIR"
+    if path.is_file():
+        raise ValueError(
+            f"{path} is a file. An official checkpoint is loaded together with its tokenizer's file by from_official, "
+            f"or made into a folder by `{convert}`."
+        )
+    if path.is_dir():
+        if not (path / INDEX).exists():
+            raise ValueError(f"{path} has no {INDEX}, so it is no pipeline ({_what_is_there(path, convert)}")
+    elif path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+        raise ValueError(f"there is no folder {text}; pass one written by save_pretrained.")
+    elif "/" not in text:
+        raise ValueError(
+            f"unknown model {text!r}; {missing_models() or 'embedded models are ' + ', '.join(embedded_models())}. "
+            "Pass one of them, a folder written by save_pretrained, or a Hub id 'owner/name'."
+            + meant(text, embedded_models())
+        )
+
+
+def _what_is_there(folder: Path, convert: str) -> str:
+    """What a folder that is no pipeline holds, and what to do with it."""
+    config = folder / "config.json"
+    try:
+        kinds = json.loads(config.read_text()).get("architectures") if config.is_file() else None
+    except (ValueError, AttributeError, OSError):
+        kinds = None
+    if isinstance(kinds, list) and kinds:
+        return (
+            f"it holds a {kinds[0]} of transformers). In Python: model = transformers.{kinds[0]}.from_pretrained("
+            f"{os.fspath(folder)!r}); visual_spec.accelerate(model). `visual-spec models` says what that takes."
+        )
+    files = sorted(file.name for file in folder.iterdir())
+    return (
+        f"it holds {', '.join(files[:5]) or 'nothing'}{' ...' if len(files) > 5 else ''}). Pass a folder written by "
+        f"save_pretrained; one is made of official checkpoint files by `{convert}`."
+    )
 
 
 def part_folder(folder: Path, part: str) -> Path:

@@ -13,6 +13,7 @@ from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import (
+    INDEX,
     embedded_drafters,
     embedded_folder,
     embedded_models,
@@ -20,8 +21,9 @@ from visual_spec.pipelines.embedded import (
     local_folder,
     missing_models,
     part_folder,
+    refuse_no_pipeline,
 )
-from visual_spec.pipelines.saved_index import INDEX, read_index_file, refuse_no_pipeline
+from visual_spec.pipelines.saved_index import read_index_file
 from visual_spec.records import Family, PipelineFacts
 from visual_spec.samplers.registry import DRAFTER, all_samplers
 

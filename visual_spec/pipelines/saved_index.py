@@ -27,16 +27,17 @@ from visual_spec.models.core.saved import SavedModel, check_folder, check_loaded
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import annotated_types, resolved
 from visual_spec.pipelines.embedded import (
+    INDEX,
     SHARED,
     embedded_folder,
     embedded_models,
     local_folder,
     missing_models,
     part_folder,
+    refuse_no_pipeline,
     shared_parts,
 )
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import meant
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
 _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
@@ -49,7 +50,6 @@ logging.getLogger("diffusers.models.modeling_utils").addFilter(
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
 
-INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
 _TOKENIZER = "PreTrainedTokenizerBase"
 # What an annotation of a setting allows; a number is finite.
@@ -65,40 +65,6 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "dict[str, Any]": lambda value: isinstance(value, dict),
     "ScaleBudget": lambda value: isinstance(value, dict),
 }
-
-
-def refuse_no_pipeline(name: str | os.PathLike) -> None:
-    """Refuse a name that no embedded model and no Hub id can have, and a path without a saved pipeline.
-
-    Raises:
-        ValueError: an empty name, a path at which there is nothing, a file, or a folder without model_index.json;
-            says what to do.
-    """
-    path, text = local_folder(name) or Path(name), os.fspath(name)
-    if path.is_dir() and not (path / INDEX).exists():
-        from visual_spec.files.whole import sweep
-
-        sweep(path)  # a save that was killed between two renames
-    if not text.strip():
-        raise ValueError(
-            "an empty model name given; pass an embedded model, a folder written by save_pretrained, or a Hub id "
-            "'owner/name'."
-        )
-    if not path.exists() and (path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1):
-        raise ValueError(f"there is no folder {text}; pass one written by save_pretrained.")
-    convert = f"visual-spec convert {'FILE...' if path.is_dir() else path} --out DIR"
-    if path.is_file():
-        raise ValueError(
-            f"{path} is a file. An official checkpoint is loaded together with its tokenizer's file by from_official, "
-            f"or made into a folder by `{convert}`."
-        )
-    if path.is_dir() and not (path / "model_index.json").exists():
-        files = sorted(file.name for file in path.iterdir())
-        raise ValueError(
-            f"{path} has no model_index.json, so it is no pipeline (it holds {', '.join(files[:5]) or 'nothing'}"
-            f"{' ...' if len(files) > 5 else ''}). Pass a folder written by save_pretrained; one is made of official "
-            f"checkpoint files by `{convert}`."
-        )
 
 
 def read_index_file(folder: Path) -> dict[str, Any]:
@@ -347,12 +313,7 @@ class LoadsPipelines(DiffusionPipeline):
         name = os.fspath(pretrained_model_name)
         if name in embedded_models():
             return str(embedded_folder(name))
-        if "/" not in name:
-            raise ValueError(
-                f"unknown model {name!r}; {missing_models() or 'embedded models are ' + ', '.join(embedded_models())}. "
-                "Pass one of them, a folder written by save_pretrained, or a Hub id 'owner/name'."
-                + meant(name, embedded_models())
-            )
+        refuse_no_pipeline(name)
         embedded = missing_models() or "embedded models are " + ", ".join(embedded_models())
         return fetched(name, _FILES, kwargs, f"; {embedded}")
 
