@@ -471,7 +471,7 @@ def test_models_lists_the_embedded_ones(model, capsys, monkeypatch):
     monkeypatch.setattr(embedded, "weights_folder", lambda: Path(model).parent)
     assert cli.main(["models"]) == 0
     out = capsys.readouterr().out
-    assert "tiny" in out and "ImagePipeline" in out and "transformer" in out
+    assert "tiny" in out and "ImagePipeline" in out and "M" in out
     assert cli.main(["models", "--json"]) == 0
     (fact,) = last_line(capsys)["embedded"]
     assert fact["name"] == "tiny" and fact["image_size"] == 8 and fact["bytes"] > 0
@@ -481,8 +481,9 @@ def test_models_lists_sizes_samplers_and_what_was_verified(capsys):
     assert cli.main(["models"]) == 0
     out = capsys.readouterr().out
     (xxl,) = (line.split() for line in out.splitlines() if line.startswith("LlamaGen-XXL class 384"))
-    assert xxl[3:] == ["c2i_XXL_384.pt", "ClassImagePipeline.from_official", "384", "576", "1411M", "6.3", "3.2",
-                       "official", "layout"]  # fmt: skip
+    assert xxl[3:] == ["384", "576", "1411M", "6.3", "3.2", "official", "layout"]
+    tables = out[: out.index("\nSamplers and models")].splitlines()
+    assert max(len(line) for line in tables if not line.startswith(("On top", "  "))) <= 100
     (tree,) = (line for line in out.splitlines() if line.startswith("TreeSampler"))
     assert "+ drafter" in tree and "Emu3-Gen" in out and "Janus" in out
     assert "the released weights themselves were not run" in out
@@ -509,6 +510,13 @@ def test_models_names_the_samplers_of_one_model_and_the_settings_of_one_sampler(
     assert cli.main(["generate", "x", "--sampler", "tree:dept=3"]) == 2
     assert "depth: an integer of at least 1" in capsys.readouterr().err
     capsys.readouterr()
+    for name, told in (
+        ("janus", "accelerate(model)"),
+        ("llamagen-xxl", "c2i_XXL_384.pt; ClassImage"),
+        ("CSM", "same"),
+    ):
+        assert cli.main(["models", name]) == 0
+        assert told in capsys.readouterr().out
     for name, near in (("shapez", "shapes"), ("speculative-jacobbi", "speculative-jacobi")):
         assert cli.main(["models", name]) == 2
         assert capsys.readouterr().err.endswith(f"Did you mean {near}?\n")

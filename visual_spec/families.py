@@ -344,6 +344,16 @@ VERIFIED = {
     "weights themselves were not run",
 }
 
+# What `visual_spec.accelerate(model)` does for models of other libraries that are of no family: fewer or cheaper calls.
+ACCELERATED = {
+    "CSM, Moshi, Qwen3-Omni": "a frame's codes in a static cache, or several a call by depth-window; the same codes",
+    "MiniMax-Music 3": "a frame's codes in a static cache, or several a call by depth-window; the same codes",
+    "VibeVoice, PocketTTS": "fewer calls of the diffusion head; the same latents",
+    "NextStep": "the head's modulations once a token; the same tokens",
+    "Wan": "made causal, with a cache of frames and its policy; its own law",
+    "language models of codes": "accelerate(model, codes=(first, last + 1)): Jacobi decoding; the same ids",
+}
+
 # Memory in addition to `KnownModel.parameters`.
 EXTRAS = {
     "VQ-16 tokenizer": 71_883_403,

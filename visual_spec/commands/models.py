@@ -7,17 +7,20 @@ import re
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from visual_spec import families
 from visual_spec.commands.tables import plain_table
 from visual_spec.files.documents import json_text
-from visual_spec.samplers.registry import names
+from visual_spec.records import Family, KnownModel
+from visual_spec.samplers.registry import all_samplers, names
 
 _DESCRIPTION = """List the models, what fits what, and how much memory it needs.
 
     visual-spec models                       all of them
-    visual-spec models things                the samplers that fit a model
+    visual-spec models shapes                the samplers that fit a model
+    visual-spec models janus                 how a released one is loaded
     visual-spec models speculative-jacobi    the settings of a sampler
 """
 
@@ -31,7 +34,7 @@ def add_models(commands: Any) -> None:
         "name",
         nargs="?",
         metavar="NAME",
-        help="of a model: the samplers that fit it; of a sampler: its settings",
+        help="of a model: the samplers that fit it, or how it is loaded; of a sampler: its settings",
     )
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run=run)
@@ -40,7 +43,7 @@ def add_models(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the lists, or what is asked of one model or sampler."""
     from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, missing_models
-    from visual_spec.samplers.registry import all_samplers, fit
+    from visual_spec.samplers.registry import fit
 
     if args.name is not None:
         print(_sampler_settings(args.name) if args.name in names() else _model_samplers(args.name))
@@ -62,12 +65,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print("Embedded: need no download")
     print(missing_models() or _embedded_table(facts))
-    print("\nOfficial weights (GB: weights and cache of one picture or clip with guidance)")
+    print("\nOfficial weights (GB: weights and cache of one sample with guidance; models NAME: their files)")
     print(_official_table())
     extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in families.EXTRAS.items())
-    print(f"On top, in parameters: {extras}.")
+    print(_filled(f"On top, in parameters: {extras}.", ""))
     print("\nSamplers and models (visual-spec models NAME: of one of them)")
     print(_fit_lists(facts))
+    print("\nOf other libraries: visual_spec.accelerate(model)")
+    print("\n".join(_filled(f"{name}: {what}", "  ") for name, what in families.ACCELERATED.items()))
     print("\nVerified")
     for name, how in families.VERIFIED.items():
         print(f"  {name}: {how}")
@@ -85,7 +90,7 @@ def _embedded_table(facts: list[dict[str, Any]]) -> str:
             f"{fact['sampling_rate'] / 1000:g} kHz"
             if fact["sampling_rate"]
             else str(fact["image_size"] or "-"),
-            ", ".join(f"{name} {count / 1e6:.1f}M" for name, count in fact["parameters"].items()),
+            f"{sum(fact['parameters'].values()) / 1e6:.1f}M",
             f"{fact['bytes'] / 1e6:.1f}",
         ]
         for fact in facts
@@ -93,12 +98,10 @@ def _embedded_table(facts: list[dict[str, Any]]) -> str:
     return plain_table(["model", "pipeline", "pixels or rate", "parameters", "MB"], lines, _width())
 
 
-def _official_table() -> str:
+def _official_table(chosen: list[KnownModel] | None = None) -> str:
     lines = [
         [
             model.name,
-            model.weights or "none released",
-            model.load,
             str(model.pixels or "-"),
             str(model.tokens),
             f"{model.parameters / 1e6:.0f}M",
@@ -106,17 +109,53 @@ def _official_table() -> str:
             f"{model.memory(2) / 1e9:.1f}",
             model.verified,
         ]
-        for model in families.models()
+        for model in (families.models() if chosen is None else chosen)
     ]
     unsized = [one for one in families.all_families() if not one.sizes and not one.pipelines]
-    lines += [[one.name, "", one.load, "-", "-", "-", "-", "-", one.verified] for one in unsized]
-    header = ["model", "weights", "load with", "pixels", "tokens", "parameters", "GB float32", "GB bfloat16"]
-    return plain_table([*header, "verified by"], lines, _width())
+    if chosen is None:
+        lines += [[one.name, "-", "-", "-", "-", "-", one.verified] for one in unsized]
+    header = ["model", "pixels", "tokens", "parameters", "GB float32", "GB bfloat16", "verified by"]
+    return plain_table(header, lines, _width())
+
+
+def _families_of(asked: str) -> list[tuple[Family, list[KnownModel]]]:
+    """The families, or sizes of them, whose names have this text in them (lower case); [] where none has."""
+    found = []
+    for family in families.all_families():
+        sizes = [size for size in families.models() if size.name in {one.name for one in family.sizes}]
+        near = [size for size in sizes if asked in size.name.lower()]
+        if asked in family.name.lower() or near:
+            found.append((family, near or sizes))
+    return found
+
+
+def _official(found: list[tuple[Family, list[KnownModel]]], others: list[str]) -> str:
+    """What there is to know of released models: their files, how they are loaded, and the samplers that fit.
+
+    Args:
+        others: lines on models that are of no family.
+    """
+    text = (
+        ["\n".join(_filled(f"visual_spec.accelerate(model) of {line}", "") for line in others)]
+        if others
+        else []
+    )
+    for family, sizes in found:
+        load = family.load or ", ".join(f"{name}.from_official" for name in family.pipelines)
+        lines = [f"{family.name}: {load or 'visual_spec.accelerate(model)'}"]
+        lines += [f"{size.name}: {size.weights or 'none released'}; {size.load}" for size in sizes]
+        fitting = [entry.name for entry in all_samplers() if entry.calls in family.calls]
+        lines.append(f"samplers: {', '.join(fitting) or 'none; what is done for it is done by accelerate'}")
+        lines.append(f"verified: {families.VERIFIED[family.verified]}")
+        text.append("\n".join(_filled(line, "") for line in lines))
+        if sizes:
+            text.append(_official_table(sizes))
+    return "\n\n".join([*text, "How it is loaded, with lines to paste: docs/index.md and docs/MODELS.md."])
 
 
 def _fit_lists(facts: list[dict[str, Any]]) -> str:
     """Each sampler, what it promises and takes, and the models that answer its calls."""
-    from visual_spec.samplers.registry import all_samplers, fit
+    from visual_spec.samplers.registry import fit
 
     models = {fact["name"]: fact["calls"] for fact in facts}
     models |= {one.name: one.calls for one in families.all_families()}
@@ -132,10 +171,16 @@ def _fit_lists(facts: list[dict[str, Any]]) -> str:
 
 def _model_samplers(name: str) -> str:
     """The samplers of a model, and why the others do not fit it: as `accelerate` says."""
-    from visual_spec.pipelines.accelerate import refusals
     from visual_spec.pipelines.embedded import embedded_models
     from visual_spec.pipelines.placing import load
     from visual_spec.samplers.registry import meant
+
+    if name not in embedded_models() and not Path(name).exists():
+        asked = name.lower()
+        others = [f"{one}: {what}" for one, what in families.ACCELERATED.items() if asked in one.lower()]
+        if (found := _families_of(asked)) or others:
+            return _official(found, others)
+    from visual_spec.pipelines.accelerate import refusals
 
     try:
         said = refusals(load(name, "cpu", "float32"))
