@@ -16,6 +16,7 @@ from visual_spec import cli
 from visual_spec.pipelines import embedded
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import LawByStep, Schedule
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 PROMPT = "a slow organ"
@@ -25,7 +26,12 @@ BESIDE = ("--compare", "--masked", "tunes_masked")
 
 
 def masked_sampler() -> MaskedSampler:
-    return MaskedSampler(steps=(4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling")
+    return MaskedSampler(
+        steps=(4, 2, 2),
+        span=3,
+        schedule=Schedule(clock="magnet"),
+        by_step=LawByStep(temperature="falling", guidance="falling"),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
 from visual_spec.files.documents import write_json
+from visual_spec.models.core.settings import of_settings
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -279,7 +280,7 @@ def main() -> None:
         round_matrices(model, options.out)
     prompts, accuracy = held_out_prompts(options.judged_prompts), {}
     for name, parts in SAMPLERS.items() if prompts else ():
-        sampler = MaskedSampler(steps=options.judged_steps, **parts)
+        sampler = of_settings(MaskedSampler, steps=options.judged_steps, **parts)
         for guidance in options.guidance_scale:
             shares = judge((model, encoder, vq_model), prompts, sampler, guidance)
             accuracy[f"{name}, {options.judged_steps} steps, guidance {guidance:g}"] = shares

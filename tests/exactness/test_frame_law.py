@@ -15,9 +15,11 @@ from tests.exactness.plain_masking import Plain, Tokens
 from tests.helpers.frame_tables import TableFrameModel
 from tests.helpers.masked_laws import ForcedNoise, distance, law_of_sampler
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import frames
 from visual_spec.samplers.masked.frames import FrameMaskedSampler
+from visual_spec.samplers.masked.policies import Choice
 
 NO_NOISE = dict(choice_temperature=0.0)
 
@@ -96,7 +98,7 @@ def drawn(monkeypatch, model, sampler, law=None, choices=1, **options):
 )
 def test_two_frames_of_two_by_two(monkeypatch, share, places):
     model = model_of(2, 2, 2)
-    found = drawn(monkeypatch, model, FrameMaskedSampler(2, share, **NO_NOISE))
+    found = drawn(monkeypatch, model, of_settings(FrameMaskedSampler, 2, share, **NO_NOISE))
     assert distance(found, clip_law(model, 2, [places])) < 1e-10
 
 
@@ -105,7 +107,9 @@ def test_two_frames_of_two_by_two(monkeypatch, share, places):
 @pytest.mark.parametrize("schedule", ["linear", "arccos"])
 def test_three_tokens_and_other_parts(monkeypatch, score, schedule):
     model = model_of(2, 1, 3, vocab_size=2)
-    sampler = FrameMaskedSampler(3, 0.4, score=score, schedule=schedule, temperature="root", **NO_NOISE)
+    sampler = of_settings(
+        FrameMaskedSampler, 3, 0.4, score=score, schedule=schedule, temperature="root", **NO_NOISE
+    )
     order = [[0, 1, 2]] if score == "raster" else None
     wanted = clip_law(model, 3, [{0}], score=score, schedule=schedule, orders=order, temperature_curve="root")
     assert distance(drawn(monkeypatch, model, sampler), wanted) < 1e-10
@@ -116,7 +120,7 @@ def test_frames_that_are_drawn_together(monkeypatch):
     model = model_of(3, 1, 2)
     monkeypatch.setattr(TableFrameModel, "frame_groups", [[0], [1, 2]])
     noise = ForcedNoise(2 ** (2 * 2 + 2 * 4), None)
-    sampler = FrameMaskedSampler(2, 0.5, **NO_NOISE)
+    sampler = of_settings(FrameMaskedSampler, 2, 0.5, **NO_NOISE)
     found = law_of_sampler(monkeypatch, sampler, model, TokenLaw(), noise)  # type: ignore[arg-type]
     together = clip_law(model, 2, [{0}])
     assert distance(found, together) < 1e-10
@@ -127,8 +131,14 @@ def test_frames_that_are_drawn_together(monkeypatch):
 @pytest.mark.parametrize("unconditional", ["hidden", "same"])
 def test_guidance_with_both_histories(monkeypatch, unconditional):
     model = model_of(3, 1, 2)
-    sampler = FrameMaskedSampler(
-        2, 0.5, unconditional_history=unconditional, guidance="rising", least_guidance=1.2, **NO_NOISE
+    sampler = of_settings(
+        FrameMaskedSampler,
+        2,
+        0.5,
+        unconditional_history=unconditional,
+        guidance="rising",
+        least_guidance=1.2,
+        **NO_NOISE,
     )
     found = drawn(monkeypatch, model, sampler, TokenLaw(guidance_scale=2.5))
     blind = dict(blind=unconditional == "hidden")
@@ -143,7 +153,7 @@ def test_guidance_with_both_histories(monkeypatch, unconditional):
 def test_noise_on_the_scores_and_a_random_pattern(monkeypatch):
     """Three frames of two tokens: the same pattern in all of them, fresh noise in each."""
     model = model_of(3, 1, 2)
-    sampler = FrameMaskedSampler(2, 0.5, "random", choice_temperature=0.8)
+    sampler = FrameMaskedSampler(2, 0.5, "random", choice=Choice(choice_temperature=0.8))
     left = {0: 0.5}  # the noise of the first of two steps
 
     def chance(picked, round):
@@ -157,7 +167,7 @@ def test_noise_on_the_scores_and_a_random_pattern(monkeypatch):
 
 def test_an_order_of_its_own_in_every_frame(monkeypatch):
     model = model_of(2, 1, 3)
-    sampler = FrameMaskedSampler(2, 0.4, score="random", **NO_NOISE)
+    sampler = of_settings(FrameMaskedSampler, 2, 0.4, score="random", **NO_NOISE)
     orders = [list(order) for order in permutations(range(3))]
     found = drawn(monkeypatch, model, sampler, choices=len(orders) ** 2)
     assert distance(found, clip_law(model, 2, [{0}], score="random", orders=orders)) < 1e-10
@@ -168,7 +178,11 @@ def test_given_tokens(monkeypatch):
     model = model_of(3, 1, 2)
     given = (1, 0, 2, 1, 2, 2)
     found = drawn(
-        monkeypatch, model, FrameMaskedSampler(2, 0.5, **NO_NOISE), known_tokens=given, frames=range(2)
+        monkeypatch,
+        model,
+        of_settings(FrameMaskedSampler, 2, 0.5, **NO_NOISE),
+        known_tokens=given,
+        frames=range(2),
     )
     assert distance(found, clip_law(model, 2, [{0}], given=given)) < 1e-10
 
@@ -206,7 +220,7 @@ def test_planted_bugs_are_noticed(monkeypatch, broken):
     model = model_of(3, 1, 2)
     wanted = clip_law(model, 2, [{0}])
     settings = dict(steps=2, history_hidden=0.5, **NO_NOISE)
-    assert distance(drawn(monkeypatch, model, FrameMaskedSampler(**settings)), wanted) < 1e-10  # type: ignore[arg-type]
+    assert distance(drawn(monkeypatch, model, of_settings(FrameMaskedSampler, **settings)), wanted) < 1e-10
     assert distance(drawn(monkeypatch, model, broken(**settings)), wanted) > 0.005  # type: ignore[arg-type]
 
 
@@ -220,4 +234,4 @@ def test_shared_counters_are_noticed(monkeypatch):
 
     monkeypatch.setattr(frames.FrameMaskedSampler, "_begin_frame", begin)
     with pytest.raises(AssertionError, match="used twice"):
-        drawn(monkeypatch, model_of(2, 1, 2), FrameMaskedSampler(2, 0.5, **NO_NOISE))
+        drawn(monkeypatch, model_of(2, 1, 2), of_settings(FrameMaskedSampler, 2, 0.5, **NO_NOISE))

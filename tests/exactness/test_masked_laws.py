@@ -14,11 +14,13 @@ from tests.helpers.masked_laws import ForcedNoise, distance, law_of_sampler, wan
 from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tabular import TabularMaskedModel
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers.core import masking
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.masked import unmasking
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Schedule
 from visual_spec.samplers.masked.unmasking import MaskedTrace
 
 
@@ -61,7 +63,7 @@ def check(
     if "rescorer" in plain:
         rescorer = options["rescorer"] = plain.pop("rescorer")
         plain["other"] = rescorer.probabilities
-    found = law_of_sampler(monkeypatch, MaskedSampler(**settings), model, law, forced, **options)
+    found = law_of_sampler(monkeypatch, of_settings(MaskedSampler, **settings), model, law, forced, **options)
     names = dict(choice_temperature="noise", rescorer_share="share")
     others = {names.get(k, k): v for k, v in settings.items() if k not in ("steps", "temperature", "score")}
     if plain.get("orders") is None:
@@ -280,7 +282,7 @@ def observed(model: TabularMaskedModel, rows: int = 50_000, chunks: int = 3) -> 
     powers = model.vocab_size ** torch.arange(length - 1, -1, -1)
     total = torch.zeros(model.vocab_size**length, dtype=torch.long)
     for _ in range(chunks):
-        sampler = MaskedSampler(**STATISTIC)  # pyright: ignore[reportArgumentType]
+        sampler = of_settings(MaskedSampler, **STATISTIC)
         tokens = sampler(model, None, law=TokenLaw(), generator=generator, batch_size=rows).tokens
         total += torch.bincount(tokens @ powers, minlength=len(total))
     return total
@@ -354,7 +356,7 @@ def test_one_token_a_call_moves_nothing_and_measuring_changes_no_token():
     model = TabularMaskedModel(TokenGrid(1, 4), 3)
     for steps in (4, 2):
         plain, measured = (
-            MaskedSampler(steps, schedule="linear", measure=measure)(
+            MaskedSampler(steps, measure=measure, schedule=Schedule(schedule="linear"))(
                 model,
                 None,
                 law=TokenLaw(guidance_scale=2.0),

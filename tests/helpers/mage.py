@@ -7,6 +7,7 @@ from visual_spec.models.masked.mage import MageTransformer
 from visual_spec.models.masked.mage_vq import load_mage_tokenizer
 from visual_spec.pipelines.mage_image import MageImagePipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice
 
 CODES, DIM, LAYERS, HEADS, SIDE, CLASSES = 11, 12, 2, 3, 4, 5
 CODE_DIM, GROUPS = 6, 2  # of the tokenizer
@@ -109,7 +110,7 @@ def tokenizer_weights() -> dict[str, Tensor]:
 
 def mage_pipeline() -> MageImagePipeline:
     tokenizer = load_mage_tokenizer(tokenizer_weights(), image_size=8, norm_groups=GROUPS)
-    sampler = MaskedSampler(steps=4, choice_temperature=6.0)
+    sampler = MaskedSampler(steps=4, choice=Choice(choice_temperature=6.0))
     pipe = MageImagePipeline(tiny_mage().float(), tokenizer.float().eval(), sampler)
     pipe.set_progress_bar_config(disable=True)
     return pipe

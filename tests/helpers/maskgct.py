@@ -11,7 +11,6 @@ from transformers import Wav2Vec2BertConfig, Wav2Vec2BertModel
 from tests.models.masked import maskgct_straight as straight
 from tests.models.masked.maskgct_straight import BOOKS, CODES, HEADS, SEMANTIC
 from visual_spec.pipelines.maskgct import MaskgctPipeline
-from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 
 STRIDES, FRAME, CODE_DIM, LATENT, VOCOS, HIDDEN = (2, 3), 16, 4, 10, 12, 20
@@ -145,8 +144,8 @@ def maskgct_pipeline(official: Path) -> MaskgctPipeline:
         default_acoustic_top_k=5,
     )
     made.semantic_codec.register_to_config(feature_layer=1)
-    made.sampler = MaskedSampler(**PRESETS["maskgct"].settings | {"steps": 3})
-    made.acoustic_sampler = MaskedSampler(**PRESETS["maskgct-acoustic"].settings | {"steps": (3, 2, 1)})
+    made.sampler = PRESETS["maskgct"].sampler(steps=3)
+    made.acoustic_sampler = PRESETS["maskgct-acoustic"].sampler(steps=(3, 2, 1))
     made.set_progress_bar_config(disable=True)
     return made
 

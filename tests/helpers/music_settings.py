@@ -3,6 +3,7 @@
 from tests.helpers.tiny_audio import tiny_audio_pipeline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import LawByStep, Schedule
 
 PROMPTS = ["a slow sad organ", "melody", "organ in minor", "a melody"]
 LAW = TokenLaw(guidance_scale=2.0, top_k=6)
@@ -11,7 +12,12 @@ MASKED = "masked:steps=4/2/2,clock=magnet,temperature=falling,guidance=falling,s
 
 
 def masked_pipeline():
-    sampler = MaskedSampler((4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling")
+    sampler = MaskedSampler(
+        (4, 2, 2),
+        span=3,
+        schedule=Schedule(clock="magnet"),
+        by_step=LawByStep(temperature="falling", guidance="falling"),
+    )
     return tiny_audio_pipeline(
         sampler, masked=True, reach=4, default_guidance_scale=2.0, default_temperature=1.7
     )

@@ -32,6 +32,7 @@ from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 
@@ -62,7 +63,10 @@ def _classes() -> Any:
 
 def _masked() -> Any:
     sampler = MaskedSampler(
-        steps=(4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling"
+        steps=(4, 2, 2),
+        span=3,
+        schedule=Schedule(clock="magnet"),
+        by_step=LawByStep(temperature="falling", guidance="falling"),
     )
     return tiny_audio_pipeline(sampler, masked=True, reach=4)
 
@@ -97,7 +101,12 @@ KINDS: dict[str, Kind] = {
     "bits": Kind(_quiet(infinity.tiny_pipeline), "a red circle"),
     "masked captions": Kind(
         _quiet(
-            partial(tiny_masked_pipeline, MaskedSampler(5, schedule="arccos", clock="halton", score="halton"))
+            partial(
+                tiny_masked_pipeline,
+                MaskedSampler(
+                    5, schedule=Schedule(schedule="arccos", clock="halton"), choice=Choice(score="halton")
+                ),
+            )
         ),
         "a red circle",
     ),

@@ -16,6 +16,7 @@ from visual_spec.kernels import (
     neighbour_mass,
 )
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
@@ -72,7 +73,7 @@ def test_masked_decodes(request, settings, law):
     def decode() -> Any:
         generator = torch.Generator().manual_seed(3)
         condition = torch.tensor([1, 0] if law.guided else [1])
-        sampler = MaskedSampler(3, **settings)
+        sampler = of_settings(MaskedSampler, 3, **settings)
         return sampler(model, condition, law=law, generator=generator, batch_size=len(condition))
 
     expected = decode()

@@ -17,11 +17,13 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from tests.helpers.amused import CODES, MASK, SIDE, STEPS, VQ_SIZES, diffusers_ids, transformer
 from tests.helpers.odd_addresses import misplaced, put_at_odd_addresses
 from tests.helpers.tiny import quiet, seeded
+from visual_spec.models.core.settings import of_settings
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel
 from visual_spec.pipelines.amused_image import AmusedImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
 from visual_spec.samplers.core.noise import draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice
 from visual_spec.samplers.masked.presets import PRESETS
 
 PROMPTS = ["a red circle", "a blue square"]
@@ -87,7 +89,7 @@ def test_the_folder_of_diffusers_draws_its_ids_for_equal_noise(folder, monkeypat
     assert isinstance(pipe.vq_model, AmusedVQModel) and read_facts(folder).calls == ("masked",)
     assert pipe.sampler.config.steps == 12 and pipe.default_settings()["guidance_scale"] == 10.0
     settings = PRESETS["amused"].settings | {"steps": STEPS, "choice_temperature": 2.0 * STEPS / (STEPS - 1)}
-    pipe.sampler = MaskedSampler(**settings)
+    pipe.sampler = of_settings(MaskedSampler, **settings)
     found = pipe(PROMPTS, generator=seeded(1, 2))
     hidden = torch.full((2, SIDE * SIDE), MASK)
     wanted = diffusers_ids(
@@ -132,7 +134,7 @@ def test_prompts_are_those_of_clip(folder):
 
 def test_it_draws_into_pictures_and_is_saved_as_ours(folder, tmp_path):
     pipe = load(folder)
-    pipe.sampler = MaskedSampler(steps=3, choice_temperature=2.0)
+    pipe.sampler = MaskedSampler(steps=3, choice=Choice(choice_temperature=2.0))
     picture = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     mask = np.zeros((16, 16), dtype=np.uint8)
     mask[:, :8] = 255

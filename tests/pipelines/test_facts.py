@@ -24,14 +24,17 @@ from visual_spec.prototype.students.image_pipelines import DistilledImagePipelin
 from visual_spec.prototype.students.scale_pipeline import DistilledScalePipeline
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice, Schedule
 from visual_spec.samplers.registry import all_samplers
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
-MASKED = "masked:steps=4/2/2,clock=magnet,filtered_score=true,span=3"
+MASKED = "masked:steps=4/2/2,span=3,clock=magnet,filtered_score=true"
 
 
 def masked_pipeline() -> Any:
-    sampler = MaskedSampler((4, 2, 2), clock="magnet", span=3, filtered_score=True)
+    sampler = MaskedSampler(
+        (4, 2, 2), span=3, schedule=Schedule(clock="magnet"), choice=Choice(filtered_score=True)
+    )
     return tiny_audio_pipeline(
         sampler, masked=True, reach=4, default_guidance_scale=2.0, default_temperature=1.7
     )

@@ -19,6 +19,7 @@ from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.mage_image import MageImagePipeline
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice
 
 MAGE: dict[str, Any] = dict(num_heads=3, decoder_heads=2, class_id=13, num_classes=6)
 
@@ -107,7 +108,7 @@ def official_file(folder: Path) -> Path:
 def test_mage_draws_pictures_and_into_pictures(tmp_path):
     pipe = quiet(MageImagePipeline.from_official(official_file(tmp_path), norm_groups=GROUPS, **MAGE))
     assert pipe.sampler.config.steps == 20 and pipe.image_size == (8, 8)
-    pipe.sampler = MaskedSampler(steps=4, choice_temperature=6.0)
+    pipe.sampler = MaskedSampler(steps=4, choice=Choice(choice_temperature=6.0))
     found = pipe(num_images=2, generator=seeded(0, 1), output_type="np")
     assert found.images.shape == (2, 8, 8, 3) and found.trace.target_calls.tolist() == [4, 4]
     with torch.no_grad():

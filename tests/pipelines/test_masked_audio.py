@@ -26,6 +26,7 @@ from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.audio_stream import plan_windows
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import LawByStep, Schedule
 
 PROMPT = "a slow sad organ"
 FRAMES = round(LONGEST * RATE / HOP) // 3 * 3  # whole spans
@@ -33,7 +34,12 @@ LAW = dict(default_guidance_scale=2.0, default_temperature=1.7, default_top_p=0.
 
 
 def sampler() -> MaskedSampler:
-    return MaskedSampler(steps=(4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling")
+    return MaskedSampler(
+        steps=(4, 2, 2),
+        span=3,
+        schedule=Schedule(clock="magnet"),
+        by_step=LawByStep(temperature="falling", guidance="falling"),
+    )
 
 
 @pytest.fixture
@@ -137,9 +143,11 @@ def test_official_files(tmp_path):
         features = encoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
     condition = TextCondition(features, inputs["attention_mask"].bool())
     official = MaskedSampler(
-        own.steps, clock="magnet", span=own.span, temperature="falling", guidance="falling",
-        least_guidance=own.least_guidance,
-    )  # fmt: skip
+        own.steps,
+        span=own.span,
+        schedule=Schedule(clock="magnet"),
+        by_step=LawByStep(temperature="falling", guidance="falling", least_guidance=own.least_guidance),
+    )
     law = TokenLaw(
         guidance_scale=own.guidance_scale, temperature=own.temperature, top_k=own.top_k, top_p=own.top_p
     )

@@ -24,6 +24,7 @@ from visual_spec.pipelines.masked_image import MaskedImagePipeline
 from visual_spec.pipelines.repaint import known_tokens
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice
 from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
 from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
@@ -214,7 +215,7 @@ def test_official_files_of_classes(tmp_path, monkeypatch):
     pipe = quiet(MaskedClassImagePipeline.from_official(*files, num_heads=2))
     assert pipe.image_size == (8, 8) and pipe.default_settings()["guidance_scale"] == 1.7
     assert (pipe.sampler.config.score, pipe.sampler.config.steps) == ("halton", 32)
-    pipe.sampler = MaskedSampler(steps=3, score="halton")
+    pipe.sampler = MaskedSampler(steps=3, choice=Choice(score="halton"))
     made = quiet(MaskedClassImagePipeline(transformer, vq_model.eval(), pipe.sampler))
     settings: dict[str, Any] = dict(generator=seeded(0, 1), guidance_scale=1.7, output_type="pt")
     found = pipe([1, 4], **settings)

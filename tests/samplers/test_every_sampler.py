@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.helpers.sampler_kinds import CHANGED, KINDS, LAW, REFUSED, REFUSED_BY, decode
 from tests.helpers.sampler_settings import settings_of
+from visual_spec.models.core.settings import in_groups, of_settings, one_by_one
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.registry import (
@@ -33,13 +34,16 @@ EVERY = pytest.mark.parametrize("entry", all_samplers(), ids=lambda entry: entry
 
 
 def defaults_of(kind: Any) -> dict[str, Any]:
-    """Settings of a class, in their order."""
-    return {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+    """Settings of a class, those of groups one by one."""
+    parameters = inspect.signature(kind).parameters.items()
+    return one_by_one(
+        inspect.unwrap(kind.__init__), {name: parameter.default for name, parameter in parameters}
+    )
 
 
 def changed(entry: SamplerEntry) -> Any:
     """A sampler whose settings are none of the defaults, but for one."""
-    return sampler_class(entry)(**CHANGED[entry.class_name])
+    return of_settings(sampler_class(entry), **CHANGED[entry.class_name])
 
 
 def same_tokens(one: Tensor, other: Tensor) -> bool:
@@ -76,7 +80,12 @@ def test_every_setting_survives_its_file(entry, tmp_path):
 @EVERY
 def test_settings_given_by_position_are_kept(entry):
     kind, settings = sampler_class(entry), CHANGED[entry.class_name]
-    sampler = kind(*[settings[name] for name in defaults_of(kind)])
+    given = in_groups(inspect.unwrap(kind.__init__), settings)
+    keyed = {name for name, one in inspect.signature(kind).parameters.items() if one.kind is one.KEYWORD_ONLY}
+    by_name = {name: given.pop(name) for name in keyed}
+    sampler = kind(
+        *[given[name] for name in inspect.signature(kind).parameters if name not in keyed], **by_name
+    )
     assert settings_of(sampler) == settings
     assert settings_of(kind.from_config(sampler.config)) == settings
 
@@ -102,7 +111,7 @@ def test_every_setting_refuses_what_it_cannot_be(entry):
     for name in defaults_of(kind):
         for value in [*REFUSED[name], *own.get(name, [])]:
             with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}; pass ")):
-                kind(**{name: value})
+                of_settings(kind, **{name: value})
 
 
 @EVERY

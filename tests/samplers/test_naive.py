@@ -16,11 +16,13 @@ from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel
 from tests.models.continuous.tiny import tiny_causal
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers import naive
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
@@ -146,7 +148,7 @@ class TestTokensOfThePage:
     @pytest.mark.parametrize("steps, choice", [(4, 0.0), (3, 2.0), (1, 0.0)])
     def test_maskgit(self, law, steps, choice):
         model = TabularMaskedModel(TokenGrid(2, 3), 3)
-        sampler = MaskedSampler(steps, choice_temperature=choice)
+        sampler = MaskedSampler(steps, choice=Choice(choice_temperature=choice))
         equal_on_all_seeds(naive.maskgit, sampler, model, law, steps=steps, choice_temperature=choice)
 
     def test_collaborative(self, law):
@@ -170,7 +172,7 @@ class TestTokensOfThePage:
 def test_magnet(law):
     model, seen = tiny_magnet(), set()
     settings = dict(clock="magnet", temperature="falling", guidance="falling", span=3)
-    sampler = MaskedSampler([5, 3, 2, 1], **settings)
+    sampler = of_settings(MaskedSampler, [5, 3, 2, 1], **settings)
     for seed in SEEDS:
         page = naive.magnet(model, text([0]), law, noise_of(seed), steps=[5, 3, 2, 1], span=3)
         assert torch.equal(page, tokens_of(sampler, model, law, seed, text([0])).tokens)

@@ -39,6 +39,7 @@ from visual_spec.samplers.core import base
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 from visual_spec.samplers.orders.tables import order_of
 from visual_spec.samplers.orders.zipar import ZipARSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -90,9 +91,12 @@ MUSIC = {
     "drafted columns": DraftedColumnSampler(),
     "drafted columns, identical": DraftedColumnSampler(acceptance="identical"),
     "masked": MaskedSampler(
-        steps=(6, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling"
+        steps=(6, 2, 2),
+        span=3,
+        schedule=Schedule(clock="magnet"),
+        by_step=LawByStep(temperature="falling", guidance="falling"),
     ),
-    "masked, entropy": MaskedSampler(steps=(6, 2, 2), score="entropy"),
+    "masked, entropy": MaskedSampler(steps=(6, 2, 2), choice=Choice(score="entropy")),
 }
 
 

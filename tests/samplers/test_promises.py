@@ -8,6 +8,7 @@ import torch
 from tests.helpers.sampler_kinds import CHANGED, KINDS, Kind, decode
 from tests.helpers.sampler_settings import settings_of
 from tests.models.continuous.tiny import calm, tiny_mar
+from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, LOSSY, OTHER
 from visual_spec.samplers.registry import (
     CHUNKS,
@@ -139,7 +140,8 @@ def test_settings_that_change_nothing_in_this_model_withdraw_nothing(settings):
 
     entry = by_name("continuous")
     plain, found = (
-        decode(entry, sampler_class(entry)(**one), SAMPLES, law=TokenLaw()) for one in ({}, settings)
+        decode(entry, of_settings(sampler_class(entry), **one), SAMPLES, law=TokenLaw())
+        for one in ({}, settings)
     )
     assert found.trace.identical and same(found, plain)
     exact = decode(entry, sampler_class(by_name("head-speculation"))(steps=16), SAMPLES).trace

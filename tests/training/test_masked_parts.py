@@ -31,6 +31,7 @@ from visual_spec.prototype.self_speculative.sampler import SelfSpeculativeMasked
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import full_calls
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice, Reuse
 
 SETTINGS = CausalLayerTraining(steps=60, batch_size=8, begun=4, scenes=16, places=16, learning_rate=1e-2)
 
@@ -196,7 +197,7 @@ def test_beginnings_are_groups_of_blank_pictures():
         assert groups.there.all()
 
 
-SAMPLER = MaskedSampler(steps=4, choice_temperature=1.0)
+SAMPLER = MaskedSampler(steps=4, choice=Choice(choice_temperature=1.0))
 PROMPTS = ["a red circle", "a blue square", "a"]
 
 
@@ -265,7 +266,7 @@ def test_with_a_perfect_shortcut_the_tokens_are_those_of_the_model():
     call: dict[str, Any] = dict(law=TokenLaw(guidance_scale=2.0), batch_size=3)
     plain: Any = MaskedSampler(steps=6)(model, told, generator=seeded(0, 1, 2), **call)
     oracle = Oracle(model, told, 3)
-    sampler = MaskedSampler(steps=6, reuse=2, reuse_from=0.0, reuse_by="shortcut")
+    sampler = MaskedSampler(steps=6, reuse=Reuse(reuse=2, reuse_from=0.0, reuse_by="shortcut"))
     found: Any = sampler(model, told, generator=seeded(0, 1, 2), shortcut=oracle, **call)
     assert torch.equal(found.tokens, plain.tokens)
     full = sum(full_calls(6, 2, 0.0))
@@ -292,7 +293,9 @@ def test_it_learns_and_a_saved_pipeline_holds_it(tmp_path: Path):
             found["held_out_relative_error"], abs=1e-3
         )
     pipe.shortcut = again
-    pipe.sampler = MaskedSampler(steps=6, reuse=1, reuse_from=0.0, reuse_by="shortcut", measure=True)
+    pipe.sampler = MaskedSampler(
+        steps=6, measure=True, reuse=Reuse(reuse=1, reuse_from=0.0, reuse_by="shortcut")
+    )
     drawn = pipe(PROMPTS[0], generator=seeded(1))
     assert drawn.trace.whole_calls == 3 and drawn.trace.divergence > 0
     pipe.save_pretrained(tmp_path / "pipe")
@@ -302,7 +305,7 @@ def test_it_learns_and_a_saved_pipeline_holds_it(tmp_path: Path):
 
 
 def test_a_shortcut_of_another_model_is_refused():
-    pipe: Any = tiny_masked_pipeline(MaskedSampler(steps=2, reuse=1, reuse_by="shortcut"))
+    pipe: Any = tiny_masked_pipeline(MaskedSampler(steps=2, reuse=Reuse(reuse=1, reuse_by="shortcut")))
     with pytest.raises(ValueError, match="FeatureShortcut"):
         pipe(PROMPTS[0])
     pipe.shortcut = FeatureShortcut(16, 12, 9, 8, 2)

@@ -27,7 +27,6 @@ from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.saved_index import read_index_file
 from visual_spec.pipelines.steps import StepCallback, StepListener, listed
 from visual_spec.pipelines.token_image import TokenImagePipeline
-from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 
 DIFFUSERS_CLASS = "AmusedPipeline"
@@ -92,7 +91,7 @@ class AmusedImagePipeline(TokenImagePipeline):
             load(AmusedVQModel, "vqvae", "torch_dtype"),
             load(CLIPTextModelWithProjection, "text_encoder", "dtype"),
             AutoTokenizer.from_pretrained(folder, subfolder="tokenizer"),
-            MaskedSampler(**PRESETS["amused"].settings),
+            PRESETS["amused"].sampler(),
         )
 
     def _count(self, prompt: Any, negative_prompt: Any, features: Mapping[str, Any]) -> int:

@@ -211,7 +211,7 @@ class AudioPipeline(ReadsText):
         model, own = load_magnet(source, dtype=dtype)
         codec = load_audiocraft_codec(source) if codec is None else codec
         steps = {"steps": own.steps, "span": own.span, "least_guidance": own.least_guidance}
-        sampler = make_sampler("masked", **PRESETS["magnet"].settings, **steps)
+        sampler = PRESETS["magnet"].sampler(**steps)
         published = _published(own, own.duration) | {
             "default_top_p": own.top_p,
             "masked": True,

@@ -16,7 +16,6 @@ from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures
 from visual_spec.pipelines.steps import StepCallback, StepListener
 from visual_spec.pipelines.token_image import TokenImagePipeline
-from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 
 
@@ -76,7 +75,7 @@ class MageImagePipeline(TokenImagePipeline):
         model = load_mage_checkpoint(checkpoint, dtype=dtype, **options)
         tokenizer = load_mage_tokenizer(checkpoint if vq_model is None else vq_model, dtype=dtype, **groups)
         tokenizer.register_to_config(image_size=model.grid.width * tokenizer.patch_size)
-        return cls(model, tokenizer, sampler or MaskedSampler(**PRESETS["mage"].settings))
+        return cls(model, tokenizer, sampler or PRESETS["mage"].sampler())
 
     @torch.no_grad()
     def __call__(

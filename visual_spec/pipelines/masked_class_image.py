@@ -90,7 +90,6 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         """
         from visual_spec.models.masked.maskgit_checkpoint import load_maskgit_checkpoint
         from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer
-        from visual_spec.samplers.masked.masked import MaskedSampler
         from visual_spec.samplers.masked.presets import PRESETS
 
         model = load_maskgit_checkpoint(transformer, num_heads=num_heads, dtype=dtype)
@@ -100,5 +99,5 @@ class MaskedClassImagePipeline(ClassImagePipeline):
             raise ValueError(f"image_size={image_size}, but these weights draw {side} pixels; leave it out.")
         tokenizer.register_to_config(image_size=side)
         scale = PUBLISHED_GUIDANCE.get((model.grid.width, model.config["dim"]), 1.7)
-        sampler = sampler or MaskedSampler(**PRESETS["halton"].settings)
+        sampler = sampler or PRESETS["halton"].sampler()
         return cls(model, tokenizer, sampler, id2label, default_guidance_scale=scale)

@@ -52,7 +52,6 @@ from visual_spec.pipelines.steps import (
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import DecodeTrace
-from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
 from visual_spec.samplers.registry import check_sampler
 
@@ -512,8 +511,8 @@ class MaskgctPipeline(VisualPipeline):
 def published_samplers() -> dict[str, Any]:
     """The samplers of both stages, as published."""
     return {
-        "sampler": MaskedSampler(**PRESETS["maskgct"].settings),
-        "acoustic_sampler": MaskedSampler(**PRESETS["maskgct-acoustic"].settings),
+        "sampler": PRESETS["maskgct"].sampler(),
+        "acoustic_sampler": PRESETS["maskgct-acoustic"].sampler(),
     }
 
 

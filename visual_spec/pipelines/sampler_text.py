@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from visual_spec.models.core.settings import settings_of
+from visual_spec.models.core.settings import of_settings, settings_of
 from visual_spec.records import AsSaved
 from visual_spec.samplers.core.trace import IDENTICAL
 from visual_spec.samplers.registry import by_name, meant, names, sampler_class
@@ -116,7 +116,7 @@ def make_sampler(name: str, **settings: Any) -> Any:
             f"the {name} sampler has no setting {', '.join(unknown)}; {allowed if known else 'it has none'}."
             + meant(unknown[0], known)
         )
-    return kind(**_gathered(kind, settings))
+    return of_settings(kind, **_gathered(kind, settings))
 
 
 def _gathered(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

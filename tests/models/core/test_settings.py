@@ -1,7 +1,9 @@
 """Settings that are declared once: what a declaration refuses, and what it makes of a value."""
 
 import inspect
+import json
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,14 @@ import pytest
 
 from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import MARTransformer
-from visual_spec.models.core.settings import DeclaredSetting, Within, settings_of, whole
+from visual_spec.models.core.settings import (
+    DeclaredSetting,
+    Within,
+    of_settings,
+    one_by_one,
+    settings_of,
+    whole,
+)
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.masked.mage import MageTransformer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
@@ -20,6 +29,7 @@ from visual_spec.prototype.students.var import VARStudent
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.masked.frames import FrameMaskedSampler
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice, Schedule
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import all_samplers, sampler_class
 
@@ -48,8 +58,9 @@ WRONG: list[Any] = [
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_setting_is_declared(name: str) -> None:
-    parameters = set(inspect.signature(CLASSES[name].__init__).parameters) - {"self"}
-    assert set(declared(CLASSES[name])) == parameters
+    init = inspect.unwrap(CLASSES[name].__init__)
+    usual = {name: one.default for name, one in inspect.signature(init).parameters.items() if name != "self"}
+    assert set(declared(CLASSES[name])) == set(one_by_one(init, usual))
 
 
 @pytest.mark.parametrize(("name", "setting"), PAIRS, ids=lambda one: getattr(one, "name", one))
@@ -61,7 +72,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_the_setting(name: str, setting:
         others.remove(3)  # a number too
     for value in [*WRONG, *others]:
         with pytest.raises(ValueError) as refusal:
-            kind(**{setting.name: value})
+            of_settings(kind, **{setting.name: value})
         said = str(refusal.value)
         assert said.startswith(f"{setting.name}=") and "; pass " in said and "\n" not in said, said
 
@@ -97,6 +108,33 @@ def test_numbers_of_numpy_are_saved_as_python_has_them(
         assert again.config[name] == (list(value) if isinstance(value, tuple) else value)
 
 
+def test_settings_of_groups_are_saved_one_by_one_and_single_ones_still_serve(tmp_path: Any) -> None:
+    choice = Choice(choice_temperature=2.0, greedy=True)
+    sampler = MaskedSampler(4, schedule=Schedule("linear"), choice=choice)
+    sampler.save_pretrained(tmp_path)
+    known = json.loads((tmp_path / "sampler_config.json").read_text())
+    assert (known["schedule"], known["choice_temperature"], known["greedy"]) == ("linear", 2.0, True)
+    assert "choice" not in known and known["score"] == "log_probability"
+
+    single: dict[str, Any] = dict(schedule="linear", choice_temperature=2.0, greedy=True)
+    with pytest.warns(DeprecationWarning, match="choice=Choice"):
+        former = MaskedSampler(4, **single)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = MaskedSampler.from_pretrained(tmp_path)
+        changed: Any = MaskedSampler.from_config(sampler.config, greedy=False, steps=3)
+        whole: Any = MaskedSampler.from_config(sampler.config, choice=Choice(score="entropy"))
+        frames = FrameMaskedSampler.from_config(FrameMaskedSampler(9).config, falls="before")
+    values = {name: value for name, value in sampler.config.items() if not name.startswith("_")}
+    assert all(values.items() <= one.config.items() for one in (former, again))
+    assert (changed.config.steps, changed.config.greedy, changed.config.choice_temperature) == (3, False, 2.0)
+    assert (whole.config.score, whole.config.greedy, whole.config.schedule) == ("entropy", False, "linear")
+    assert isinstance(frames, FrameMaskedSampler)
+    assert (frames.config.falls, frames.config.choice_temperature) == ("before", 1.0)
+    with pytest.raises(TypeError, match="stepz"):
+        MaskedSampler(stepz=3)  # pyright: ignore[reportCallIssue]
+
+
 @pytest.mark.parametrize("count", [10**9, 65537])
 def test_no_plan_is_made_of_more_calls_than_a_decode_can_have(count: int) -> None:
     for name, setting in PAIRS:
@@ -114,7 +152,7 @@ def test_both_ends_of_a_range_are_allowed() -> None:
         with pytest.raises(ValueError, match=f"history_hidden={refused}"):
             FrameMaskedSampler(history_hidden=refused)
     with pytest.raises(ValueError, match="score_temperature=0"):
-        MaskedSampler(score_temperature=0)
+        MaskedSampler(choice=Choice(score_temperature=0))
 
 
 OF_CLASSES = (

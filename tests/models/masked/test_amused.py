@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.helpers.amused import CODES, MASK, SIDE, STEPS, VQ_SIZES, diffusers_ids, transformer
 from tests.helpers.tiny import seeded
+from visual_spec.models.core.settings import of_settings
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel, ClipCondition
 from visual_spec.samplers.core.noise import draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
@@ -37,7 +38,9 @@ def test_ids_are_those_of_diffusers_for_equal_noise(monkeypatch):
     )
     # The Gumbel scale falls from 2 to 0 over however many steps there are.
     settings = preset.settings | {"steps": STEPS, "choice_temperature": 2.0 * STEPS / (STEPS - 1)}
-    found = MaskedSampler(**settings)(model, told, law=preset.law, generator=seeded(1, 2, 3), batch_size=3)
+    found = of_settings(MaskedSampler, **settings)(
+        model, told, law=preset.law, generator=seeded(1, 2, 3), batch_size=3
+    )
     assert torch.equal(found.tokens, wanted)
     assert len(found.tokens.unique()) > 5 and found.trace.target_calls.tolist() == [STEPS] * 3
 
@@ -59,7 +62,7 @@ def test_known_tokens_stay_in_half_precision():
     assert hidden_again > 0  # the mistake is still there, so this test says something
     model = model.float()  # this CPU has no half-precision convolutions of depth; the draws are what matters
     told = cast_to(torch.float32, told)
-    sampler = MaskedSampler(**PRESETS["amused"].settings | {"steps": 4})
+    sampler = PRESETS["amused"].sampler(steps=4)
     found = sampler(model, told, law=PRESETS["amused"].law, known_tokens=given, batch_size=64)
     assert torch.equal(found.tokens[:, 1::2], known[:, 1::2])
     assert (found.tokens < CODES).all()

@@ -15,7 +15,6 @@ from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
 from visual_spec.models.masked.maskgit import PRESETS, MaskedImageTransformer
 from visual_spec.models.masked.maskgit_checkpoint import load_maskgit_checkpoint
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS as SETTINGS
 
 
@@ -235,7 +234,10 @@ def test_official_sizes_of_mage_are_recognised(size):
 @pytest.mark.parametrize("preset", ["mage", "halton"])
 def test_they_decode_with_published_settings(preset):
     mage, maskgit = tiny_mage(), load_maskgit_checkpoint(official_weights(), num_heads=HEADS)
-    sampler, law = MaskedSampler(**SETTINGS[preset].settings | {"steps": 4}), SETTINGS[preset].law
+    sampler, law = (
+        SETTINGS[preset].sampler(steps=4),
+        SETTINGS[preset].law,
+    )
     for model, condition in ((mage, None), (maskgit, torch.tensor([1, 2]))):
         tokens = sampler(model, condition, law=law, batch_size=2).tokens
         assert tokens.shape == (2, 16) and 0 <= int(tokens.min()) and int(tokens.max()) < CODES

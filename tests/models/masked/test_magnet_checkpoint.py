@@ -29,6 +29,7 @@ from visual_spec.models.columns.musicgen import MagnetModel
 from visual_spec.models.masked.magnet_checkpoint import load_magnet
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import LawByStep, Schedule
 
 
 def test_logits_are_those_of_a_plain_computation_in_the_official_layout(tmp_path):
@@ -115,7 +116,10 @@ def test_a_clip_from_files(tmp_path):
     assert network.dtype == torch.float32  # on a CPU, as in audiocraft
     model = MagnetModel(network, settings.num_frames, reach=settings.reach, padding="zeros")
     sampler = MaskedSampler(
-        settings.steps, clock="magnet", span=settings.span, temperature="falling", guidance="falling"
+        settings.steps,
+        span=settings.span,
+        schedule=Schedule(clock="magnet"),
+        by_step=LawByStep(temperature="falling", guidance="falling"),
     )
     law = TokenLaw(
         guidance_scale=settings.guidance_scale, temperature=settings.temperature, top_p=settings.top_p

@@ -136,7 +136,7 @@ def test_text_to_semantic_decodes_what_the_published_loop_decodes(semantic):
     network, weights = semantic
     condition, steps = spoken(), 5
     model = SemanticDecoder(network, 24)
-    sampler = MaskedSampler(**PRESETS["maskgct"].settings | {"steps": steps})
+    sampler = PRESETS["maskgct"].sampler(steps=steps)
     law = TokenLaw(temperature=0.9, top_k=6)
     result = sampler(
         model,
@@ -168,7 +168,7 @@ def test_semantic_to_acoustic_decodes_what_the_published_loop_decodes(acoustic):
     (first, rest), weights = acoustic
     condition, steps = heard(), (4, 3, 1)
     model = AcousticDecoder(first, rest, 24)
-    sampler = MaskedSampler(**PRESETS["maskgct-acoustic"].settings | {"steps": steps})
+    sampler = PRESETS["maskgct-acoustic"].sampler(steps=steps)
     law = TokenLaw(temperature=1.5, top_k=5)
     result = sampler(
         model,

@@ -17,12 +17,14 @@ from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.acceptance import Relaxation
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import rule_of
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import LawByStep, Schedule
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -141,7 +143,7 @@ def decode_masked(settings: dict[str, Any], law: TokenLaw, dtype: torch.dtype = 
     given = torch.full((3, 5), 3)
     given[1, 2] = 1
     condition = torch.tensor([1, 0, 1])
-    sampler = MaskedSampler(4, **settings)
+    sampler = of_settings(MaskedSampler, 4, **settings)
     return sampler(model, condition, law=law, generator=generator, batch_size=3, known_tokens=given)
 
 
@@ -174,7 +176,10 @@ def test_magnet_decodes_the_same_clips_by_the_operator(request, rescored):
 
     def decode() -> SampleResult:
         sampler = MaskedSampler(
-            [5, 3, 2, 1], clock="magnet", span=3, temperature="falling", guidance="falling"
+            [5, 3, 2, 1],
+            span=3,
+            schedule=Schedule(clock="magnet"),
+            by_step=LawByStep(temperature="falling", guidance="falling"),
         )
         generator = torch.Generator().manual_seed(2)
         options: dict[str, Any] = dict(law=MUSIC, generator=generator, batch_size=3, rescorer=rescorer)

@@ -10,10 +10,12 @@ from tests.helpers.frame_tables import TableFrameModel
 from tests.helpers.tabular import TabularMaskedModel
 from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.frames import FrameMaskedSampler, even_places
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice, Schedule
 
 MASK = 5
 
@@ -44,7 +46,7 @@ def test_calls_in_closed_form(steps, frames):
 
 def test_kept_tokens_stay_and_as_many_stay_hidden_as_the_schedule_says():
     model = model_of(2)
-    tokens = draw(FrameMaskedSampler(4, schedule="linear"), model).tokens
+    tokens = draw(FrameMaskedSampler(4, schedule=Schedule(schedule="linear")), model).tokens
     for frame, calls in enumerate([model.calls[:4], model.calls[4:]]):
         assert [(call == MASK).sum(1).tolist() for call in calls] == [[8, 8], [6, 6], [4, 4], [2, 2]]
         for call in calls:
@@ -91,18 +93,22 @@ def test_noise_may_end_with_the_first_frame():
     """As Lumos-1's code, which never sets its noise again: later frames are drawn as without noise."""
     both = dict(steps=3, history_hidden=0.5, falls="product", choice_temperature=4.0)
     whole, first = (
-        draw(FrameMaskedSampler(**both, later_noise=later), model_of(3)) for later in (True, False)
+        draw(of_settings(FrameMaskedSampler, **both, later_noise=later), model_of(3))
+        for later in (True, False)
     )
     assert torch.equal(whole.tokens[:, :8], first.tokens[:, :8])
     assert not torch.equal(whole.tokens, first.tokens)
     given = first.tokens.clone()
     given[:, 8:] = MASK
-    without = FrameMaskedSampler(**both | {"choice_temperature": 0.0})
+    without = of_settings(FrameMaskedSampler, **both | {"choice_temperature": 0.0})
     assert torch.equal(draw(without, model_of(3), known_tokens=given).tokens, first.tokens)
     # The first frame that is drawn has it, whatever is given before.
-    again = draw(FrameMaskedSampler(**both, later_noise=False), model_of(3), known_tokens=given).tokens
+    again = draw(
+        of_settings(FrameMaskedSampler, **both, later_noise=False), model_of(3), known_tokens=given
+    ).tokens
     assert torch.equal(
-        again[:, 8:16], draw(FrameMaskedSampler(**both), model_of(3), known_tokens=given).tokens[:, 8:16]
+        again[:, 8:16],
+        draw(of_settings(FrameMaskedSampler, **both), model_of(3), known_tokens=given).tokens[:, 8:16],
     )
     assert not torch.equal(again[:, 8:16], first.tokens[:, 8:16])
 
@@ -130,12 +136,14 @@ def test_frames_after_the_last_unknown_token_cost_nothing():
 
 def test_an_entropy_bound_ends_frames_early():
     sure, unsure = model_of(spread=8.0), model_of(spread=0.1)
-    sampler = FrameMaskedSampler(8, 0.0, entropy_bound=2.0, choice_temperature=0.0)
+    sampler = FrameMaskedSampler(
+        8, 0.0, schedule=Schedule(entropy_bound=2.0), choice=Choice(choice_temperature=0.0)
+    )
     few, many = draw(sampler, sure).trace, draw(sampler, unsure).trace
     assert len(sure.calls) < len(unsure.calls) <= 24
     assert (few.target_calls < many.target_calls).all()
     assert int(few.frame_calls.sum()) == len(sure.calls) + len(sure.writes)
-    everything = draw(FrameMaskedSampler(8, 0.0, entropy_bound=1e9), model_of())
+    everything = draw(FrameMaskedSampler(8, 0.0, schedule=Schedule(entropy_bound=1e9)), model_of())
     assert everything.trace.target_calls.tolist() == [5, 5]
 
 
@@ -156,7 +164,7 @@ def test_a_callback_ends_the_decode():
         seen.append(lengths.tolist())
         return STOP if call == 4 else None
 
-    result = draw(FrameMaskedSampler(2, schedule="linear"), model_of(), callback=stop)
+    result = draw(FrameMaskedSampler(2, schedule=Schedule(schedule="linear")), model_of(), callback=stop)
     assert seen == [[4, 4], [8, 8], [8, 8], [12, 12], [16, 16]]
     assert result.trace.stopped and (result.trace.commit_call[:, 16:] == -1).all()
     assert ((result.tokens >= 0) & (result.tokens < MASK)).all()
@@ -204,7 +212,7 @@ def test_frames_are_drawn_in_the_order_of_their_groups():
 def test_a_group_of_frames_is_one_masked_decode():
     planned = PlannedTable(TokenGrid(2, 4, 3), MASK, conditions=2, spread=0.4)
     planned.groups = [[0], [1, 2]]
-    result = draw(FrameMaskedSampler(4, 0.25, schedule="linear"), planned)
+    result = draw(FrameMaskedSampler(4, 0.25, schedule=Schedule(schedule="linear")), planned)
     assert result.trace.target_calls.tolist() == [9, 9] and result.trace.frame_calls.tolist() == [5, 4]
     assert [(call == MASK).sum(1).tolist() for call in planned.calls[4:]] == [
         [16] * 2,

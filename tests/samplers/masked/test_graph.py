@@ -12,10 +12,12 @@ from tests.models.masked import maskgct_straight as straight
 from tests.models.masked.maskgct_straight import DIM, HEADS, LAYERS, PHONES, SEMANTIC
 from visual_spec.models.core import cache
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.models.masked.maskgct import SemanticCondition, SemanticDecoder, SemanticNetwork
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import masked, recap
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Reuse
 from visual_spec.samplers.masked.presets import PRESETS
 
 
@@ -32,7 +34,7 @@ def law_of(kind: str) -> TokenLaw:
 
 def decoded(kind: str, **settings: Any) -> Any:
     model, condition, _ = made(kind)
-    sampler = MaskedSampler(**{"steps": 6, "choice_temperature": 1.0, **settings})
+    sampler = of_settings(MaskedSampler, **{"steps": 6, "choice_temperature": 1.0, **settings})
     return sampler(model, condition, law=law_of(kind), generator=seeded(0, 1), batch_size=2)
 
 
@@ -68,7 +70,7 @@ def test_a_replayed_call_reads_the_time_of_its_step(on_gpu, recordings):  # noqa
     condition = SemanticCondition([torch.tensor([1, 2, 3])] * 2, [torch.tensor([5, 6])] * 2, [20, 20])
     settings = PRESETS["maskgct"].settings | {"steps": 6}
     plain, found = (
-        MaskedSampler(**settings, graph=graph)(
+        of_settings(MaskedSampler, **settings, graph=graph)(
             model, condition, law=TokenLaw(temperature=0.9, top_k=6), generator=seeded(0, 1), batch_size=2
         )
         for graph in (False, True)
@@ -93,7 +95,7 @@ def test_a_graph_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="graph='no'"):
         MaskedSampler(graph="no")
     with pytest.raises(ValueError, match="reuse_by='shortcut'"):
-        MaskedSampler(graph=True, reuse=1, reuse_by="shortcut")
+        MaskedSampler(graph=True, reuse=Reuse(reuse=1, reuse_by="shortcut"))
     tokens = [
         MaskedSampler(graph=graph)(model, None, law=TokenLaw(), generator=seeded(1)).tokens
         for graph in ("auto", False)

@@ -15,6 +15,7 @@ from tests.helpers.tiny import seeded
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core import masking
 from visual_spec.samplers.core.checks import CheckedLaw
@@ -29,7 +30,7 @@ from visual_spec.samplers.core.masking import (
 )
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import LawByStep
+from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 from visual_spec.samplers.masked.presets import PRESETS
 from visual_spec.samplers.masked.unmasking import MaskedTrace
 
@@ -96,13 +97,13 @@ def test_where_draws_decide_rows_end_at_their_own_call(rule):
             return logits
 
     model = Certain(TokenGrid(1, 5), 3)
-    result = MaskedSampler(5, schedule="linear", **rule)(
+    result = of_settings(MaskedSampler, 5, schedule="linear", **rule)(
         model, None, law=TokenLaw(), batch_size=2, generator=seeded(1, 2)
     )
     assert result.trace.target_calls.tolist() == [1, 5]
     assert result.tokens[0].tolist() == [0] * 5 and (result.tokens < 3).all()
     assert sorted(result.trace.commit_call[1].tolist()) == [0, 1, 2, 3, 4]
-    assert MaskedSampler(2, **rule)(
+    assert of_settings(MaskedSampler, 2, **rule)(
         model, None, law=TokenLaw(), batch_size=2
     ).trace.target_calls.tolist() == [1, 2]
 
@@ -126,7 +127,7 @@ def test_where_draws_decide_rows_end_at_their_own_call(rule):
 )
 def test_settings_of_rules_that_do_not_fit_are_refused(settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        MaskedSampler(**settings)
+        of_settings(MaskedSampler, **settings)
 
 
 def test_every_schedule_has_its_published_values():
@@ -279,7 +280,7 @@ def test_magnet_is_that_of_a_plain_loop_over_single_clips(prompt_frames, rescore
     rescorer = MusicgenColumnModel(musicgen(), FRAMES) if rescored else None
     prompt = torch.randint(0, CODES, (3, 4, prompt_frames), generator=torch.Generator().manual_seed(4))
     settings: Any = dict(MAGNET, rescorer_share=0.6, greedy=greedy)
-    sampler = MaskedSampler(STEPS, **settings)
+    sampler = of_settings(MaskedSampler, STEPS, **settings)
     result = sampler(
         model,
         text(),
@@ -313,7 +314,7 @@ def test_greedy_clips_are_ranked_at_the_temperature_of_the_step():
 
     def codes(law: TokenLaw, greedy: bool) -> Tensor:
         settings: Any = dict(MAGNET, greedy=greedy)
-        return MaskedSampler(STEPS, **settings)(model, condition, law=law, batch_size=3).tokens
+        return of_settings(MaskedSampler, STEPS, **settings)(model, condition, law=law, batch_size=3).tokens
 
     warm = codes(TokenLaw(guidance_scale=4.0, temperature=20.0), True)
     assert torch.equal(warm, codes(TokenLaw(guidance_scale=4.0, temperature=20.0, top_p=0.5), True))
@@ -340,7 +341,7 @@ def test_rescoring_ranks_by_both_models():
     model, rescorer = magnet(), MusicgenColumnModel(musicgen(), FRAMES)
 
     def decode(share: float, **options: Any) -> Tensor:
-        sampler = MaskedSampler(STEPS, **MAGNET, rescorer_share=share)  # pyright: ignore[reportArgumentType]
+        sampler = of_settings(MaskedSampler, STEPS, **MAGNET, rescorer_share=share)
         return sampler(model, text(), law=LAW, generator=seeded(1, 2, 3), batch_size=3, **options).tokens
 
     plain = decode(0.5)
@@ -353,7 +354,7 @@ def test_rescoring_ranks_by_both_models():
 
 def test_a_sample_does_not_depend_on_its_batch():
     model = magnet()
-    sampler = MaskedSampler(STEPS, **MAGNET, choice_temperature=1.0)  # pyright: ignore[reportArgumentType]
+    sampler = of_settings(MaskedSampler, STEPS, **MAGNET, choice_temperature=1.0)
     given = torch.full((3, FRAMES, 4), CODES)
     given[1, :4] = 3  # other tokens are known in every sample
     given[2, 7:, 2] = 5
@@ -375,7 +376,7 @@ def test_rows_with_other_numbers_of_known_tokens_keep_as_many_as_alone():
     given = torch.full((4, 12), 2)
     for row, count in enumerate((0, 3, 7, 11)):
         given[row, :count] = 1
-    sampler = MaskedSampler(4, choice_temperature=1.0)
+    sampler = MaskedSampler(4, choice=Choice(choice_temperature=1.0))
     whole: Any = sampler(
         model, None, law=TokenLaw(), generator=seeded(0, 1, 2, 3), batch_size=4, known_tokens=given
     )
@@ -410,7 +411,7 @@ def test_falling_temperatures_end_where_they_should():
 
 def test_the_trace_tells_when_tokens_were_kept():
     model, seen = magnet(), []
-    sampler = MaskedSampler(STEPS, **MAGNET)  # pyright: ignore[reportArgumentType]
+    sampler = of_settings(MaskedSampler, STEPS, **MAGNET)
     given = model.known_tokens(torch.zeros(3, 4, 3, dtype=torch.long))
     result = sampler(
         model,
@@ -458,7 +459,7 @@ def test_after_the_guided_calls_no_unconditional_row_is_computed():
     def decode(law: TokenLaw, **changed: Any) -> Any:
         model.rows = []
         generator = [torch.Generator().manual_seed(seed) for seed in range(40)]
-        return MaskedSampler(**{**settings, **changed})(
+        return of_settings(MaskedSampler, **{**settings, **changed})(
             model, None, law=law, batch_size=40, generator=generator
         )
 
@@ -479,7 +480,7 @@ def test_an_image_model_gives_tokens_without_codebooks():
     model = TabularMaskedModel(TokenGrid(2, 2), 3)
     for name in ("mage", "amused", "halton", "maskgct"):
         preset = PRESETS[name]
-        sampler = MaskedSampler(**{**preset.settings, "steps": 3})
+        sampler = preset.sampler(steps=3)
         result = sampler(model, None, law=preset.law, batch_size=5)
         assert result.tokens.shape == (5, 4) and (result.tokens < 3).all()
         given = torch.tensor([[0, 3, 3, 2]]).expand(5, -1)
@@ -489,7 +490,7 @@ def test_an_image_model_gives_tokens_without_codebooks():
 
 def test_presets_are_samplers_and_survive_their_files(tmp_path):
     for name, preset in PRESETS.items():
-        sampler = MaskedSampler(**preset.settings)
+        sampler = preset.sampler()
         sampler.save_pretrained(tmp_path / name)
         again: Any = MaskedSampler.from_pretrained(tmp_path / name)
         for key, value in preset.settings.items():
@@ -500,7 +501,11 @@ def test_presets_are_samplers_and_survive_their_files(tmp_path):
 def test_greedy_decoding_keeps_the_likeliest_tokens():
     model = TabularMaskedModel(TokenGrid(1, 4), 3)
     law = TokenLaw(temperature=0.0)
-    tokens = MaskedSampler(4, clock="magnet", schedule="linear")(model, None, law=law).tokens[0].tolist()
+    tokens = (
+        MaskedSampler(4, schedule=Schedule(clock="magnet", schedule="linear"))(model, None, law=law)
+        .tokens[0]
+        .tolist()
+    )
     state, known = model.prepare(None, batch_size=1, guided=False), [3, 3, 3, 3]
     for after in (2, 1, 1, 0):  # 4 * (1 - step / 3) are hidden, and one at least
         logits = model(state, torch.tensor(known)[None, :, None], 0)[0].log_softmax(-1)
@@ -515,7 +520,7 @@ def test_greedy_decoding_keeps_the_likeliest_tokens():
 
 def test_noise_on_a_fixed_order_is_refused():
     with pytest.raises(ValueError, match=r"choice_temperature=1\.0.*score='halton'"):
-        MaskedSampler(score="halton", choice_temperature=1.0)
+        MaskedSampler(choice=Choice(score="halton", choice_temperature=1.0))
 
 
 def test_requests_that_cannot_be_served_are_refused():
@@ -530,7 +535,7 @@ def test_requests_that_cannot_be_served_are_refused():
     refused(MaskedSampler((20, 10)), r"steps=\(20, 10\).*2.*4")
     refused(MaskedSampler(4, span=11), "span=11.*1 x 1 x 10.*1.*10")
     refused(MaskedSampler(4, span=2), "span=2.*1 x 2 x 2.*1", image)
-    refused(MaskedSampler(4, entropy_bound=0.1), r"entropy_bound=0\.1.*4")
+    refused(MaskedSampler(4, schedule=Schedule(entropy_bound=0.1)), r"entropy_bound=0\.1.*4")
     refused(MaskedSampler(4), "guidance_until=3", law=TokenLaw(guidance_until=3))
     columns = TabularColumnModel(torch.ones(3, 2, dtype=torch.bool), 2)
     refused(MaskedSampler(4), "MagnetModel", columns)
@@ -548,7 +553,7 @@ def test_requests_that_cannot_be_served_are_refused():
     other.vocab_size = 9
     refused(MaskedSampler(4), "9 codes.*16", rescorer=other)
     other.vocab_size = CODES
-    refused(MaskedSampler(4, score="entropy"), "score='log_probability'", rescorer=other)
+    refused(MaskedSampler(4, choice=Choice(score="entropy")), "score='log_probability'", rescorer=other)
     codes = torch.zeros(3, 4, 2, dtype=torch.long)
     with pytest.raises(ValueError, match=r"\(3, 4, 2\).*known_tokens=model\.known_tokens"):
         condition = MusicCondition(text().features, text().mask, codes)

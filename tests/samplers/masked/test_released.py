@@ -13,6 +13,7 @@ from tests.helpers.tabular import TabularMaskedModel
 from tests.helpers.tiny import seeded
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import hidden_counts, hidden_shares
 from visual_spec.samplers.core.noise import CHOICE, RESIDUAL, TOKEN, CounterNoise, draw_keys
@@ -69,7 +70,7 @@ def test_halton_draws_the_tokens_of_the_public_code(monkeypatch, largest, warmup
     monkeypatch.setattr(CounterNoise, "categorical", drawn)
     monkeypatch.setattr("visual_spec.samplers.core.masking.fits", lambda logits: False)
     more: dict[str, Any] = dict(steps=STEPS, temperature="sharpening", last_temperature=1 / largest)
-    sampler = MaskedSampler(**PRESETS["halton"].settings | more, warmup=warmup)
+    sampler = PRESETS["halton"].sampler(**more, warmup=warmup)
     model: Any = Formula()
     found = sampler(model, None, law=TokenLaw(guidance_scale=3.0)).tokens[0]
     assert found.tolist() == HALTON[largest, warmup]
@@ -120,7 +121,9 @@ COMMIT_GAPS = {
 
 def likeliest(length: int, height: float, **settings: Any) -> tuple[list[int], list[int]]:
     """Tokens and calls, as the public code: scores are probabilities at temperature 1."""
-    sampler = MaskedSampler(length, schedule="linear", score="probability", score_temperature=1.0, **settings)
+    sampler = of_settings(
+        MaskedSampler, length, schedule="linear", score="probability", score_temperature=1.0, **settings
+    )
     drawn: Any = sampler(Waves(length, height), None, law=TokenLaw(temperature=0.0))
     calls = drawn.trace.entry_call[0, :, 0].tolist()
     assert int(drawn.trace.target_calls) == max(calls) + 1
@@ -181,7 +184,7 @@ def test_recap_decodes_as_its_script():
     length, steps, count = 12, 6, 30
     table = TabularMaskedModel(TokenGrid(1, length), 2, seed=3)
     settings = PRESETS["recap"].settings | dict(steps=steps, choice_temperature=1.5)
-    found: Any = MaskedSampler(**settings)(
+    found: Any = of_settings(MaskedSampler, **settings)(
         Watched(table), None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count
     )
     noise = CounterNoise(draw_keys(seeded(*range(count)), count), "cpu")
@@ -210,7 +213,7 @@ def test_recap_decodes_as_its_script():
             tokens = tokens.scatter(1, at, drawn.gather(1, at))
             place += kept[step]
     assert torch.equal(found.tokens, tokens) and len(tokens.unique(dim=0)) > 5
-    own = MaskedSampler(**settings | dict(second_draw=False))
+    own = of_settings(MaskedSampler, **settings | dict(second_draw=False))
     assert not torch.equal(
         own(Watched(table), None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count).tokens,
         tokens,
@@ -249,4 +252,4 @@ def test_noise_falls_as_each_code_lets_it():
 )
 def test_settings_that_make_no_sense_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        MaskedSampler(**settings)
+        of_settings(MaskedSampler, **settings)

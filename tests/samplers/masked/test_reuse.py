@@ -13,6 +13,7 @@ from tests.helpers.tabular import TabularMaskedModel
 from tests.helpers.tiny import seeded
 from tests.models.continuous.straight import linear, norm
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import of_settings
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core.law import TokenLaw
@@ -26,6 +27,7 @@ from visual_spec.samplers.core.masking import (
 )
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
+from visual_spec.samplers.masked.policies import Choice, Reuse, Schedule
 from visual_spec.samplers.masked.recap import group_width, places_of, scattered
 from visual_spec.samplers.masked.unmasking import MaskedTrace
 
@@ -244,10 +246,12 @@ def test_in_a_fixed_order_exact_local_calls_change_nothing(score, reuse_from):
     """What is kept when does not depend on the draws then, so reuse may only change how it is computed."""
     table = TabularMaskedModel(TokenGrid(1, 7, codebooks=1), 3, conditions=2)
     law, settings = TokenLaw(guidance_scale=1.7, top_p=0.9), dict(steps=5, score=score)
-    plain: Any = MaskedSampler(**settings)(table, None, law=law, generator=seeded(*range(40)), batch_size=40)
+    plain: Any = of_settings(MaskedSampler, **settings)(
+        table, None, law=law, generator=seeded(*range(40)), batch_size=40
+    )
     model = Watched(table)
     for reuse in (1, 2, 4):
-        sampler = MaskedSampler(**settings, reuse=reuse, reuse_from=reuse_from)
+        sampler = of_settings(MaskedSampler, **settings, reuse=reuse, reuse_from=reuse_from)
         found = sampler(model, None, law=law, generator=seeded(*range(40)), batch_size=40)
         assert torch.equal(found.tokens, plain.tokens)
         trace = found.trace
@@ -267,7 +271,9 @@ def test_a_group_is_kept_in_the_order_of_its_full_call(given):
     known = torch.full((count, 8), 2)
     if given:
         known[::2, 3], known[::3, 5] = 1, 0
-    sampler = MaskedSampler(steps, reuse=reuse, reuse_from=0.3, schedule="linear")
+    sampler = MaskedSampler(
+        steps, reuse=Reuse(reuse=reuse, reuse_from=0.3), schedule=Schedule(schedule="linear")
+    )
     found: Any = sampler(
         model, None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count, known_tokens=known
     )
@@ -306,24 +312,24 @@ def test_no_reuse_is_the_base_sampler_and_reuse_is_measured(kind):
     settings: dict[str, Any] = dict(steps=6, choice_temperature=1.0)
     law = TokenLaw(guidance_scale=1.0 if kind == "mage" else 2.0)
     call: dict[str, Any] = dict(law=law, batch_size=2)
-    plain: Any = MaskedSampler(**settings)(model, condition, generator=seeded(0, 1), **call)
-    none: Any = MaskedSampler(**settings, reuse=0, reuse_from=0.0)(
+    plain: Any = of_settings(MaskedSampler, **settings)(model, condition, generator=seeded(0, 1), **call)
+    none: Any = of_settings(MaskedSampler, **settings, reuse=0, reuse_from=0.0)(
         model, condition, generator=seeded(0, 1), **call
     )
     assert torch.equal(plain.tokens, none.tokens) and none.trace.reused_calls == 0
     books = model.grid.codebooks
     assert none.trace.whole_calls == 6 * books
-    found: Any = MaskedSampler(**settings, reuse=1, reuse_from=0.0, measure=True)(
+    found: Any = of_settings(MaskedSampler, **settings, reuse=1, reuse_from=0.0, measure=True)(
         model, condition, generator=seeded(0, 1), **call
     )
     assert found.trace.reused_calls == 3 * books and found.trace.target_calls.tolist() == [6 * books] * 2
     assert 3 * books < found.trace.whole_calls <= 6 * books and found.trace.divergence > 0
     assert found.tokens.max() < model.vocab_size and not torch.equal(found.tokens, plain.tokens)
-    unmeasured: Any = MaskedSampler(**settings, reuse=1, reuse_from=0.0)(
+    unmeasured: Any = of_settings(MaskedSampler, **settings, reuse=1, reuse_from=0.0)(
         model, condition, generator=seeded(0, 1), **call
     )
     assert torch.equal(found.tokens, unmeasured.tokens)  # the extra calls leave what is held alone
-    alone: Any = MaskedSampler(**settings, reuse=1, reuse_from=0.0)(
+    alone: Any = of_settings(MaskedSampler, **settings, reuse=1, reuse_from=0.0)(
         model,
         TextCondition(condition.features[1:], condition.mask[1:])
         if isinstance(condition, TextCondition)
@@ -338,16 +344,18 @@ def test_no_reuse_is_the_base_sampler_and_reuse_is_measured(kind):
 
 def test_reuse_under_an_entropy_bound_is_refused():
     with pytest.raises(ValueError, match=r"reuse=1.*entropy_bound=0\.1"):
-        MaskedSampler(reuse=1, score="entropy", entropy_bound=0.1)
+        MaskedSampler(
+            reuse=Reuse(reuse=1), choice=Choice(score="entropy"), schedule=Schedule(entropy_bound=0.1)
+        )
 
 
 def test_models_that_keep_nothing_are_refused():
     table = TabularMaskedModel(TokenGrid(1, 4), 3)
     with pytest.raises(ValueError, match="TabularMaskedModel.*0"):
-        MaskedSampler(reuse=1)(table, None, law=TokenLaw())
+        MaskedSampler(reuse=Reuse(reuse=1))(table, None, law=TokenLaw())
     model = MaskedImageTransformer(8, 8, 1, 2, 4, num_classes=3)
     with pytest.raises(ValueError, match="FeatureShortcut"):
-        MaskedSampler(reuse=1, reuse_by="shortcut")(model, torch.tensor([1]), law=TokenLaw())
+        MaskedSampler(reuse=Reuse(reuse=1, reuse_by="shortcut"))(model, torch.tensor([1]), law=TokenLaw())
 
 
 @pytest.mark.parametrize("reuse", [0, 1, 2])
@@ -358,7 +366,7 @@ def test_calls_without_unconditional_rows_draw_what_calls_with_them_draw(reuse, 
 
     def decode(**changed: Any) -> Tensor:
         generator = [torch.Generator().manual_seed(seed) for seed in range(2)]
-        sampler = MaskedSampler(8, **settings | changed)
+        sampler = of_settings(MaskedSampler, 8, **settings | changed)
         return sampler(model, condition, law=law, batch_size=2, generator=generator).tokens
 
     lean, prepare, asked = decode(), type(model).prepare, []

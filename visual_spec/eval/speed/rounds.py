@@ -52,6 +52,7 @@ from visual_spec.eval.timing import (
     time_rounds,
 )
 from visual_spec.models.core.protocol import RASTER_ORDER, trained_order
+from visual_spec.models.core.settings import of_settings
 from visual_spec.pipelines.placing import load
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
@@ -158,7 +159,7 @@ def with_graphs(settings: Sequence[Setting], device: torch.device, *, recordable
             continue
         for graph in (False, True) if recordable else (False,):
             text = with_setting(setting.text, f"graph={str(graph).lower()}")
-            rows.append(replace(setting, text=text, sampler=kind(**{**config, "graph": graph})))
+            rows.append(replace(setting, text=text, sampler=of_settings(kind, **{**config, "graph": graph})))
     return rows
 
 

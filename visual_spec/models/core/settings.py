@@ -7,16 +7,18 @@
 that whatever draws can also be saved. A mark that is a function refuses what does not go with the other settings.
 Dataclasses call `read_fields`, functions `whole`. The command line reads the declarations too (`settings_of`).
 
-Settings that several constructors have are the fields of a dataclass, declared there: `with_groups` adds them to the
-parameters of a constructor, and `group_of` reads them back from its configuration.
+Settings that belong together are the fields of a frozen dataclass, declared there. A parameter of a constructor whose
+default is such a dataclass takes a group; the configuration keeps its fields one by one, as files and the command line
+write them (`in_groups` gathers them). `with_groups` adds the fields themselves to the parameters of a constructor.
 """
 
 import functools
 import inspect
 import math
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -193,13 +195,57 @@ def _plain(value: Any) -> Any:
     return value
 
 
+Made = TypeVar("Made")
+
+
 @cache
 def settings_of(init: Callable[..., None]) -> dict[str, DeclaredSetting]:
-    """The settings that a constructor declares, by name."""
+    """The settings that a constructor declares, by name; those of its groups one by one."""
     hints = get_type_hints(init, include_extras=True)
     parameters = list(inspect.signature(init).parameters.values())[1:]
     settings = [_setting(one, hints[one.name]) for one in parameters if one.name in hints]
-    return {one.name: one for one in settings if set(one.kinds) <= _KINDS}
+    known = {one.name: one for one in settings if set(one.kinds) <= _KINDS}
+    for group in groups_of(init).values():
+        own = settings_of(type(group).__init__)
+        known |= {name: replace(one, default=getattr(group, name)) for name, one in own.items()}
+    return known
+
+
+@cache
+def groups_of(init: Callable[..., None]) -> dict[str, Any]:
+    """The groups of settings that a constructor takes: their defaults, by the names of their parameters."""
+    parameters = inspect.signature(init).parameters.values()
+    return {one.name: one.default for one in parameters if is_dataclass(one.default)}
+
+
+def in_groups(init: Callable[..., None], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that are written one by one as a constructor takes them: those of a group in its dataclass.
+
+    A group that is there as a whole counts, and not its settings beside it.
+    """
+    left = dict(settings)
+    for name, group in groups_of(init).items():
+        taken = {one.name: left.pop(one.name) for one in fields(group) if one.name in left}
+        whole = taken.get(name, left.get(name))
+        if isinstance(whole, type(group)):
+            left[name] = whole
+        elif taken:
+            left[name] = replace(group, **taken)
+    return left
+
+
+def of_settings(kind: Callable[..., Made], *args: Any, **settings: Any) -> Made:
+    """An object of a class whose constructor takes groups, of settings that are written one by one."""
+    return kind(*args, **in_groups(inspect.unwrap(kind.__init__), settings))
+
+
+def one_by_one(init: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor with the settings of its groups in place of the groups."""
+    groups = groups_of(init)
+    flat = {name: value for name, value in arguments.items() if name not in groups}
+    for name in groups.keys() & arguments.keys():
+        flat |= {one.name: getattr(arguments[name], one.name) for one in fields(groups[name])}
+    return flat
 
 
 def _setting(parameter: inspect.Parameter, hint: Any) -> DeclaredSetting:
@@ -225,6 +271,7 @@ def _kinds(hint: Any, marks: list[Any]) -> list[Any]:
     return [get_origin(hint) or hint]
 
 
+_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -239,19 +286,40 @@ def register_to_config(init: Init) -> Init:
     """
     from diffusers.configuration_utils import register_to_config as by_keyword  # the command line needs none
 
-    registered = by_keyword(init)
-    signature = inspect.signature(init)
+    signature, groups = inspect.signature(init), groups_of(init)
+
+    def from_config(self: Any, **settings: Any) -> None:
+        own = {name: value for name, value in settings.items() if name in signature.parameters}
+        init(self, **own | {name: group_of(type(one), self.config) for name, one in groups.items()})
+
+    if groups:
+        parts = [
+            one.replace(name=name, default=value, kind=_BOTH)
+            for one in signature.parameters.values()
+            for name, value in one_by_one(init, {one.name: one.default}).items()
+        ]
+        from_config.__signature__ = signature.replace(parameters=parts)  # pyright: ignore[reportFunctionMemberAccess]
+    registered = by_keyword(from_config if groups else init)
 
     @functools.wraps(init)
     def bound(self: Any, *args: Any, **kwargs: Any) -> None:
-        given, declared = signature.bind(self, *args, **kwargs), settings_of(init)
-        for name in given.arguments.keys() & declared:
+        gathered = in_groups(init, kwargs)
+        if gathered.keys() != kwargs.keys() or any(gathered[name] is not kwargs[name] for name in kwargs):
+            names = ", ".join(f"{name}={type(one).__name__}(...)" for name, one in groups.items())
+            warnings.warn(
+                f"{type(self).__name__} takes groups of settings, {names}; single ones go with visual_spec 0.3.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        given, declared = signature.bind(self, *args, **gathered), settings_of(init)
+        for name in given.arguments.keys() & declared - groups.keys():
             given.arguments[name] = declared[name].read(given.arguments[name])
-        arguments = dict(given.arguments)
+        arguments = one_by_one(init, given.arguments)
         given.apply_defaults()
+        every = one_by_one(init, given.arguments)
         for name, setting in declared.items():
             for check in setting.checks:
-                check(name, given.arguments[name], given.arguments)
+                check(name, every[name], every)
         registered(**arguments)
 
     return cast(Init, bound)
@@ -281,7 +349,6 @@ def read_fields(record: Any) -> None:
 
 
 Group = TypeVar("Group")
-_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def with_groups(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -11,6 +11,7 @@ exactness tests can drive the same code that decodes.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.core.settings import whole
+from visual_spec.models.core.settings import in_groups, settings_of, whole
 from visual_spec.samplers.core.acceptance import EXACT, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.acceptance import IDENTICAL as IDENTICAL_RULE
 from visual_spec.samplers.core.checks import (
@@ -106,7 +107,14 @@ class Sampler(SchedulerMixin, ConfigMixin):
             flat = {name: config.pop(name) for name in Relaxation.names() if name in config}
             if flat and config.get("acceptance") in RELAXED:
                 config["relaxation"] = flat
-        return super().extract_init_dict(config, **kwargs)
+        known, *others = super().extract_init_dict(config, **kwargs)
+        return in_groups(inspect.unwrap(cls.__init__), known), *others
+
+    @staticmethod
+    def _get_init_keys(input_class: Any) -> set[str]:
+        """As diffusers; a configuration has the settings of groups one by one."""
+        own = inspect.signature(input_class.__init__).parameters
+        return {*own, *settings_of(inspect.unwrap(input_class.__init__))}
 
     # -- what a method must write
 

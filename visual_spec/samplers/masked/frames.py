@@ -32,11 +32,8 @@ from visual_spec.models.core.settings import (
     CALLS,
     SHARE,
     OneOf,
-    Within,
     fields_of,
-    group_of,
     register_to_config,
-    with_groups,
 )
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_known_tokens
@@ -150,9 +147,9 @@ class FrameMaskedSampler(Sampler):
             on, or "random", drawn for each sample.
         unconditional_history: what unconditional rows see of the frames that are written: "hidden", no token, or the
             "same" as the conditional rows.
-        choice_temperature, measure: as of `MaskedSampler`, within each frame.
+        measure: as of `MaskedSampler`, within each frame.
         later_noise: whether frames after the first that is drawn have noise on the score.
-        groups: by their names, the settings of `Schedule`, `Choice` and `LawByStep`, within each frame.
+        schedule, choice, by_step: as of `MaskedSampler`, within each frame.
 
     A call takes
         known_tokens: long [B, L] or [B, L, 1]; the mask id marks tokens to decode. Frames that are known in all samples
@@ -163,7 +160,7 @@ class FrameMaskedSampler(Sampler):
 
     takes = ("known_tokens",)
     law_names = (
-        "steps", "history_hidden", "history_pattern", "unconditional_history", "choice_temperature", "later_noise",
+        "steps", "history_hidden", "history_pattern", "unconditional_history", "later_noise",
         *fields_of(Schedule, Choice, LawByStep),
     )  # fmt: skip
     keeps = LOSSY
@@ -171,20 +168,20 @@ class FrameMaskedSampler(Sampler):
     records_steps = False
 
     @register_to_config
-    @with_groups(Schedule, Choice, LawByStep)
     def __init__(
         self,
         steps: Annotated[int, CALLS] = 18,
         history_hidden: Annotated[float, SHARE] = 0.7,
         history_pattern: Annotated[str, OneOf(PATTERNS)] = "even",
         unconditional_history: Annotated[str, OneOf(UNCONDITIONAL)] = "hidden",
-        choice_temperature: Annotated[float, Within(0)] = 1.0,
         measure: bool = False,
         later_noise: bool = True,
-        **groups: Any,
+        *,
+        schedule: Schedule = Schedule(),
+        choice: Choice = Choice(choice_temperature=1.0),
+        by_step: LawByStep = LawByStep(),
     ) -> None:
-        schedule, choice = group_of(Schedule, self.config), group_of(Choice, self.config)
-        self._first = Unmasking(schedule, choice, group_of(LawByStep, self.config))
+        self._first = Unmasking(schedule, choice, by_step)
         quiet = replace(self._first, choice=replace(choice, choice_temperature=0.0))
         self._later = self._first if later_noise else quiet
 

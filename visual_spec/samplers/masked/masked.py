@@ -25,9 +25,7 @@ from visual_spec.models.core.settings import (
     Graph,
     OneOf,
     fields_of,
-    group_of,
     register_to_config,
-    with_groups,
 )
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_known_tokens, wants_graph
@@ -58,8 +56,12 @@ class MaskedSampler(Sampler):
             shortcut.
         measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
             `Dependence`. The trace reports it; its time does not count as decoding.
-        groups: by their names, the settings of `Schedule` (how many tokens stay hidden), `Choice` (which are kept),
-            `LawByStep` (temperature and guidance) and `Reuse` (calls that reuse earlier ones).
+        schedule: how many tokens stay hidden.
+        choice: how tokens are drawn, and which of them are kept.
+        by_step: temperature and guidance of each step.
+        reuse: calls that reuse earlier ones.
+
+    `config`, saved folders and the command line have the settings of these groups one by one.
 
     A call takes
         known_tokens: long [B, L, K] (or [B, L] for one codebook); the mask id marks tokens to decode. None: no
@@ -87,7 +89,6 @@ class MaskedSampler(Sampler):
     records_steps = False
 
     @register_to_config
-    @with_groups(Schedule, Choice, LawByStep, Reuse)
     def __init__(
         self,
         steps: Annotated[int | Sequence[int], CALLS] = 8,
@@ -97,13 +98,13 @@ class MaskedSampler(Sampler):
         rescorer_share: Annotated[float, SHARE] = 0.5,
         graph: Graph = False,
         measure: bool = False,
-        **groups: Any,
+        schedule: Schedule = Schedule(),
+        choice: Choice = Choice(),
+        by_step: LawByStep = LawByStep(),
+        reuse: Reuse = Reuse(),
     ) -> None:
-        reuse = group_of(Reuse, self.config)
         if graph is True and reuse.by_shortcut:
             raise ValueError("graph=True with reuse_by='shortcut', whose features move; pass graph=False.")
-        schedule, choice = group_of(Schedule, self.config), group_of(Choice, self.config)
-        by_step = group_of(LawByStep, self.config)
         self._loop = Unmasking(schedule, choice, by_step, reuse, span, span_score, rescorer_share)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.law import law_reference
-from visual_spec.models.core.settings import SHARE, OneOf, Within
+from visual_spec.models.core.settings import SHARE, OneOf, Within, read_fields
 from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import (
     CLOCKS,
@@ -75,6 +75,7 @@ class Schedule:
     commit_gaps: Annotated[Sequence[float] | None, Within(0)] = None
 
     def __post_init__(self) -> None:
+        read_fields(self)
         rules = [name for name in _RULES if getattr(self, name) is not None]
         if len(rules) > 1:
             raise ValueError(f"{' and '.join(rules)} decide about the same tokens; pass one of them.")
@@ -139,6 +140,7 @@ class Choice:
     greedy: bool = False
 
     def __post_init__(self) -> None:
+        read_fields(self)
         if self.choice_temperature and self.score in FIXED_ORDERS:
             raise ValueError(
                 f"choice_temperature={self.choice_temperature} with score={self.score!r}, an order that no noise "
@@ -188,6 +190,7 @@ class LawByStep:
     credit: Annotated[float, Within(0)] = 0.0
 
     def __post_init__(self) -> None:
+        read_fields(self)
         if self.temperature == "sharpening" and self.last_temperature == 0:
             raise ValueError("last_temperature=0.0 with temperature='sharpening'; pass a share above 0.")
 
@@ -252,6 +255,9 @@ class Reuse:
     reuse: Annotated[int, Within(0)] = 0
     reuse_from: Annotated[float, SHARE] = 0.5
     reuse_by: Annotated[str, OneOf(("recap", "shortcut"))] = "recap"
+
+    def __post_init__(self) -> None:
+        read_fields(self)
 
     @property
     def by_shortcut(self) -> bool:

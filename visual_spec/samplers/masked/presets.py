@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.masked.masked import MaskedSampler
 
 
 @dataclass(frozen=True)
 class MaskedPreset:
-    """Published settings: `MaskedSampler(**settings)`, and the law."""
+    """Published settings of a `MaskedSampler`, one by one, and the law."""
 
     settings: dict[str, Any]
     law: TokenLaw
+
+    def sampler(self, **others: Any) -> MaskedSampler:
+        """The sampler with these settings, and others in their place."""
+        return of_settings(MaskedSampler, **self.settings | others)
 
 
 _MASKGCT = dict(
