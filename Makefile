@@ -12,10 +12,10 @@ FAST ?= 3
 # One process a core with one thread each: the tests' tensors are small. Compiled files are kept, for all that tests start.
 PYTEST := env OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-DEMO_PROMPTS = "a large red circle on a plain sky background" \
-               "a small yellow star left of a large blue square on a striped mint background" \
-               "a small white cross inside a large green circle on a dotted pink background" \
-               "three small purple diamonds on a gradient sand background"
+DEMO_PROMPTS = "a penguin above a fish on a sky background" \
+               "a frog above a mushroom on a pink background" \
+               "a fox left of a pizza on a mint background" \
+               "a castle on a pink background"
 
 DEMO_CLIPS = "a small red star moves right quickly and bounces on a plain sky background, camera still"
 

@@ -1,4 +1,4 @@
-"""Measure the figures of `shapes` again, and write their tables into README.md and docs/RESULTS.md.
+"""Measure the figures of `things` and `shapes` again, and write their tables into README.md and docs/RESULTS.md.
 
     make figures                                                 # what was measured with other weights than today's
     python benchmarks/figures.py --list                          # every figure, and whether it is current
@@ -136,10 +136,10 @@ def demo_table(document: dict[str, Any]) -> str:
 
 
 DEMO = (
-    "a large red circle on a plain sky background",
-    "a small yellow star left of a large blue square on a striped mint background",
-    "a small white cross inside a large green circle on a dotted pink background",
-    "three small purple diamonds on a gradient sand background",
+    "a penguin above a fish on a sky background",
+    "a frog above a mushroom on a pink background",
+    "a fox left of a pizza on a mint background",
+    "a castle on a pink background",
 )
 
 FIGURES = {
@@ -173,37 +173,38 @@ FIGURES = {
         models=("things",),
     ),
     "things-times": Figure(
-        "benchmarks/windows.py --model things --batch 1 --prompts 24 --windows 8 16 32 --out {out}",
+        "benchmarks/windows.py --model things --batch 1 --prompts 24 --windows --out {out}",
         times_table,
         models=("things",),
         timed=True,
     ),
     "things-calls": Figure(
         "benchmarks/second_sources.py --model things --prompts 2000 --first 200 --batch-size 10 "
-        "--only 'repaired, window 16' --out {out}",
+        "--only 'repaired, window 32' --out {out}",
         calls_table,
         models=("things",),
     ),
-    "shapes-demo": Figure(
+    "things-demo": Figure(
         f"-m visual_spec generate {shlex.join(DEMO)} --compare --out {{folder}} --overwrite",
         demo_table,
+        models=("things",),
         timed=True,
-        copies={"comparison.png": "docs/demo.png", "comparison.json": "benchmarks/results/shapes-demo.json"},
+        copies={"comparison.png": "docs/demo.png", "comparison.json": "benchmarks/results/things-demo.json"},
     ),
 }
 
 
 def headline(documents: Mapping[str, Any]) -> str:
-    """README's line on the default sampler of `shapes`."""
-    times = documents["shapes-times"]
-    row, law = times["batch 1"]["default"], documents["shapes-law"]["rows"][0]
-    return (
-        f"* **Images, Jacobi (the default of `shapes`)**: {row['speed-up']:.2f}x in total time over {times['prompts']} "
-        f"prompts at batch 1,\n  {row['tokens per call']:.2f} tokens per call, "
-        f"{row['equal pictures']} of {times['prompts']} pictures identical. {share(law['mean_attribute'])} % of the\n"
-        f"  attributes and {share(law['all_correct'])} % of whole prompts are right over {law['all_correct']['total']} "
-        "prompts, as by plain decoding."
-    )
+    """README's table of the default sampler, on both embedded models of captions."""
+    rows = []
+    for name, what in (("things", "drawings of 40 things"), ("shapes", "coloured shapes")):
+        times, law = documents[f"{name}-times"], documents[f"{name}-law"]["rows"][0]
+        row = times["batch 1"]["default"]
+        cells = [f"{row['tokens per call']:.2f}", f"{row['speed-up']:.2f}x"]
+        cells += [f"{row['equal pictures']} of {times['prompts']}"]
+        rows.append([f"`{name}`: {what}", *cells, share(law["mean_attribute"]), share(law["all_correct"])])
+    header = "model|tokens per call|speed-up|equal pictures|attributes right, %|whole prompts right, %"
+    return table(header, rows, "lrrrrr")
 
 
 def rows_of(name: str) -> dict[str, Any]:
@@ -301,7 +302,7 @@ def pages(measured: Mapping[str, Any], weights: Mapping[str, Mapping[str, str]])
         current = entry["weights"] == weights[name]
         earlier = "" if current else f" **Measured with earlier weights{note}.**"
         blocks[name] = f"{FIGURES[name].table(document)}\n\n`{name}.json`: {where}{earlier}"
-    if {"shapes-times", "shapes-law"} <= documents.keys():
+    if {"shapes-times", "shapes-law", "things-times", "things-law"} <= documents.keys():
         blocks["headline"] = headline(documents)
     return {page: marked(page.read_text(), blocks) for page in PAGES}
 

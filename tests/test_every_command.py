@@ -21,7 +21,9 @@ from visual_spec.samplers.core.base import STOP, Sampler
 CANNOT = {
     **{(command, "motion_causal"): "ChunkVideoPipeline" for command in ("bench", "eval", "sample")},
     **{("convert", name): "Pipeline already" for name in embedded_models()},
-    **{("serve", name): "pass --engine ray" for name in embedded_models() if name != "shapes"},
+    **{
+        ("serve", name): "pass --engine ray" for name in embedded_models() if name not in ("shapes", "things")
+    },
     **{
         (command, name): "serve draws pictures"
         for command in ("serve", "serve --engine ray")

@@ -63,6 +63,7 @@ def test_the_stub_for_editors_is_up_to_date():
 @pytest.mark.parametrize(
     ("name", "family"),
     {
+        "things": "LlamaGen",
         "shapes": "LlamaGen",
         "shapes_nar": "NAR, FlashAR, PAR",
         "shapes_any": "RandAR",

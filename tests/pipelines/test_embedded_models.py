@@ -16,7 +16,16 @@ from tests.helpers.command import last_line
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var
 from visual_spec import cli
-from visual_spec.data import motion, motion_parser, shapes, shapes_parser, tunes, tunes_parser
+from visual_spec.data import (
+    motion,
+    motion_parser,
+    shapes,
+    shapes_parser,
+    things,
+    things_parser,
+    tunes,
+    tunes_parser,
+)
 from visual_spec.data.shapes_classes import CLASS_NAMES, score_class
 from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, shared_parts
 from visual_spec.pipelines.loading import load_drafter, load_pipeline, load_refiner
@@ -31,6 +40,7 @@ from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 READERS = {"vq_model": "shapes", "text_encoder": "shapes"}
 # Its class, the calls it answers, the bytes of its own weights at most, and the parts in folders of others.
 MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
+    "things": ("ImagePipeline", "raster, tree, order, own order", 5.2e6, {}),
     "shapes_nar": ("ImagePipeline", "own order", 4e6, READERS),
     "shapes_any": ("ImagePipeline", "any-order", 3.2e6, READERS),
     "shapes_shuffle": ("ImagePipeline", "own order, blocks", 0.9e6, READERS),  # its changes to `shapes`
@@ -150,6 +160,17 @@ def test_reuse_stays_near_the_model():
         moved.append(trace.divergence)
         assert trace.whole_calls < 16 or not reuse
     assert moved[0] > 0 and moved[1] < 3 * moved[0]
+
+
+def test_things_are_drawn_as_asked_and_as_by_plain_decoding():
+    pipe, prompts = load("things"), things.held_out_prompts(16, seed=17)
+    fast = pipe(prompts, generator=seeded(*range(16)))
+    assert right(prompts, fast.images, things_parser.score) > 0.8
+    assert right(prompts[1:] + prompts[:1], fast.images, things_parser.score) < 0.6
+    pipe.sampler = AutoregressiveSampler()
+    plain = pipe(prompts, generator=seeded(*range(16)))
+    assert torch.equal(fast.tokens, plain.tokens)
+    assert (plain.trace.target_calls == 256).all() and fast.trace.target_calls.float().mean() < 128
 
 
 def drawn_by(pipe: Any, prompts: list[str], sampler: Any) -> Any:

@@ -27,13 +27,13 @@ def test_a_table_gives_the_figures_of_a_document():
 def test_a_result_of_earlier_weights_says_so(tmp_path, monkeypatch, weights, earlier):
     page = tmp_path / "page.md"
     monkeypatch.setattr(figures, "methods_table", str)
-    page.write_text("Before.\n<!-- figure: shapes-demo -->\nold table\n<!-- end -->\nAfter.\n")
-    (tmp_path / "shapes-demo.json").write_text('{"comparison": []}')
+    page.write_text("Before.\n<!-- figure: things-demo -->\nold table\n<!-- end -->\nAfter.\n")
+    (tmp_path / "things-demo.json").write_text('{"comparison": []}')
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "PAGES", (page,))
-    entry = {"weights": {"shapes": weights}, "machine": "a processor", "threads": 2, "load": 0.1}
-    text = figures.pages({"shapes-demo": entry}, {"shapes-demo": {"shapes": "new"}})[page]
-    assert text.startswith("Before.\n<!-- figure: shapes-demo -->") and text.endswith(
+    entry = {"weights": {"things": weights}, "machine": "a processor", "threads": 2, "load": 0.1}
+    text = figures.pages({"things-demo": entry}, {"things-demo": {"things": "new"}})[page]
+    assert text.startswith("Before.\n<!-- figure: things-demo -->") and text.endswith(
         "<!-- end -->\nAfter.\n"
     )
     assert "old table" not in text and "a processor, 2 threads" in text

@@ -23,8 +23,8 @@ _PAUSE = 0.1  # seconds from one change of the page to the next
 _SIDE = 512  # pixels of the pictures, if they are smaller, and of the map
 # Captions in the words of `things` and of `shapes`; the first that a model knows is shown at the start.
 _PROMPTS = (
+    "a frog above a mushroom on a pink background",
     "a fox left of a pizza on a mint background",
-    "an owl above a rocket on a sky background",
     "a castle on a pink background",
     "a small yellow star left of a large blue square on a striped mint background",
     "a large red circle on a plain sky background",
@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pictures = [name for name in embedded_models() if read_facts(name).medium == "image"]
     if args.model is not None and (medium := read_facts(args.model).medium) != "image":
         raise ValueError(f"--model {args.model} makes {medium}; the page shows pictures.")
-    first = args.model or "shapes"
+    first = args.model or "things"
     page = make_page([first, *(name for name in pictures if name != first)], args.device, args.dtype)
     page.launch(server_name="127.0.0.1", server_port=args.port, share=False, quiet=is_quiet(), theme=_theme())
     return 0

@@ -17,6 +17,7 @@ from typing import Any
 from visual_spec import records
 from visual_spec.commands.options import check_taken, is_quiet, logger
 from visual_spec.commands.tables import plain_table
+from visual_spec.data.captions import PICTURES, model_that_knows
 from visual_spec.files.documents import json_text, write_json
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 from visual_spec.models.core.settings import LAW_SETTINGS
@@ -310,9 +311,9 @@ def _comparison_table(rows: Sequence[Any], unit: str) -> str:
 def _medium(args: argparse.Namespace) -> MediumFiles:
     """The medium of the model that is named; ValueError for an unknown one, or options of another medium."""
     if args.model is None:
-        args.model = next((model for *_, model in args.usual), "shapes")
+        args.model = next((model for *_, model in args.usual), None) or model_that_knows(args.prompts)
     name, chunks = "image", False
-    if args.model != "shapes":  # which is known without reading anything
+    if args.model not in PICTURES:  # which are known without reading anything
         from visual_spec.pipelines.loading import read_facts
 
         facts = read_facts(args.model)

@@ -12,8 +12,8 @@ from visual_spec.samplers.registry import names
 
 _DESCRIPTION = """Draw pictures or clips, or play music, from prompts.
 
-    visual-spec generate "a large red circle on a plain sky background"
-    visual-spec generate "three small blue squares on a plain sky background" --compare --out squares
+    visual-spec generate "a fox left of a pizza on a mint background"
+    visual-spec generate "a castle on a sky background" --compare --sampler speculative-jacobi:window=16 --out castle
     visual-spec generate "a slow sad organ melody in A minor" --music
 
 With --compare every sample is drawn plainly, too; the command says whether both are equal, and writes a page that shows
@@ -41,7 +41,8 @@ def add_generate(commands: Any) -> None:
     )
     generate.add_argument(
         "--model",
-        help="embedded name, folder, or Hub id; it says whether pictures, clips or music are made (default: shapes)",
+        help="embedded name, folder, or Hub id; it says whether pictures, clips or music are made (default: things, or "
+        "shapes where that knows more of the words)",
     )
     generate.add_argument(
         "--out", type=Path, default=Path("visual-spec-out"), metavar="DIR", help="folder of what is drawn"

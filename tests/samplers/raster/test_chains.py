@@ -13,12 +13,14 @@ from torch.nn.functional import pad
 from tests.helpers import columns, drafting
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tiny import seeded
+from visual_spec.kernels import law
 from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
 from visual_spec.prototype.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.core import noise
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import SampleResult
-from visual_spec.samplers.raster import drafted
+from visual_spec.samplers.raster import drafted, jacobi_identical
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.column_base import UNITS, ColumnSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
@@ -280,7 +282,11 @@ def test_logits_of_slots_past_the_grid_and_of_forced_entries_count_for_nothing(m
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch, name):
     operations = operations_of(type(CHAINS[name]))
-    monkeypatch.setattr(drafted, "nobody", lambda going: False)  # asks on the CPU only
+    monkeypatch.setattr(
+        drafted, "nobody", lambda going: False
+    )  # asks on the CPU only, as do those that `on_host` lets
+    for module in (law, noise, jacobi_identical):
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
     decode(CHAINS[name], range(2))
     assert not operations.that_ask_the_host()
     if "some nodes" not in name:  # whose numbers differ

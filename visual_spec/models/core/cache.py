@@ -106,7 +106,9 @@ class Places:
 
     def write(self, held: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values [R, W, H, D] into a layer's [R, H, S, D]. Returns views of what it reads."""
-        at = self.on(held[0].device) if self.run is None else (slice(None), self.run)
+        # Compiled code would be made anew for every beginning of a slice.
+        slots = torch.compiler.is_compiling() or self.run is None
+        at = self.on(held[0].device) if slots else (slice(None), self.run)
         for whole, new in zip(held, (keys, values), strict=True):
             whole.transpose(1, 2)[at] = new
         return self.read(held)
