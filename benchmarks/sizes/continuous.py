@@ -137,8 +137,8 @@ class SomeCalls(ContinuousSampler):
     ) -> None:
         pass
 
-    def num_calls(self, run: Run) -> int:
-        return len(self.chosen(run.model))
+    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+        return 1 + len(self.chosen(model))
 
     def chosen(self, model: Any) -> list[int]:
         """Numbers of the calls, in order."""

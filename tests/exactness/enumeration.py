@@ -146,7 +146,7 @@ class Enumerator:
         return run if self.rule is None else replace(run, rule=self.rule)
 
     def _done(self, state: Any, call: int) -> Tensor:
-        count = self.sampler.num_calls(self.first)
+        count = self.first.num_calls
         if count is not None:
             return torch.full((len(state.tokens),), call >= count)
         return self.sampler.progress(self.first, state) == self.first.num_tokens

@@ -141,7 +141,7 @@ def test_the_others_have_the_law_that_known_tokens_leave(sampler, law, monkeypat
         )
 
     monkeypatch.setattr(AlongOrderSampler, "prefill", knowing)
-    found = Enumerator(sampler(order=GIVEN), model, law).run()
+    found = Enumerator(sampler(order=GIVEN), model, law, known_tokens=known).run()
     places = [3, 1, 2, 0]
     whole = law_of_groups(model, places, [1, 1, 1, 1], law).view(3, 3, 3, 3)
     want = torch.zeros_like(whole)

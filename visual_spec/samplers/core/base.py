@@ -226,13 +226,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         return model.grid.num_tokens
 
     def planned_calls(self, model: Any, parts: dict[str, Any]) -> int | None:
-        """Return how often the callback of a decode is called, where settings say it; None: they do not."""
+        """Return how often the callback of a decode is called, where settings say it; None: until all is complete."""
         return None
-
-    def num_calls(self, run: Run) -> int | None:
-        """Return the number of steps after the prefill, likewise; None: step until every sample is complete."""
-        planned = self.planned_calls(run.model, run.parts)
-        return None if planned is None else planned - self.counts_prefill
 
     def progress(self, run: Run, state: Any) -> Tensor:
         """Return how many slots each sample has, long [B]. A sample is complete at `run.num_tokens`."""
@@ -292,6 +287,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         noise = noise or CounterNoise(keys, device, keep=ahead if device.type == "cpu" else 0)
         run = Run(model, condition, len(keys), cache, checked, given, noise, watch, rule, parts)
         run.end, run.view = getattr(given, "end", None), self.view(model, device)
+        planned = self.planned_calls(model, parts) if run.end is None else None  # else rows end when they end
+        run.num_calls = None if planned is None else planned - self.counts_prefill
         run.fixed_width = self.fixed_width
         if rule.identical or "acceptance" in self.config:  # else nobody asks
             run.low_precision = low_precision_of(model)
@@ -362,7 +359,7 @@ def decode(
     active, on_host, watcher = ActiveSamples(state), HostCopy(), WATCHER.get()
     # Completed samples stay in a batch whose steps were recorded, and where all calls have one shape.
     shrinks = not isinstance(state.round, Tensor) and run.fixed_width is None and active.can_shrink
-    num_calls, steps, stopped = sampler.num_calls(run), 0, False
+    steps, stopped = 0, False
 
     def so_far() -> SampleResult:
         return _result(sampler, run, state, active, cut=True)
@@ -382,9 +379,9 @@ def decode(
                 if answer is not None:
                     sampler.answered(run, state, answer)
             stopped = answer is STOP or (watcher is not None and watcher(so_far) is STOP)
-        if stopped or steps == num_calls:
+        if stopped or steps == run.num_calls:
             break
-        if num_calls is None:
+        if run.num_calls is None:
             known = on_host(progress)
             if known is not None:
                 ended = known == run.num_tokens
@@ -397,7 +394,7 @@ def decode(
                     on_host = HostCopy()
         advance()
         steps += 1
-    return _result(sampler, run, state, active, cut=stopped and steps != num_calls)
+    return _result(sampler, run, state, active, cut=stopped and steps != run.num_calls)
 
 
 def _comparable(value: Any) -> Any:
@@ -425,7 +422,7 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         done = torch.ones(commit_call.shape, dtype=torch.bool)
         done[active.samples.cpu()] = sampler.committed(run, state).cpu()
         commit_call = commit_call.masked_fill(~done, -1)
-        stopped = sampler.num_calls(run) is not None or not bool(done.all())
+        stopped = run.num_calls is not None or not bool(done.all())
     trace = dict(
         sampler=type(sampler).__name__,
         keeps=sampler.keeps,

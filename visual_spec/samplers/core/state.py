@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -48,6 +48,7 @@ class Run:
         fixed_width: positions of every call of the model; None: as many as there are to score.
         unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
         end: the token at which a sample ends; None: none does.
+        num_calls: steps after the prefill; None: until every sample is complete.
         low_precision: the type below float32 that the model computes in (`low_precision_of`), or None.
         num_tokens: number of slots to decode.
         device: of the decode.
@@ -70,6 +71,7 @@ class Run:
     fixed_width: int | None = None
     unit: float | None = None
     end: int | None = None
+    num_calls: int | None = None
     low_precision: str | None = None
     num_tokens: int = field(init=False)
     device: torch.device = field(init=False)
@@ -256,7 +258,7 @@ class ActiveSamples:
             part is None
             or isinstance(part, Tensor | int | str | tuple)
             or getattr(type(part), "select", DecodeState.select) is not DecodeState.select
-            for part in self._parts().values()
+            for part in vars(self.state).values()
         )
 
     def leave(self, ended: Tensor, progress: Tensor, *others: Any) -> None:
@@ -266,7 +268,7 @@ class ActiveSamples:
         self._whole = {name: self.whole(name, here) for name, here in results.items()}
         kept = (~ended).nonzero()[:, 0].to(self.samples.device)
         self.samples = self.samples[kept]
-        for name, part in self._parts().items():
+        for name, part in list(vars(self.state).items()):
             if isinstance(part, Tensor):
                 setattr(self.state, name, part[kept])
             elif hasattr(part, "select"):
@@ -280,15 +282,11 @@ class ActiveSamples:
             return here
         return self._whole[name].index_copy_(0, self.samples, here)
 
-    def _parts(self) -> dict[str, Any]:
-        return {field.name: getattr(self.state, field.name) for field in fields(self.state)}
-
 
 class HostCopy:
     """Copies a small tensor to the host. On CUDA it arrives one call late, because waiting would stall the device."""
 
-    def __init__(self) -> None:
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+    _pending: tuple[Tensor, torch.cuda.Event] | None = None
 
     def __call__(self, value: Tensor) -> Tensor | None:
         """Return the value; on CUDA the value of the previous call, and None at the first call."""

@@ -82,12 +82,10 @@ class AnyOrderSampler(AlongOrderSampler):
         # A call feeds the tokens of the call before and asks for its own.
         return max(after - before for before, after in zip(bounds, (*bounds[2:], bounds[-1]), strict=False))
 
-    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int | None:
+    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
         known = parts.get("known_tokens")
-        return len(self.bounds(model.grid.num_tokens)) - 1 if known is None else None
-
-    def num_calls(self, run: Run) -> int:
-        return len(self._groups(run)[0]) - 2  # the prefill decodes the first place
+        rows = [0] if known is None else (known >= 0).flatten(1).sum(1).tolist()
+        return max(len(self.bounds(model.grid.num_tokens - count)) for count in rows) - 1
 
     def prepare(self, run: Run) -> AnyOrderState:
         groups = self._groups(run)

@@ -35,9 +35,8 @@ class AutoregressiveSampler(Sampler):
         # So near-ties are counted: there another loop over the same model may draw another token.
         return acceptance.IDENTICAL
 
-    def num_calls(self, run: Run) -> int | None:
-        # The prefill has predicted slot 0. Where rows end early, those left decide.
-        return run.num_tokens - 1 if run.end is None else None
+    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+        return model.grid.num_tokens
 
     def prepare(self, run: Run) -> State:
         state = State.begin(run, scratch=1)
