@@ -87,6 +87,10 @@ assert not heavy, heavy
         ("sample --prompts p --out o --model shapez", "Did you mean shapes"),
         ("serve shapez", "Did you mean shapes"),
         ("app --model tune", "Did you mean tunes"),
+        ("models shpaes", "Did you mean shapes"),
+        ("models speculative-jacobbi", "Did you mean speculative-jacobi"),
+        ("score /no/where", "no folder of samples and no .npz file at /no/where"),
+        ("score . --compare-to /no/where", "no folder of samples and no .npz file at /no/where"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused_before_any_library_is_imported(arguments, message) -> None:

@@ -171,8 +171,7 @@ def _fit_lists(facts: list[dict[str, Any]]) -> str:
 
 def _model_samplers(name: str) -> str:
     """The samplers of a model, and why the others do not fit it: as `accelerate` says."""
-    from visual_spec.pipelines.embedded import embedded_models
-    from visual_spec.pipelines.placing import load
+    from visual_spec.pipelines.embedded import embedded_models, refuse_no_pipeline
     from visual_spec.samplers.registry import meant
 
     if name not in embedded_models() and not Path(name).exists():
@@ -180,16 +179,19 @@ def _model_samplers(name: str) -> str:
         others = [f"{one}: {what}" for one, what in families.ACCELERATED.items() if asked in one.lower()]
         if (found := _families_of(asked)) or others:
             return _official(found, others)
+    try:
+        refuse_no_pipeline(name)
+    except ValueError as error:  # which names the nearest model
+        raise ValueError(
+            f"{error}{'' if meant(name, embedded_models()) else meant(name, names())}"
+        ) from error
     from visual_spec.pipelines.accelerate import refusals
+    from visual_spec.pipelines.placing import load
 
     try:
         said = refusals(load(name, "cpu", "float32"))
     except TypeError as error:
         return str(error)
-    except ValueError as error:  # which names the nearest model
-        raise ValueError(
-            f"{error}{'' if meant(name, embedded_models()) else meant(name, names())}"
-        ) from error
     fitting = ", ".join(sampler for sampler, reason in said.items() if not reason)
     alike: dict[str, list[str]] = {}
     for sampler, reason in said.items():

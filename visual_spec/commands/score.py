@@ -77,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Score as the options say; writes `scores.json` and prints a table. Returns 1 where a promise is broken."""
+    for path in (args.folder, args.reference, args.compare_to):
+        if path is not None and not path.exists():
+            raise FileNotFoundError(f"no folder of samples and no .npz file at {path}")
     import torch
 
     from visual_spec.eval.quality.extractors import Setup
