@@ -53,7 +53,7 @@ def _of_size(args: argparse.Namespace) -> tuple[str, Any, Any]:
     return unit, home, None
 
 
-main = command("bench", __doc__, add_arguments, run)
+main = command("bench", __doc__, add_arguments, run, of_saved_models=False)
 
 if __name__ == "__main__":
     raise SystemExit(main())

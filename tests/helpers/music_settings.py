@@ -8,7 +8,7 @@ from visual_spec.samplers.masked.policies import LawByStep, Schedule
 PROMPTS = ["a slow sad organ", "melody", "organ in minor", "a melody"]
 LAW = TokenLaw(guidance_scale=2.0, top_k=6)
 MASKED_LAW = TokenLaw(guidance_scale=2.0, temperature=1.7)
-MASKED = "masked:steps=4/2/2,clock=magnet,temperature=falling,guidance=falling,span=3"
+MASKED = "masked:steps=4/2/2,span=3,clock=magnet,temperature=falling,guidance=falling"
 
 
 def masked_pipeline():

@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     _completing = False
+    of_saved_models = True  # `--model` names one; else a size without weights
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, formatter_class=_HelpFormatter, **kwargs)
@@ -69,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         if not any(isinstance(action, argparse._SubParsersAction) for action in self._actions):
             self._refuse_unknown(arguments)
         parsed = super().parse_known_args(arguments, namespace)
-        if isinstance(model := getattr(parsed[0], "model", None), str):
+        if self.of_saved_models and isinstance(model := getattr(parsed[0], "model", None), str):
             from visual_spec.pipelines.embedded import refuse_no_pipeline
 
             refuse_no_pipeline(model)  # before PyTorch is imported
@@ -223,14 +224,19 @@ def command(
     text: str | None,
     add_arguments: Callable[[argparse.ArgumentParser], None],
     run: Callable[[argparse.Namespace], int],
+    *,
+    of_saved_models: bool = True,
 ) -> Callable[..., int]:
     """The `main` of `visual-spec NAME`: parses arguments, runs, and returns the exit status.
+
+    `of_saved_models` is whether `--model` names a saved model, and no size without weights.
 
     Bad input raises ValueError, OSError or ImportError, which name it, before anything is computed.
     """
 
     def main(argv: Sequence[str] | None = None) -> int:
         parser = Parser(prog=f"visual-spec {name}", description=text)
+        parser.of_saved_models = of_saved_models
         add_arguments(parser)
         return run(parser.parse_args(argv))
 
