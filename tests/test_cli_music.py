@@ -207,7 +207,7 @@ def test_the_medium_is_that_of_the_model(tmp_path, capsys):
 def test_lengths_are_of_music(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
     assert cli.main(["generate", PROMPT, "--seconds", "3", "--out", str(tmp_path)]) == 2
-    assert "--seconds and --extend-stride are of music, and shapes makes pictures" in capsys.readouterr().err
+    assert "--seconds and --extend-stride are of music, and things makes pictures" in capsys.readouterr().err
     assert play(tmp_path, PROMPT, "--model", "shapes") == 2
     assert "shapes makes pictures; leave --music out" in capsys.readouterr().err
 

@@ -126,9 +126,9 @@ def test_the_site_builds_without_a_warning_and_asks_no_network(tmp_path: Path) -
 def test_the_snippets_of_the_embedded_model_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for snippet in python_blocks("index.md", "No model at hand: `shapes`"):
+    for snippet in python_blocks("index.md", "No model at hand: `things`"):
         exec(snippet, names)
-    assert (tmp_path / "circle.png").stat().st_size > 1000
+    assert (tmp_path / "fox.png").stat().st_size > 1000
     assert (names["out"].trace.target_calls < names["plain"].trace.target_calls / 2).all()
 
 

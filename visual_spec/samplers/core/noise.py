@@ -182,7 +182,7 @@ class CounterNoise:
         # A race: each token has an exponential time, divided by its probability, and the least time wins.
         times.sub_(log_probs)
         # NumPy looks for it with vector instructions.
-        return torch.from_numpy(times.numpy().argmin(-1)) if on_host(times) else times.argmin(-1)
+        return torch.from_numpy(times.detach().numpy().argmin(-1)) if on_host(times) else times.argmin(-1)
 
     def _own_times(self, log_probs: Tensor, slots: Tensor) -> Tensor | None:
         """A copy of the kept noise of `slots`, as minus a Gumbel [B, W, V]; None where they are too many to keep."""
