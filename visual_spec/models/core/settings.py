@@ -9,7 +9,7 @@ Dataclasses call `read_fields`, functions `whole`. The command line reads the de
 
 Settings that belong together are the fields of a frozen dataclass, declared there. A parameter of a constructor whose
 default is such a dataclass takes a group; the configuration keeps its fields one by one, as files and the command line
-write them (`in_groups` gathers them). `with_groups` adds the fields themselves to the parameters of a constructor.
+write them (`in_groups` gathers them).
 """
 
 import functools
@@ -349,31 +349,6 @@ def read_fields(record: Any) -> None:
 
 
 Group = TypeVar("Group")
-
-
-def with_groups(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the fields of dataclasses to the parameters of a constructor, whose last one is `**groups: Any`.
-
-    They stand before its parameters after `*`. A parameter of its own takes the place of the field of its name: it has
-    another default. All may be given by position or by name.
-    """
-
-    def add(init: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(init)
-        added: list[inspect.Parameter] = []
-        for group in groups:
-            hints = get_type_hints(group, include_extras=True)
-            for one in fields(group):
-                if one.name not in own.parameters:
-                    added.append(inspect.Parameter(one.name, _BOTH, default=one.default))
-                    init.__annotations__[one.name] = hints[one.name]
-        first = [one for one in own.parameters.values() if one.kind is _BOTH]
-        last = [one.replace(kind=_BOTH) for one in own.parameters.values() if one.kind is one.KEYWORD_ONLY]
-        signature = own.replace(parameters=[*first, *added, *last])
-        init.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-        return init
-
-    return add
 
 
 def fields_of(*groups: type) -> tuple[str, ...]:

@@ -87,26 +87,15 @@ class ContinuousState(State):
         setattr(self, name, getattr(self, name) + torch.where(self.lengths < num_tokens, calls, 0))
 
 
+# Settings that are part of the law: a sampler is lossless with respect to plain decoding with the same ones. `Order`:
+# of a masked model. `Guidance`: "linear" grows with the share of slots that are filled, as published. The last three
+# are of the chain of a token (`ChainSettings`).
 _OWN = "the model's own"
-
-
-@dataclass(frozen=True)
-class ContinuousLaw:
-    """Settings that are part of the law: a sampler is lossless with respect to plain decoding with the same ones.
-
-    Attributes:
-        order: of a masked model: "random", "raster", or all places of the grid, each once; None: random.
-        guidance: "linear", growing with the share of slots that are filled, as published, or "constant".
-        head_steps, eta, final_noise: of the chain of a token (`ChainSettings`); None: the model's own.
-    """
-
-    order: Annotated[
-        str | Sequence[int] | None, OneOf(ORDERS), Within(0, none="random, or the model's own")
-    ] = None
-    guidance: Annotated[str, OneOf(("linear", "constant"))] = "linear"
-    head_steps: Annotated[int | None, Within(1, 1000, none=_OWN)] = None
-    eta: Annotated[float | None, Within(0, 1, none=_OWN)] = None
-    final_noise: Annotated[float | None, Within(0, none=_OWN)] = None
+Order = Annotated[str | Sequence[int] | None, OneOf(ORDERS), Within(0, none="random, or the model's own")]
+Guidance = Annotated[str, OneOf(("linear", "constant"))]
+HeadSteps = Annotated[int | None, Within(1, 1000, none=_OWN)]
+Eta = Annotated[float | None, Within(0, 1, none=_OWN)]
+FinalNoise = Annotated[float | None, Within(0, none=_OWN)]
 
 
 class VectorSampler(Sampler):
@@ -155,7 +144,12 @@ class VectorSampler(Sampler):
 
 
 class ContinuousTokenSampler(VectorSampler):
-    """The base of samplers of continuous tokens, whose settings include `ContinuousLaw`."""
+    """The base of samplers of continuous tokens. The constructors of its methods declare the settings of the law:
+
+    order: of a masked model: "random", "raster", or all places of the grid, each once; None: random.
+    guidance: "linear", growing with the share of slots that are filled, as published, or "constant".
+    head_steps, eta, final_noise: of the chain of a token (`ChainSettings`); None: the model's own.
+    """
 
     takes: ClassVar[tuple[str, ...]] = ()
     law_names = ("steps", "order", "guidance", "head_steps", "last_head_steps", "eta", "final_noise", *REUSE)

@@ -22,10 +22,17 @@ from visual_spec.models.core.settings import (
     Graph,
     Within,
     register_to_config,
-    with_groups,
 )
 from visual_spec.samplers.continuous import conditions
-from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState, ContinuousTokenSampler
+from visual_spec.samplers.continuous.base import (
+    ContinuousState,
+    ContinuousTokenSampler,
+    Eta,
+    FinalNoise,
+    Guidance,
+    HeadSteps,
+    Order,
+)
 from visual_spec.samplers.continuous.conditions import CallShape, call_shapes
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.state import Run
@@ -54,7 +61,7 @@ class ContinuousSampler(ContinuousTokenSampler):
         local_levels: share of their levels that the chains of local calls have, rounded down. (ReCAP's scripts: 0.4.)
         graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible,
             and never with reuse.
-        groups: by their names, the settings of `ContinuousLaw`.
+        order, guidance, head_steps, eta, final_noise: of the law, see `ContinuousTokenSampler`.
 
     A call takes the `law`'s guidance scale and temperature; the temperature multiplies the noise of the chain's steps,
     or, if the chain is deterministic, its start. It returns tokens float [B, L, d] in raster order, with a
@@ -64,17 +71,19 @@ class ContinuousSampler(ContinuousTokenSampler):
     keeps: Any = IDENTICAL
 
     @register_to_config
-    @with_groups(ContinuousLaw)
     def __init__(
         self,
         steps: Annotated[int | None, Within(1, MOST_CALLS, none="one a token")] = None,
-        *,
+        order: Order = None,
+        guidance: Guidance = "linear",
+        head_steps: HeadSteps = None,
+        eta: Eta = None,
+        final_noise: FinalNoise = None,
         last_head_steps: Annotated[int | None, Within(1, 1000, none="as many in all calls")] = None,
         graph: Graph = AUTO,
         reuse: Annotated[int, Within(0)] = 0,
         reuse_from: Annotated[float, SHARE] = 0.0,
         local_levels: Annotated[float, Within(above=0, most=1)] = 1.0,
-        **groups: Any,
     ) -> None:
         self.records_steps = reuse == 0
         if reuse and graph is True:

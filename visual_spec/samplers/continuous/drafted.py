@@ -9,10 +9,18 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, register_to_config, with_groups
+from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, register_to_config
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.as_released import CspdReleaseRule, CspdRule
-from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState, ContinuousTokenSampler
+from visual_spec.samplers.continuous.base import (
+    ContinuousState,
+    ContinuousTokenSampler,
+    Eta,
+    FinalNoise,
+    Guidance,
+    HeadSteps,
+    Order,
+)
 from visual_spec.samplers.continuous.coupling import keep_probability
 from visual_spec.samplers.continuous.denoising import ChainLog, Chains
 from visual_spec.samplers.continuous.rules import (
@@ -68,8 +76,8 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         tolerance: of rule "aligned".
         prefill: share of the slots, the first ones, that the target draws alone. The published figures have 0.05.
         measure: of rule "aligned": measure what the shifted contexts do to the law, with one more call a round.
-        groups: by their names, the settings of `ContinuousLaw`. Plain decoding has the same law with the same ones, and
-            one token a call.
+        order, guidance, head_steps, eta, final_noise: of the law, see `ContinuousTokenSampler`. Plain
+            decoding has the same law with the same ones, and one token a call.
 
     A call takes a `drafter`, a smaller model of the same kind and tokens.
     """
@@ -78,7 +86,6 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
     needs_drafter = True
 
     @register_to_config
-    @with_groups(ContinuousLaw)
     def __init__(
         self,
         rule: Annotated[str, OneOf(tuple(RULES))] = "chain",
@@ -86,7 +93,11 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         tolerance: Annotated[float, Within(0)] = 0.1,
         prefill: Annotated[float, SHARE] = 0.0,
         measure: bool = False,
-        **groups: Any,
+        order: Order = None,
+        guidance: Guidance = "linear",
+        head_steps: HeadSteps = None,
+        eta: Eta = None,
+        final_noise: FinalNoise = None,
     ) -> None:
         pass
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.settings import MOST_CALLS, Within, register_to_config, with_groups
-from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState
+from visual_spec.models.core.settings import MOST_CALLS, Within, register_to_config
+from visual_spec.samplers.continuous.base import ContinuousState, Eta, FinalNoise, Guidance, HeadSteps, Order
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.continuous.coupling import couple
 from visual_spec.samplers.continuous.denoising import Chains, Law, drawn
@@ -32,7 +32,8 @@ class HeadSpeculativeSampler(ContinuousSampler):
     Args:
         levels: of a chain that one call of the head scores, at least 2.
         steps: as `ContinuousSampler`, whose law this has with the same settings.
-        groups: by their names, the settings of `ContinuousLaw`. The chain's steps need noise.
+        order, guidance, head_steps, eta, final_noise: of the law, see `ContinuousTokenSampler`. The chain's
+            steps need noise.
 
     `ContinuousTrace.head_calls` counts what it saves; `target_calls` stay.
     """
@@ -40,12 +41,15 @@ class HeadSpeculativeSampler(ContinuousSampler):
     keeps = LOSSLESS
 
     @register_to_config
-    @with_groups(ContinuousLaw)
     def __init__(
         self,
         levels: Annotated[int, Within(2)] = 8,
         steps: Annotated[int | None, Within(1, MOST_CALLS, none="one a token")] = None,
-        **groups: Any,
+        order: Order = None,
+        guidance: Guidance = "linear",
+        head_steps: HeadSteps = None,
+        eta: Eta = None,
+        final_noise: FinalNoise = None,
     ) -> None:
         pass
 

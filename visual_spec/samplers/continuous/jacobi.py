@@ -13,9 +13,17 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.settings import OneOf, Within, register_to_config, with_groups
+from visual_spec.models.core.settings import OneOf, Within, register_to_config
 from visual_spec.samplers.continuous import conditions
-from visual_spec.samplers.continuous.base import ContinuousLaw, ContinuousState, ContinuousTokenSampler
+from visual_spec.samplers.continuous.base import (
+    ContinuousState,
+    ContinuousTokenSampler,
+    Eta,
+    FinalNoise,
+    Guidance,
+    HeadSteps,
+    Order,
+)
 from visual_spec.samplers.continuous.denoising import ChainLog
 from visual_spec.samplers.continuous.rules import AlignedRule, ChainRule, Rule, Window
 from visual_spec.samplers.core.acceptance import accepted_prefix
@@ -46,18 +54,21 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
             itself, and a draft within the tolerance stays as the context of those after it
             (`visual_spec.samplers.continuous.rules`).
         tolerance: of rule "aligned".
-        groups: by their names, the settings of `ContinuousLaw`. Plain decoding has the same law with the same ones, and
-            one token a call.
+        order, guidance, head_steps, eta, final_noise: of the law, see `ContinuousTokenSampler`. Plain
+            decoding has the same law with the same ones, and one token a call.
     """
 
     @register_to_config
-    @with_groups(ContinuousLaw)
     def __init__(
         self,
         window: Annotated[int, Within(2)] = 4,
         rule: Annotated[str, OneOf(("chain", "aligned"))] = "chain",
         tolerance: Annotated[float, Within(0)] = 0.1,
-        **groups: Any,
+        order: Order = None,
+        guidance: Guidance = "linear",
+        head_steps: HeadSteps = None,
+        eta: Eta = None,
+        final_noise: FinalNoise = None,
     ) -> None:
         pass
 
