@@ -467,75 +467,6 @@ def test_unknown_words_are_a_warning(model, tmp_path, capsys):
     assert "visual-spec: warning: the text encoder does not know 'giraffe'" in capsys.readouterr().err
 
 
-def test_models_lists_the_embedded_ones(model, capsys, monkeypatch):
-    monkeypatch.setattr(embedded, "weights_folder", lambda: Path(model).parent)
-    assert cli.main(["models"]) == 0
-    out = capsys.readouterr().out
-    assert "tiny" in out and "ImagePipeline" in out and "M" in out
-    assert cli.main(["models", "--json"]) == 0
-    (fact,) = last_line(capsys)["embedded"]
-    assert fact["name"] == "tiny" and fact["image_size"] == 8 and fact["bytes"] > 0
-
-
-def test_models_lists_sizes_samplers_and_what_was_verified(capsys):
-    assert cli.main(["models"]) == 0
-    out = capsys.readouterr().out
-    (xxl,) = (line.split() for line in out.splitlines() if line.startswith("LlamaGen-XXL class 384"))
-    assert xxl[3:] == ["384", "576", "1411M", "6.3", "3.2", "official", "layout"]
-    tables = out[: out.index("\nSamplers and models")].splitlines()
-    assert max(len(line) for line in tables if not line.startswith(("On top", "  "))) <= 100
-    (tree,) = (line for line in out.splitlines() if line.startswith("TreeSampler"))
-    assert "+ drafter" in tree and "Emu3-Gen" in out and "Janus" in out
-    assert "the released weights themselves were not run" in out
-    assert cli.main(["models", "--json"]) == 0
-    document = last_line(capsys)
-    known = {model["name"]: model for model in document["models"]}
-    # Weights, and two rows of keys and values over 1 + 576 positions of 48 layers.
-    assert known["LlamaGen-XXL class 384"]["memory_bytes"]["bfloat16"] == 2 * (
-        1_410_972_672 + 2 * 577 * 2 * 48 * 1536
-    )
-    assert known["Emu3-Gen"]["samplers"]["AutoregressiveSampler"] == "yes"
-
-
-def test_models_names_the_samplers_of_one_model_and_the_settings_of_one_sampler(capsys):
-    assert cli.main(["models", "tunes_masked"]) == 0
-    takes, others = capsys.readouterr().out.split("It does not take")
-    assert "masked" in takes.split() or "masked." in takes.split() or "masked," in takes
-    assert "speculative-masked" not in takes and "4 codebooks" in others and "autoregressive, " in others
-    assert (
-        others.count("does not decode several codebooks") + others.count("does not fill in") == 1
-    )  # said once
-    assert cli.main(["models", "tree"]) == 0
-    assert "depth: an integer of at least 1 (default: " in capsys.readouterr().out
-    assert cli.main(["generate", "x", "--sampler", "tree:dept=3"]) == 2
-    assert "depth: an integer of at least 1" in capsys.readouterr().err
-    capsys.readouterr()
-    for name, told in (
-        ("janus", "accelerate(model)"),
-        ("llamagen-xxl", "c2i_XXL_384.pt; ClassImage"),
-        ("CSM", "same"),
-    ):
-        assert cli.main(["models", name]) == 0
-        assert told in capsys.readouterr().out
-    for name, near in (("shapez", "shapes"), ("speculative-jacobbi", "speculative-jacobi")):
-        assert cli.main(["models", name]) == 2
-        assert capsys.readouterr().err.endswith(f"Did you mean {near}?\n")
-
-
-@pytest.mark.parametrize("width", [80, 120, 400])
-def test_the_tables_of_models_fit_the_terminal(capsys, monkeypatch, width):
-    cli.main(["models"])
-    words = capsys.readouterr().out.split()
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(width))
-    cli.main(["models"])
-    out = capsys.readouterr().out
-    tables = out[: out.index("\nVerified")].splitlines()
-    table_lines = [line for line in tables if not line.startswith(("On top", "Official"))]
-    assert max(map(len, table_lines)) <= width
-    assert {*words} - {*out.split()} <= {word for word in words if set(word) == {"-"}}  # rules alone differ
-
-
 def test_official_files_are_converted_and_drawn_from(tmp_path, capsys, monkeypatch):
     add_tiny_presets(monkeypatch)
     files = [str(write_class_model(tmp_path)), str(write_tokenizer(tmp_path))]
@@ -569,12 +500,6 @@ def test_an_official_file_in_place_of_a_model_is_told_what_to_do(tmp_path, capsy
     path = write_class_model(tmp_path)
     assert generate(str(path), tmp_path / "out", PROMPT) == 2
     assert f"`visual-spec convert {path} --out DIR`" in capsys.readouterr().err
-
-
-def test_bench_reads_its_own_arguments(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", "--help"])
-    assert stop.value.code == 0 and "bench" in capsys.readouterr().out
 
 
 def test_nothing_stands_beside_the_one_sampler_of_a_model(tmp_path, capsys):

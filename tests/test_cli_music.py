@@ -189,7 +189,7 @@ def test_a_missing_writer_is_named_before_anything_is_played(tmp_path, capsys, m
     monkeypatch.setitem(sys.modules, "soundfile", None)
     monkeypatch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
     assert play(tmp_path, PROMPT, "--format", "flac") == 2
-    assert "writing flac needs soundfile: install visual-spec[audio]" in capsys.readouterr().err
+    assert "writing flac needs soundfile: pip install '.[audio]' in a checkout" in capsys.readouterr().err
 
 
 def test_the_medium_is_that_of_the_model(tmp_path, capsys):

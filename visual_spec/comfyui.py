@@ -66,8 +66,11 @@ class _Transformers:
 def _folders() -> dict[str, Path]:
     """Models in the folder `models/visual_spec` of ComfyUI, by their names."""
     paths = sys.modules.get("folder_paths")
-    home = Path(paths.models_dir, "visual_spec") if paths else Path("models", "visual_spec")
-    return {path.name: path for path in sorted(home.glob("*")) if path.is_dir()} if home.is_dir() else {}
+    if paths is None:  # not within ComfyUI: the folder where this happens to run has no say
+        return {}
+    return {
+        path.name: path for path in sorted(Path(paths.models_dir, "visual_spec").glob("*")) if path.is_dir()
+    }
 
 
 def _load(name: str) -> Any:

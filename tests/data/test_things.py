@@ -8,8 +8,8 @@ import pytest
 from PIL import Image, ImageFilter
 
 from visual_spec.data import things
-from visual_spec.data.things import GROUNDS, NOUNS, SPRITE, Scene, Thing, caption, is_held_out
-from visual_spec.data.things_parser import WantedFacts, parse_caption, parse_picture, score
+from visual_spec.data.things import GROUNDS, NOUNS, SPRITE, Thing, ThingsScene, caption, is_held_out
+from visual_spec.data.things_parser import WantedThings, parse_caption, parse_picture, score
 
 SCENES, PICTURES = things.sample_dataset(200, 3)
 
@@ -29,12 +29,12 @@ def test_pictures_are_their_drawings_on_their_ground():
 
 
 def test_captions_say_what_is_there_and_are_read_back():
-    assert caption(Scene((Thing("fox", 32, 64), Thing("owl", 96, 64)), "mint", "left of")) == (
+    assert caption(ThingsScene((Thing("fox", 32, 64), Thing("owl", 96, 64)), "mint", "left of")) == (
         "a fox left of an owl on a mint background"
     )
     for scene in SCENES:
         nouns = tuple(one.noun for one in scene.objects)
-        assert parse_caption(caption(scene)) == WantedFacts(nouns, scene.ground, scene.relation)
+        assert parse_caption(caption(scene)) == WantedThings(nouns, scene.ground, scene.relation)
         if scene.relation is not None:
             first, second = scene.objects
             right, down = second.x - first.x, second.y - first.y
@@ -50,7 +50,7 @@ def test_held_out_pairs_are_never_seen_together():
     }
     assert not {pair for pair in seen if len(pair) == 2} & held
     pairs = [
-        is_held_out(Scene((Thing(one, 32, 64), Thing(other, 96, 64)), "sky", "above"))
+        is_held_out(ThingsScene((Thing(one, 32, 64), Thing(other, 96, 64)), "sky", "above"))
         for one, other in itertools.combinations(NOUNS, 2)
     ]
     assert 0.08 < np.mean(pairs) < 0.12
@@ -75,12 +75,12 @@ def test_wrong_pictures_are_told():
     pair = next(scene for scene in SCENES if scene.relation == "left of")
     first, second = pair.objects
     picture, prompt = things.render(pair), caption(pair)
-    assert score(caption(Scene((second, first), pair.ground, "left of")), picture)["relation"] is False
-    assert score(caption(Scene(pair.objects, pair.ground, "above")), picture)["relation"] is False
-    alone = score(prompt, things.render(Scene((first,), pair.ground)))
+    assert score(caption(ThingsScene((second, first), pair.ground, "left of")), picture)["relation"] is False
+    assert score(caption(ThingsScene(pair.objects, pair.ground, "above")), picture)["relation"] is False
+    alone = score(prompt, things.render(ThingsScene((first,), pair.ground)))
     assert alone == {"thing": False, "count": False, "background": True, "relation": False}
     other = next(ground for ground in GROUNDS if ground != pair.ground)
-    assert score(prompt, things.render(Scene(pair.objects, other, "left of"))) == {
+    assert score(prompt, things.render(ThingsScene(pair.objects, other, "left of"))) == {
         "thing": True, "count": True, "background": False, "relation": True,
     }  # fmt: skip
     spoilt = picture.copy()
@@ -100,4 +100,4 @@ def test_captions_of_others_are_refused(text):
     with pytest.raises(ValueError, match=r"\(64, 64, 3\).*128"):
         parse_picture(np.zeros((64, 64, 3), np.uint8))
     with pytest.raises(ValueError, match="'tartan'.*mint"):
-        things.render(Scene((), "tartan"))
+        things.render(ThingsScene((), "tartan"))

@@ -113,7 +113,7 @@ def test_embedded_models_load_by_name(folder, monkeypatch):
 
 def test_without_the_package_of_weights_the_message_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(embedded, "weights_folder", lambda: tmp_path / "none")
-    install = re.escape('pip install "visual-spec[models]"')
+    install = re.escape("pip install ./weights in a checkout")
     for load in (ImagePipeline.from_pretrained, load_pipeline):
         with pytest.raises(ValueError, match=f"'shapes'.*{install}"):
             load("shapes")

@@ -166,7 +166,9 @@ def make_page(models: Sequence[str], device: str | None = None, dtype: str = "fl
     try:
         import gradio  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError(f"visual-spec app needs {error.name}: pip install 'visual-spec[app]'") from error
+        raise ImportError(
+            f"visual-spec app needs {error.name}: pip install '.[app]' in a checkout"
+        ) from error
     from visual_spec.pipelines.placing import load
 
     loaded = lru_cache(maxsize=2)(lambda name: load(name, device, dtype))

@@ -74,11 +74,8 @@ def run(args: argparse.Namespace) -> int:
     print("\nOf other libraries: visual_spec.accelerate(model)")
     print("\n".join(_filled(f"{name}: {what}", "  ") for name, what in families.ACCELERATED.items()))
     print("\nVerified")
-    for name, how in families.VERIFIED.items():
-        print(f"  {name}: {how}")
-    print(
-        "A folder written by save_pretrained or a Hub id 'owner/name' can be given in place of an embedded name."
-    )
+    print("\n".join(_filled(f"{name}: {how}", "  ") for name, how in families.VERIFIED.items()))
+    print("Instead of an embedded name: a folder written by save_pretrained, or a Hub id 'owner/name'.")
     return 0
 
 
@@ -202,13 +199,14 @@ def _model_samplers(name: str) -> str:
 
 def _sampler_settings(name: str) -> str:
     """The settings of a sampler: what each may be, and its default."""
+    from visual_spec.models.core.settings import groups_of
     from visual_spec.pipelines.sampler_text import declared_limits
     from visual_spec.samplers.registry import by_name, sampler_class
 
     kind = sampler_class(by_name(name))
-    words = {
-        key: text for parent in reversed(kind.__mro__) for key, text in _words(parent.__doc__ or "").items()
-    }
+    words: dict[str, str] = {}
+    for told in (*map(type, groups_of(kind.__init__).values()), *reversed(kind.__mro__)):
+        words |= _words(told.__doc__ or "")
     lines = [
         _filled(f"{key}: {what}.{' ' * (key in words)}{words.get(key, '')}", "")
         for key, what in declared_limits(kind).items()
@@ -217,8 +215,8 @@ def _sampler_settings(name: str) -> str:
 
 
 def _words(docstring: str) -> dict[str, str]:
-    """What the section "Args:" of a docstring says of each name."""
-    section = re.search(r"^( *)Args:\n((?:\1 +.*\n|\n)+)", docstring + "\n", re.MULTILINE)
+    """What the section "Args:" or "Attributes:" of a docstring says of each name."""
+    section = re.search(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n|\n)+)", docstring + "\n", re.MULTILINE)
     if section is None:
         return {}
     entries = re.split(rf"^{section[1]}    (?=[\w, ]+:)", section[2], flags=re.MULTILINE)
@@ -228,7 +226,7 @@ def _words(docstring: str) -> dict[str, str]:
 
 def _filled(text: str, indent: str) -> str:
     return textwrap.fill(
-        text, _width() or 120, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
+        text, _width() or 100, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
     )
 
 

@@ -1,11 +1,11 @@
 """visual-spec sample: draw a set of pictures or clips for an evaluation, as files that every scorer reads.
 
     visual-spec sample --model shapes_var --prompts classes --num 50000 --out drawn
-    torchrun --nproc-per-node 8 -m -- visual_spec sample --model ... (the same)
-    visual-spec sample --model ... --engine ray                   (the same, on the machines of a Ray cluster)
+    visual-spec sample --model things --prompts captions.txt --out drawn --engine ray
+    torchrun --nproc-per-node 8 -m -- visual_spec sample --model ...
 
-A run that was stopped goes on where it was; under `torchrun`, or with `--rank` and `--shards`, processes share the
-work. The samples are the same bit for bit either way.
+A run that was stopped goes on where it was; on a Ray cluster, under `torchrun`, or with `--rank` and `--shards`,
+processes share the work. The samples are the same bit for bit either way.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Thing:
 
 
 @dataclass(frozen=True)
-class Scene:
+class ThingsScene:
     """A picture's ground truth. `relation` binds the first to the second thing."""
 
     objects: tuple[Thing, ...]
@@ -53,7 +53,7 @@ def _phrase(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def caption(scene: Scene) -> str:
+def caption(scene: ThingsScene) -> str:
     """Return the English caption of a scene, the only form on which the embedded text encoder is trained."""
     things = f" {scene.relation} ".join(_phrase(one.noun) for one in scene.objects)
     return f"{things} on a {scene.ground} background"
@@ -65,7 +65,7 @@ def vocabulary() -> list[str]:
     return ["a", "an", "on", "background", *GROUNDS, *relations, *NOUNS]
 
 
-def is_held_out(scene: Scene) -> bool:
+def is_held_out(scene: ThingsScene) -> bool:
     """Return whether no trainer uses a scene: its pair of things, or its thing on its ground, is of the held-out tenth.
 
     The order of a pair does not matter, nor do places.
@@ -74,7 +74,7 @@ def is_held_out(scene: Scene) -> bool:
     return splits.is_held_out(" ".join(names if len(names) > 1 else [*names, scene.ground]))
 
 
-def sample_scene(rng: np.random.Generator) -> Scene:
+def sample_scene(rng: np.random.Generator) -> ThingsScene:
     """Draw a scene: 3 in 10 show one thing, the others a pair, in either relation."""
     ground, kind = str(rng.choice(list(GROUNDS))), rng.random()
     names = [str(noun) for noun in rng.choice(NOUNS, 2, replace=False)]
@@ -84,20 +84,20 @@ def sample_scene(rng: np.random.Generator) -> Scene:
 
     near, middle, far = (int(rng.choice(places)) for places in (_NEAR, _MIDDLE, _FAR))
     if kind < 0.3:
-        return Scene((thing(names[0], middle, int(rng.choice(_MIDDLE))),), ground)
+        return ThingsScene((thing(names[0], middle, int(rng.choice(_MIDDLE))),), ground)
     if kind < 0.65:
-        return Scene((thing(names[0], middle, near), thing(names[1], middle, far)), ground, "left of")
-    return Scene((thing(names[0], near, middle), thing(names[1], far, middle)), ground, "above")
+        return ThingsScene((thing(names[0], middle, near), thing(names[1], middle, far)), ground, "left of")
+    return ThingsScene((thing(names[0], near, middle), thing(names[1], far, middle)), ground, "above")
 
 
-def sample_scenes(count: int, seed: int | tuple[int, int], *, held_out: bool = False) -> list[Scene]:
+def sample_scenes(count: int, seed: int | tuple[int, int], *, held_out: bool = False) -> list[ThingsScene]:
     """Draw scenes of `sample_scene` that are all inside or all outside the held-out tenth."""
     return splits.sample_part(sample_scene, is_held_out, count, seed, held_out)
 
 
 def sample_dataset(
     count: int, seed: int | tuple[int, int], *, held_out: bool = False
-) -> tuple[list[Scene], np.ndarray]:
+) -> tuple[list[ThingsScene], np.ndarray]:
     """Scenes of `sample_scenes`, and their pictures uint8 `[count, 128, 128, 3]`."""
     scenes = sample_scenes(count, seed, held_out=held_out)
     return scenes, np.array([render(scene) for scene in scenes], np.uint8).reshape(
@@ -127,7 +127,7 @@ def sprites() -> dict[str, np.ndarray]:
     }
 
 
-def render(scene: Scene) -> np.ndarray:
+def render(scene: ThingsScene) -> np.ndarray:
     """Paint a scene: uint8 `[128, 128, 3]`.
 
     Raises:

@@ -15,11 +15,11 @@ from PIL import Image
 
 from visual_spec.data.shapes import CELL, IMAGE_SIZE
 from visual_spec.data.shapes_parser import all_correct, prompt_accuracy
-from visual_spec.data.things import GROUNDS, NOUNS, RELATIONS, SPRITE, Scene, Thing, render, sprites
+from visual_spec.data.things import GROUNDS, NOUNS, RELATIONS, SPRITE, Thing, ThingsScene, render, sprites
 
 __all__ = [
-    "PictureFacts",
-    "WantedFacts",
+    "ThingsFacts",
+    "WantedThings",
     "all_correct",
     "parse_caption",
     "parse_picture",
@@ -35,7 +35,7 @@ _BLOB = 5  # so many strange cells count as one more thing
 
 
 @dataclass(frozen=True)
-class WantedFacts:
+class WantedThings:
     """Everything in a caption. `relation` binds the first to the second thing."""
 
     nouns: tuple[str, ...]
@@ -44,7 +44,7 @@ class WantedFacts:
 
 
 @dataclass(frozen=True)
-class PictureFacts:
+class ThingsFacts:
     """What a picture shows.
 
     Attributes:
@@ -69,7 +69,7 @@ def is_caption(text: str) -> bool:
     return _matched(text) is not None
 
 
-def parse_caption(text: str) -> WantedFacts:
+def parse_caption(text: str) -> WantedThings:
     """Parse a caption of `visual_spec.data.things.caption`; upper case and extra white space are accepted.
 
     Raises:
@@ -83,10 +83,10 @@ def parse_caption(text: str) -> WantedFacts:
             f"{', '.join(GROUNDS)}. Use these words, in this order."
         )
     first, relation, second, ground = match.groups()
-    return WantedFacts((first,) if second is None else (first, second), ground, relation)
+    return WantedThings((first,) if second is None else (first, second), ground, relation)
 
 
-def parse_picture(image: Image.Image | np.ndarray) -> PictureFacts:
+def parse_picture(image: Image.Image | np.ndarray) -> ThingsFacts:
     """Read a picture.
 
     Args:
@@ -118,9 +118,9 @@ def parse_picture(image: Image.Image | np.ndarray) -> PictureFacts:
         reach = SPRITE // CELL - 1  # two drawings may share a cell of their empty borders
         taken[max(0, down - reach + 1) : down + reach, max(0, across - reach + 1) : across + reach] = True
     found = tuple(things)
-    apart = np.abs(pixels - render(Scene(found, ground))).mean(-1)
+    apart = np.abs(pixels - render(ThingsScene(found, ground))).mean(-1)
     strange = apart.reshape(IMAGE_SIZE // CELL, CELL, IMAGE_SIZE // CELL, CELL).mean((1, 3)) > _STRANGE
-    return PictureFacts(
+    return ThingsFacts(
         found, round(int(strange.sum()) / (2 * _BLOB)) if strange.sum() >= _BLOB else 0, ground
     )
 

@@ -30,7 +30,7 @@ def figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("charts need matplotlib: install visual-spec[eval]") from error
+        raise ImportError("charts need matplotlib: pip install '.[eval]' in a checkout") from error
     return Figure
 
 

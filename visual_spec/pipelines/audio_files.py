@@ -57,7 +57,7 @@ def audio_bytes(audio: Any, sampling_rate: int, kind: str = "wav") -> bytes:
         import soundfile  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
-            f"writing {kind} needs soundfile: install visual-spec[audio], or write wav, which needs nothing."
+            f"writing {kind} needs soundfile: pip install '.[audio]' in a checkout, or write wav, which needs nothing."
         ) from error
     soundfile.write(buffer, samples, int(sampling_rate), format=kind.upper(), subtype=FORMATS[kind])
     return buffer.getvalue()
@@ -130,8 +130,8 @@ def resample(clip: Tensor, rate: int, wanted: int) -> Tensor:
         from torchaudio.functional import resample as by_torchaudio
     except ImportError as error:
         raise ImportError(
-            f"resampling from {rate} Hz to {wanted} Hz needs torchaudio: install visual-spec[audio], or pass a clip of "
-            f"{wanted} Hz."
+            f"resampling from {rate} Hz to {wanted} Hz needs torchaudio: pip install '.[audio]' in a checkout, or pass "
+            f"a clip of {wanted} Hz."
         ) from error
     return by_torchaudio(clip.double(), rate, wanted).to(clip)
 

@@ -33,10 +33,7 @@ def missing_models() -> str:
     """What to install where there are no embedded models; empty where they are."""
     if weights_folder().is_dir():
         return ""
-    return (
-        "the embedded models are not installed; install them with  pip install ./weights  in a checkout, or with  "
-        'pip install "visual-spec[models]"'
-    )
+    return "the embedded models are not installed: pip install ./weights in a checkout"
 
 
 def embedded_models() -> list[str]:

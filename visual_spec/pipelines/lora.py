@@ -37,7 +37,7 @@ def load_adapter(
     An error leaves the transformer as it was.
     """
     if not is_peft_available():
-        raise ImportError("adapters need PEFT; install it: pip install 'visual-spec[lora]'")
+        raise ImportError("adapters need PEFT; install it: pip install '.[lora]' in a checkout")
     if not isinstance(model, PeftAdapterMixin):
         raise ValueError(
             f"{type(model).__name__} takes no adapters here; merge them into it by PEFT before it is put into the "

@@ -92,7 +92,7 @@ def _av() -> Any:
         import av  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
-            "writing mp4 needs PyAV: install visual-spec[video], or write gif or png, which need nothing."
+            "writing mp4 needs PyAV: pip install '.[video]' in a checkout, or write gif or png, which need nothing."
         ) from error
     return av
 

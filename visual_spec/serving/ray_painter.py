@@ -29,7 +29,7 @@ def require_serve() -> Any:
     try:
         from ray import serve  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("--engine ray needs Ray Serve: pip install 'visual-spec[serve]'") from error
+        raise ImportError("--engine ray needs Ray Serve: pip install '.[serve]' in a checkout") from error
     return serve
 
 

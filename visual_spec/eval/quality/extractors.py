@@ -141,7 +141,9 @@ def _inception(setup: Setup, outputs: list[str]) -> Any:
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as error:
-        raise ImportError("Inception features need torch-fidelity: install visual-spec[eval]") from error
+        raise ImportError(
+            "Inception features need torch-fidelity: pip install '.[eval]' in a checkout"
+        ) from error
     try:  # torch-fidelity itself would unpickle more than tensors
         check_finite(read_checkpoint(path).weights, str(path))
     except ValueError as error:
@@ -426,7 +428,7 @@ def pixel_features(setup: Setup) -> Extractor:
     try:
         from torchmetrics.functional.image import structural_similarity_index_measure as similarity
     except ImportError as error:
-        raise ImportError("ssim and psnr need torchmetrics: install visual-spec[eval]") from error
+        raise ImportError("ssim and psnr need torchmetrics: pip install '.[eval]' in a checkout") from error
 
     def compared(one: Tensor, other: Tensor) -> dict[str, Tensor]:
         value = similarity(one, other, data_range=255.0, reduction="none")
@@ -446,7 +448,9 @@ def lpips_features(setup: Setup) -> Extractor:
     try:
         from torchmetrics.functional.image.lpips import _LPIPS
     except ImportError as error:
-        raise ImportError("lpips needs torchmetrics and torchvision: install visual-spec[eval]") from error
+        raise ImportError(
+            "lpips needs torchmetrics and torchvision: pip install '.[eval]' in a checkout"
+        ) from error
     network = _LPIPS(pretrained=True, net="alex", pnet_rand=True)
     own = network.net.state_dict()
     wanted = {name: f"features.{name.split('.', 1)[1]}" for name in own}

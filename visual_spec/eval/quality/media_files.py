@@ -82,7 +82,9 @@ def _by_soundfile(file: BinaryIO, path: Path) -> tuple[np.ndarray, int]:
     try:
         import soundfile  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError(f"{path} needs soundfile to be read: install visual-spec[audio]") from error
+        raise ImportError(
+            f"{path} needs soundfile to be read: pip install '.[audio]' in a checkout"
+        ) from error
     file.seek(0)
     try:
         with soundfile.SoundFile(file) as clip:
@@ -114,7 +116,9 @@ def read_video(path: Path) -> np.ndarray:
             try:
                 import av  # pyright: ignore[reportMissingImports]
             except ImportError as error:
-                raise ImportError(f"{path} needs PyAV to be read: install visual-spec[video]") from error
+                raise ImportError(
+                    f"{path} needs PyAV to be read: pip install '.[video]' in a checkout"
+                ) from error
             with av.open(file, "r") as video:
                 return _stacked(frame.to_ndarray(format="rgb24") for frame in video.decode(video=0))
     except ImportError:

@@ -377,4 +377,4 @@ def _fidelity(name: str) -> Any:
     try:
         return importlib.import_module(f"torch_fidelity.{name}")
     except ImportError as error:
-        raise ImportError("this figure needs torch-fidelity: install visual-spec[eval]") from error
+        raise ImportError("this figure needs torch-fidelity: pip install '.[eval]' in a checkout") from error

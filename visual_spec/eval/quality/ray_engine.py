@@ -20,7 +20,7 @@ def require_ray() -> Any:
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("--engine ray needs Ray Data: install visual-spec[scale]") from error
+        raise ImportError("--engine ray needs Ray Data: pip install '.[scale]' in a checkout") from error
     return ray
 
 

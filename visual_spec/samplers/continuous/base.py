@@ -144,11 +144,12 @@ class VectorSampler(Sampler):
 
 
 class ContinuousTokenSampler(VectorSampler):
-    """The base of samplers of continuous tokens. The constructors of its methods declare the settings of the law:
+    """The base of samplers of continuous tokens. The constructors of its methods declare the settings of the law.
 
-    order: of a masked model: "random", "raster", or all places of the grid, each once; None: random.
-    guidance: "linear", growing with the share of slots that are filled, as published, or "constant".
-    head_steps, eta, final_noise: of the chain of a token (`ChainSettings`); None: the model's own.
+    Args:
+        order: of a masked model: "random", "raster", or all places of the grid, each once; None: random.
+        guidance: "linear", growing with the share of slots that are filled, as published, or "constant".
+        head_steps, eta, final_noise: of the chain of a token (`ChainSettings`); None: the model's own.
     """
 
     takes: ClassVar[tuple[str, ...]] = ()

@@ -61,7 +61,8 @@ class ContinuousSampler(ContinuousTokenSampler):
         local_levels: share of their levels that the chains of local calls have, rounded down. (ReCAP's scripts: 0.4.)
         graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible,
             and never with reuse.
-        order, guidance, head_steps, eta, final_noise: of the law, see `ContinuousTokenSampler`.
+
+    The other settings are of the law (`ContinuousTokenSampler`).
 
     A call takes the `law`'s guidance scale and temperature; the temperature multiplies the noise of the chain's steps,
     or, if the chain is deterministic, its start. It returns tokens float [B, L, d] in raster order, with a

@@ -76,8 +76,9 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         tolerance: of rule "aligned".
         prefill: share of the slots, the first ones, that the target draws alone. The published figures have 0.05.
         measure: of rule "aligned": measure what the shifted contexts do to the law, with one more call a round.
-        order, guidance, head_steps, eta, final_noise: of the law, see `ContinuousTokenSampler`. Plain
-            decoding has the same law with the same ones, and one token a call.
+
+    The other settings are of the law (`ContinuousTokenSampler`). Plain decoding has the same law with the same ones,
+    and one token a call.
 
     A call takes a `drafter`, a smaller model of the same kind and tokens.
     """

@@ -32,8 +32,8 @@ class HeadSpeculativeSampler(ContinuousSampler):
     Args:
         levels: of a chain that one call of the head scores, at least 2.
         steps: as `ContinuousSampler`, whose law this has with the same settings.
-        order, guidance, head_steps, eta, final_noise: of the law, see `ContinuousTokenSampler`. The chain's
-            steps need noise.
+
+    The other settings are of the law (`ContinuousTokenSampler`); the chain's steps need noise.
 
     `ContinuousTrace.head_calls` counts what it saves; `target_calls` stay.
     """

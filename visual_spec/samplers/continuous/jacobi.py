@@ -54,8 +54,9 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
             itself, and a draft within the tolerance stays as the context of those after it
             (`visual_spec.samplers.continuous.rules`).
         tolerance: of rule "aligned".
-        order, guidance, head_steps, eta, final_noise: of the law, see `ContinuousTokenSampler`. Plain
-            decoding has the same law with the same ones, and one token a call.
+
+    The other settings are of the law (`ContinuousTokenSampler`). Plain decoding has the same law with the same ones,
+    and one token a call.
     """
 
     @register_to_config
