@@ -36,9 +36,11 @@ LINE_DRAFT = Mixture([0.35, 0.45, 0.2], [-1.1, 0.25, 1.3], [0.3, 0.3, 0.25])
 PLANE = Mixture([0.3, 0.4, 0.3], [[-1.0, 0.0], [0.8, 0.8], [0.6, -0.9]], [0.3, 0.35, 0.25])
 PLANE_DRAFT = Mixture([0.33, 0.37, 0.3], [[-0.9, 0.1], [0.7, 0.8], [0.65, -0.8]], [0.33, 0.35, 0.3])
 
-NOISY = dict(head_steps=20, eta=1.0, final_noise=0.05)
-PUBLISHED = dict(head_steps=20, final_noise=0.05)  # learned variances: those of target and draft differ
-QUIET = dict(head_steps=20, eta=0.0, final_noise=0.0)
+NOISY: dict[str, Any] = dict(head_steps=20, eta=1.0, final_noise=0.05)
+PUBLISHED: dict[str, Any] = dict(
+    head_steps=20, final_noise=0.05
+)  # learned variances: those of target and draft differ
+QUIET: dict[str, Any] = dict(head_steps=20, eta=0.0, final_noise=0.0)
 
 
 def reference(model: Any, settings: dict[str, Any], count: int, seed: int = 1) -> Tensor:
@@ -133,7 +135,7 @@ def masked_pair(slope: float = 0.0) -> list[Any]:
 
 def test_the_release_does_not_draw_the_target_law():
     """Of one token without context, where the published criterion is all that differs."""
-    settings = dict(head_steps=20, final_noise=0.0)
+    settings: dict[str, Any] = dict(head_steps=20, final_noise=0.0)
     target, draft = two_way_pair()
     sampler = SpeculativeContinuousSampler("cspd-release", 1, order="raster", **settings)
     result = drawn(sampler, target, 3000, drafter=draft)
@@ -152,7 +154,7 @@ def histogram_distance(found: Tensor, expected: Tensor) -> float:
 def test_the_published_criterion_measures_no_less_than_it_does(wide):
     """Two tokens, one number each, both laws normal; the drafter's chain is narrower or wider at every level."""
     law, other = Mixture([1.0], [0.0], [0.5]), Mixture([1.0], [0.3], [wide])
-    settings = dict(head_steps=5, final_noise=0.5)
+    settings: dict[str, Any] = dict(head_steps=5, final_noise=0.5)
     shares = (0.6, 0.3) if wide < 0.5 else (0.3, 0.6)
     target, draft = pair(law, other, flow=False, shares=shares)
     sampler = SpeculativeContinuousSampler("cspd", 1, **settings)
@@ -219,7 +221,7 @@ class Shifted(MaskedMixtureModel):
 
 @pytest.mark.slow
 def test_a_pair_of_tokens_hangs_together_as_it_should_and_not_without_context():
-    settings = dict(head_steps=20, final_noise=0.05)
+    settings: dict[str, Any] = dict(head_steps=20, final_noise=0.05)
     target, draft = (
         Shifted(model.head.mixtures[:2], model.head.mixtures[2], slope=0.8, share=model.head.share)
         for model in masked_pair(0.8)
@@ -281,7 +283,9 @@ def last_kernel(monkeypatch: Any, sampler: Any, target: Any, draft: Any, count: 
 
 @pytest.mark.parametrize("rule", ["chain", "cspd", "cspd-release"])
 def test_the_last_innovation_is_normal_under_the_exact_rule_alone(rule, monkeypatch):
-    settings = dict(head_steps=40, final_noise=0.0063)  # the width of the published chain there
+    settings: dict[str, Any] = dict(
+        head_steps=40, final_noise=0.0063
+    )  # the width of the published chain there
     sampler = SpeculativeContinuousSampler(rule, 1, order="raster", **settings)
     far = last_kernel(monkeypatch, sampler, *two_way_pair(), count=15_000)
     assert far < 1 if rule == "chain" else far > 1
@@ -342,7 +346,7 @@ def test_the_path_rule_keeps_four_fifths_of_the_bound():
 def test_most_calls_of_the_head_are_spared():
     """A chain of 50 levels; the frozen prediction drafts well where the law is smooth."""
     model = MixtureModel([LINE] * 4, flow=True)
-    settings = dict(head_steps=50, eta=1.0)
+    settings: dict[str, Any] = dict(head_steps=50, eta=1.0)
     plain = drawn(ContinuousSampler(**settings), model, 1)
     fast = drawn(HeadSpeculativeSampler(8, **settings), model, 1)
     assert int(plain.trace.head_calls) == 200
@@ -351,7 +355,7 @@ def test_most_calls_of_the_head_are_spared():
 
 @pytest.mark.parametrize(("tolerance", "limit"), [(0.0, 0.0), (0.05, 0.1), (100.0, 0.9)])
 def test_the_measured_divergence_of_aligned_drafts_grows_with_the_tolerance(tolerance, limit):
-    settings = dict(head_steps=20, eta=1.0, final_noise=0.1)
+    settings: dict[str, Any] = dict(head_steps=20, eta=1.0, final_noise=0.1)
     second = Mixture([1.0], [0.0], [0.35])
     target, draft = (
         MixtureModel([Mixture([1.0], [m], [0.3]), second, second, second], slope=0.8, flow=True)

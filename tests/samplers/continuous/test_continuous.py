@@ -115,9 +115,9 @@ def test_the_trace_counts_and_tells():
 def test_a_model_that_drafts_for_itself_is_always_right(make, rule):
     """So drafts are verified given all drafts before them, and the drafter's context is never stale."""
     quiet = rule == "ode"
-    chain = dict(head_steps=3, eta=0.0 if quiet else 0.5, final_noise=0.0 if quiet else 0.1)
+    eta, final_noise = (0.0, 0.0) if quiet else (0.5, 0.1)
     model = calm_one(make, 0.01, head_kind="velocity")  # smooth, so that rule "ode" has densities
-    sampler = SpeculativeContinuousSampler(rule, 3, **chain)
+    sampler = SpeculativeContinuousSampler(rule, 3, head_steps=3, eta=eta, final_noise=final_noise)
     found: Any = sampler(model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2, drafter=model)
     assert found.trace.acceptance == 1.0
     assert found.trace.target_calls.tolist() == [1 + 4] * 2  # 15 slots after the first, four a call
