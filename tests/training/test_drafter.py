@@ -60,8 +60,9 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
 
 def test_refuses_pictures_of_another_run(tmp_path):
     train_tiny_drafter(tmp_path, steps=1)
-    with pytest.raises(ValueError, match="guidance.*--out"):
-        train_tiny_drafter(tmp_path, steps=1, seed=1)
+    for changed in (dict(seed=1), dict(temperature=0.5)):
+        with pytest.raises(ValueError, match="guidance or temperature.*--out"):
+            train_tiny_drafter(tmp_path, steps=1, **changed)
     target, encoder = models()
     torch.nn.init.zeros_(target.output.weight[:1])
     draw = Draw(target, encoder)
@@ -102,20 +103,22 @@ def test_target_features_give_the_targets_laws():
         assert (got - want).abs().max() < 1e-10
 
 
-def test_loss_of_a_drafter_that_is_right_is_the_entropy_of_the_target(monkeypatch):
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_loss_of_a_drafter_that_is_right_is_the_entropy_of_the_target(monkeypatch, temperature):
     target, encoder = models()
     pictures = drawn(target, encoder, 2.0)
     perfect = pictures.features[:, :, 1:].flatten(0, 1)
-    settings = DrafterTraining(unroll=3, unroll_decay=1.0)
+    settings = DrafterTraining(unroll=3, unroll_decay=1.0, temperature=temperature)
     drafter = fresh(target)
     monkeypatch.setattr(drafter, "unrolled", lambda target, tokens, features, steps: [perfect] * steps)
     loss = drafter_loss(drafter, target, pictures.tokens, pictures.features, pictures.guidance, settings)
     with torch.no_grad():
-        law = guided_logits(target, pictures.features[:, :, 1:], pictures.guidance).log_softmax(-1)
+        logits = guided_logits(target, pictures.features[:, :, 1:], pictures.guidance)
+    law = (logits / temperature).log_softmax(-1)
     entropy = -(law.exp() * law).sum(-1)
     expected = sum(entropy[:, step:].mean() for step in range(3)) / 3
     assert loss.item() == pytest.approx(float(expected), abs=1e-5)
-    rates = acceptance_rates(drafter, target, pictures, 3)
+    rates = acceptance_rates(drafter, target, pictures, 3, temperature)
     assert rates == [1.0, 1.0, 1.0]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from visual_spec.data.captions import captions_of
 from visual_spec.files.documents import write_json
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
-from visual_spec.models.core.settings import Count, read_fields
+from visual_spec.models.core.settings import LARGEST, Count, Within, read_fields
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.pipelines.image import ImagePipeline
@@ -48,12 +48,15 @@ _HELD_OUT_SEED = 777
 
 @dataclass(frozen=True)
 class DrafterTraining:
-    """Settings of a run. Shard k of the training pictures is drawn with guidance `guidance_scales[k]`, cyclically."""
+    """Settings of a run. Shard k of the training pictures is drawn with guidance `guidance_scales[k]`, cyclically, and
+    all with `temperature`: the law with which the drafter is to decode.
+    """
 
     pictures: Count = 768
     held_out_pictures: Count = 64
     shard_size: Count = 64
     guidance_scales: list[float] = field(default_factory=lambda: [3.0, 1.0, 3.0, 5.0])
+    temperature: Annotated[float, Within(above=0, most=LARGEST)] = 1.0
     steps: Count = 1200
     batch_size: Count = 4
     unroll: Count = 3
@@ -104,11 +107,12 @@ def draw_pictures(
     guidance: list[float],
     folder: Path,
     seed: int,
+    temperature: float = 1.0,
 ) -> DrawnPictures:
     """Draw one shard of pictures for each list of prompts, or read it from `folder` if it was drawn before.
 
     Raises:
-        ValueError: the folder holds shards of another target, other prompts or guidance, or a damaged one.
+        ValueError: the folder holds shards of another target, other prompts or another law, or a damaged one.
     """
     tokens, features, scales = [], [], []
     owner = fingerprint([target])
@@ -116,12 +120,14 @@ def draw_pictures(
         path = folder / f"{shard:05d}.pt"
         if not path.exists():
             drawn = draw(texts, scale, seed + shard)
-            write_content(path, {"tokens": drawn.cpu(), "prompts": texts, "guidance": scale, "owner": owner})
+            law = {"guidance": scale, "temperature": temperature}
+            write_content(path, {"tokens": drawn.cpu(), "prompts": texts, "owner": owner, **law})
         saved = read_written(path)
-        if (saved["prompts"], saved["guidance"], saved.get("owner")) != (texts, scale, owner):
+        law = saved["guidance"], saved.get("temperature", 1.0)
+        if (saved["prompts"], law, saved.get("owner")) != (texts, (scale, temperature), owner):
             raise ValueError(
-                f"{path} holds pictures of another target, or of other prompts or guidance; pass another --out folder, "
-                "or remove it."
+                f"{path} holds pictures of another target, or of other prompts, guidance or temperature; pass "
+                "another --out folder, or remove it."
             )
         tokens.append(saved["tokens"])
         scales.append(torch.full((len(texts),), float(scale)))
@@ -165,12 +171,12 @@ def drafter_loss(
         guidance: [B].
     """
     wanted = features[:, :, 1:]  # [2, B, L - 1, dim], of the slots that are predicted
-    law = guided_logits(target, wanted, guidance).softmax(-1)
+    law = (guided_logits(target, wanted, guidance) / settings.temperature).softmax(-1)
     loss, total = torch.zeros((), device=law.device), 0.0
     for step, predicted in enumerate(unroll(drafter, target, tokens, features, settings.unroll)):
         # The first slots cannot be so far from the target's last feature.
         reached = predicted[:, :, step:]
-        log_probs = guided_logits(target, reached, guidance).log_softmax(-1)
+        log_probs = (guided_logits(target, reached, guidance) / settings.temperature).log_softmax(-1)
         cross_entropy = -(law[:, step:] * log_probs).sum(-1).mean()
         distance = F.smooth_l1_loss(reached, wanted[:, :, step:])
         weight = settings.unroll_decay**step
@@ -190,7 +196,11 @@ def unroll(
 
 @torch.no_grad()
 def acceptance_rates(
-    drafter: EagleDrafter, target: LlamaGenTransformer, pictures: DrawnPictures, depth: int
+    drafter: EagleDrafter,
+    target: LlamaGenTransformer,
+    pictures: DrawnPictures,
+    depth: int,
+    temperature: float = 1.0,
 ) -> list[float]:
     """The probability that an exact sampler keeps the draft of depth 1, 2, ..., given that it keeps earlier ones.
 
@@ -199,9 +209,9 @@ def acceptance_rates(
     total, slots = [0.0] * depth, [0] * depth
     for chosen in torch.arange(len(pictures.tokens)).split(16):
         tokens, features, guidance = _batch(pictures, chosen, target)
-        law = guided_logits(target, features[:, :, 1:], guidance).softmax(-1)
+        law = (guided_logits(target, features[:, :, 1:], guidance) / temperature).softmax(-1)
         for step, predicted in enumerate(unroll(drafter, target, tokens, features, depth)):
-            draft = guided_logits(target, predicted[:, :, step:], guidance).softmax(-1)
+            draft = (guided_logits(target, predicted[:, :, step:], guidance) / temperature).softmax(-1)
             overlap = torch.minimum(law[:, step:], draft).sum(-1)
             total[step] += float(overlap.sum())
             slots[step] += overlap.numel()
@@ -239,10 +249,18 @@ def train_drafter(
     scales = [settings.guidance_scales[k % len(settings.guidance_scales)] for k in range(len(counts))]
     prompts = [captions.training_prompts(count, (settings.seed, shard)) for shard, count in enumerate(counts)]
     seed = settings.seed * 100_003
-    drawn = draw_pictures(target, draw, encode, prompts, scales, out / "pictures", seed)
+    temperature = settings.temperature
+    drawn = draw_pictures(target, draw, encode, prompts, scales, out / "pictures", seed, temperature)
     held = [captions.held_out_prompts(settings.held_out_pictures, _HELD_OUT_SEED)]
     judged = draw_pictures(
-        target, draw, encode, held, [settings.guidance_scales[0]], out / "held_out", seed + _HELD_OUT_SEED
+        target,
+        draw,
+        encode,
+        held,
+        [settings.guidance_scales[0]],
+        out / "held_out",
+        seed + _HELD_OUT_SEED,
+        temperature,
     )
 
     groups = [
@@ -273,7 +291,9 @@ def train_drafter(
             drafter, target, tokens, features, guidance, settings
         ),
         batch,
-        lambda: {"acceptance_rates": acceptance_rates(drafter, target, judged, settings.unroll + 2)},
+        lambda: {
+            "acceptance_rates": acceptance_rates(drafter, target, judged, settings.unroll + 2, temperature)
+        },
         lambda: drafter.save_pretrained(folder),
         folder=folder,
     )
@@ -293,7 +313,7 @@ def generators(seed: int, count: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(1000 * seed + index) for index in range(count)]
 
 
-def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, guidance: float, count: int = 8) -> dict:
+def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, law: TokenLaw, count: int = 8) -> dict:
     """Tokens per target call on held-out prompts, a batch of `count`, by sampler."""
     condition = pipe.make_condition(captions_of(pipe).held_out_prompts(count, seed=1))
     rates = {}
@@ -301,7 +321,7 @@ def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, guidance: float,
         result = sampler(
             pipe.transformer,
             condition,
-            law=TokenLaw(guidance_scale=guidance),
+            law=law,
             drafter=drafter,
             generator=generators(1, count),
             batch_size=count,
@@ -311,7 +331,12 @@ def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, guidance: float,
             **settings,
             "tokens_per_call": round(float(result.trace.tokens_per_call.mean()), 3),
         }
-    return {"guidance_scale": guidance, "prompts": count, **rates}
+    return {
+        "guidance_scale": law.guidance_scale,
+        "temperature": law.temperature,
+        "prompts": count,
+        **rates,
+    }
 
 
 @dataclass(kw_only=True)
@@ -328,7 +353,11 @@ def main() -> None:
     def draw(prompts: list[str], guidance: float, seed: int) -> Tensor:
         print(f"drawing {len(prompts)} pictures with guidance {guidance}", flush=True)
         output = pipe(
-            prompts, guidance_scale=guidance, generator=generators(seed, len(prompts)), output_type="latent"
+            prompts,
+            guidance_scale=guidance,
+            temperature=settings.temperature,
+            generator=generators(seed, len(prompts)),
+            output_type="latent",
         )
         return output.tokens
 
@@ -338,7 +367,8 @@ def main() -> None:
     record = train_drafter(
         drafter, pipe.transformer, draw, pipe.make_condition, settings, options.out, captions=captions
     )
-    record["decoding"] = tokens_per_call(pipe, drafter, settings.guidance_scales[0])
+    law = TokenLaw(guidance_scale=settings.guidance_scales[0], temperature=settings.temperature)
+    record["decoding"] = tokens_per_call(pipe, drafter, law)
     write_json(options.out / "drafter" / "training.json", record)
     print({key: record[key] for key in ("parameters", "seconds", "acceptance_rates", "decoding")})
 
