@@ -80,7 +80,7 @@ bench: $(STAMP)
 	$(BIN)/visual-spec bench --samplers speculative-jacobi --windows 8 16 32 64 --batch-sizes 1
 	$(BIN)/visual-spec bench --samplers speculative-jacobi --windows 2 4 8 16 --batch-sizes 8
 
-# Pages open as files; their search needs a server: .venv/bin/python -m http.server --directory site
+# Pages open as files, their search included.
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	env NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

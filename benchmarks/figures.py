@@ -1,4 +1,4 @@
-"""Measure the figures of `things` and `shapes` again, and write their tables into README.md and docs/RESULTS.md.
+"""Measure the figures of `things` and `shapes` again, and write their tables into README.md and docs/results/.
 
     make figures                                                 # what was measured with other weights than today's
     python benchmarks/figures.py --list                          # every figure, and whether it is current
@@ -38,7 +38,7 @@ from visual_spec.pipelines.loading import load_pipeline
 
 HOME = Path(__file__).resolve().parents[1]
 RESULTS = HOME / "benchmarks" / "results"
-PAGES = (HOME / "README.md", HOME / "docs" / "RESULTS.md")
+PAGES = (HOME / "README.md", *sorted((HOME / "docs" / "results").glob("*.md")))
 MARKED = re.compile(r"(<!-- figure: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -74,7 +74,7 @@ def test_every_trainer_is_a_command_and_messages_name_those_that_are_there():
     assert {"ar", "mar", "codec"} <= commands and not commands & {"codebook", "motion_tokens"}
     known = {"scripts/train ": commands}
     known["-m visual_spec.training."] = {path.stem for path in (PACKAGE / "training").glob("[a-z]*.py")}
-    for path in [*packaged(), *(ROOT / "scripts").rglob("*.py"), *(ROOT / "docs").glob("*.md")]:
+    for path in [*packaged(), *(ROOT / "scripts").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]:
         if path.suffix not in (".py", ".md") or path.name == "LOG.md":
             continue
         for home, names in known.items():

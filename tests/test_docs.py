@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
-    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
 ]
 CODE = re.compile(r"^```.*?^```\n", flags=re.M | re.S)
 
@@ -105,7 +105,9 @@ def test_a_speed_or_accuracy_stands_in_a_file_that_its_row_names(
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    assert set(re.findall(r"\S+\.md", navigation)) == {page.name for page in DOCS.glob("*.md")}
+    assert set(re.findall(r"\S+\.md", navigation)) == {
+        str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")
+    }
 
 
 def test_the_site_builds_without_a_warning_and_asks_no_network(tmp_path: Path) -> None:
@@ -116,8 +118,10 @@ def test_the_site_builds_without_a_warning_and_asks_no_network(tmp_path: Path) -
     loaded = (
         r"<(?:script|img|iframe)[^>]* src=\"?https?:|<link[^>]* rel=\"?(?:stylesheet|preconnect)[^>]*https?:"
     )
-    for page in tmp_path.glob("*.html"):
+    for page in tmp_path.rglob("*.html"):
         assert not re.search(loaded, page.read_text()), page.name
+    # What search needs where pages are opened as files.
+    assert (tmp_path / "iframe-worker.js").exists() and (tmp_path / "search" / "search_index.js").exists()
     api = (tmp_path / "API.html").read_text()
     missing = [name for name in visual_spec.__all__ if f'id="visual_spec.{name}"' not in api]
     assert set(missing) <= {"__version__"}
@@ -279,10 +283,11 @@ def test_every_model_that_accelerate_takes_is_on_the_page_of_models() -> None:
 
 @pytest.mark.parametrize("book", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda book: book.stem)
 def test_a_notebook_runs(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own assertions hold; it is stored without outputs."""
+    """Its own assertions hold; it is stored with the outputs of one run from top to bottom."""
     cells = json.loads(book.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert all(cell["outputs"] for cell in code if "print(" in "".join(cell["source"]).partition("def ")[0])
     names: dict[str, Any] = {}
     for cell in code:
         exec("".join(cell["source"]), names)

@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
     "tunes_masked": ("AudioPipeline", "masked", 4e6, {"codec": "tunes", "text_encoder": "tunes"}),
 }  # fmt: skip
 # Prompts, what the parser finds of a prompt in a sample, calls of a sample, and the share of attributes at least: as in
-# docs/RESULTS.md, with room for few samples and another processor's rounding.
+# docs/results/models.md, with room for few samples and another processor's rounding.
 DRAWN: dict[str, tuple[list[str], Any, int, float]] = {
     "shapes_nar": (shapes.held_out_prompts(8, seed=17), shapes_parser.score, 31, 0.6),
     "shapes_any": (shapes.held_out_prompts(4, seed=17), shapes_parser.score, 64, 0.65),
@@ -207,7 +207,7 @@ def test_the_first_frames_are_drawn_alone():
 
 
 def test_objects_are_kept_for_the_training_length():
-    """As recorded in docs/RESULTS.md, with room for another processor's rounding."""
+    """As recorded in docs/results/models.md, with room for another processor's rounding."""
     moving = [
         text
         for text in motion.held_out_prompts(200, 3)

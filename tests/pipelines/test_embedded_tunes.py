@@ -27,7 +27,7 @@ def load() -> AudioPipeline:
 
 
 def test_music_decodes_plainly_by_default():
-    """No sampler of the same codes is faster here (docs/RESULTS.md): a default that costs time helps nobody."""
+    """No sampler of the same codes is faster here (docs/results/music.md): a default that costs time helps nobody."""
     pipe = load()
     assert type(pipe.sampler) is ColumnAutoregressiveSampler and pipe.fast_sampler == pipe.plain_sampler
     with pytest.warns(UserWarning, match="keeps its ColumnAutoregressiveSampler"):

@@ -1,4 +1,4 @@
-"""The tables of README and RESULTS are those of the stored results (`benchmarks/figures.py`)."""
+"""The tables of README and docs/results are those of the stored results (`benchmarks/figures.py`)."""
 
 import json
 

@@ -27,7 +27,7 @@ from visual_spec.samplers.registry import CHUNKS, MASKED, fitting
 _PICTURES = ("control", "image", "mask")
 _INPUTS = (*_PICTURES, "control_strength", "strength", "negative_prompt", "policy")
 
-# The same codes in fewer calls, and in more time (docs/RESULTS.md, "Music").
+# The same codes in fewer calls, and in more time (docs/results/music.md).
 SLOWER = "column-jacobi:window=4"
 
 MAX_SEED = 2**64 - 1  # of a `torch.Generator`

@@ -48,7 +48,7 @@ class MusicAdapter(Adapter):
 
     takes = WHOLE_MODELS
     calls = (COLUMNS,)
-    # Plain decoding in a static cache: no sampler of the same codes has been faster (docs/RESULTS.md, "Music").
+    # Plain decoding in a static cache: no sampler of the same codes has been faster (docs/results/music.md).
     fast_sampler = "columns"
     options = ("drafter",)
     stem = "Musicgen"

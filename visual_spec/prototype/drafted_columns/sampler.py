@@ -3,7 +3,7 @@
 The loop is `drafted`'s, the test of a column is `columns_jacobi`'s: one coin for all K codebooks, which keeps
 a column drawn from Q with probability min(1, P / Q), as often as any rule can. Each draft follows committed columns, or
 drafts that follow them. In music this matters: a column drafted after a wrong column, as in Jacobi decoding, is itself
-wrong (docs/RESULTS.md).
+wrong (docs/results/music.md).
 """
 
 from __future__ import annotations

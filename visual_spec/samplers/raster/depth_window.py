@@ -3,7 +3,7 @@
 A frame has K slots, and each slot has its noise before the frame begins. A call scores all open slots on drafts of the
 codes before them. A slot's code counts where all codes before it are drafts that stand; what the call made of the slots
 after those are the next drafts. So codes equal what `DepthDecoder.frame` draws with the same noise, in fewer calls, up
-to rounding of logits: a wide call may round unlike a narrow one (docs/RESULTS.md, near-ties).
+to rounding of logits: a wide call may round unlike a narrow one (docs/results/music.md, near-ties).
 
 Coupling by the slots' noise works as in speculative Jacobi decoding (`jacobi.py`). No public code speculates inside a
 frame.
