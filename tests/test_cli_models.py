@@ -58,6 +58,12 @@ def test_models_names_the_samplers_of_one_model_and_the_settings_of_one_sampler(
         ("janus", "accelerate(model)"),
         ("llamagen-xxl", "c2i_XXL_384.pt; ClassImage"),
         ("CSM", "same"),
+        ("csm", "1553M"),
+        ("moshi", "7688M"),
+        ("vibevoice-7b", "8311M"),
+        ("minimax", "9231M"),
+        ("nextstep", "14954M"),
+        ("par-3b", "3097M"),
     ):
         assert cli.main(["models", name]) == 0
         assert told in capsys.readouterr().out

@@ -1,23 +1,62 @@
 """The table of models and samplers, recomputed on the meta device and from the source."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.minimax_music3_vocoder import MiniMaxMusic3Vocoder
+from diffusers.models.condition_embedders.condition_embedder_minimax_music3 import (
+    MiniMaxMusic3ConditionEncoder,
+)
+from diffusers.models.transformers.minimax_music3_rvq_depth_decoder import MiniMaxMusic3RVQDepthDecoder
+from diffusers.models.transformers.transformer_minimax_music3 import MiniMaxMusic3Transformer1DModel
+from diffusers.modular_pipelines.minimax_music3.modular_blocks_minimax_music3 import (
+    MiniMaxMusic3SemanticGenerationStep,
+)
+from diffusers.modular_pipelines.minimax_music3.modular_pipeline import MiniMaxMusic3ModularPipeline
 from transformers import (
     ChameleonConfig,
     ChameleonModel,
+    CsmConfig,
+    CsmForConditionalGeneration,
     Emu3Config,
     GlmImageConfig,
+    JanusConfig,
+    JanusForConditionalGeneration,
+    MimiConfig,
+    MimiModel,
+    MoshiConfig,
+    MoshiForConditionalGeneration,
     MusicgenDecoderConfig,
     MusicgenForCausalLM,
+    PocketTTSConfig,
+    PocketTTSForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
+    VibeVoiceConfig,
+    VibeVoiceForConditionalGeneration,
 )
 from transformers.models.emu3.modeling_emu3 import Emu3TextModel
 from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
+from transformers.models.pocket_tts_audio_tokenizer.configuration_pocket_tts_audio_tokenizer import (
+    PocketTTSAudioTokenizerConfig,
+)
+from transformers.models.pocket_tts_audio_tokenizer.modeling_pocket_tts_audio_tokenizer import (
+    PocketTTSAudioTokenizerModel,
+)
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeTalkerForConditionalGeneration,
+)
 
+from tests.helpers.nextstep import FlowMatchingHead
 from visual_spec import families
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.continuous import mar
@@ -37,8 +76,14 @@ from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_budget import cache_bytes
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
-from visual_spec.models.next_token.llamagen import PRESETS
-from visual_spec.models.next_token.llamagen_checkpoint import known_architectures
+from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_checkpoint import (
+    CAPTION_DIM,
+    CAPTION_LENGTH,
+    NUM_CLASSES,
+    known_architectures,
+    transformer_architecture,
+)
 from visual_spec.pipelines import continuous_image
 from visual_spec.prototype.acdit import model as acdit
 from visual_spec.prototype.acdit.model import ACDiTTransformer
@@ -79,28 +124,157 @@ def parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_sizes_of_the_models_of_transformers():
+@pytest.mark.parametrize(
+    "model",
+    [m for m in families.models() if m.name.startswith(("NAR-", "PAR-", "RandAR-"))],
+    ids=lambda m: m.name,
+)
+def test_sizes_of_models_of_other_orders(model):
+    name, kind, pixels = model.name.split()
+    family, preset, *regions = name.split("-")
+    changes: dict[str, Any] = {
+        "NAR": dict(order="nar", branch_layers=1),
+        "PAR": dict(order="par" + "".join(regions).removesuffix("x")),
+        "RandAR": dict(order="any"),
+    }[family]
+    if kind == "class":
+        changes |= dict(num_classes=NUM_CLASSES)
+    else:
+        changes |= dict(num_classes=None, caption_dim=CAPTION_DIM, prefix_length=CAPTION_LENGTH)
+    with torch.device("meta"):
+        network: Any = LlamaGenTransformer(
+            **transformer_architecture(preset, **changes).config, grid_size=int(pixels) // 16
+        )
+    assert model.parameters == parameters(network)
+    assert (model.tokens, model.pixels) == (network.grid.num_tokens, int(pixels))
+    assert model.prefix == network.config["prefix_length"] + network.learned_tokens
+    places = (network.num_places(0) - network.learned_tokens) // model.tokens
+    assert model.cached == 2 * places * len(network.layers) * network.config["dim"]
+
+
+def head_of(config: Any, size: int) -> torch.nn.Module:
+    return torch.nn.Linear(config.hidden_size, size, bias=False)
+
+
+def pictures() -> dict[str, tuple[list[torch.nn.Module], Any]]:
+    """What draws pictures: {name: (its modules, the configuration of its language model)}."""
     emu3: Any = Emu3Config().text_config
     glm: Any = GlmImageConfig().text_config
     chameleon = ChameleonConfig(vocabulary_map={"<image>": 8711})
-    with torch.device("meta"):
-        text = ChameleonModel(chameleon)
-        del text.vqmodel
-        found = {
-            "Chameleon-7B, Anole-7B": (text, chameleon, chameleon.vocab_size),
-            "Lumina-mGPT-7B 768": (text, chameleon, chameleon.vocab_size),
-            "Emu3-Gen": (Emu3TextModel(emu3), emu3, emu3.vocab_size),
-            "GLM-Image, its token stage": (GlmImageTextModel(glm), glm, glm.vision_vocab_size),
-        }
-    own = (
-        "LlamaGen ControlAR DD1 FlexVAR VAR MusicGen MAGNeT Infinity MAR- FlowAR ACDiT- MaskGIT MAGE MaskGCT"
+    text = ChameleonModel(chameleon)
+    del text.vqmodel
+    of_chameleon = [text, head_of(chameleon, chameleon.vocab_size)], chameleon
+    found: dict[str, Any] = {
+        "Chameleon-7B, Anole-7B": of_chameleon,
+        "Lumina-mGPT-7B 768": of_chameleon,
+        "Emu3-Gen": ([Emu3TextModel(emu3), head_of(emu3, emu3.vocab_size)], emu3),
+        "GLM-Image, its token stage": ([GlmImageTextModel(glm), head_of(glm, glm.vision_vocab_size)], glm),
+    }
+    for size, width, inner, layers in [("1B", 2048, 5632, 24), ("7B", 4096, 11008, 30)]:
+        sizes = dict(hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, vocab_size=102400)
+        config = JanusConfig(
+            text_config=dict(model_type="llama", num_attention_heads=width // 128, **sizes),
+            vision_config=dict(projection_dim=width),
+            vq_config=dict(projection_dim=width, image_token_embed_dim=width, num_embeddings=16384),
+            tie_word_embeddings=False,
+        )
+        janus: Any = JanusForConditionalGeneration(config)
+        del janus.model.vision_model, janus.model.aligner, janus.model.vqmodel
+        found[f"Janus-Pro-{size}"] = [janus], config.text_config
+    qwen = qwen2(152064, 5120, 13824, 48, 40, 8)  # Qwen2.5-14B
+    between = [torch.nn.Linear(inputs, 5120) for inputs in (16 * 2 * 2, 5120)]
+    head = FlowMatchingHead(16 * 2 * 2, 5120, 1536, 12)
+    found["NextStep-1, NextStep-1.1 512"] = [Qwen2ForCausalLM(qwen), *between, head], qwen
+    return found
+
+
+def qwen2(
+    vocabulary: int, width: int, inner: int, layers: int, heads: int, pairs: int, **more: Any
+) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=pairs,
+        **more,
     )
-    others = {one.name: one for one in families.models() if not one.name.startswith(tuple(own.split()))}
+
+
+def sounds() -> dict[str, tuple[list[torch.nn.Module], Any]]:
+    """What speaks and plays, likewise, without its codecs."""
+    csm: Any = CsmForConditionalGeneration(CsmConfig())
+    moshi: Any = MoshiForConditionalGeneration(MoshiConfig(audio_vocab_size=2048))
+    del csm.codec_model, moshi.audio_encoder
+    read: dict[str, Any] = dict(spatial_merge_size=2)  # no field of its own
+    talker: Any = Qwen3OmniMoeTalkerConfig(
+        num_code_groups=16,
+        code_predictor_config=dict(num_code_groups=16),
+        text_config=dict(head_dim=128, shared_expert_intermediate_size=768),
+        **read,
+    )
+    found: dict[str, Any] = {
+        "CSM-1B 30 s": ([csm], csm.config),
+        "Moshiko, Moshika 30 s": ([moshi], moshi.config),
+        "Qwen3-Omni-30B, talker 30 s": (
+            [Qwen3OmniMoeTalkerForConditionalGeneration(talker)],
+            talker.text_config,
+        ),
+    }
+    for size, text in [
+        ("1.5B", qwen2(151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True)),
+        ("7B (Large)", qwen2(152064, 3584, 18944, 28, 28, 4, tie_word_embeddings=False)),
+    ]:
+        head = dict(intermediate_size=3 * text.hidden_size)
+        vibevoice: Any = VibeVoiceForConditionalGeneration(
+            VibeVoiceConfig(text_config=text, diffusion_head_config=head)
+        )
+        del vibevoice.model.audio_tower, vibevoice.model.semantic_tokenizer_encoder
+        found[f"VibeVoice-{size} 30 s"] = [vibevoice], text
+    for name, layers in [("PocketTTS 30 s", 6), ("PocketTTS 24 layers 30 s", 24)]:
+        pocket = PocketTTSConfig(num_hidden_layers=layers)
+        found[name] = [PocketTTSForConditionalGeneration(pocket)], pocket
+    qwen = Qwen3Config(
+        vocab_size=200000,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    found["MiniMax-Music 3 30 s"] = [Qwen3ForCausalLM(qwen), MiniMaxMusic3RVQDepthDecoder()], qwen
+    return found
+
+
+def test_sizes_of_models_of_other_libraries():
+    with torch.device("meta"):
+        found = pictures() | sounds()
+    others = {
+        one.name: one
+        for one in families.models()
+        if one.verified in ("transformers", "own code") and not one.name.startswith("MusicGen")
+    }
     assert set(others) == set(found)
-    for name, (module, config, head) in found.items():
-        assert others[name].parameters == parameters(module) + head * config.hidden_size, name
-        width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-        assert others[name].cached == 2 * config.num_hidden_layers * width, name
+    for name, (modules, config) in found.items():
+        assert others[name].parameters == sum(map(parameters, modules)), name
+        each = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        assert others[name].cached == 2 * config.num_hidden_layers * config.num_key_value_heads * each, name
+
+
+def test_frames_of_speech_and_music():
+    """Of 30 seconds, by the rates of the codecs."""
+    downsampling: Any = VibeVoiceConfig().audio_config
+    rates = {
+        ("CSM", "Moshiko", "Qwen3"): MimiConfig().frame_rate,
+        ("VibeVoice",): 24000 / math.prod(downsampling.downsampling_ratios),
+        ("PocketTTS",): PocketTTSConfig().frame_rate,
+        ("MiniMax",): MiniMaxMusic3ModularPipeline(MiniMaxMusic3SemanticGenerationStep()).frame_rate,
+    }
+    for names, rate in rates.items():
+        models = [model for model in families.models() if model.name.startswith(names)]
+        assert models and all(model.tokens == 30 * rate for model in models)
 
 
 @pytest.mark.parametrize("channels", [1, 2])
@@ -287,6 +461,9 @@ def test_sizes_of_what_comes_on_top(architectures):
         encoder, small = T5EncoderModel(T5Config(**sizes)), T5EncoderModel(T5Config(**base))
         vq, mage_vq, kl16 = MultiscaleVQModel(), MageVQModel(), AutoencoderKL(**KL16)
         speech = AcousticCodec(), SemanticCodec()
+        vibevoice: Any = VibeVoiceForConditionalGeneration(VibeVoiceConfig()).model
+        mimi, pocket = MimiModel(MimiConfig()), PocketTTSAudioTokenizerModel(PocketTTSAudioTokenizerConfig())
+        music = MiniMaxMusic3ConditionEncoder(), MiniMaxMusic3Transformer1DModel(), MiniMaxMusic3Vocoder()
     assert families.EXTRAS == {
         "VQ-16 tokenizer": architectures["LlamaGen's tokenizer vq-16"],
         "VQ-8 tokenizer": architectures["LlamaGen's tokenizer vq-8"],
@@ -296,6 +473,11 @@ def test_sizes_of_what_comes_on_top(architectures):
         "t5-base encoder": parameters(small),
         "MAGE tokenizer": parameters(mage_vq),
         "MaskGCT codecs": sum(map(parameters, speech)),
+        "Mimi codec": sum(one.numel() for one in mimi.state_dict().values()),  # its codes are no parameters
+        "VibeVoice codecs": parameters(vibevoice.audio_tower)
+        + parameters(vibevoice.semantic_tokenizer_encoder),
+        "PocketTTS codec": parameters(pocket),
+        "MiniMax-Music 3's flow and vocoder": sum(map(parameters, music)),
     }
 
 
@@ -303,6 +485,7 @@ def test_memory_is_weights_and_cache():
     model = families.KnownModel("m", "", 32, tokens=4, prefix=2, parameters=100, cached=10)
     assert model.memory(4) == (100 + 2 * 6 * 10) * 4
     assert model.memory(2, batch_size=3, guided=False) == (100 + 3 * 6 * 10) * 2
+    assert replace(model, rows=1).memory(2, batch_size=3) == (100 + 3 * 6 * 10) * 2
 
 
 def test_every_way_of_verifying_is_explained():

@@ -126,7 +126,23 @@ FAMILIES = (
     Family(
         "NAR, FlashAR, PAR", (OWN_ORDER,), (*_PICTURES, "VideoPipeline"),
         ("next_token.llamagen_near_to_far:LlamaGenNearToFar", "next_token.llamagen_regions:LlamaGenRegions"),
-        samplers=("OrderedSampler",), plain="ordered",
+        samplers=("OrderedSampler",), plain="ordered", load="ClassImagePipeline.from_official",
+        sizes=(  # PAR's learned tokens count with the prefix
+            KnownModel("NAR-B class 256", "chenfeng1271/NAR-imagenet-256-B", 256, 256, 1, 130_551_552, 2 * 13 * 768),
+            KnownModel("NAR-M class 256", "yefly/NAR-imagenet-256-M", 256, 256, 1, 295_453_696, 2 * 19 * 1024),
+            KnownModel("NAR-L class 256", "chenfeng1271/NAR-imagenet-256-L", 256, 256, 1, 372_536_320, 2 * 25 * 1024),
+            KnownModel("NAR-XL class 256", "yefly/NAR-imagenet-256-XL", 256, 256, 1, 815_991_040, 2 * 37 * 1280),
+            KnownModel("NAR-XXL class 256", "chenfeng1271/NAR-imagenet-256-XXL", 256, 256, 1, 1_464_454_656,
+                2 * 49 * 1536),
+            KnownModel("NAR-XL text 256", "yefly/NAR-XL-t2i-stage1", 256, 256, 120, 819_215_360, 2 * 37 * 1280,
+                load=_TEXT),
+            KnownModel("NAR-XL text 512", "yefly/NAR-XL-t2i-stage2", 512, 1024, 120, 819_215_360, 2 * 37 * 1280,
+                load=_TEXT),
+            KnownModel("PAR-XL-4x class 384", "PAR-XL-4x.pt", 384, 576, 1 + 3, 774_703_360, 2 * 36 * 1280),
+            KnownModel("PAR-XXL-4x class 384", "PAR-XXL-4x.pt", 384, 576, 1 + 3, 1_410_977_280, 2 * 48 * 1536),
+            KnownModel("PAR-3B-4x class 384", "PAR-3B-4x.pt", 384, 576, 1 + 3, 3_096_668_800, 2 * 24 * 3200),
+            KnownModel("PAR-3B-16x class 384", "PAR-3B-16x.pt", 384, 576, 1 + 15, 3_096_707_200, 2 * 24 * 3200),
+        ),
     ),
     Family(
         "Token-Shuffle", (OWN_ORDER, BLOCKS), _PICTURES, ("next_token.llamagen_shuffle:LlamaGenShuffle",),
@@ -138,6 +154,14 @@ FAMILIES = (
         samplers=tuple(entry.class_name for entry in SAMPLERS if entry.calls == ANY_ORDER),
         plain=AsSaved("any-order", ("order", "guidance_start"), whole=False),
         fast=AsSaved("speculative-any-order", ("order", "guidance_start"), {"num_drafts": 15}),
+        load="ClassImagePipeline.from_official",
+        sizes=(  # the cache holds a slot's instruction beside its token
+            KnownModel("RandAR-L class 256", "randar_0.3b_llamagen_360k_bs_1024_lr_0.0004.safetensors", 256, 256, 1,
+                342_912_000, 2 * 2 * 24 * 1024),
+            KnownModel("RandAR-XL class 256", "randar_0.7b_llamagen_360k_bs_1024_lr_0.0004.safetensors", 256, 256, 1,
+                774_700_800, 2 * 2 * 36 * 1280),
+            KnownModel("RandAR-XXL class 256", "", 256, 256, 1, 1_410_974_208, 2 * 2 * 48 * 1536),
+        ),
     ),
     Family(
         "VAR", (SCALES,), ("ScaleImagePipeline",),
@@ -199,9 +223,14 @@ FAMILIES = (
                 2 * 40 * 256),
         ),
     ),
-    # Its sizes differ between releases: supported, but not in the table of memory.
+    # Without what reads pictures.
     Family("Janus, Janus-Pro", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
-        of_transformers={"JanusForConditionalGeneration": "next_token.janus:JanusImageModel"}),
+        of_transformers={"JanusForConditionalGeneration": "next_token.janus:JanusImageModel"},
+        sizes=(
+            KnownModel("Janus-Pro-1B", "deepseek-community/Janus-Pro-1B", 384, 576, 64, 1_694_769_152, 2 * 24 * 2048),
+            KnownModel("Janus-Pro-7B", "deepseek-community/Janus-Pro-7B", 384, 576, 64, 7_011_221_504, 2 * 30 * 4096),
+        ),
+    ),
     Family(
         "MusicGen", (COLUMNS,), ("AudioPipeline",), unit="columns", plain="columns", verified="transformers",
         load="AudioPipeline.from_musicgen, visual_spec.accelerate(model)",
@@ -215,6 +244,40 @@ FAMILIES = (
                 2 * 48 * 1536),
             KnownModel("MusicGen-large stereo 30 s", "facebook/musicgen-stereo-large", 0, 1503, 21, 3_290_519_552,
                 2 * 48 * 2048),
+        ),
+    ),
+    # Models that answer no calls of ours, see `ACCELERATED`. The prefix: a text of 64 ids, where it reads one.
+    Family(
+        "CSM, Moshi, Qwen3-Omni", (), load=_ACCELERATE, verified="transformers",
+        sizes=(
+            KnownModel("CSM-1B 30 s", "sesame/csm-1b", 0, 375, 64, 1_552_791_552, 2 * 16 * 512, rows=1),
+            KnownModel("Moshiko, Moshika 30 s", "kmhf/hf-moshiko, kmhf/hf-moshika", 0, 375, 1, 7_687_729_152,
+                2 * 32 * 4096, rows=1),
+            KnownModel("Qwen3-Omni-30B, talker 30 s", "Qwen/Qwen3-Omni-30B-A3B-Instruct", 0, 375, 64, 3_324_596_480,
+                2 * 20 * 256, rows=1),
+        ),
+    ),
+    Family(
+        "VibeVoice, PocketTTS", (), load=_ACCELERATE, verified="own code",
+        sizes=(
+            KnownModel("VibeVoice-1.5B 30 s", "vibevoice/VibeVoice-1.5B-hf", 0, 225, 64, 1_672_016_386, 2 * 28 * 256),
+            KnownModel("VibeVoice-7B (Large) 30 s", "vibevoice/VibeVoice-7B", 0, 225, 64, 8_311_349_762, 2 * 28 * 512),
+            KnownModel("PocketTTS 30 s", "eustlb/pocket-tts", 0, 375, 64, 89_451_778, 2 * 6 * 1024, rows=1),
+            KnownModel("PocketTTS 24 layers 30 s", "kyutai/pocket-tts, languages/*_24l", 0, 375, 64, 316_017_922,
+                2 * 24 * 1024, rows=1),
+        ),
+    ),
+    Family(
+        "MiniMax-Music 3", (), load=_ACCELERATE, verified="own code",
+        sizes=(
+            KnownModel("MiniMax-Music 3 30 s", "MiniMaxAI/MiniMax-Music3", 0, 750, 64, 9_230_500_864, 2 * 36 * 1024),
+        ),
+    ),
+    Family(
+        "NextStep", (), load=_ACCELERATE, verified="own code",
+        sizes=(
+            KnownModel("NextStep-1, NextStep-1.1 512", "stepfun-ai/NextStep-1-Large, stepfun-ai/NextStep-1.1", 512,
+                1024, 64, 14_953_814_080, 2 * 48 * 1024),
         ),
     ),
     # Masked models hold no cache: every call scores the whole picture or clip again. One of pictures decodes fast as it
@@ -342,6 +405,8 @@ VERIFIED = {
     "released weights themselves were not run",
     "transformers": "tiny random configurations equal transformers' own generate token for token; the released "
     "weights themselves were not run",
+    "own code": "tiny random configurations give, up to rounding, what transformers, diffusers or the release's own "
+    "code gives; the released weights themselves were not run",
 }
 
 # What `visual_spec.accelerate(model)` does for models of other libraries that are of no family: fewer or cheaper calls.
@@ -364,6 +429,10 @@ EXTRAS = {
     "t5-base encoder": 109_628_544,
     "MAGE tokenizer": 54_515_587,
     "MaskGCT codecs": 192_909_258,
+    "Mimi codec": 96_151_393,
+    "VibeVoice codecs": 1_032_005_601,
+    "PocketTTS codec": 20_054_337,
+    "MiniMax-Music 3's flow and vocoder": 2_511_244_523,
 }
 
 

@@ -111,6 +111,7 @@ class KnownModel:
         published: the sampler and the guidance scale of the published figures, where `from_official` sets them by size.
         verified: a key of `VERIFIED`; "": the family's.
         calls: the kinds of calls it answers; (): the family's.
+        rows: of the cache, for one sample: 2 with guidance.
     """
 
     name: str
@@ -125,6 +126,7 @@ class KnownModel:
     published: tuple[str, float] | None = None
     verified: str = ""
     calls: tuple[str, ...] = ()
+    rows: int = 2
 
     def memory(self, bytes_each: int, *, batch_size: int = 1, guided: bool = True) -> int:
         """Return the bytes of weights and cache while `batch_size` pictures are drawn.
@@ -132,7 +134,7 @@ class KnownModel:
         Args:
             bytes_each: bytes of a number: 4 for float32, 2 for bfloat16.
         """
-        rows = batch_size * (2 if guided else 1)
+        rows = batch_size * (self.rows if guided else 1)
         held = self.prefix + self.tokens - self.uncached
         return (self.parameters + rows * held * self.cached) * bytes_each
 

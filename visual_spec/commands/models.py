@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print("Embedded: need no download")
     print(missing_models() or _embedded_table(facts))
-    print("\nOfficial weights (GB: weights and cache of one sample with guidance; models NAME: their files)")
+    print("\nOfficial weights (GB: weights and cache of one sample, guided if it can be; models NAME: files)")
     print(_official_table())
     extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in families.EXTRAS.items())
     print(_filled(f"On top, in parameters: {extras}.", ""))
@@ -108,9 +108,6 @@ def _official_table(chosen: list[KnownModel] | None = None) -> str:
         ]
         for model in (families.models() if chosen is None else chosen)
     ]
-    unsized = [one for one in families.all_families() if not one.sizes and not one.pipelines]
-    if chosen is None:
-        lines += [[one.name, "-", "-", "-", "-", "-", one.verified] for one in unsized]
     header = ["model", "pixels", "tokens", "parameters", "GB float32", "GB bfloat16", "verified by"]
     return plain_table(header, lines, _width())
 
