@@ -240,7 +240,7 @@ def test_resampling_in_parts_is_torchaudios(rate, wanted):
 
 def test_without_torchaudio_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchaudio.functional", None)
-    with pytest.raises(ImportError, match=r"44100 Hz to 32000 Hz.*visual-spec\[audio\]"):
+    with pytest.raises(ImportError, match=r"44100 Hz to 32000 Hz.*pip install '\.\[audio\]'"):
         resample(torch.zeros(1, 50), 44100, 32000)
     assert resample(torch.zeros(1, 50), 400, 400).shape == (1, 50)
 
