@@ -51,6 +51,7 @@ class Figure:
             temporary folder.
         table: Markdown of the stored document.
         models: embedded models whose weights it depends on.
+        drafts: whether their drafters take part.
         timed: compares seconds, so an idle machine is needed.
         copies: files of `{folder}` to keep: {name: path in the checkout}.
     """
@@ -58,6 +59,7 @@ class Figure:
     command: str
     table: Callable[[dict[str, Any]], str]
     models: tuple[str, ...] = ("shapes",)
+    drafts: bool = True
     timed: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
 
@@ -171,11 +173,13 @@ FIGURES = {
         "benchmarks/laws.py --model things --prompts 2000 --first 200 --out {out}",
         law_table,
         models=("things",),
+        drafts=False,
     ),
     "things-times": Figure(
         "benchmarks/windows.py --model things --batch 1 --prompts 24 --windows --out {out}",
         times_table,
         models=("things",),
+        drafts=False,
         timed=True,
     ),
     "things-calls": Figure(
@@ -183,11 +187,13 @@ FIGURES = {
         "--only 'repaired, window 32' --out {out}",
         calls_table,
         models=("things",),
+        drafts=False,
     ),
     "things-demo": Figure(
         f"-m visual_spec generate {shlex.join(DEMO)} --compare --out {{folder}} --overwrite",
         demo_table,
         models=("things",),
+        drafts=False,
         timed=True,
         copies={"comparison.png": "docs/demo.png", "comparison.json": "benchmarks/results/things-demo.json"},
     ),
@@ -270,12 +276,13 @@ def measure(name: str, figure: Figure) -> None:
                 shutil.copyfile(Path(folder) / file, HOME / home)
 
 
-def weights_of(models: tuple[str, ...]) -> dict[str, str]:
-    """Fingerprints of the weights that draw with each model; its drafter moves calls, too."""
+def weights_of(figure: Figure) -> dict[str, str]:
+    """Fingerprints of the weights that draw with each model of a figure."""
     found = {}
-    for name in models:
-        pipe = load_pipeline(name)
-        found[name] = fingerprint(part for part in pipe.components.values() if hasattr(part, "state_dict"))
+    for name in figure.models:
+        parts = load_pipeline(name).components
+        own = [name for name, part in parts.items() if hasattr(part, "state_dict")]
+        found[name] = fingerprint(parts[part] for part in own if figure.drafts or part != "drafter")
     return found
 
 
@@ -319,7 +326,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="say whether the pages are, and stop")
     args = parser.parse_args()
     measured = json.loads(record.read_text()) if record.exists() else {}
-    weights = {name: weights_of(figure.models) for name, figure in FIGURES.items()}
+    weights = {name: weights_of(figure) for name, figure in FIGURES.items()}
     for name in args.only:
         figure, current = FIGURES[name], measured.get(name, {}).get("weights") == weights[name]
         if args.list:

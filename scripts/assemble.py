@@ -105,7 +105,7 @@ RECIPES = {
         "ImagePipeline",
         "speculative-jacobi",
         {"default_guidance_scale": 1.5, "default_temperature": 0.5},
-        halved={**dict.fromkeys(("vq_model", "text_encoder")), "transformer": ("", 2)},
+        halved={**dict.fromkeys(("vq_model", "text_encoder")), "drafter": ("", 2), "transformer": ("", 2)},
     ),
     "shapes_nar": Recipe("ImagePipeline", "ordered", {"default_guidance_scale": 1.5}, OF_SHAPES),
     "shapes_any": Recipe(

@@ -12,7 +12,7 @@ def test_pages_hold_the_tables_of_the_stored_results():
     places = [place[2] for page in figures.PAGES for place in figures.MARKED.finditer(page.read_text())]
     assert {*places} == {*measured, "headline", "methods"}
     assert all(measured[name]["command"] == figures.FIGURES[name].command for name in measured)
-    weights = {name: figures.weights_of(figures.FIGURES[name].models) for name in measured}
+    weights = {name: figures.weights_of(figures.FIGURES[name]) for name in measured}
     for page, text in figures.pages(measured, weights).items():
         assert page.read_text() == text, "run python benchmarks/figures.py --tables"
 

@@ -25,8 +25,11 @@ READ: list[tuple[Any, int | None, bool, list[int]]] = [
 @pytest.mark.every_set
 @pytest.mark.parametrize("kind, width", [*SLIDING, *[(kind, None) for kind in CLASSES]])
 @torch.no_grad()
-def test_windows_score_what_the_whole_text_does(kind, width):
+def test_windows_score_what_the_whole_text_does(kind, width, monkeypatch):
     """Rows with padding, and at places of their own; drafts that were wrong are fed again."""
+    # Eager attention (Gemma 2) takes this in float32, where the rounding depends on the length of a row.
+    softmax = nn.functional.softmax
+    monkeypatch.setattr(nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim=dim))
     model = language_model(kind, **({} if width is None else dict(sliding_window=width)))
     prompts, generator = texts([7, 4, 9]), torch.Generator().manual_seed(1)
     if kind == "llama":  # some heads have a bias
