@@ -69,6 +69,24 @@ def main() -> None:
         expected.append(ids[0, start : start + places] + (windows.served.first if name == "janus" else 0))
         most = max(most, int(model.last_trace.target_calls.max()))
     equal = [own.tolist() == other.tolist() for own, other in zip(served, expected, strict=True)]
+    if name == "glm_image":  # and by the third door, that of SGLang
+        from visual_spec.serving.sglang.route import PriorTokens
+
+        asked_of = [
+            {
+                "input_ids": row["input_ids"][0][row["attention_mask"][0] > 0].tolist(),
+                "image_data": [{"image_grid_thw": row["image_grid_thw"].tolist()}],
+                "sampling_params": {"temperature": 0.5, "top_k": 4, "sampling_seed": seed},
+            }
+            for seed, row in enumerate(rows)
+        ]
+        route = PriorTokens(model, "speculative-jacobi:window=8")
+        posted = {name: [one[name] for one in asked_of] for name in asked_of[0]}
+        answers = route.draw(route.read(posted))
+        equal = [
+            same and answer["output_ids"][:places] == own.tolist()
+            for same, answer, own in zip(equal, answers, served, strict=True)
+        ]
     print(
         json.dumps(
             {
