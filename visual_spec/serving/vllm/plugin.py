@@ -1,7 +1,7 @@
 """The plug-in: what vLLM runs in each of its processes.
 
 vLLM is not changed. The one exception: its second model runner has no registration for a speculator, so `register` puts
-a function before `init_speculator`, in the versions that it is known to fit.
+a function before `init_speculator`, where its interfaces are the known ones.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from visual_spec.serving.vllm.start import FITS, fits, settings_of
+from visual_spec.serving.vllm.start import RUN, missing, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,13 @@ def register() -> None:
 
     for architecture, place in MODELS.items():
         ModelRegistry.register_model(architecture, place)
-    if not fits():
-        logger.warning("visual_spec was run with vLLM %s; with %s it serves nothing", FITS, __version__)
+    if missing():
+        logger.warning(
+            "vLLM %s has no %s; visual_spec, which was run with %s, serves nothing",
+            __version__,
+            ", ".join(missing()),
+            ", ".join(RUN),
+        )
         return
     from vllm.v1.worker.gpu import model_runner
 

@@ -35,10 +35,11 @@ class JacobiSpeculator(BaseSpeculator):
         pass
 
     def propose(self, input_batch: Any, *more: Any, **named: Any) -> Tensor:
-        """Return long [R, W - 1]; zeros for requests that are not for us."""
+        """Return long [R, W - 1]; zeros for requests that are not for us, and where no drafts are tested next."""
         count = input_batch.num_reqs
         drafts = torch.zeros(count, self.num_drafts, dtype=torch.int64)
-        if self.windows is None or named.get("dummy_run") or named.get("is_profile"):
+        unused = named.get("num_speculative_tokens") == 0
+        if self.windows is None or unused or named.get("dummy_run") or named.get("is_profile"):
             return drafts.to(self.device)
         for row, handle in enumerate(input_batch.idx_mapping_np[:count].tolist()):
             own = self.windows.next_drafts(handle)

@@ -4,20 +4,58 @@
 # vLLM is installed in an environment of its own only.
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+import logging
 from typing import Any
 
 from visual_spec.serving.windows import Served, Windows
 
-FITS = ("0.32.0",)  # the versions of vLLM that were run
+logger = logging.getLogger(__name__)
+
+RUN = ("0.32.0", "0.33.0")  # the versions of vLLM that were run
+# What our parts stand on: a module, a name in it, and the fields or arguments that it has.
+INTERFACES = (
+    ("vllm.v1.sample.logits_processor.interface", "LogitsProcessor.apply", ("logits",)),
+    ("vllm.v1.sample.logits_processor.interface", "LogitsProcessor.update_state", ("batch_update",)),
+    ("vllm.v1.sample.logits_processor.interface", "MoveDirectionality.SWAP", ()),
+    ("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", ("vllm_config",)),
+    ("vllm.v1.worker.gpu.sample.logits_processor.interface", "LogitsProcessor.apply", ("logits", "ctx")),
+    (
+        "vllm.v1.worker.gpu.sample.logits_processor.interface",
+        "LogitsProcessor.add_request",
+        ("req_idx", "sampling_params"),
+    ),
+    (
+        "vllm.v1.worker.gpu.sample.logits_processor.interface",
+        "LogitsContext",
+        ("expanded_idx_mapping", "pos", "input_ids"),
+    ),
+    ("vllm.v1.worker.gpu.model_runner", "init_speculator", ("vllm_config", "device", "req_states")),
+    ("vllm.v1.worker.gpu.spec_decode.speculator", "BaseSpeculator.propose", ("input_batch",)),
+)
 PROPOSER = "visual_spec.serving.vllm.drafting.JacobiProposer"
 _WINDOWS = "_visual_spec_windows"
 
 
-def fits() -> bool:
-    """Return whether the installed vLLM is one that was run, of whatever build."""
+@functools.cache
+def missing() -> tuple[str, ...]:
+    """Return what the installed vLLM lacks of what our parts stand on. Warns of a version that was not run."""
     from vllm import __version__
 
-    return __version__.split("+")[0] in FITS
+    lacking = []
+    for module, name, parts in INTERFACES:
+        try:
+            place = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            lacking.append(f"{module}.{name}")
+            continue
+        known = inspect.signature(place).parameters if parts else {}
+        lacking += [f"{part} of {module}.{name}" for part in parts if part not in known]
+    if not lacking and __version__.split("+")[0] not in RUN:
+        logger.warning("vLLM %s has the interfaces of %s, and was not run", __version__, ", ".join(RUN))
+    return tuple(lacking)
 
 
 def settings_of(vllm_config: Any) -> dict[str, Any] | None:
@@ -53,11 +91,9 @@ def check_start(vllm_config: Any, served: Served) -> None:
     """Refuse, before the model is loaded and by ValueError, settings under which pictures would be wrong or pairs would
     part.
     """
-    from vllm import __version__
-
-    if not fits():
+    if missing():
         raise ValueError(
-            f"vLLM {__version__}; visual_spec serves with {', '.join(FITS)}. Install one of these."
+            f"this vLLM has no {', '.join(missing())}; visual_spec was run with {', '.join(RUN)}. Install one of these."
         )
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
