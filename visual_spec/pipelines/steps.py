@@ -87,13 +87,13 @@ class StepListener:
             TypeError, ValueError: the callback returned something that cannot be used.
         """
         replaced = None
-        self.pipe._steps_made += 1
+        vars(self.pipe)["_steps_made"] += 1  # as an attribute it would be taken for a component
         if self.callback is not None:
             shown = {name: tensors[name] for name in self.names}
             returned = self.callback(self.pipe, step, timestep(), dict(shown))
             if returned is not None:
                 replaced = self._replaced(shown, returned)
-        return STOP if self.pipe.interrupt else replaced
+        return STOP if self.pipe._interrupt else replaced
 
     def _replaced(self, shown: Mapping[str, Tensor], returned: Any) -> Tensor | None:
         if not isinstance(returned, Mapping):

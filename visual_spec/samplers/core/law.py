@@ -70,7 +70,7 @@ class TokenLaw(LawSettings):
         Raises:
             ValueError: the law reads the tokens before the slot, which logits alone do not tell.
         """
-        if self.reads_text:
+        if self.history or self.end is not None:
             raise ValueError(
                 f"history={self.history!r} and end={self.end!r} read the tokens before the slot; decode with "
                 "AutoregressiveSampler or SpeculativeJacobiSampler, or leave them out."
