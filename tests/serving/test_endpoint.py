@@ -84,6 +84,34 @@ def test_half_of_a_surrogate_pair_is_400():
         assert answer.status_code == 400 and "ud800" in answer.json()["error"]["message"]
 
 
+@pytest.mark.every_set
+@pytest.mark.parametrize("name", [*NUMBERS, "prompt", "model", "stream", "quality", "other"])
+def test_what_is_nested_deeply_is_400(name):
+    """Also at the depths that the parser still takes, where a message shows the value."""
+    for depth in (10, *range(900, 1000, 4), 10_000):
+        value = "[" * depth + "]" * depth
+        assert ask(content=f'{{"{name}":{value}}}'.encode()).status_code == 400
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        *[(f'{{"prompt":"a","{name}":{word}}}', f"{word} is no number")
+          for name in NUMBERS for word in ("NaN", "Infinity", "-Infinity")],
+        *[(f'{{"prompt":"a","{name}":{word}}}', name) for name in NUMBERS for word in ("true", "1e999", '"1"', "[1]", "{}")],
+        ('{"prompt":"a","seed":1,"seed":2}', "seed is there twice"),
+        ('{"prompt":"a","user":{"a":1,"a":2}}', "a is there twice"),
+        ('{"prompt":"a","seed":' + "1" * 5000 + "}", "no JSON"),
+        ('{"prompt":"a","seed":1.5}', "seed=1.5"),
+        ("", "no JSON"), ("\xff", "no JSON"), ("null", "NoneType"),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_or_said_twice_is_400(content, named):
+    answer = ask(content=content.encode("latin-1"))
+    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 def test_the_scheme_has_no_case_and_is_needed(scheme):
     assert ask({"prompt": "a"}, api_key="key", authorization=f"{scheme} key").status_code == 200

@@ -134,9 +134,10 @@ class Endpoint:
             if len(held) > self.limits.body:
                 raise RefusedError(413, f"a body of more than {self.limits.body} bytes; send less.")
         try:
-            asked = json.loads(held)
+            asked = json.loads(held, object_pairs_hook=_once, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
-            raise RefusedError(400, "the body is no JSON; send an object with a prompt.") from error
+            why = f": {error}" if type(error) is ValueError else ""  # not the parser's own words
+            raise RefusedError(400, f"the body is no JSON{why}; send an object with a prompt.") from error
         if not isinstance(asked, dict):
             raise RefusedError(400, f"the body is a {type(asked).__name__}; send an object with a prompt.")
         return asked
@@ -307,6 +308,20 @@ def make_app(painter: Painter, limits: Limits | None = None, api_key: str | None
         return {"status": "ok", "accepted": endpoint.accepted}
 
     return app
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; a name that is there twice has no value."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:80]} is there twice")
+        found[name] = value
+    return found
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
 
 
 async def _gone(request: Request) -> None:
