@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 NEEDS_VLLM = "" if importlib.util.find_spec("vllm") else "needs vLLM: run `make test-vllm`"
@@ -28,9 +29,18 @@ CPU = {
 
 @contextlib.contextmanager
 def running(
-    arguments: list[str], key: str | None = None, patience: float = 900, **environment: str
+    arguments: list[str],
+    key: str | None = None,
+    patience: float = 900,
+    *,
+    log: Path | None = None,
+    until: str = "/ready",
+    **environment: str,
 ) -> Iterator[Any]:
-    """Run `visual-spec serve` with these arguments, and give an `httpx.Client` that has the key."""
+    """Run `visual-spec serve` with these arguments, and give an `httpx.Client` that has the key.
+
+    The process is `client.server`; `log` gets what it says; it is awaited until the route `until` answers 200.
+    """
     import httpx
 
     with socket.socket() as probe:
@@ -38,22 +48,26 @@ def running(
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "visual_spec", "serve", *arguments, "--port", str(port)]
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    server = subprocess.Popen(command, env=os.environ | CPU | environment)
+    said = None if log is None else log.open("w")
+    server = subprocess.Popen(command, env=os.environ | CPU | environment, stderr=said)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=900) as client:
             start = time.monotonic()
             while True:
                 with contextlib.suppress(httpx.TransportError):
-                    client.get("/health")
-                    break
+                    if client.get(until).status_code == 200:
+                        break
                 assert server.poll() is None, f"the server ended with status {server.returncode}"
                 assert time.monotonic() - start < patience, "the server did not start"
                 time.sleep(0.2)
+            client.server = server  # pyright: ignore
             client.processor_seconds = lambda: _processor_seconds(server.pid)  # pyright: ignore
             yield client
     finally:
         server.terminate()
         server.wait(60)
+        if said is not None:
+            said.close()
 
 
 def _processor_seconds(process: int) -> float:

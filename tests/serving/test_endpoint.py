@@ -24,6 +24,9 @@ class Quick:
     async def draw(self, order: Any) -> Any:
         yield Drawn(png_of(Image.new("RGB", (2, 2))), facts={"calls": 1, "tokens": 256})
 
+    def fault(self, step: float) -> str | None:
+        return None
+
     def close(self) -> None:
         pass
 
@@ -99,7 +102,8 @@ def test_what_is_nested_deeply_is_400(name):
     [
         *[(f'{{"prompt":"a","{name}":{word}}}', f"{word} is no number")
           for name in NUMBERS for word in ("NaN", "Infinity", "-Infinity")],
-        *[(f'{{"prompt":"a","{name}":{word}}}', name) for name in NUMBERS for word in ("true", "1e999", '"1"', "[1]", "{}")],
+        *[(f'{{"prompt":"a","{name}":{word}}}', name)
+          for name in NUMBERS for word in ("true", "1e999", '"1"', "[1]", "{}")],
         ('{"prompt":"a","seed":1,"seed":2}', "seed is there twice"),
         ('{"prompt":"a","user":{"a":1,"a":2}}', "a is there twice"),
         ('{"prompt":"a","seed":' + "1" * 5000 + "}", "no JSON"),

@@ -3,7 +3,9 @@
     visual-spec serve shapes                              by vLLM, with a window of 32
     visual-spec serve shapes_var --engine ray             what vLLM cannot hold, by Ray Serve
 
-Listens on 127.0.0.1 unless told otherwise.
+Listens on 127.0.0.1 unless told otherwise, and before the model is loaded: GET /ready answers 503 until then.
+GET /health answers 503, and the process ends with status 1, once the engine is broken; let a supervisor start it again.
+GET /metrics is for Prometheus. docs/SERVING.md lists all routes, limits and what to set them to.
 """
 
 from __future__ import annotations
@@ -14,11 +16,18 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from visual_spec.commands.options import Parser, is_quiet
+from visual_spec.commands.options import Parser, is_quiet, logger
 from visual_spec.samplers.registry import RASTER
 
 # What vLLM reads when it is imported: one process, so that pairs enter together, and nothing that calls home.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+_SECONDS = (
+    ("timeout", 600, "of a request, until its answer is sent; else 504"),
+    ("read-timeout", 30, "for a request to come in; else 408, or the connection is closed"),
+    ("step-timeout", 300, "of a step of vLLM; else it is broken, and the process ends with status 1"),
+    ("shutdown-timeout", 25, "for requests to end after SIGTERM; then they are cut off"),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,17 +53,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", default="float32", help="vllm: of the computation")
     parser.add_argument(
-        "--queue", type=int, default=64, metavar="N", help="pictures accepted and not finished"
+        "--queue", type=int, default=64, metavar="N", help="pictures accepted and not finished; else 429"
     )
     parser.add_argument("--max-n", type=int, default=8, metavar="N", help="pictures of a request")
     parser.add_argument("--max-prompt", type=int, default=2000, metavar="N", help="letters of a prompt")
-    parser.add_argument("--max-body", type=int, default=65536, metavar="N", help="bytes of a request")
+    parser.add_argument(
+        "--max-body", type=int, default=65536, metavar="N", help="bytes of a request; else 413"
+    )
+    for name, default, what in _SECONDS:
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="SECONDS", help=what)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    for name in ("pictures", "queue", "max_n", "max_prompt", "max_body", "window"):
+    seconds = (name.replace("-", "_") for name, *_ in _SECONDS)
+    for name in ("pictures", "queue", "max_n", "max_prompt", "max_body", "window", *seconds):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}; pass at least 1.")
     # An empty one is none: a variable that was never set, or a secret without a value.
@@ -64,19 +78,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--host {args.host} without a key (an empty one is none); pass --api-key, or anybody there may draw."
         )
     _check_model(args)
-    uvicorn = _required("uvicorn")
-    http = _required("visual_spec.serving.http")
-    painter = _painter(args)
-    limits = http.Limits(body=args.max_body, prompt=args.max_prompt, n=args.max_n, queue=args.queue)
-    try:
-        uvicorn.run(
-            http.make_app(painter, limits, key),
-            host=args.host,
-            port=args.port,
-            log_level="error" if is_quiet() else "info",
+    serving = _required("visual_spec.serving.server")
+    limits = serving.Limits(
+        args.max_body,
+        args.max_prompt,
+        args.max_n,
+        args.queue,
+        args.timeout,
+        args.read_timeout,
+        args.step_timeout,
+    )
+    level = "error" if is_quiet() else "info"
+    server = serving.Server(
+        lambda: _painter(args), limits, key, shutdown=args.shutdown_timeout, log_level=level
+    )
+    with serving.listen(args.host, args.port) as listening:
+        logger.info(
+            "listening on http://%s:%d; loading %s", args.host, listening.getsockname()[1], args.model
         )
-    finally:
-        painter.close()
+        server.run(listening)
     return 0
 
 

@@ -34,7 +34,7 @@ class Drawn:
     Attributes:
         png: the file.
         whole: whether it is the picture.
-        facts: what it cost, such as {"calls": 41, "tokens": 256}.
+        facts: what it cost, such as {"calls": 41, "tokens": 256}, and "drafts" that were tested, where they are known.
     """
 
     png: bytes
@@ -44,6 +44,10 @@ class Drawn:
 
 class BusyError(Exception):
     """No more orders are taken now."""
+
+
+class BrokenError(Exception):
+    """Nothing is drawn any more."""
 
 
 class Painter(Protocol):
@@ -62,6 +66,13 @@ class Painter(Protocol):
 
     def draw(self, order: Order) -> AsyncGenerator[Drawn, None]:
         """Yield partial pictures, then the picture. If the iterator is closed before, the order is given up."""
+        ...
+
+    def fault(self, step: float) -> str | None:
+        """Return why nothing is drawn any more, such as a step that takes more than `step` seconds; None: all is well.
+
+        Once it has said why, the painter is not used again.
+        """
         ...
 
     def close(self) -> None:

@@ -146,5 +146,9 @@ class RayPainter:
             yield answer
             return
 
+    def fault(self, step: float) -> str | None:
+        """Return None: Ray watches its replicas, and starts them again."""
+        return None
+
     def close(self) -> None:
         self.serve.delete("visual-spec")

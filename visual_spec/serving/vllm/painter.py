@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from visual_spec.pipelines.output import shown
 from visual_spec.pipelines.streaming import with_grey
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.serving.painter import Drawn, Order, png_of
+from visual_spec.serving.painter import BrokenError, Drawn, Order, png_of
 from visual_spec.serving.vllm.engine import check_whole, engine_arguments, requests_of
 from visual_spec.serving.vllm.folder import PromptIds, save_for_vllm
 
@@ -40,6 +40,8 @@ class _Job:
     news: asyncio.Queue[list[int] | Exception] = field(default_factory=asyncio.Queue)
     names: list[str] = field(default_factory=list)
     calls: int = 0
+    drafts: int = 0
+    held: int = 0  # tokens, after the last call
 
     def tell(self, what: list[int] | Exception) -> None:
         self.loop.call_soon_threadsafe(self.news.put_nowait, what)
@@ -47,6 +49,8 @@ class _Job:
 
 class VllmPainter:
     """Draws by one engine, in a thread of its own. What vLLM schedules it schedules; this only lets pairs in together.
+
+    An engine whose step failed is not used again: after an error of a GPU, every later call fails too.
 
     Args:
         pipe: an `ImagePipeline` whose transformer vLLM serves (`save_for_vllm`); it encodes prompts and decodes tokens.
@@ -61,7 +65,7 @@ class VllmPainter:
     def __init__(self, pipe: Any, name: str, *, window: int = 32, pictures: int = 8, **more: Any) -> None:
         self.pipe, self.name, self.size = pipe, name, pipe.image_size
         self.ids = PromptIds(pipe.transformer, getattr(pipe, "text_encoder", None))
-        self.length, self.pictures = pipe.transformer.grid.num_tokens, pictures
+        self.length, self.pictures, self.window = pipe.transformer.grid.num_tokens, pictures, window
         with tempfile.TemporaryDirectory() as folder:
             save_for_vllm(pipe, folder)
             arguments = engine_arguments(folder, window=window, requests=2 * pictures, **more)
@@ -70,6 +74,8 @@ class VllmPainter:
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[int, _Job] = {}
         self._number = 0
+        self._since: float | None = None  # when the work at hand began
+        self._fault: str | None = None
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._thread.start()
 
@@ -85,6 +91,8 @@ class VllmPainter:
         self._asked.put(("draw", job))
         shown, finished = 0, False
         try:
+            if self._fault:  # set before the thread reads for the last time, so nobody waits for ever
+                raise BrokenError(self._fault)
             while not finished:
                 tokens = await job.news.get()
                 if isinstance(tokens, Exception):
@@ -93,15 +101,23 @@ class VllmPainter:
                 share = len(tokens) * (order.partial + 1) // self.length
                 if finished or share > shown:
                     shown = share
-                    facts = {"calls": job.calls, "tokens": len(tokens)}
+                    facts = {"calls": job.calls, "tokens": len(tokens), "drafts": job.drafts}
                     yield Drawn(await asyncio.to_thread(self._png, tokens), finished, facts)
         finally:
             if not finished:
                 self._asked.put(("give up", job))
 
+    def fault(self, step: float) -> str | None:
+        since = self._since
+        if self._fault is None and since is not None and time.monotonic() - since > step:
+            self._fault = f"a step of vLLM takes more than {step:g} s"
+        elif self._fault is None and not self._thread.is_alive():
+            self._fault = "the thread of vLLM has ended"
+        return self._fault
+
     def close(self) -> None:
         self._asked.put(("close", None))
-        self._thread.join(30)
+        self._thread.join(10)
 
     @torch.no_grad()  # in a thread of its own, where gradients are on
     def _png(self, tokens: list[int]) -> bytes:
@@ -115,22 +131,25 @@ class VllmPainter:
     # -- the thread of the engine ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            try:
-                if not self._read():
-                    return
+        try:
+            while self._read():
+                self._since = time.monotonic()
                 self._enter()
                 if self._jobs:
                     for output in self.engine.step():
                         self._tell(output)
-            except Exception as error:  # the engine is broken: say so to everybody, and go on for the next
-                logger.exception("vLLM failed")
-                for job in [*self._jobs.values(), *self._waiting]:
-                    job.tell(RuntimeError(f"vLLM failed: {error}."))
-                    with contextlib.suppress(Exception):
-                        self.engine.abort_request(job.names)
-                self._jobs.clear()
-                self._waiting.clear()
+                self._since = None
+            self._fault = self._fault or "the server stops"
+        except BaseException as error:  # whatever it is, nobody may wait for a thread that has ended
+            logger.exception("vLLM failed")
+            self._fault = f"vLLM failed: {type(error).__name__}: {error}"
+        self._since = None
+        left = [*self._jobs.values(), *self._waiting]
+        while not self._asked.empty():
+            what, job = self._asked.get()
+            left += [job] if job is not None and what == "draw" else []
+        for job in left:
+            job.tell(BrokenError(self._fault))
 
     def _read(self) -> bool:
         """Read what was asked; waits if there is nothing else to do. Returns whether to go on."""
@@ -160,9 +179,9 @@ class VllmPainter:
                     )
                     self.engine.add_request(f"{pair}/{member}", prompt, params)  # type: ignore[arg-type]
                     job.names.append(f"{pair}/{member}")
-            except ValueError as error:  # vLLM refuses it; the others go on
+            except Exception as error:  # vLLM refuses it, by a class of its own; the others go on
                 self.engine.abort_request(job.names)
-                job.tell(error)
+                job.tell(ValueError(str(error)))
             else:
                 self._jobs[job.number] = job
 
@@ -172,7 +191,9 @@ class VllmPainter:
         if job is None or member:
             return
         tokens = list(output.outputs[0].token_ids)
-        job.calls += 1
+        if job.calls:  # the first has none; the last token of a call is no draft
+            job.drafts += min(self.window - 1, self.length - job.held - 1)
+        job.calls, job.held = job.calls + 1, len(tokens)
         if output.finished:
             del self._jobs[number]
             try:
