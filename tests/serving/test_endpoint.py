@@ -1,6 +1,7 @@
 """The endpoint alone, in front of a painter that paints at once: what is taken, what is refused, and in what words."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -8,8 +9,10 @@ import pytest
 from PIL import Image
 
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.serving.asked import Limits
 from visual_spec.serving.http import make_app
 from visual_spec.serving.painter import Drawn, png_of
+from visual_spec.serving.server import listen
 
 
 class Quick:
@@ -21,7 +24,7 @@ class Quick:
     def check(self, order: Any) -> None:
         pass
 
-    async def draw(self, order: Any) -> Any:
+    async def draw(self, order: Any) -> AsyncGenerator[Drawn, None]:
         yield Drawn(png_of(Image.new("RGB", (2, 2))), facts={"calls": 1, "tokens": 256})
 
     def fault(self, step: float) -> str | None:
@@ -31,15 +34,24 @@ class Quick:
         pass
 
 
+QUICK = Quick()
+
+
 def ask(
-    body: Any = None, *, api_key: str | None = None, content: bytes | None = None, **headers: str
+    body: Any = None,
+    *,
+    api_key: str | None = None,
+    content: bytes | None = None,
+    painter: Any = QUICK,
+    route: str = "POST /v1/images/generations",
+    **headers: str,
 ) -> httpx.Response:
     async def answer() -> httpx.Response:
-        painter: Any = Quick()
         app = httpx.ASGITransport(app=make_app(painter, api_key=api_key), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=app, base_url="http://test") as client:
             sent: dict[str, Any] = {"json": body} if content is None else {"content": content}
-            return await client.post("/v1/images/generations", headers=headers, **sent)
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            return await client.request(*route.split(), headers=named, **sent)
 
     return asyncio.run(answer())
 
@@ -129,3 +141,129 @@ def test_an_empty_key_is_no_key(key):
     painter: Any = Quick()
     with pytest.raises(ValueError, match="api_key.*empty"):
         make_app(painter, api_key=key)
+
+
+# ------------------------------------------------------------------------------------------------------------ routes
+
+
+class Broken(Quick):
+    def fault(self, step: float) -> str | None:
+        return "its thread has ended"
+
+
+class Raising(Quick):
+    async def draw(self, order: Any) -> AsyncGenerator[Drawn, None]:
+        raise RuntimeError("no memory")
+        yield Drawn(b"")
+
+
+class Forever(Quick):
+    async def draw(self, order: Any) -> AsyncGenerator[Drawn, None]:
+        await asyncio.sleep(3600)
+        yield Drawn(b"")
+
+
+ROUTES = ("/health", "/live", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/shapes")
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_routes_answer(method, path):
+    answer = ask(route=f"{method} {path}")
+    assert answer.status_code == 200 and len(answer.headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("painter", "statuses"),
+    [
+        (Quick(), [200, 200, 200, 200]),
+        (None, [200, 200, 503, 503]),  # loading: it lives, and is not ready
+        (Broken(), [503, 503, 503, 503]),
+    ],
+)
+def test_whether_it_lives_and_whether_it_is_ready(painter, statuses):
+    routes = ("GET /health", "GET /live", "GET /ready", "POST /v1/images/generations")
+    answers = [ask({"prompt": "a"}, painter=painter, route=route) for route in routes]
+    assert [answer.status_code for answer in answers] == statuses
+    for answer in answers:
+        if answer.status_code == 503:
+            said = answer.json()["error"]["message"]
+            assert ("loading" if painter is None else "its thread has ended") in said
+            assert int(answer.headers["retry-after"]) >= 1
+    ready = ask(painter=painter, route="GET /metrics").text
+    assert (
+        f"visual_spec_ready {float(statuses[2] == 200)}" in ready
+        and "visual_spec_queue_pictures 0.0" in ready
+    )
+
+
+@pytest.mark.parametrize(
+    ("route", "status"),
+    [("GET /v1/models/dall-e-3", 404), ("GET /nothing", 404), ("PUT /v1/images/generations", 405)],
+)
+def test_what_is_not_here_is_said_in_openais_form(route, status):
+    answer = ask(route=route)
+    assert (
+        answer.status_code == status and route.split()[1].split("/")[-1] in answer.json()["error"]["message"]
+    )
+
+
+def test_a_failure_says_its_seed_and_id_and_closes_the_connection():
+    answer = ask({"prompt": "a", "seed": 12}, painter=Raising(), x_request_id="r-7")
+    assert answer.status_code == 500 and answer.headers["connection"] == "close"
+    assert answer.json()["error"]["message"] == (
+        "no memory (request r-7). Send it again with seed 12: the same picture comes."
+    )
+
+
+def test_the_wait_that_is_advised_grows_with_the_queue_and_the_pace():
+    async def seconds(accepted: int, pace: float) -> str:
+        app = make_app(Forever(), Limits(queue=accepted))
+        app.state.endpoint.accepted, app.state.endpoint.pace = accepted, pace
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://test"
+        ) as client:
+            answer = await client.post("/v1/images/generations", json={"prompt": "a"})
+        assert answer.status_code == 429
+        return answer.headers["retry-after"]
+
+    waits = [asyncio.run(seconds(*case)) for case in ((1, 0.1), (64, 1.0), (64, 2.5))]
+    assert waits == ["1", "32", "80"]
+
+
+def test_the_pace_is_that_of_the_pictures_that_were_drawn():
+    async def learned() -> float:
+        app = make_app(Quick())
+        endpoint = app.state.endpoint
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://test"
+        ) as client:
+            for _ in range(40):
+                await client.post("/v1/images/generations", json={"prompt": "a"})
+        return endpoint.pace
+
+    assert 0 < asyncio.run(learned()) < 0.1  # from 1 s at the start
+
+
+def test_a_request_is_answered_in_its_time():
+    async def answer() -> httpx.Response:
+        app = make_app(Forever(), Limits(seconds=0.2))
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://test"
+        ) as client:
+            late = await client.post("/v1/images/generations", json={"prompt": "a"})
+            assert app.state.endpoint.accepted == 0
+            return late
+
+    late = asyncio.run(answer())
+    assert late.status_code == 504 and "not drawn within 0.2 s" in late.json()["error"]["message"]
+
+
+def test_a_port_that_another_has_is_refused_in_words():
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"--port {port}: Address already in use"):
+            listen("127.0.0.1", port)
+    with pytest.raises(OSError, match="--port 70000"):
+        listen("127.0.0.1", 70000)

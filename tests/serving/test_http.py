@@ -127,7 +127,7 @@ def test_a_full_queue_is_429_and_empties(client):
         time.sleep(0.02)
     refused = ask(client)
     assert refused.status_code == 429 and "of at most 4" in refused.json()["error"]["message"]
-    assert refused.headers["retry-after"] == "1"
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
     for thread in threads:
         thread.join()
     assert accepted(client) == 0

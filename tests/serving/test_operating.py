@@ -112,6 +112,12 @@ def test_what_the_engine_refuses_is_400_and_neighbours_are_drawn(client):
     assert client.get("/ready").status_code == 200
 
 
+def test_a_picture_that_is_refused_ends_the_others_of_its_request(client):
+    assert ask(client, seed=REFUSED, n=2).status_code == 400  # the second is the slow one
+    begun = time.monotonic()
+    assert ask(client, seed=1).status_code == 200 and time.monotonic() - begun < 3
+
+
 def test_a_request_has_a_limit_of_time_and_leaves_no_place_behind(client):
     for stream in (False, True):
         begun = time.monotonic()
@@ -164,7 +170,11 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(client):
 
 @pytest.mark.parametrize(
     ("seed", "said"),
-    [(RAISES, "device-side assert"), (HANGS, "a step of vLLM takes more than 2 s"), (EXITS, "SystemExit")],
+    [
+        pytest.param(RAISES, "device-side assert", marks=pytest.mark.slow),
+        (HANGS, "a step of vLLM takes more than 2 s"),
+        pytest.param(EXITS, "SystemExit", marks=pytest.mark.slow),
+    ],
 )
 def test_a_broken_engine_answers_everybody_and_ends_the_process(seed, said, tmp_path):
     with serving(tmp_path, "--step-timeout", "2") as client, concurrent.futures.ThreadPoolExecutor() as pool:
@@ -181,6 +191,7 @@ def test_a_broken_engine_answers_everybody_and_ends_the_process(seed, said, tmp_
     assert said in log and "ends with status 1" in log and "Exception in ASGI" not in log
 
 
+@pytest.mark.slow
 def test_the_port_is_bound_while_the_model_loads(tmp_path):
     with serving(tmp_path, until="/live", FAKE_LOADING="4") as client:
         assert client.get("/health").json()["status"] == "loading"
@@ -197,6 +208,7 @@ def test_the_port_is_bound_while_the_model_loads(tmp_path):
         assert ask(client).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_load_ends_the_server(tmp_path):
     with (
         pytest.raises(AssertionError, match="ended with status 2"),

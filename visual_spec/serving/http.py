@@ -90,7 +90,6 @@ class Endpoint:
         self.drawing()  # before the body is waited for
         orders, stream = read(await self.body(request), self.drawing(), self.limits)
         told.seed = orders[0].seed
-        self.drawing()
         if self.accepted + len(orders) > self.limits.queue:
             many = f"{self.accepted} pictures are waiting or drawn, of at most {self.limits.queue}"
             raise RefusedError(429, f"{many}; try again later.", retry=self.wait())
@@ -131,8 +130,11 @@ class Endpoint:
 
     async def pictures(self, orders: list[Order], request: Request, told: Told) -> Response:
         """Draw, and give up if the client goes away."""
-        drawing = asyncio.gather(*(self._last(order, told) for order in orders))
-        leaving = asyncio.ensure_future(_gone(request))
+        tasks: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(self._last(order, told)) for order in orders
+        ]
+        drawing: asyncio.Future[Any] = asyncio.gather(*tasks)
+        leaving: asyncio.Future[Any] = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait([drawing, leaving], return_when=asyncio.FIRST_COMPLETED)
             if not drawing.done():
@@ -141,9 +143,9 @@ class Endpoint:
         except Exception as error:
             raise self._failed(error, told) from error
         finally:
-            for task in (drawing, leaving):
+            for task in (*tasks, leaving):  # one that failed ends the others
                 task.cancel()
-            await asyncio.gather(drawing, leaving, return_exceptions=True)
+            await asyncio.gather(drawing, *tasks, leaving, return_exceptions=True)
             self.accepted -= len(orders)
         data = [
             {"b64_json": base64.b64encode(one.png).decode(), "seed": order.seed, **one.facts}
