@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 import visual_spec
 from visual_spec.cli import main
+from visual_spec.commands.serve import build_parser
 from visual_spec.pipelines.placing import load
 from visual_spec.samplers.core.history import RepetitionPenalty
 from visual_spec.samplers.core.law import TokenLaw
@@ -28,6 +31,20 @@ def test_bad_arguments_are_named(arguments, named, capsys, monkeypatch):
     monkeypatch.delenv("VISUAL_SPEC_API_KEY", raising=False)
     assert main(["serve", *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_the_limits_and_routes_of_the_guide_are_those_of_the_command():
+    guide = (Path(__file__).parents[2] / "docs" / "SERVING.md").read_text()
+    rows = re.findall(r"^\| (\d+) [^|]*\| `(--[a-z-]+)` \|", guide, re.MULTILINE)
+    options = {one.option_strings[0]: one.default for one in build_parser()._actions if one.option_strings}
+    assert {option: int(number) for number, option in rows} == {
+        name: value
+        for name, value in options.items()
+        if isinstance(value, int) and name not in ("--port", "--window")
+    }
+    http = (Path(__file__).parents[2] / "visual_spec" / "serving" / "http.py").read_text()
+    for path in ("/health", "/live", "/ready", "/metrics", "/version", "/v1/models"):
+        assert f'"{path}":' in http and f"`{path}`" in guide.replace("`GET ", "`")
 
 
 @pytest.mark.parametrize("given", ["variable", "option"])

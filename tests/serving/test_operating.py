@@ -23,7 +23,7 @@ import torch
 from tests.serving.servers import running
 
 FAKE = Path(__file__).parent / "fake"
-RAISES, HANGS, EXITS, REFUSED, SLOW, SHORT = range(1000, 1006)
+RAISES, HANGS, EXITS, REFUSED, SLOW, SHORT, ALONE = range(1000, 1007)  # as fake/vllm has them
 BODY = {"prompt": "a large red circle", "guidance_scale": 1}
 
 
@@ -189,6 +189,16 @@ def test_a_broken_engine_answers_everybody_and_ends_the_process(seed, said, tmp_
         assert int(first.headers["retry-after"]) >= 1
     log = (tmp_path / "log").read_text()
     assert said in log and "ends with status 1" in log and "Exception in ASGI" not in log
+
+
+@pytest.mark.slow
+def test_a_step_that_lets_no_other_thread_run_ends_the_process(tmp_path):
+    """Nobody can answer then."""
+    with serving(tmp_path, "--step-timeout", "2") as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            ask(client, seed=ALONE)
+        assert client.server.wait(5) == 1
+    assert "llm_engine.py" in (tmp_path / "log").read_text()  # where it hung
 
 
 @pytest.mark.slow

@@ -180,8 +180,8 @@ class Telling:
         """Write the line of the log, and count."""
         path, status = scope["raw_path"].decode("latin-1"), told.status or 499
         told.status = status
-        quiet = path in WATCHED and status < 500
-        logger.log(logging.DEBUG if quiet else logging.INFO, "%s", told.line(scope["method"], path))
+        level = logging.DEBUG if path in WATCHED else logging.INFO
+        logger.log(level, "%s", told.line(scope["method"], path))
         if path == DRAWS and scope["method"] == "POST":
             self.metrics.requests.labels(str(status)).inc()
             self.metrics.seconds.observe(time.monotonic() - told.begun)

@@ -99,6 +99,7 @@ class Server:
             self.endpoint.loading = time.monotonic() - begun
             self.endpoint.painter = painter
             logger.info("ready after %.1f s", self.endpoint.loading)
+            threading.Event().wait()  # for ever: Linux ends Ray's processes with the thread that started them
 
         # A daemon, so that a server which is ended while it loads does not wait for it.
         threading.Thread(target=work, name="load", daemon=True).start()
@@ -113,7 +114,7 @@ class Server:
         """Look at the engine until it is broken; then answer everybody, and end the server."""
         while not self.endpoint.fault():
             # Ends the process if this loop itself hangs, such as behind a call that lets no other thread run.
-            faulthandler.dump_traceback_later(self.limits.step + 30, exit=True)
+            faulthandler.dump_traceback_later(self.limits.step + _LAST_WORDS, exit=True)
             await asyncio.sleep(_TICK)
         logger.critical("%s; the server ends with status 1, to be started again", self.endpoint.broken)
         faulthandler.dump_traceback()  # where it hangs
