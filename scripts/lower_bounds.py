@@ -30,7 +30,8 @@ RUNNERS = ("pytest", "pytest-xdist", "httpx")  # of the extra dev
 # What takes objects of other packages, or hands them on.
 TESTS = """
     tests/test_package.py tests/test_app.py tests/models/core tests/models/next_token tests/training/test_waves.py
-    tests/eval/quality/test_score.py tests/serving/test_http.py tests/pipelines/test_adapters.py
+    tests/eval/quality/test_score.py tests/serving/test_endpoint.py tests/serving/test_operating.py
+    tests/serving/test_http.py tests/pipelines/test_adapters.py
     tests/pipelines/test_audio_clips.py tests/pipelines/test_depth_decoders.py tests/pipelines/test_diffusers_video.py
     tests/pipelines/test_embedded.py tests/pipelines/test_quantised_loading.py tests/pipelines/test_saving.py
     tests/pipelines/test_transformers_codes.py tests/pipelines/test_transformers_generate.py

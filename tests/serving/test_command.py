@@ -1,8 +1,8 @@
 """What `visual-spec serve` refuses before anything is loaded, and what a folder for vLLM holds. Needs no vLLM."""
 
-import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,10 +63,13 @@ def test_the_engine_computes_in_the_type_of_the_folder(tmp_path):
     assert engine_arguments(folder, dtype="bfloat16")["dtype"] == "bfloat16"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("fastapi") is not None, reason="FastAPI is installed")
-def test_what_is_missing_is_named(capsys):
+@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
+def test_what_is_missing_is_named(name, capsys, monkeypatch):
+    for module in [one for one in sys.modules if one.startswith("visual_spec.serving.") or one == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
     assert main(["serve", "shapes"]) == 2
-    assert "docs/SERVING.md" in capsys.readouterr().err
+    assert f"serve needs {name}; see docs/SERVING.md" in capsys.readouterr().err
 
 
 def test_a_folder_says_what_vllm_and_the_windows_read(tmp_path):

@@ -260,6 +260,27 @@ def test_a_request_is_answered_in_its_time():
     assert late.status_code == 504 and "not drawn within 0.2 s" in late.json()["error"]["message"]
 
 
+def test_a_client_that_reads_nothing_of_its_stream_keeps_no_place():
+    async def stream() -> int:
+        app = make_app(Quick(), Limits(seconds=0.2, read=0.1))
+        body = {"type": "http.request", "body": b'{"prompt":"a","stream":true}', "more_body": False}
+        messages = [body]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.sleep(3600)
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(3600)
+
+        path = "/v1/images/generations"
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
+        await asyncio.wait_for(app(scope | {"query_string": b"", "asgi": {}}, receive, send), 5)
+        return app.state.endpoint.accepted
+
+    assert asyncio.run(stream()) == 0
+
+
 def test_a_port_that_another_has_is_refused_in_words():
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]

@@ -63,12 +63,16 @@ class Endpoint:
 
     def drawing(self) -> Painter:
         """Return who draws. Raises RefusedError, 503, if nobody does."""
-        if fault := self.fault():
-            why = f"the engine is broken: {fault}. The server ends, to be started again."
-            raise RefusedError(503, why, retry=math.ceil(self.loading))
+        if self.fault():
+            raise self.refusal()
         if self.painter is None:
             raise RefusedError(503, "the model is loading; try again later.", retry=math.ceil(self.loading))
         return self.painter
+
+    def refusal(self) -> RefusedError:
+        """Return what is answered once the engine is broken."""
+        why = f"the engine is broken: {self.broken}. The server ends, to be started again."
+        return RefusedError(503, why, retry=math.ceil(self.loading))
 
     def give_up(self) -> None:
         """End all drawing at once: the requests are answered by what is at fault."""
@@ -217,10 +221,7 @@ class Endpoint:
         if isinstance(error, BrokenError):
             self.broken = self.broken or str(error)
         if self.fault():
-            try:
-                self.drawing()
-            except RefusedError as refused:
-                return refused
+            return self.refusal()
         if isinstance(error, ValueError):
             return RefusedError(400, str(error))
         return Telling.failed(error, told)
@@ -234,12 +235,17 @@ class _Stream(StreamingResponse):
     """A picture as server-sent events. Its place is given back also if the client has gone before the first event."""
 
     def __init__(self, endpoint: Endpoint, order: Order, told: Told) -> None:
-        self.endpoint, self.events = endpoint, endpoint.events(order, told)
+        self.endpoint, self.told, self.events = endpoint, told, endpoint.events(order, told)
         super().__init__(self.events, media_type="text/event-stream")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        # A client that reads nothing would keep its place for ever.
+        most = self.endpoint.limits.seconds + self.endpoint.limits.read
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout(most):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            self.told.status = 499
         finally:
             self.endpoint.accepted -= 1
             await self.events.aclose()
@@ -268,7 +274,7 @@ def make_app(
 
     async def live(request: Request) -> Response:
         if endpoint.fault():
-            endpoint.drawing()
+            raise endpoint.refusal()
         status = "loading" if endpoint.painter is None else "ok"
         return JSONResponse({"status": status, "accepted": endpoint.accepted})
 

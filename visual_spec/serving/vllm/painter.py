@@ -171,8 +171,8 @@ class VllmPainter:
         while self._waiting and len(self._jobs) < self.pictures:
             job = self._waiting.popleft()
             order, pair = job.order, f"{job.number}"
-            members = requests_of(self.ids, order.prompt, order.seed, order.law, self.length, pair)
             try:
+                members = requests_of(self.ids, order.prompt, order.seed, order.law, self.length, pair)
                 for member, (prompt, params) in enumerate(members):
                     params.output_kind = (
                         RequestOutputKind.FINAL_ONLY if member else RequestOutputKind.CUMULATIVE
