@@ -1,6 +1,11 @@
 """What SGLang asks for GLM-Image's tokens, answered by a tiny random one: the tokens of plain decoding."""
 
+import contextlib
+import signal
+import socket
+import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from types import ModuleType, SimpleNamespace
@@ -15,6 +20,7 @@ from tests.models.next_token import tiny_transformers as tiny
 pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 
+from visual_spec import cli
 from visual_spec.serving.sglang import plugin
 from visual_spec.serving.sglang.route import PriorTokens, make_app
 
@@ -130,9 +136,38 @@ def test_bodies_failures_and_a_full_queue_are_answered(tokens, monkeypatch):
     assert failed.status_code == 500 and "no memory. Seeds: [7]" in failed.json()["error"]["message"]
 
 
-def test_only_glm_image_is_taken():
+def test_only_glm_image_is_taken(tmp_path, capsys):
     with pytest.raises(TypeError, match="JanusForConditionalGeneration"):
         PriorTokens(tiny.janus(torch.float32))
+    tiny.janus(torch.float32).config.save_pretrained(tmp_path)
+    assert cli.main(["serve", str(tmp_path), "--engine", "sglang"]) == 2
+    assert "holds a janus" in capsys.readouterr().err
+    assert cli.main(["serve", str(tmp_path / "none"), "--engine", "sglang"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_command_serves_a_folder_until_it_is_told_to_end(tmp_path):
+    import httpx
+
+    tiny.glm_image(torch.float32).save_pretrained(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "visual_spec", "serve", str(tmp_path), "--engine", "sglang"]
+    server = subprocess.Popen([*command, "--window", "8", "--port", str(port)])
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            for _ in range(300):
+                with contextlib.suppress(httpx.ConnectError):
+                    client.get("/health")
+                    break
+                time.sleep(0.2)
+            answer = client.post("/generate", json=one(PROMPTS[0])).json()
+        server.terminate()
+        assert server.wait(20) in (0, -signal.SIGTERM)
+    finally:
+        server.kill()
+    assert answer["output_ids"] == plain(PROMPTS[0], 7)
 
 
 def test_the_plug_in_accelerates_the_encoder_that_sglang_loads(monkeypatch):

@@ -70,7 +70,9 @@ class Parser(argparse.ArgumentParser):
         if not any(isinstance(action, argparse._SubParsersAction) for action in self._actions):
             self._refuse_unknown(arguments)
         parsed = super().parse_known_args(arguments, namespace)
-        if self.of_saved_models and isinstance(model := getattr(parsed[0], "model", None), str):
+        of_transformers = getattr(parsed[0], "engine", None) == "sglang"
+        model = getattr(parsed[0], "model", None)
+        if self.of_saved_models and isinstance(model, str) and not of_transformers:
             from visual_spec.pipelines.embedded import refuse_no_pipeline
 
             refuse_no_pipeline(model)  # before PyTorch is imported

@@ -1,7 +1,8 @@
 """visual-spec serve: pictures over HTTP, as OpenAI's /v1/images/generations.
 
-    visual-spec serve shapes                              by vLLM, with a window of 32
+    visual-spec serve things                              by vLLM, with a window of 32
     visual-spec serve shapes_var --engine ray             what vLLM cannot hold, by Ray Serve
+    visual-spec serve GLM-DIR --engine sglang             tokens of a GLM-Image of transformers, for SGLang
 
 Listens on 127.0.0.1 unless told otherwise, and before the model is loaded: GET /ready answers 503 until then.
 GET /health answers 503, and the process ends with status 1, once the engine is broken; let a supervisor start it again.
@@ -14,6 +15,7 @@ import argparse
 import importlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from visual_spec.commands.options import Parser, is_quiet, logger
@@ -33,7 +35,7 @@ _SECONDS = (
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="visual-spec serve", description=__doc__)
     parser.add_argument("model", help="embedded name, folder, or Hub id of a pipeline of pictures")
-    parser.add_argument("--engine", choices=("vllm", "ray"), default="vllm", help="what draws")
+    parser.add_argument("--engine", choices=("vllm", "ray", "sglang"), default="vllm", help="what draws")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
     )
@@ -49,9 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--replicas", default="1", help="ray: a number, or auto")
     parser.add_argument(
-        "--sampler", metavar="TEXT", help="ray: a sampler (default: the fast one of the model)"
+        "--sampler", metavar="TEXT", help="ray, sglang: a sampler (default: the fast one of the model)"
     )
-    parser.add_argument("--dtype", default="float32", help="vllm: of the computation")
+    parser.add_argument("--dtype", default="float32", help="vllm, sglang: of the computation")
     parser.add_argument(
         "--queue", type=int, default=64, metavar="N", help="pictures accepted and not finished; else 429"
     )
@@ -77,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"--host {args.host} without a key (an empty one is none); pass --api-key, or anybody there may draw."
         )
+    if args.engine == "sglang":
+        return _serve_tokens(args)
     _check_model(args)
     serving = _required("visual_spec.serving.server")
     limits = serving.Limits(
@@ -97,6 +101,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             "listening on http://%s:%d; loading %s", args.host, listening.getsockname()[1], args.model
         )
         server.run(listening)
+    return 0
+
+
+def _serve_tokens(args: argparse.Namespace) -> int:
+    """Answer what SGLang asks for a GLM-Image. It sends no key, so only programs of this machine are heard."""
+    uvicorn, route = _required("uvicorn"), _required("visual_spec.serving.sglang.route")
+    import torch
+    from transformers import AutoConfig, GlmImageForConditionalGeneration
+
+    if not Path(args.model, "config.json").exists() and "/" not in args.model:
+        raise ValueError(f"{args.model} is no folder of a transformers model, and no Hub id 'owner/name'.")
+    if (kind := AutoConfig.from_pretrained(args.model).model_type) != "glm_image":
+        raise ValueError(f"{args.model} holds a {kind}; SGLang asks for tokens of a GLM-Image.")
+    with _required("visual_spec.serving.server").listen(args.host, args.port) as listening:
+        model: Any = GlmImageForConditionalGeneration.from_pretrained(
+            args.model, dtype=getattr(torch, args.dtype)
+        )
+        if torch.cuda.is_available():
+            model.to("cuda")
+        sampler = args.sampler or f"speculative-jacobi:window={args.window}"
+        app = route.make_app(route.PriorTokens(model.eval(), sampler), args.queue)
+        config = uvicorn.Config(app, log_level="error" if is_quiet() else "info")
+        uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 

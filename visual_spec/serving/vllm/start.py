@@ -47,7 +47,7 @@ def missing() -> tuple[str, ...]:
     lacking = []
     for module, name, parts in INTERFACES:
         try:
-            place = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+            place: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         except (ImportError, AttributeError):
             lacking.append(f"{module}.{name}")
             continue
