@@ -172,3 +172,20 @@ def test_latex_holds_values_to_the_digits_that_are_known():
     text = scores_latex(figures)
     assert r"whole & $1.000\ [0.862, 1.000]$ & 24 \\" in text  # Wilson's interval ends at the value
     assert r"fid & $12.35 \pm 0.10$ & 50000 \\" in text and r"a b\% & $0.5$ & 3 \\" in text
+
+
+def test_score_says_where_networks_are(tmp_path, capsys):
+    folder = with_manifest(make_pictures(tmp_path / "set", 6, 0), PROMPTS)
+    assert main(["score", str(folder), "--metrics", "clip"]) == 2
+    assert (
+        "https://huggingface.co/openai/clip-vit-large-patch14; pass --clip FOLDER" in capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        main(["score", "--help"])
+    told = "".join(capsys.readouterr().out.split())  # argparse breaks addresses at their hyphens
+    for end in (
+        "clip-vit-large-patch14",
+        "weights-inception-2015-12-05-6726825d.pth)",
+        "i3d_torchscript.pt?dl=1)",
+    ):
+        assert end in told

@@ -235,24 +235,32 @@ METRICS: dict[str, Metric] = {
         fewest=1,
     ),
 }
+_INCEPTION = (
+    "Inception weights of torch-fidelity (https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
+    "weights-inception-2015-12-05-6726825d.pth)"
+)
 EXTRACTORS: dict[str, Source] = {
     "parser": Source("parsed_attributes"),
     "inception": Source(
         "inception_features",
         "feature_weights",
-        "Inception weights of torch-fidelity",
+        _INCEPTION,
         folder=False,
         optional=True,
     ),
     "inception-maps": Source(
         "inception_maps",
         "feature_weights",
-        "Inception weights of torch-fidelity",
+        _INCEPTION,
         folder=False,
         optional=True,
     ),
     "shapes": Source("shapes_features"),
-    "clip": Source("clip_features", "clip", "a CLIP model of transformers"),
+    "clip": Source(
+        "clip_features",
+        "clip",
+        "a CLIP model of transformers, such as https://huggingface.co/openai/clip-vit-large-patch14",
+    ),
     "hps": Source(
         "preference_features",
         "hps",
@@ -273,7 +281,7 @@ EXTRACTORS: dict[str, Source] = {
     "i3d": Source(
         "video_features",
         "i3d",
-        "the I3D network of FVD as TorchScript (i3d_torchscript.pt)",
+        "the I3D network of FVD as TorchScript (https://www.dropbox.com/s/ge9e5ujwgetktms/i3d_torchscript.pt?dl=1)",
         folder=False,
         program=True,
     ),
