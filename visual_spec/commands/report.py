@@ -2,6 +2,7 @@
 
     visual-spec report results/results.json
     visual-spec report plain fast --out report.html
+    visual-spec report plain fast --table methods.tex --chart frontier.pdf
 
 Results of eval show speed-up against quality. Of folders of samples the first is the one that the others are compared
 with.
@@ -30,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)"
     )
-    parser.add_argument("--chart", type=Path, metavar="FILE", help="write the charts as .png or .svg too")
+    parser.add_argument(
+        "--chart", type=Path, metavar="FILE", help="write the chart too, as .png, .svg or .pdf"
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="write a table of the methods too, as .tex, .md or .csv"
+    )
     parser.add_argument(
         "--pictures",
         type=int,
@@ -48,34 +54,57 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(
             f"there is nothing at {', '.join(missing)}; pass results.json of visual-spec eval, or folders of samples"
         )
-    ready_folder(refuse_existing(args.out, args.overwrite).parent)
+    for path in (args.out, args.chart, args.table):
+        if path is not None:
+            ready_folder(refuse_existing(path, args.overwrite).parent)
     facts = (_of_folders if any(path.is_dir() for path in args.results) else _of_results)(args)
-    print(f"wrote {args.out}" + (f" and {args.chart}" if args.chart else ""))
+    print(f"wrote {', '.join(str(path) for path in (args.out, args.chart, args.table) if path)}")
     if args.json:
         print(json_text({"page": str(args.out), **facts}))
     return 0
 
 
 def _of_folders(args: argparse.Namespace) -> dict[str, Any]:
-    from visual_spec.eval.quality.sets_page import write_sets_page
+    from visual_spec.eval.charts import chart_ending, image_bytes
+    from visual_spec.eval.quality import methods
+    from visual_spec.eval.quality.sets_page import ScoredSet, draw_sets, write_sets_page
 
     if files := [path for path in args.results if not path.is_dir()]:
         raise ValueError(f"{files[0]} beside folders of samples; pass results of eval, or folders, not both")
-    if args.chart is not None or args.pictures < 0:
-        raise ValueError("of folders of samples: --chart is in the page, and --pictures takes 0 or more")
+    if args.pictures < 0:
+        raise ValueError(f"--pictures {args.pictures}; pass 0 or more")
+    kinds = (
+        args.chart and chart_ending(args.chart, "--chart"),
+        args.table and methods.table_ending(args.table),
+    )
     title = args.title or "Samples and scores"
-    write_sets_page(args.results, args.out, title, shown=args.pictures, overwrite=args.overwrite)
+    sets = [ScoredSet.read(path) for path in args.results]
+    header, lines, facts = methods.sets_table(sets)
+    drawn = None if args.chart is None else draw_sets(sets)
+    if args.chart is not None and drawn is None:
+        raise ValueError("--chart needs a distance, such as fid, that two sets have: score them first")
+    write_sets_page(sets, args.out, title, shown=args.pictures, overwrite=args.overwrite)
+    if args.chart is not None:
+        write_atomically(args.chart, image_bytes(drawn, kinds[0]), overwrite=args.overwrite)
+    if args.table is not None:
+        text = methods.table_text([(header, lines, facts)], kinds[1])
+        write_atomically(args.table, text, overwrite=args.overwrite)
+    for lacking in (fact for fact in facts if " has no scores of " in fact):
+        print(lacking)
     return {"sets": [str(path) for path in args.results]}
 
 
 def _of_results(args: argparse.Namespace) -> dict[str, Any]:
     from visual_spec.eval.charts import chart_ending, image_bytes
+    from visual_spec.eval.quality import methods
     from visual_spec.eval.report import frontier
 
-    if args.chart is not None:
-        kind = chart_ending(args.chart, "--chart")
-        ready_folder(refuse_existing(args.chart, args.overwrite).parent)
+    kind = args.chart and chart_ending(args.chart, "--chart")
+    table = args.table and methods.table_ending(args.table)
     documents = frontier.read_results(args.results)
+    if args.table is not None:
+        text = methods.table_text(methods.results_tables(documents), table)
+        write_atomically(args.table, text, overwrite=args.overwrite)
     if args.chart is not None:
         content = image_bytes(frontier.draw_frontier(documents[0]), kind)
         write_atomically(args.chart, content, overwrite=args.overwrite)

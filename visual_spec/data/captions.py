@@ -6,6 +6,11 @@ from typing import Any
 
 from visual_spec.data import shapes, things
 
+
+class CaptionError(ValueError):
+    """A text that is no caption of the data."""
+
+
 PICTURES: dict[str, Any] = {"shapes": shapes, "things": things}
 
 

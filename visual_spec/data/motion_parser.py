@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
+from visual_spec.data.captions import CaptionError
 from visual_spec.data.motion import CAMERAS, DIRECTIONS, ENDINGS, SIZES, SPEEDS, TEXTURES
 from visual_spec.data.motion_finder import FoundMotion, MotionFacts, parse_clip
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
@@ -53,7 +54,7 @@ def parse_caption(text: str) -> WantedClip:
     """
     match = re.fullmatch(_caption_pattern(), " ".join(text.lower().replace(",", " ").split()))
     if match is None:
-        raise ValueError(
+        raise CaptionError(
             f"cannot read caption {text!r}; allowed: 'a SIZE COLOUR SHAPE moves DIRECTION SPEED and ENDING' or "
             "'a SIZE COLOUR SHAPE stays still', then perhaps 'past a SIZE COLOUR SHAPE', then "
             "'on a TEXTURE BACKGROUND background, camera CAMERA'. "

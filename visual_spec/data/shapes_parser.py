@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from visual_spec.data.captions import CaptionError
 from visual_spec.data.shapes import (
     BACKGROUND_COLOURS,
     COUNTS,
@@ -68,7 +69,7 @@ def parse_caption(text: str) -> WantedFacts:
     """
     match = re.fullmatch(_caption_pattern(), " ".join(text.lower().split()))
     if match is None:
-        raise ValueError(
+        raise CaptionError(
             f"cannot read caption {text!r}; allowed: 'a SIZE COLOUR SHAPE', 'a SIZE COLOUR SHAPE RELATION a SIZE "
             f"COLOUR SHAPE' or '{'|'.join(COUNTS)} SIZE COLOUR SHAPEs', then 'on a TEXTURE BACKGROUND background'. "
             f"SIZE: {', '.join(SIZES)}. COLOUR: {', '.join(OBJECT_COLOURS)}. SHAPE: {', '.join(SHAPES)}. "

@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
+from visual_spec.data.captions import CaptionError
 from visual_spec.data.shapes import CELL, IMAGE_SIZE
 from visual_spec.data.shapes_parser import all_correct, prompt_accuracy
 from visual_spec.data.things import GROUNDS, NOUNS, RELATIONS, SPRITE, Thing, ThingsScene, render, sprites
@@ -77,7 +78,7 @@ def parse_caption(text: str) -> WantedThings:
     """
     match = _matched(text)
     if match is None:
-        raise ValueError(
+        raise CaptionError(
             f"cannot read caption {text!r}; allowed: 'a THING on a GROUND background', or 'a THING RELATION a THING on "
             f"a GROUND background'. THING: {', '.join(NOUNS)}. RELATION: {', '.join(RELATIONS)}. GROUND: "
             f"{', '.join(GROUNDS)}. Use these words, in this order."

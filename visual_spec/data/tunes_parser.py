@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 
+from visual_spec.data.captions import CaptionError
 from visual_spec.data.tunes import ATTRIBUTES, BACKING_PHRASES, MOODS, VOCABULARY, Tune
 from visual_spec.data.tunes_finder import FoundNote, TuneFacts, parse_clip
 
@@ -54,14 +55,14 @@ def parse_caption(text: str) -> WantedTune:
         allowed = " ".join(
             f"{name.upper()}: {', '.join(words)}." for name, words in VOCABULARY.items() if name != "backing"
         )
-        raise ValueError(
+        raise CaptionError(
             f"cannot read caption {text!r}; allowed: 'a TEMPO MOOD INSTRUMENT melody in TONIC MODE, CONTOUR in RHYTHM "
             f"rhythm', then nothing, 'over a drone' or 'over a bass line'. {allowed} MOOD: "
             f"{', '.join(f'{mood} ({mode})' for mode, mood in MOODS.items())}. Use these words, in this order."
         )
     mode = part["mode"]
     if part["mood"] not in (None, MOODS[mode]):
-        raise ValueError(
+        raise CaptionError(
             f"caption {text!r} is {part['mood']} in {mode}; {mode} tunes are {MOODS[mode]}: name one mood"
         )
     backing = next(name for name, phrase in BACKING_PHRASES.items() if (part["backing"] or "") == phrase)

@@ -22,6 +22,8 @@ _PAGE_COLOURS = {
     BAND: "--band",
 }
 
+_UNDATED: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
 Point = tuple[str, float, float, float, float]  # name, x, y, low, high
 
 
@@ -35,19 +37,19 @@ def figure_class() -> Any:
 
 
 def chart_ending(path: Path, option: str) -> str:
-    """The kind of a chart's file, "png" or "svg"; ValueError for a name of another ending."""
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"{option} {path} given; the name must end in .png or .svg")
+    """The kind of a chart's file, "png", "svg" or "pdf"; ValueError for a name of another ending."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{option} {path} given; the name must end in .png, .svg or .pdf")
     return path.suffix[1:]
 
 
 def image_bytes(figure: Any, kind: str) -> bytes:
-    """A figure as a file, "svg" or "png"; without date and random names, so the same results give the same file."""
+    """A figure as a file, "svg", "pdf" or "png"; the same results give the same file, without date and random names."""
     import matplotlib
 
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "visual-spec"}):
-        figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=160)
+        figure.savefig(buffer, format=kind, metadata=_UNDATED.get(kind), dpi=160)
     return buffer.getvalue()
 
 

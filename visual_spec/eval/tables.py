@@ -1,11 +1,18 @@
-"""Tables as Markdown."""
+"""Tables as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_SPECIAL |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
+
 _WORDS = (
+    "set",
     "sampler",
     "tokens per call",
     "columns per call",
@@ -47,8 +54,35 @@ def interval(header: str, key: str, digits: int = 2, times: float = 1) -> Column
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
     """Markdown: one line a row."""
-    lines = [[show(row) for _, show in columns] for row in rows]
-    return markdown([header for header, _ in columns], lines)
+    return markdown(*cells(rows, columns))
+
+
+def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
+    """The headers, and the cells of each row."""
+    return [header for header, _ in columns], [[show(row) for _, show in columns] for row in rows]
+
+
+def latex(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A `tabular` for `booktabs`. Intervals stay as they are: `36.0 (34.1--38.0)`."""
+    ranges = [[re.sub(r"(?<=\d)-(?=\d)", "--", escaped(cell)) for cell in line] for line in lines]
+    rows = [" & ".join(line) + r" \\" for line in [[escaped(name) for name in header], *ranges]]
+    columns = "".join("l" if name in _WORDS else "r" for name in header)
+    return "\n".join(
+        [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
+        + [r"\bottomrule", r"\end{tabular}", ""]
+    )
+
+
+def escaped(text: str) -> str:
+    """Text as LaTeX shows it."""
+    return "".join(_SPECIAL.get(letter, letter) for letter in text)
+
+
+def csv_text(lines: Sequence[Sequence[Any]]) -> str:
+    """Lines as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

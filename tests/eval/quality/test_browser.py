@@ -13,7 +13,7 @@ from PIL import Image
 from tests.helpers.pages import row as comparison_row
 from tests.helpers.sample_sets import PromptSet, scored
 from visual_spec.eval.quality.feature_sets import SampleFiles
-from visual_spec.eval.quality.sets_page import write_sets_page
+from visual_spec.eval.quality.sets_page import ScoredSet, write_sets_page
 from visual_spec.eval.report.pages import write_html
 from visual_spec.files.pictures import png_bytes
 
@@ -52,7 +52,10 @@ def thousand(tmp_path_factory) -> Path:
         (folder / name / "manifest.jsonl").write_text("".join(manifest))
         assert len(SampleFiles.open(folder / name)) == ROWS
     return write_sets_page(
-        [folder / "plain", folder / "fast"], folder / "page.html", "A thousand pictures", shown=ROWS
+        [ScoredSet.read(folder / name) for name in ("plain", "fast")],
+        folder / "page.html",
+        "A thousand pictures",
+        shown=ROWS,
     )
 
 

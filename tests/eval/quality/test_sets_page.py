@@ -52,7 +52,7 @@ def test_sets_that_do_not_belong_together_are_refused(tmp_path, capsys):
         ([tmp_path / "seeds"], "not drawn for the same prompts with the same"),
         ([tmp_path / "loose"], "has no manifest.jsonl"),
         ([results], "pass results of eval, or folders, not both"),
-        (["--chart", tmp_path / "a.png"], "--chart is in the page"),
+        (["--chart", tmp_path / "a.png"], "--chart needs a distance"),
     ):
         given = ["report", str(plain), *map(str, others), "--out", str(tmp_path / "x.html")]
         check_refused(main(given), message, capsys, tmp_path / "x.html")

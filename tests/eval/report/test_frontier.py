@@ -213,8 +213,8 @@ def test_bad_input_is_refused(document, tmp_path):
     document["kind"] = "bench"
     with pytest.raises(ValueError, match=r"evaluation.*results\.json"):
         report_command.main([str(written(tmp_path, document))])
-    with pytest.raises(ValueError, match=r"chart\.pdf"):
-        report_command.main([str(written(tmp_path, document)), "--chart", "chart.pdf"])
+    with pytest.raises(ValueError, match=r"chart\.jpg"):
+        report_command.main([str(written(tmp_path, document)), "--chart", "chart.jpg"])
     with pytest.raises(FileNotFoundError):
         report_command.main([str(tmp_path / "absent.json")])
 

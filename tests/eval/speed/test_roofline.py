@@ -61,5 +61,5 @@ def test_the_chart_has_the_roof_and_a_numbered_point_a_row():
 
 
 def test_a_name_that_cannot_be_drawn_to_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"roof\.pdf"):
-        charts.chart_ending(tmp_path / "roof.pdf", "--plot")
+    with pytest.raises(ValueError, match=r"roof\.jpg"):
+        charts.chart_ending(tmp_path / "roof.jpg", "--plot")

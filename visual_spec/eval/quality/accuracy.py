@@ -47,18 +47,24 @@ def summarise(hits: Sequence[dict[str, bool]]) -> dict[str, Any]:
     Returns:
         all_correct: the share of pictures with every attribute right. attributes: {name: the same for one attribute,
         over the prompts that ask for it}. mean_attribute: the mean over samples of the share of attributes right.
-        All with intervals, see `visual_spec.eval.intervals`.
+        All with intervals, see `visual_spec.eval.intervals`. unread: samples whose prompts the parser does not know,
+        which count nowhere else.
 
     Raises:
-        ValueError: if there are no samples.
+        ValueError: if there are no samples, or none whose prompt the parser knows.
     """
+    unread, hits = sum(not answers for answers in hits), [answers for answers in hits if answers]
     if not hits:
-        raise ValueError("no samples to summarise; run the evaluation first")
+        raise ValueError(
+            f"no samples to summarise: {unread} prompts that the parser does not know. It reads captions of the "
+            "embedded models' data; leave the metric parser out."
+        )
     names = dict.fromkeys(name for answers in hits for name in answers)
     return {
         "all_correct": rate([all(answers.values()) for answers in hits]),
         "mean_attribute": share_figure([sum(answers.values()) / len(answers) for answers in hits]),
         "attributes": {name: rate([f[name] for f in hits if name in f]) for name in names},
+        "unread": unread,
     }
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from visual_spec.data import motion_parser, shapes_classes, shapes_parser, things_parser, tunes, tunes_parser
+from visual_spec.data.captions import CaptionError
 from visual_spec.eval.quality.accuracy import ATTRIBUTES
 from visual_spec.eval.quality.audio import resampled
 from visual_spec.eval.quality.feature_sets import SampleFiles
@@ -163,7 +164,8 @@ def _inception(setup: Setup, outputs: list[str]) -> Any:
 def parsed_attributes(setup: Setup) -> Extractor:
     """What the parser of the procedural data reads: [N, A], 1 or 0 for each of `ATTRIBUTES`, -1 if it is not asked for.
 
-    Prompts are captions of `shapes`, `things`, `motion` or `tunes`, or names of classes of `shapes`.
+    Prompts are captions of `shapes`, `things`, `motion` or `tunes`, or names of classes of `shapes`. Another prompt
+    asks for nothing that the parser knows.
     """
 
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
@@ -197,9 +199,11 @@ def _parse(medium: str, prompt: str, sample: np.ndarray) -> dict[str, bool]:
         return shapes_classes.score_class(prompt, sample)
     if medium == "image" and things_parser.is_caption(prompt):
         return things_parser.score(prompt, sample)
-    return {"image": shapes_parser, "video": motion_parser, "audio": tunes_parser}[medium].score(
-        prompt, sample
-    )
+    parser: Any = {"image": shapes_parser, "video": motion_parser, "audio": tunes_parser}[medium]
+    try:
+        return parser.score(prompt, sample)
+    except CaptionError:
+        return {}
 
 
 def shapes_features(setup: Setup) -> Extractor:

@@ -19,7 +19,7 @@ from visual_spec.eval.quality.neighbours import density_coverage, precision_reca
 from visual_spec.eval.quality.published import frechet_of_pairs
 from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, mel_picture, wrap_text
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.tables import Column, column, interval, table
+from visual_spec.eval.tables import Column, cells, column, interval, markdown
 from visual_spec.eval.words import words_of
 from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, LOSSY, OTHER, kept, promised
 
@@ -296,7 +296,12 @@ def picture_sheet(rows: dict[str, np.ndarray]) -> Image.Image:
 
 
 def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
-    """Markdown: one line a row, intervals in brackets, for speed-ups p20 and p80.
+    """Markdown: see `quality_cells`."""
+    return markdown(*quality_cells(document, extractor))
+
+
+def quality_cells(document: dict[str, Any], extractor: str = "shapes") -> tuple[list[str], list[list[str]]]:
+    """Headers and lines: one a row, intervals in brackets, for speed-ups p20 and p80.
 
     Speed-ups are in processor time where the model ran on a processor: the clock counts others' work too.
     """
@@ -341,4 +346,4 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
         {"name": f"({name} alone)", "kind": "reference", **reference}
         for name, reference in document["references"].items()
     ]
-    return table(rows, columns)
+    return cells(rows, columns)

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from visual_spec.eval.tables import csv_text, escaped
+
 _FACTS = ("value", "low", "high", "samples", "reference_samples", "extractor", "weights", "interval", "note")
-_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-_SPECIAL |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
 
 
 def scores_csv(figures: dict[str, dict[str, Any]]) -> str:
     """One line a figure: its value, its interval and what it was computed from."""
     lines = [[name, *(figure.get(fact, "") for fact in _FACTS)] for name, figure in figures.items()]
-    return _csv([["figure", *_FACTS], *lines])
+    return csv_text([["figure", *_FACTS], *lines])
 
 
 def scores_latex(figures: dict[str, dict[str, Any]]) -> str:
     """A `tabular` for `booktabs`: the figure, its value and its interval."""
     lines = [
-        f"{_escaped(name.replace('_', ' '))} & ${_rounded(figure)}$ & {figure['samples']} \\\\"
+        f"{escaped(name.replace('_', ' '))} & ${_rounded(figure)}$ & {figure['samples']} \\\\"
         for name, figure in figures.items()
     ]
     return "\n".join(
@@ -46,13 +44,7 @@ def prompts_csv(prompts: list[str], scores: dict[str, Tensor]) -> str:
         ]
         for prompt, chosen in places.items()
     ]
-    return _csv([["prompt", "samples", *scores], *lines])
-
-
-def _csv(lines: list[list[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue()
+    return csv_text([["prompt", "samples", *scores], *lines])
 
 
 def _rounded(figure: dict[str, Any]) -> str:
@@ -66,7 +58,3 @@ def _rounded(figure: dict[str, Any]) -> str:
     if abs(high + low - 2 * value) > 0.1 * reach:
         return f"{value:.{digits}f}\\ [{low:.{digits}f}, {high:.{digits}f}]"
     return f"{value:.{digits}f} \\pm {reach:.{digits}f}"
-
-
-def _escaped(text: str) -> str:
-    return "".join(_SPECIAL.get(letter, letter) for letter in text)

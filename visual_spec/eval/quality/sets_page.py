@@ -72,19 +72,18 @@ class ScoredSet:
 
 
 def write_sets_page(
-    paths: Sequence[Path], page: Path, title: str, *, shown: int = 200, overwrite: bool = False
+    sets: Sequence[ScoredSet], page: Path, title: str, *, shown: int = 200, overwrite: bool = False
 ) -> Path:
     """Write the page.
 
     Args:
-        paths: folders of sets for the same prompts and seeds.
+        sets: for the same prompts and seeds.
         shown: samples of each set; 0: none.
 
     Raises:
-        ValueError: as `ScoredSet.read`; sets of other prompts or seeds; samples that pages do not show.
+        ValueError: sets of other prompts or seeds; samples that pages do not show.
         FileExistsError: `page` exists and `overwrite` is not set.
     """
-    sets = [ScoredSet.read(path) for path in paths]
     first = sets[0]
     for other in sets[1:]:
         if [key(line) for line in other.samples.lines] != [key(line) for line in first.samples.lines]:
@@ -95,8 +94,7 @@ def write_sets_page(
     kinds = {Path(line["file"]).suffix for one in sets for line in one.samples.lines[:1]}
     if unknown := kinds - set(_KINDS):
         raise ValueError(f"samples of {', '.join(unknown)} are not shown; pass --pictures 0")
-    distance = _common_distance(sets)
-    points, up = _points(sets, distance) if distance else [], f"{distance}, low is good".replace("_", " ")
+    distance, drawn = _common_distance(sets), draw_sets(sets)
     content = render_page(
         "sets.html.jinja",
         title=title,
@@ -106,12 +104,21 @@ def write_sets_page(
         ),
         compared=[summary(compared(one.samples, first.samples)) for one in sets[1:]],
         distance=distance,
-        points=points,
-        chart=inline_svg(draw_points(points, "speed-up in model calls", up), "chart-") if distance else None,
+        points=_points(sets, distance) if distance else [],
+        chart=None if drawn is None else inline_svg(drawn, "chart-"),
         rows=[_row(sets, index) for index in range(min(shown, len(first.samples)))],
         sound=first.samples.medium == "audio",
     )
     return write_atomically(page, content, overwrite=overwrite)
+
+
+def draw_sets(sets: Sequence[ScoredSet]) -> Any:
+    """The chart of speed-up and distance as a matplotlib figure; None where two sets have no distance in common."""
+    distance = _common_distance(sets)
+    if distance is None:
+        return None
+    up = f"{distance}, low is good".replace("_", " ")
+    return draw_points(_points(sets, distance), "speed-up in model calls", up)
 
 
 def _common_distance(sets: Sequence[ScoredSet]) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.eval.intervals import rate
 from visual_spec.eval.quality import neighbours, published
 from visual_spec.eval.quality.accuracy import hits_of, summarise
 from visual_spec.eval.quality.audio import kernel_figure
@@ -141,9 +142,14 @@ def kernel_audio(sets: Sets) -> Figures:
 
 
 def parsed(sets: Sets) -> Figures:
-    """Shares of samples with all attributes of their prompts, of attributes, and of samples with each attribute."""
-    summary = summarise(hits_of(sets.features()))
+    """Shares of samples with all attributes of their prompts, of attributes, and of samples with each attribute; and of
+    samples whose prompts the parser does not know, if there are any.
+    """
+    hits = hits_of(sets.features())
+    summary = summarise(hits)
     each = {f"attribute_{name}": figure for name, figure in summary["attributes"].items()}
+    if summary["unread"]:
+        each["prompts_unread"] = rate([not answers for answers in hits])
     return {sets.figure: summary["all_correct"], "attributes_correct": summary["mean_attribute"], **each}
 
 
