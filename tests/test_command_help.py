@@ -116,7 +116,7 @@ def test_a_folder_of_transformers_is_told_of_accelerate(
         ("visual-spec be", "bench"),
         ("visual-spec bench --wind", "--windows"),
         ("visual-spec generate x --model shapes_v", "shapes_var"),
-        ("visual-spec serve shapes --engine ", "vllm ray"),
+        ("visual-spec serve shapes --engine ", "vllm ray sglang"),
     ],
 )
 def test_the_shell_completes(line: str, wanted: str, tmp_path: Path) -> None:

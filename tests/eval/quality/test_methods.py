@@ -77,6 +77,7 @@ def test_of_sets_what_is_missing_is_said_with_the_command(tmp_path, capsys):
 def test_captions_that_the_parser_does_not_know_are_a_row(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text(CAPTIONS + "a cat on a fence\n")
     asked = ["--model", "things", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "set")]
+    asked += ["--sampler", "speculative-jacobi:window=16"]
     assert cli.main(["sample", *asked]) == 0
     assert cli.main(["score", str(tmp_path / "set"), "--metrics", "parser", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
