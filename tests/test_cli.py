@@ -507,30 +507,6 @@ def test_nothing_stands_beside_the_one_sampler_of_a_model(tmp_path, capsys):
     assert "no other sampler fits it, so leave --compare out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [
-        ("genrate x", "generate"),
-        ("generate x --negtive-prompt y", "--negative-prompt"),
-        ("generate x --smapler zipar", "--sampler"),
-        ("generate x --tempreature=1", "--temperature"),
-        ("generate x --nothing-like-it", ""),
-        ("convert x --out y --image-sice 3", "--image-size"),
-        ("sample --promts x", "--prompts"),
-        ("eval --samplrs x", "--samplers"),
-        ("--quiet bench --modle shapes", "--model"),
-        ("score --featurs x", "--features"),
-        ("serve shapes --windw=3", "--window"),
-    ],
-)
-def test_a_misspelt_option_is_answered_before_one_that_is_missing(arguments, meant, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments.split())
-    said = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert said.endswith(f"did you mean {meant}?\n") if meant else "did you mean" not in said
-
-
 @pytest.mark.parametrize("place", [0, 1])
 def test_quiet_and_verbose(model, tmp_path, capsys, place):
     said = {}

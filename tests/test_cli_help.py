@@ -42,3 +42,27 @@ def test_each_setting_of_a_sampler_has_words(name, capsys):
     for setting in re.split(r"\n(?! )", capsys.readouterr().out.strip()):
         limits, _, words = " ".join(setting.split()).partition(").")
         assert words or " has no settings" in limits, setting
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("genrate x", "generate"),
+        ("generate x --negtive-prompt y", "--negative-prompt"),
+        ("generate x --smapler zipar", "--sampler"),
+        ("generate x --tempreature=1", "--temperature"),
+        ("generate x --nothing-like-it", ""),
+        ("convert x --out y --image-sice 3", "--image-size"),
+        ("sample --promts x", "--prompts"),
+        ("eval --samplrs x", "--samplers"),
+        ("--quiet bench --modle shapes", "--model"),
+        ("score --featurs x", "--features"),
+        ("serve shapes --windw=3", "--window"),
+    ],
+)
+def test_a_misspelt_option_is_answered_before_one_that_is_missing(arguments, meant, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments.split())
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said.endswith(f"did you mean {meant}?\n") if meant else "did you mean" not in said

@@ -210,21 +210,13 @@ def generate_codes(
     live, sampler = LiveStream(streamer, given), model.sampler if sampler is None else sampler
     noise = noise_of(stage, sampler, law, generator, given)
     with live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], pad)):
-        result = sampler(
-            stage,
-            condition,
-            law=law,
-            generator=noise,
-            batch_size=len(given),
-            callback=callback,
-        )
+        result = sampler(stage, condition, law=law, generator=noise, batch_size=len(given), callback=callback)
     tell(model, hung, last_trace=result.trace)
     texts = stage.texts(result.tokens, pad).to(given.device)
     if isinstance(noise, DrawnNoise):
         noise.rewind(texts.shape[1])
     live.end(texts)
-    ids = torch.cat([given, texts], 1)
-    return returned(ids, config)
+    return returned(torch.cat([given, texts], 1), config)
 
 
 def _with_rules(

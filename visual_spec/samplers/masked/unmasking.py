@@ -226,16 +226,10 @@ class Unmasking:
         )
         tokens.copy_(torch.where(drawing, drawn, tokens))
 
-        # Score the units, with noise that fades.
         if score is None:
             scores = stage.hidden.float() if stage.order is None else stage.order  # [B, U]
         else:
-            if run.parts.get("rescorer") is not None:
-                score = self._rescored(run, score, state.tokens, codebook)
-            scores = spans.score(score, drawing, self.span_score)
-            if self.choice.choice_temperature:
-                gumbel = run.noise.gumbel(stage.units, 1, CHOICE, step, scores.dtype)[..., 0]
-                scores = scores + stage.noise[step] * gumbel
+            scores = self._scored(run, state, stage, score, drawing)
 
         # Keep the units of highest score: as many as the schedule says, or as a rule allows.
         if self.schedule.rule is None:
@@ -252,6 +246,18 @@ class Unmasking:
         if state.meter is not None:
             state.meter.measure(run, state, cache, logits, kept)
             run.lap(MEASURE)
+
+    def _scored(
+        self, run: Run, state: MaskedRunState, stage: CodebookStage, score: Tensor, drawing: Tensor
+    ) -> Tensor:
+        """Scores [B, U] of the units, with noise that fades, from scores [B, L] of the draws."""
+        if run.parts.get("rescorer") is not None:
+            score = self._rescored(run, score, state.tokens, stage.codebook)
+        scores = state.spans.score(score, drawing, self.span_score)
+        if not self.choice.choice_temperature:
+            return scores
+        gumbel = run.noise.gumbel(stage.units, 1, CHOICE, stage.step, scores.dtype)[..., 0]
+        return scores + stage.noise[stage.step] * gumbel
 
     def _begin_codebook(self, run: Run, state: MaskedRunState, codebook: int, steps: int) -> CodebookStage:
         grid, spans, schedule, by_step = run.model.grid, state.spans, self.schedule, self.by_step
