@@ -111,3 +111,14 @@ def test_a_law_that_a_request_cannot_say_is_refused(more):
 
 def test_the_names_are_offered():
     assert callable(visual_spec.custom_generate) and callable(visual_spec.save_custom_generate)
+
+
+def test_the_type_is_read_from_what_transformers_writes(tmp_path):
+    """`dtype` since its fifth version, `torch_dtype` before."""
+    pipe = load("shapes", "cpu", "float32")
+    folder = save_for_vllm(pipe, tmp_path / "served")
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        own = {key: one for key, one in config.items() if key not in ("dtype", "torch_dtype")}
+        (folder / "config.json").write_text(json.dumps(own | {name: "bfloat16"}))
+        assert engine_arguments(folder, window=4, requests=2)["dtype"] == "bfloat16"

@@ -169,5 +169,5 @@ def _required(name: str) -> Any:
         if error.name is None or error.name.startswith("visual_spec"):
             raise
         raise ImportError(
-            f"visual-spec serve needs {error.name}; see docs/SERVING.md for what to install"
+            f"visual-spec serve needs {error.name.partition('.')[0]}; see docs/SERVING.md for what to install"
         ) from error

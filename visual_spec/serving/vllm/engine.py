@@ -41,7 +41,7 @@ def engine_arguments(
     return {
         "model": str(folder),
         # vLLM's "auto" takes bfloat16 for float32, and so draws other tokens than the pipeline.
-        "dtype": config["torch_dtype"],
+        "dtype": config.get("dtype") or config["torch_dtype"],  # transformers writes the first
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "enable_prefix_caching": False,
