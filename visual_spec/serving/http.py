@@ -58,7 +58,8 @@ class Endpoint:
     def fault(self) -> str | None:
         """Return why nothing is drawn any more; None: all is well, or the model is loading."""
         if self.broken is None and self.painter is not None:
-            self.broken = self.painter.fault(self.limits.step)
+            look = getattr(self.painter, "fault", None)  # a painter that never breaks need not have one
+            self.broken = look and look(self.limits.step)
         return self.broken
 
     def drawing(self) -> Painter:

@@ -71,7 +71,7 @@ class Painter(Protocol):
     def fault(self, step: float) -> str | None:
         """Return why nothing is drawn any more, such as a step that takes more than `step` seconds; None: all is well.
 
-        Once it has said why, the painter is not used again.
+        Once it has said why, the painter is not used again. Painters that never break need not have this.
         """
         ...
 
