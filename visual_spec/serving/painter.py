@@ -51,7 +51,11 @@ class BrokenError(Exception):
 
 
 class Painter(Protocol):
-    """Draws orders. It says how many it takes, and refuses more by `BusyError`."""
+    """Draws orders. It says how many it takes, and refuses more by `BusyError`.
+
+    One whose engine can break also has `fault(step: float) -> str | None`: why nothing is drawn any more, such as a
+    step that takes more than `step` seconds; None: all is well. Once it has said why, it is not used again.
+    """
 
     name: str
     size: tuple[int, int]  # height and width in pixels
@@ -66,13 +70,6 @@ class Painter(Protocol):
 
     def draw(self, order: Order) -> AsyncGenerator[Drawn, None]:
         """Yield partial pictures, then the picture. If the iterator is closed before, the order is given up."""
-        ...
-
-    def fault(self, step: float) -> str | None:
-        """Return why nothing is drawn any more, such as a step that takes more than `step` seconds; None: all is well.
-
-        Once it has said why, the painter is not used again. Painters that never break need not have this.
-        """
         ...
 
     def close(self) -> None:
