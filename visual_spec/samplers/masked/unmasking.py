@@ -226,11 +226,7 @@ class Unmasking:
         )
         tokens.copy_(torch.where(drawing, drawn, tokens))
 
-        if score is None:
-            scores = stage.hidden.float() if stage.order is None else stage.order  # [B, U]
-        else:
-            scores = self._scored(run, state, stage, score, drawing)
-
+        scores = self._scored(run, state, stage, score, drawing)  # [B, U]
         # Keep the units of highest score: as many as the schedule says, or as a rule allows.
         if self.schedule.rule is None:
             state.target_calls += 1
@@ -248,9 +244,11 @@ class Unmasking:
             run.lap(MEASURE)
 
     def _scored(
-        self, run: Run, state: MaskedRunState, stage: CodebookStage, score: Tensor, drawing: Tensor
+        self, run: Run, state: MaskedRunState, stage: CodebookStage, score: Tensor | None, drawing: Tensor
     ) -> Tensor:
-        """Scores [B, U] of the units, with noise that fades, from scores [B, L] of the draws."""
+        """Scores [B, U] of the units, with noise that fades, from scores [B, L] of the draws; None: all, or their order."""
+        if score is None:
+            return stage.hidden.float() if stage.order is None else stage.order
         if run.parts.get("rescorer") is not None:
             score = self._rescored(run, score, state.tokens, stage.codebook)
         scores = state.spans.score(score, drawing, self.span_score)
