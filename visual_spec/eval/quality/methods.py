@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from visual_spec.eval.quality.sets_page import ScoredSet
 
 Table = tuple[list[str], list[list[str]], list[str]]  # headers, lines, and what they were measured on
-_INTERVAL = re.compile(r"(-?[\d.]+)x? \((-?[\d.]+)-(-?[\d.]+)\)")
+_INTERVAL = re.compile(r"(-?[\d.]+|inf)x? \((-?[\d.]+|inf)-(-?[\d.]+|inf)\)")
 
 
 def table_ending(path: Path) -> str:
@@ -73,8 +73,7 @@ def sets_table(sets: Sequence[ScoredSet]) -> Table:
         )
         if lacking := [name for name in names if one.figure(name) is None] or ([] if names else ["all"]):
             facts.append(
-                f"{one.name} has no scores of {', '.join(lacking)}: visual-spec score {one.samples.path} "
-                "--reference TRUE --metrics ..."
+                f"{one.name} has no scores of {', '.join(lacking)}: visual-spec score {one.samples.path} --metrics ..."
             )
     return *cells(rows, columns), facts
 
@@ -106,4 +105,4 @@ def _parts(cell: str, three: bool) -> list[str]:
     if not three:
         return [cell]
     found = _INTERVAL.fullmatch(cell)
-    return list(found.groups()) if found else [cell.replace("-", "", 1) if cell == "-" else cell, "", ""]
+    return list(found.groups()) if found else ["" if cell == "-" else cell, "", ""]
