@@ -142,6 +142,9 @@ def test_only_glm_image_is_taken(tmp_path, capsys):
     tiny.janus(torch.float32).config.save_pretrained(tmp_path)
     assert cli.main(["serve", str(tmp_path), "--engine", "sglang"]) == 2
     assert "holds a janus" in capsys.readouterr().err
+    for more in (["--api-key", "k"], ["--host", "0.0.0.0", "--api-key", "k"], ["--host", "0.0.0.0"]):
+        assert cli.main(["serve", str(tmp_path), "--engine", "sglang", *more]) == 2
+        assert "key" in capsys.readouterr().err
     assert cli.main(["serve", str(tmp_path / "none"), "--engine", "sglang"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

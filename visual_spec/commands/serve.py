@@ -32,6 +32,9 @@ _SECONDS = (
 )
 
 
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="visual-spec serve", description=__doc__)
     parser.add_argument("model", help="embedded name, folder, or Hub id of a pipeline of pictures")
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}; pass at least 1.")
     # An empty one is none: a variable that was never set, or a secret without a value.
     key = (args.api_key or os.environ.get("VISUAL_SPEC_API_KEY") or "").strip() or None
-    if key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
+    if key is None and args.host not in _LOCAL:
         raise ValueError(
             f"--host {args.host} without a key (an empty one is none); pass --api-key, or anybody there may draw."
         )
@@ -106,6 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve_tokens(args: argparse.Namespace) -> int:
     """Answer what SGLang asks for a GLM-Image. It sends no key, so only programs of this machine are heard."""
+    if args.api_key or args.host not in _LOCAL:
+        raise ValueError(
+            f"--engine sglang with {'--api-key' if args.api_key else f'--host {args.host}'}: SGLang sends no key, so "
+            f"nobody would be asked for one. Listen on {_LOCAL[0]}, behind a proxy if SGLang runs elsewhere."
+        )
     uvicorn, route = _required("uvicorn"), _required("visual_spec.serving.sglang.route")
     import torch
     from transformers import AutoConfig, GlmImageForConditionalGeneration

@@ -93,7 +93,9 @@ class Endpoint:
         told: Told = request.state.told
         self.check_key(request)
         self.drawing()  # before the body is waited for
-        orders, stream = read(await self.body(request), self.drawing(), self.limits)
+        orders, stream = read(
+            await body_of(request, self.limits.body, self.limits.read), self.drawing(), self.limits
+        )
         told.seed = orders[0].seed
         if self.accepted + len(orders) > self.limits.queue:
             many = f"{self.accepted} pictures are waiting or drawn, of at most {self.limits.queue}"
@@ -111,25 +113,6 @@ class Endpoint:
         key = key.strip() if scheme.lower() == "bearer" else ""
         if not hmac.compare_digest(key.encode(), self.api_key.encode()):
             raise RefusedError(401, "wrong or no key; pass it as Authorization: Bearer <key>.")
-
-    async def body(self, request: Request) -> bytes:
-        """Read a body up to the limit, and no further or longer."""
-        held, most = bytearray(), self.limits.body
-        large = RefusedError(413, f"a body of more than {most} bytes; send less.")
-        if int(request.headers.get("content-length", 0)) > most:
-            raise large
-        try:
-            async with asyncio.timeout(self.limits.read):
-                async for part in request.stream():
-                    held += part
-                    if len(held) > most:
-                        raise large
-        except TimeoutError as error:
-            why = f"{len(held)} bytes of the body came in {self.limits.read:g} s, and not its end; send it faster."
-            raise RefusedError(408, why) from error
-        except ClientDisconnect as error:
-            raise RefusedError(499, "the client has gone.") from error  # nobody reads it
-        return bytes(held)
 
     # -- drawing -----------------------------------------------------------------------------------------------------
 
@@ -316,6 +299,25 @@ def make_app(
     app.add_middleware(Telling, metrics=endpoint.metrics)
     app.state.endpoint = endpoint
     return app
+
+
+async def body_of(request: Request, most: int, seconds: float) -> bytes:
+    """Read a body of at most `most` bytes, which comes in within `seconds`. Raises RefusedError for another."""
+    held, large = bytearray(), RefusedError(413, f"a body of more than {most} bytes; send less.")
+    if int(request.headers.get("content-length", 0)) > most:
+        raise large
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                held += part
+                if len(held) > most:
+                    raise large
+    except TimeoutError as error:
+        why = f"{len(held)} bytes of the body came in {seconds:g} s, and not its end; send it faster."
+        raise RefusedError(408, why) from error
+    except ClientDisconnect as error:
+        raise RefusedError(499, "the client has gone.") from error  # nobody reads it
+    return bytes(held)
 
 
 async def _gone(request: Request) -> None:

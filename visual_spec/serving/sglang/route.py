@@ -25,6 +25,9 @@ import visual_spec
 from visual_spec.models.core.settings import LAW_DEFAULTS, SEED, Within, whole
 from visual_spec.pipelines.accelerate.images import image_model_class
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.serving.answers import RefusedError
+from visual_spec.serving.asked import Limits
+from visual_spec.serving.http import body_of
 
 logger = logging.getLogger(__name__)
 
@@ -208,14 +211,11 @@ def make_app(tokens: PriorTokens, queue: int = 64) -> FastAPI:
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         nonlocal waiting
-        held = bytearray()
-        async for part in request.stream():
-            held += part
-            if len(held) > _BODY:
-                return refused(413, f"a body of more than {_BODY} bytes; send less.")
         try:
-            asked = json.loads(held)
+            asked = json.loads(await body_of(request, _BODY, Limits.read))
             requests = tokens.read(asked)
+        except RefusedError as error:
+            return refused(error.status, str(error))
         except (ValueError, RecursionError) as error:
             return refused(400, str(error))
         if waiting >= queue:
