@@ -246,7 +246,7 @@ class Unmasking:
     def _scored(
         self, run: Run, state: MaskedRunState, stage: CodebookStage, score: Tensor | None, drawing: Tensor
     ) -> Tensor:
-        """Scores [B, U] of the units, with noise that fades, from scores [B, L] of the draws; None: all, or their order."""
+        """Scores [B, U] of units, with noise that fades, from scores [B, L] of the draws; None: all, or an order."""
         if score is None:
             return stage.hidden.float() if stage.order is None else stage.order
         if run.parts.get("rescorer") is not None:
