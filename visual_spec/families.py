@@ -223,6 +223,10 @@ FAMILIES = (
                 2 * 40 * 256),
         ),
     ),
+    Family(
+        "MammothModa2", RASTER_TREE_ORDER, load="MammothModa2.from_pretrained, visual_spec.accelerate(model)",
+        of_transformers={"MammothModa2": "next_token.mammoth:MammothModa2Stage"},
+    ),
     # Without what reads pictures.
     Family("Janus, Janus-Pro", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
         of_transformers={"JanusForConditionalGeneration": "next_token.janus:JanusImageModel"},

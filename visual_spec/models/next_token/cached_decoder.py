@@ -102,9 +102,11 @@ class CachedDecoder:
     writes_text = False  # whether `generate` of the model writes text, whatever it is asked for
     returns_prompt = True  # `output` starts with the prompt
     guidance_scale = 1.0  # default, if neither call nor generation config sets it
+    least_kept = 1  # ids that top-k and top-p of its program keep at least
     # Where `generate` draws one slot a step by `torch.multinomial`: among how many ids, which of them are the tokens'
     # (long [V]), and in which precision. None: it draws otherwise.
     plain_draws: tuple[int, Tensor, torch.dtype] | None = None
+    draws_pairs = False  # whether it then draws the unconditional rows too
 
     def __init__(
         self,
@@ -140,6 +142,10 @@ class CachedDecoder:
     def lays_out(asked: Mapping[str, Any]) -> bool:
         """Whether its arguments lay out the picture token by token, see `constraint`."""
         return False
+
+    def of_prompt(self, ids: Tensor) -> dict[str, Any]:
+        """Return what the decoder takes beside the embeddings of a prompt's ids, long [R, T]."""
+        return {}
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [R, W, dim] of image tokens [R, W]."""
@@ -252,7 +258,8 @@ class CachedDecoder:
             cache.clear()
         places = torch.arange(length, device=self.device).expand(rows, -1)
         # Padding sees itself, because attention over no position gives nan.
-        hidden = self._forward(cache, self.table(ids), positions, places, seen_causally(mask), mask)
+        embeddings, seen = self.table(ids), seen_causally(mask)
+        hidden = self._forward(cache, embeddings, positions, places, seen, mask, **self.of_prompt(ids))
         features = hidden[:, -1:]
         return CachedState(
             logits=self._logits(features)[:, 0],
@@ -408,6 +415,7 @@ class CachedDecoder:
         places: Tensor,
         visible: Tensor,
         prefix_mask: Tensor | None,
+        **more: Any,
     ) -> Tensor:
         """Return the decoder output [R, W, dim]; bool `visible [R, W, S]` masks the places that each position sees.
 
@@ -415,11 +423,13 @@ class CachedDecoder:
         a GPU needs no mask.
         """
         cache.at(places, visible.shape[-1])
-        inputs: dict[str, Any] = dict(inputs_embeds=embeddings, position_ids=positions, use_cache=True)
+        inputs: dict[str, Any] = dict(
+            inputs_embeds=embeddings, position_ids=positions, use_cache=True, **more
+        )
         inputs[cache_argument(self.decoder)] = cache
         if prefix_mask is not None and takes(embeddings, self._head_dim):
-            with window_calls(self.decoder, places, prefix_mask) as more:
-                return self.decoder(**inputs, **more).last_hidden_state
+            with window_calls(self.decoder, places, prefix_mask) as masks:
+                return self.decoder(**inputs, **masks).last_hidden_state
         mask = attention_mask(visible[:, None], embeddings, self._attention)
         return self.decoder(**inputs, attention_mask=mask).last_hidden_state
 

@@ -150,6 +150,7 @@ class CodeLanguageModel(CachedDecoder):
         places: Tensor,
         visible: Tensor,
         prefix_mask: Tensor | None,
+        **more: Any,
     ) -> Tensor:
         if (
             local_window(self.decoder) is not None

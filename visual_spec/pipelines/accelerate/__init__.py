@@ -160,7 +160,7 @@ ADAPTERS = (
     ("minimax_music:MiniMaxMusicAdapter", "diffusers", ("MiniMaxMusic3ModularPipeline",)),
     ("nextstep:NextStepAdapter", "", ("FlowMatchingHead",)),
     ("music:MusicAdapter", "transformers", ("Musicgen*",)),
-    ("images:ImageAdapter", "transformers", ("*ForConditionalGeneration",)),
+    ("images:ImageAdapter", "", ("*ForConditionalGeneration", "MammothModa2")),
     ("codes:CodeAdapter", "", ("*ForCausalLM", "*LMHeadModel")),
 )
 

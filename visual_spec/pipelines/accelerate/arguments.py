@@ -173,7 +173,17 @@ def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) ->
     from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
 
     num_ids, own, dtype = stage.plain_draws
-    return DrawnNoise(len(ids), stage.grid.num_tokens, num_ids, own, None, ids.device, dtype)
+    return DrawnNoise(
+        len(ids),
+        stage.grid.num_tokens,
+        num_ids,
+        own,
+        None,
+        ids.device,
+        dtype,
+        num_rows=2 * len(ids) if law.guided and stage.draws_pairs else None,
+        row_length=None if stage.row_end is None else stage.grid.width,
+    )
 
 
 def returned(sequences: Tensor, config: Any, kind: str = "GenerateDecoderOnlyOutput") -> Any:

@@ -19,13 +19,15 @@ class DrawnNoise(CounterNoise):
     The generator moves as far as the slots that were asked for. `rewind` leaves it where a plain loop does.
 
     Args:
-        batch_size: B, rows of the plain loop.
+        batch_size: B, samples: the first rows of the plain loop.
         num_slots: most slots of a row. Later ones are scratch, and move no generator.
         num_ids: ids that the plain loop draws among.
         ids: long [V], the ids of the tokens.
         generator: as for `torch.multinomial`; None: PyTorch's default one.
         device: of the logits.
         dtype: of the probabilities of the plain loop.
+        num_rows: rows of the plain loop; None: as many as samples.
+        row_length: slots after which it draws once more, for a forced row end; None: never.
     """
 
     keyed = False
@@ -39,10 +41,12 @@ class DrawnNoise(CounterNoise):
         generator: torch.Generator | None,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        num_rows: int | None = None,
+        row_length: int | None = None,
     ) -> None:
         generator = torch.default_generator if generator is None else generator
-        self.generator, self._shape, self._dtype = generator, (batch_size, num_ids), dtype
-        self._ids, self._num_slots = ids.to(device), num_slots
+        self.generator, self._shape, self._dtype = generator, (num_rows or batch_size, num_ids), dtype
+        self._ids, self._num_slots, self._row_length = ids.to(device), num_slots, row_length
         # Other noise must not move the generator.
         keys = draw_keys(torch.Generator().manual_seed(generator.initial_seed()), batch_size)
         super().__init__(keys, device)
@@ -94,6 +98,8 @@ class DrawnNoise(CounterNoise):
         while len(self._states) < slots:
             self._states.append(self.generator.get_state())
             self._kept_slots[len(self._states) - 1] = self._draw()
+            if self._row_length is not None and len(self._states) % self._row_length == 0:
+                self._draw()
 
     def _noise(self, slot: int) -> Tensor:
         """The noise [B, V] of a slot that was drawn before: kept, or drawn again."""

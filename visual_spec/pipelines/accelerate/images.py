@@ -50,9 +50,9 @@ from visual_spec.samplers.registry import RASTER_TREE_ORDER, check_sampler
 
 def image_model_class(model: Any) -> Any:
     """The class that draws with a transformers model (by the name of its class, or of a parent), or None."""
-    known = image_models()
+    known, homes = image_models(), ("transformers.", "visual_spec.")
     for parent in type(model).__mro__:
-        if parent.__name__ in known and parent.__module__.startswith("transformers."):
+        if parent.__name__ in known and parent.__module__.startswith(homes):
             module, _, name = known[parent.__name__].partition(":")
             return getattr(importlib.import_module(module), name)
     return None
@@ -160,7 +160,7 @@ def generate_images(
     passed = {name: inputs.pop(name) for name in list(inputs) if name in known}
     request = read_request(model, generation_config, inputs, kind.family, known)
     config = request.config
-    law = law_of(config, kind.guidance_scale)
+    law = law_of(config, kind.guidance_scale, kind.least_kept)
     prompt = prompt_of(input_ids, attention_mask, config.pad_token_id)
     if negative_prompt_ids is not None:
         if "negative" not in inspect.signature(kind.plan).parameters:
@@ -248,11 +248,14 @@ def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
     return kind.pixels(model, ids if isinstance(ids, Tensor) else ids.sequences, **inputs)
 
 
-def law_of(config: Any, default_guidance: float) -> TokenLaw:
+def law_of(config: Any, default_guidance: float, least_kept: int = 1) -> TokenLaw:
     """The law that `generate` samples image tokens from under a generation config.
 
+    Args:
+        least_kept: ids that top-k and top-p keep at least.
+
     Raises:
-        ValueError: guidance between 0 and 1.
+        ValueError: guidance between 0 and 1; top-p where it keeps more than one id at least.
     """
 
     def setting(name: str, default: Any) -> Any:
@@ -264,11 +267,14 @@ def law_of(config: Any, default_guidance: float) -> TokenLaw:
         raise ValueError(f"guidance_scale={scale}; pass 1 (no guidance) or more.")
     if not setting("do_sample", False):
         return TokenLaw(guidance_scale=scale, temperature=0.0)
+    top_k, top_p = setting("top_k", 50), setting("top_p", 1.0)  # 50 is transformers' own default
+    if top_p < 1 and least_kept > 1:
+        raise ValueError(f"top_p={top_p}: this model keeps {least_kept} ids at least; pass top_p=1.")
     return TokenLaw(
         guidance_scale=scale,
         temperature=setting("temperature", 1.0),
-        top_k=setting("top_k", 50),  # transformers' own default
-        top_p=setting("top_p", 1.0),
+        top_k=max(top_k, least_kept) if top_k else 0,
+        top_p=top_p,
     )
 
 
