@@ -32,7 +32,7 @@ def _features(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     bias = torch.zeros(sees.shape, dtype=hidden.dtype).masked_fill(~sees, torch.finfo(hidden.dtype).min)[
         :, None
     ]
-    layers: list[Any] = list(decoder.layers)
+    layers: Any = list(decoder.layers)
     for layer in layers:
         attended = layer.self_attn(
             hidden_states=layer.input_layernorm(hidden), position_embeddings=rotary, attention_mask=bias
@@ -42,8 +42,9 @@ def _features(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
         for row in range(len(ids)):
             for place in range(length):
-                drawn = image[row, place] and layer.gen_mlp is not None
-                out[row, place] = (layer.gen_mlp if drawn else layer.mlp)(normed[row, place])
+                drawn = bool(image[row, place]) and layer.gen_mlp is not None
+                expert: Any = layer.gen_mlp if drawn else layer.mlp
+                out[row, place] = expert(normed[row, place])
         hidden = hidden + out
     return decoder.norm(hidden)
 
