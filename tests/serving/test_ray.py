@@ -79,3 +79,18 @@ def test_a_killed_replica_loses_no_request():
         served = numpy.asarray(Image.open(io.BytesIO(base64.b64decode(one["b64_json"]))))
         assert one["seed"] == seed
         assert numpy.abs(served.astype(int) - numpy.asarray(own)).max() <= 1  # batches may round the pixels
+
+
+def test_a_replica_that_hangs_is_replaced_and_its_picture_drawn():
+    """Stopped by a signal, the only replica neither draws nor says that it is well."""
+    mark = f"mark-{uuid.uuid4()}"
+    asked = {"prompt": LABELS[0], "seed": 1}
+    with running(["shapes_var", "--engine", "ray"], SERVED_FOR=mark) as client:
+        before = client.post("/v1/images/generations", json=asked)
+        (hangs,) = replicas(mark)
+        os.kill(hangs, signal.SIGSTOP)
+        after = client.post("/v1/images/generations", json=asked, timeout=240)
+        assert replicas(mark) != [hangs]
+        assert client.get("/ready").status_code == 200
+    assert before.status_code == after.status_code == 200
+    assert before.json()["data"] == after.json()["data"]

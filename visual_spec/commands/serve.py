@@ -27,7 +27,7 @@ _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1
 _SECONDS = (
     ("timeout", 600, "of a request, until its answer is sent; else 504"),
     ("read-timeout", 30, "for a request to come in; else 408, or the connection is closed"),
-    ("step-timeout", 300, "of a step of vLLM; else it is broken, and the process ends with status 1"),
+    ("step-timeout", 300, "of a step of vLLM, else the process ends with status 1; or of a batch of Ray"),
     ("shutdown-timeout", 25, "for requests to end after SIGTERM; then they are cut off"),
 )
 
@@ -160,7 +160,9 @@ def _painter(args: argparse.Namespace) -> Any:
         from visual_spec.serving.ray_painter import RayPainter
 
         replicas = args.replicas if args.replicas == "auto" else int(args.replicas)
-        return RayPainter(args.model, sampler=args.sampler, replicas=replicas, batch=args.pictures)
+        return RayPainter(
+            args.model, sampler=args.sampler, replicas=replicas, batch=args.pictures, step=args.step_timeout
+        )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     painter = _required("visual_spec.serving.vllm.painter")

@@ -1,12 +1,14 @@
 """A `Painter` that draws by Ray Serve: any pipeline of pictures, on as many replicas as Ray keeps.
 
-Batching, replicas, autoscaling and the restart of a lost replica are Ray's. A picture depends on its prompt, law and
-seed only, so one that was lost with its replica is asked for once more, and comes out the same.
+Batching, replicas, autoscaling and the restart of a lost replica are Ray's. A replica says that it is ill when a batch
+takes too long; Ray then ends it and starts another. A picture depends on its prompt, law and seed only, so one that was
+lost with its replica is asked for once more, and comes out the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -40,13 +42,23 @@ class Replica:
         model: as for `load_pipeline`.
         sampler: text of a sampler; None: the fast one that returns the same tokens.
         device, threads: where it computes; None: PyTorch's choice.
+        step: most seconds of a batch.
     """
 
-    def __init__(self, model: str, sampler: str | None, device: str | None, threads: int | None) -> None:
+    def __init__(
+        self, model: str, sampler: str | None, device: str | None, threads: int | None, step: float
+    ) -> None:
         from visual_spec.pipelines.accelerate import accelerate
         from visual_spec.pipelines.placing import load
 
         self.pipe = accelerate(load(model, device, "float32", threads), sampler)
+        self.step = step
+        self.begun: list[float] = []  # when the batches at work began
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if a batch takes too long: Ray asks, and then starts another replica."""
+        if self.begun and (seconds := time.monotonic() - min(self.begun)) > self.step:
+            raise RuntimeError(f"a batch has taken {seconds:.0f} seconds, more than {self.step:g}")
 
     async def facts(self) -> dict[str, Any]:
         """Return the size of its pictures and the law's defaults."""
@@ -54,6 +66,14 @@ class Replica:
 
     async def draw(self, orders: list[Order]) -> list[Any]:
         """Return a `Drawn` for each order, or the error that refuses it."""
+        begun = time.monotonic()
+        self.begun.append(begun)
+        try:
+            return await self._answers(orders)
+        finally:
+            self.begun.remove(begun)
+
+    async def _answers(self, orders: list[Order]) -> list[Any]:
         groups: dict[TokenLaw, list[int]] = defaultdict(list)
         for index, order in enumerate(orders):
             groups[order.law].append(index)
@@ -89,6 +109,7 @@ class RayPainter:
         replicas: how many; "auto": Ray's autoscaling decides.
         batch: the most pictures of one call of the pipeline.
         wait: seconds that an order waits for others.
+        step: most seconds of a batch.
         options: of the deployment, such as `ray_actor_options={"num_gpus": 1}`.
     """
 
@@ -100,6 +121,7 @@ class RayPainter:
         replicas: int | str = 1,
         batch: int = 8,
         wait: float = 0.02,
+        step: float = 300,
         device: str | None = None,
         threads: int | None = None,
         **options: Any,
@@ -111,7 +133,10 @@ class RayPainter:
         deployment = serve.deployment(num_replicas=replicas, max_ongoing_requests=4 * batch, **options)(
             deployed
         )
-        app = deployment.bind(model, sampler, device, threads)
+        app = deployment.bind(model, sampler, device, threads, step)
+        self.asked = 0  # pictures that Ray has not answered
+        self.heard = 0.0  # when it last answered, or got the first of these
+        self.lost: str | None = None
         self.serve, self.name = serve, model
         self.handle = serve.run(app, name="visual-spec", route_prefix=None)
         facts = self.handle.facts.remote().result()
@@ -131,24 +156,31 @@ class RayPainter:
         from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
 
         for left in reversed(range(_TRIES)):
+            if not self.asked:
+                self.heard = time.monotonic()
+            self.asked += 1
             asked = self.handle.draw.remote(order)
             try:
                 answer = await asked
             except asyncio.CancelledError:
                 asked.cancel()
                 raise
-            except RayActorError:
+            except RayActorError as error:
                 if not left:
+                    self.lost = f"a picture lost its replica {_TRIES} times ({type(error).__name__})"
                     raise
                 continue
+            finally:
+                self.asked -= 1
+                self.heard = time.monotonic()
             if isinstance(answer, Exception):
                 raise answer
             yield answer
             return
 
     def fault(self, step: float) -> str | None:
-        """Return None: Ray watches its replicas, and starts them again."""
-        return None
-
-    def close(self) -> None:
-        self.serve.delete("visual-spec")
+        """Return why nothing is drawn any more: a picture that took down its replicas, or no answer of Ray to any
+        picture, for as long as it may take to draw one again on each new replica."""
+        if self.lost is None and self.asked and time.monotonic() - self.heard > (_TRIES + 1) * step:
+            self.lost = f"Ray has not answered for {time.monotonic() - self.heard:.0f} seconds"
+        return self.lost
