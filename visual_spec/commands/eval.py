@@ -2,12 +2,14 @@
 
     visual-spec eval --model things --samplers speculative-jacobi gsd:window=16 --samples 200 --out results
     visual-spec eval --model tunes --masked tunes_masked --out music
+    visual-spec eval --model things --prompts captions.txt --out mine
 
 For every setting pictures are drawn for held-out prompts, scored against their prompts by the parser of the data, and
 compared as a set with true scenes and with the pictures of plain decoding. Plain decoding is always there, and so is
 plain decoding at a lower temperature: what a lossy sampler may gain in score, it must gain against that. Music is
 measured alike, clips for pictures and true tunes for scenes; a masked model of the same tokens stands beside the model
-with `--masked`.
+with `--masked`. Of prompts of your own (`--prompts`) nobody knows the true scenes: settings are compared with plain
+decoding, and scored by the parser where it knows the captions.
 
 Under `torchrun`, or with `--rank` and `--shards`, processes share the work. `results.json` in the folder `--out` holds
 the results, and `--json` prints them as the last line.
@@ -40,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="samples and results; goes on if there"
     )
-    parser.add_argument("--samples", type=int, default=2000, metavar="N", help="prompts (default: 2000)")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="prompts to draw, as of visual-spec sample (default: held-out captions)",
+    )
+    parser.add_argument("--samples", type=int, metavar="N", help="prompts (default: 2000; of --prompts all)")
     parser.add_argument(
         "--alone",
         type=int,
@@ -91,9 +98,13 @@ def read_settings(
 def run(args: argparse.Namespace) -> int:
     """Evaluate as the options say, print tables and with `--json`, as the last line, the document."""
     from visual_spec.eval.defaults import settings_beside, settings_of_model
+    from visual_spec.eval.quality.prompt_files import read_prompts
     from visual_spec.files.whole import ready_folder
 
     ready_folder(args.out)
+    prompts = None if args.prompts is None else read_prompts(args.prompts)
+    if args.samples is None:
+        args.samples = 2000 if prompts is None else len(prompts.texts)
     known = settings_of_model(args.model, args.temperature)
     settings = read_settings(args, known, settings_beside(args.masked, known))  # before anything is loaded
     if args.samples < 4 or args.batch_size < 1:
@@ -106,16 +117,17 @@ def run(args: argparse.Namespace) -> int:
     from visual_spec.eval.quality.extractors import Setup
     from visual_spec.eval.quality.features import find_inception
     from visual_spec.eval.quality.metric_table import OWN
-    from visual_spec.eval.quality.tasks import task_of
+    from visual_spec.eval.quality.tasks import own_task, task_of
     from visual_spec.pipelines.placing import load, own_device
 
     pipe = paired(load(args.model, own_device(args.device), args.dtype, args.threads), args.masked)
     weights = args.inception or find_inception()
     inception = ("inception",) if pipe.medium == "image" and weights is not None else ()
+    needed = -(-args.samples // args.batch_size) * args.batch_size
     document = evaluate(
         pipe,
         settings,
-        task_of(pipe, -(-args.samples // args.batch_size) * args.batch_size),
+        task_of(pipe, needed) if prompts is None else own_task(prompts, needed),
         args.out,
         samples=args.samples,
         batch_size=args.batch_size,
@@ -147,7 +159,10 @@ def print_tables(document: dict) -> None:
         print(f"features: {name}\n")
         print(quality_table(document, name))
         print()
-    print(accuracy_table({row["name"]: row["accuracy"] for row in document["rows"]}))
+    if document["rows"][0]["accuracy"]["mean_attribute"] is None:
+        print("The parser knows none of these prompts; visual-spec score --clip judges any.")
+    else:
+        print(accuracy_table({row["name"]: row["accuracy"] for row in document["rows"]}))
     print()
 
 

@@ -25,7 +25,8 @@ from tests.helpers.tiny_audio import RATE, tiny_audio_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from visual_spec.commands import eval as command
 from visual_spec.commands import report as report_command
-from visual_spec.data import shapes_classes, tunes
+from visual_spec.data import shapes_classes, shapes_parser, tunes
+from visual_spec.data.captions import CaptionError
 from visual_spec.eval.draws import draw, stored_name
 from visual_spec.eval.media import show
 from visual_spec.eval.pair import MaskedPair
@@ -34,6 +35,7 @@ from visual_spec.eval.quality import tasks
 from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.evaluate import evaluate, folder_name
 from visual_spec.eval.quality.extractors import Setup
+from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import MelStatistics
 from visual_spec.eval.quality.figures import clock_figures, quality_table
 from visual_spec.eval.quality.published import frechet_distance
@@ -465,3 +467,58 @@ def test_tasks_are_held_out_prompts_and_what_they_describe(monkeypatch):
         tasks.task_of(tiny_scale_pipeline(), 3)
     with pytest.raises(ValueError, match="80.*400 Hz"):
         tasks.task_of(tiny_audio_pipeline(), 2)
+
+
+def test_prompts_of_a_file_are_compared_with_plain_decoding(tmp_path, monkeypatch, capsys):
+    """Captions that the parser knows are scored; nobody knows the true scenes."""
+    judge_by_counts(monkeypatch)
+
+    def score(prompt, sample):
+        if "circle" in prompt or "star" in prompt:
+            return count_score(prompt, sample)
+        raise CaptionError(prompt)
+
+    monkeypatch.setattr(shapes_parser, "score", score)
+    tiny_pipeline().save_pretrained(tmp_path / "tiny")
+    known = [
+        "a large red circle on a plain white background",
+        "a small blue star on a plain white background",
+    ]
+    for name, prompts in {
+        "known": known * 2,
+        "strange": ["a cat on a fence", "a storm", "two", "three"],
+    }.items():
+        (tmp_path / f"{name}.txt").write_text("\n".join(prompts))
+        arguments = [
+            "--model",
+            str(tmp_path / "tiny"),
+            "--out",
+            str(tmp_path / name),
+            "--device",
+            "cpu",
+            "--alone",
+            "0",
+        ]
+        arguments += ["--prompts", str(tmp_path / f"{name}.txt"), "--samplers", TOKENS[2], "--controls"]
+        assert command.main([*arguments, "--batch-size", "3"]) == 0
+        document = json.loads((tmp_path / name / "results.json").read_text())
+        assert document["settings"]["samples"] == 4 and document["references"] == {}
+        assert not (tmp_path / name / "true").exists()
+        assert SampleFiles.open(tmp_path / name / "autoregressive").prompts == prompts
+        for row in document["rows"]:
+            figures = row["features"]["shapes"]
+            assert figures["frechet_to_real"] is None and figures["precision"] is None
+            assert figures["frechet_to_plain"]["value"] >= 0
+            assert (row["accuracy"]["mean_attribute"] is None) == (name == "strange")
+        told = capsys.readouterr().out
+        assert ("The parser knows none of these prompts" in told) == (name == "strange")
+        page = frontier.write_page(
+            frontier.read_results([tmp_path / name / "results.json"]), tmp_path / f"{name}.html", name
+        )
+        assert page.read_text().count("<svg") == (name == "known")
+    with pytest.raises(ValueError, match="no quality to draw"):
+        frontier.draw_frontier(document)
+    again = ["--batch-size", "3", "--samples", "5", "--out", str(tmp_path / "five")]
+    assert command.main([*arguments, *again]) == 0
+    drawn = SampleFiles.open(tmp_path / "five" / "autoregressive").prompts
+    assert drawn == [*prompts, prompts[0]]

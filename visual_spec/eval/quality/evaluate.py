@@ -74,7 +74,8 @@ def evaluate(
         pipe: draws; its sampler is left as it was.
         settings: what is measured. The first one is plain decoding, which the others are compared with.
         task: at least `samples` prompts, rounded up to whole batches.
-        folder: a set of samples for each setting, the true samples and what the tokenizer makes of them, features,
+        folder: a set of samples for each setting, the true samples, where there are any, and what the tokenizer makes
+            of them, features,
             `alone.json`, `machine.json` with the facts of what measures, and once complete `results.json` and
             `pictures.png`.
         samples: of each setting; may be raised later, not lowered.
@@ -222,6 +223,8 @@ class _Run:
     def keep_references(self) -> None:
         """Write the true samples, and what the tokenizer makes of them: the best that samplers of its tokens reach."""
         prompts, true = self.task.prompts[: self.samples], self.task.pictures
+        if true is None:
+            return
         facts = {"medium": self.pipe.medium, "prompts": self.task.source}
 
         def coded(index: int) -> Any:
@@ -233,12 +236,13 @@ class _Run:
     @cached_property
     def scoring(self) -> Scoring:
         """Extractors, each made once, and where features are kept."""
-        return Scoring(self.true, None, None, (), self.folder / "features", self.setup)
+        first = SampleFiles.open(self.sets[0].folder) if self.true is None else self.true
+        return Scoring(first, None, None, (), self.folder / "features", self.setup)
 
     @cached_property
-    def true(self) -> SampleFiles:
-        """The true samples."""
-        return SampleFiles.open(self.folder / "true")
+    def true(self) -> SampleFiles | None:
+        """The true samples, if there are any."""
+        return None if self.task.pictures is None else SampleFiles.open(self.folder / "true")
 
     def features(self, samples: SampleFiles, name: str) -> Tensor:
         """Features of a set, extracted where they are not there yet."""
@@ -256,7 +260,7 @@ class _Run:
 
     def document(self, timings: dict[str, Any] | None) -> dict[str, Any]:
         """The results, with what they were measured on."""
-        first = self.settings[0]
+        first, true = self.settings[0], self.true
         return {
             "kind": "quality",
             "medium": self.pipe.medium,
@@ -272,8 +276,8 @@ class _Run:
             **figures_of(
                 self.settings,
                 [self.judged(one.folder) for one in self.sets],
-                self.judged(self.folder / "tokenizer"),
-                {name: self.features(self.true, name) for name in self.judges},
+                None if true is None else self.judged(self.folder / "tokenizer"),
+                None if true is None else {name: self.features(true, name) for name in self.judges},
                 timings,
                 on_processor=self.pipe.device.type == "cpu",
                 kernels=self.pipe.medium == "audio",
@@ -283,7 +287,7 @@ class _Run:
     def write_sheet(self) -> None:
         """Write `pictures.png`: the first samples of every setting below the true ones."""
         names = {f"true {MEDIA[self.pipe.medium].truth}": "true", "tokenizer alone": "tokenizer"}
-        folders = {title: self.folder / name for title, name in names.items()}
+        folders = {} if self.true is None else {title: self.folder / name for title, name in names.items()}
         folders |= {one.setting.text: one.folder for one in self.sets}
         shown = min(self.samples, _SHOWN)
         sheet = {title: thumbnails(SampleFiles.open(path), shown) for title, path in folders.items()}

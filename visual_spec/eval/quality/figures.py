@@ -23,6 +23,8 @@ from visual_spec.eval.tables import Column, cells, column, interval, markdown
 from visual_spec.eval.words import words_of
 from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, LOSSY, OTHER, kept, promised
 
+_OF_NEIGHBOURS = ("precision", "recall", "density", "coverage")
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -50,15 +52,18 @@ class Judged:
 
     @property
     def accuracy(self) -> dict[str, Any]:
-        """See `accuracy.summarise`."""
-        return summarise(hits_of(self.attributes))
+        """See `accuracy.summarise`; without figures if the parser knows none of the prompts."""
+        hits = hits_of(self.attributes)
+        if any(hits):
+            return summarise(hits)
+        return {"all_correct": None, "mean_attribute": None, "attributes": {}, "unread": len(hits)}
 
 
 def figures_of(
     settings: Sequence[Setting],
     drawn: Sequence[Judged],
-    tokenizer: Judged,
-    real: dict[str, Tensor],
+    tokenizer: Judged | None,
+    real: dict[str, Tensor] | None,
     alone: dict[str, Any] | None,
     *,
     on_processor: bool,
@@ -68,8 +73,8 @@ def figures_of(
 
     Args:
         drawn: samples of each setting; the first is plain decoding.
-        tokenizer: true samples that the tokenizer encoded and decoded.
-        real: features of the true samples.
+        tokenizer: true samples that the tokenizer encoded and decoded; None: nobody knows what is true.
+        real: features of the true samples, likewise.
         alone: seconds at batch 1, see `evaluate.time_alone`; None: not timed.
         on_processor: whether the model ran on a processor.
         kernels: kernel distances too.
@@ -78,10 +83,11 @@ def figures_of(
         rows, one a setting: name, kind, sampler, law, seed, lossless, samples; identical: whether it promises the
         tokens of plain decoding in this precision; tokens_per_call: all tokens, or columns of clips, over all calls;
         speed_up_calls: plain calls over the setting's; head_calls: of continuous tokens, mean calls of the head a
-        sample that waited for each other, else None; accuracy (see `accuracy.summarise`); features, {extractor:
-        frechet_to_real, frechet_to_plain, precision, recall, density,
-        coverage}, against the true samples of the same prompts, and with `kernels` kernel_to_real, kernel_to_plain (see
-        `audio.kernel_figure`); divergence and moved_mass: what `DivergenceMeter` measures a tested token and a sample,
+        sample that waited for each other, else None; accuracy (see `accuracy.summarise`; its figures are None
+        if the parser knows no prompt); features, {extractor: frechet_to_real, frechet_to_plain, precision, recall,
+        density, coverage}, against the true samples of the same prompts (without these None, but for
+        frechet_to_plain), and with `kernels` kernel_to_real, kernel_to_plain (see `audio.kernel_figure`); divergence
+        and moved_mass: what `DivergenceMeter` measures a tested token and a sample,
         means over batches and over samples, None for a sampler that has none; identical_samples: how many are, byte
         for byte, plain decoding's, None where not promised; wall_clock: {batch_size, seconds_per_picture and
         speed_up at that batch, alone_seconds and alone_speed_up at batch 1 or None}, quantiles p20, p50 and p80, the
@@ -96,13 +102,13 @@ def figures_of(
         strata = judged.samples.prompts
         return {
             name: compare_features(
-                real[name],
+                None if real is None else real[name],
                 judged.features[name],
                 None if plain is None else plain.features[name],
                 strata=strata,
                 kernel=kernels,
             )
-            for name in real
+            for name in judged.features
         }
 
     rows = []
@@ -122,6 +128,8 @@ def figures_of(
                 "peak_memory": max(one.batches("peak_memory"), default=None),
             }
         )
+    if tokenizer is None:
+        return {"references": {}, "rows": rows}
     reference = {"accuracy": tokenizer.accuracy, "features": compared(tokenizer)}
     return {"references": {"tokenizer": reference}, "rows": rows}
 
@@ -213,7 +221,7 @@ def cache_figures(drawn: Judged, plain: Judged) -> dict[str, float] | None:
 
 
 def compare_features(
-    real: Tensor,
+    real: Tensor | None,
     drawn: Tensor,
     plain: Tensor | None = None,
     *,
@@ -232,6 +240,9 @@ def compare_features(
             figures[f"frechet_to_{name}"] = frechet_of_pairs(drawn, other, strata)
             if kernel:
                 figures[f"kernel_to_{name}"] = kernel_figure(other, drawn)
+    if real is None:
+        missing = ("frechet_to_real", *(["kernel_to_real"] if kernel else []), *_OF_NEIGHBOURS)
+        return figures | dict.fromkeys(missing)
     most = len(real) - 1
     return (
         figures

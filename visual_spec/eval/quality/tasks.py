@@ -9,6 +9,7 @@ import numpy as np
 
 from visual_spec.data import motion, shapes, shapes_classes, things, tunes, tunes_synth
 from visual_spec.data.captions import captions_of
+from visual_spec.eval.quality.prompt_files import PromptSet
 
 _OTHER_CLASSES = 1_000_003  # seed of the scenes that class models are compared with
 
@@ -18,12 +19,14 @@ class Task:
     """What is asked for: prompts, and for each the true sample.
 
     Attributes:
-        pictures: uint8 [N, H, W, 3], of clips uint8 [N, T, H, W, 3], of music float32 [N, samples].
+        prompts: at least as many as samples are drawn.
+        pictures: uint8 [N, H, W, 3], of clips uint8 [N, T, H, W, 3], of music float32 [N, samples];
+            None: of these prompts nobody knows what is true.
         source: what tells all prompts, however many are drawn.
     """
 
     prompts: list[str]
-    pictures: np.ndarray
+    pictures: Any
     source: str = "held-out captions"
 
 
@@ -57,6 +60,12 @@ def motion_task(count: int) -> Task:
     """The captions of `motion` that no trainer sees (`held_out_prompts`), and the clips they describe."""
     clips = motion.sample_clips(count, 0, held_out=True)
     return Task([motion.caption(clip) for clip in clips], np.stack([motion.render(clip) for clip in clips]))
+
+
+def own_task(prompts: PromptSet, count: int) -> Task:
+    """Return the prompts of a file, each once, and from the first one again where there are fewer than `count`."""
+    texts = [prompts.texts[index % len(prompts.texts)] for index in range(count)]
+    return Task(texts, None, prompts.fingerprint)
 
 
 def task_of(pipe: Any, count: int) -> Task:

@@ -128,21 +128,26 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
             _clock(clock, "alone_speed_up" if alone else "speed_up"),
         ),
     ]
-    up = [
-        Axis(
-            f"{'class' if words.caches else 'prompt'} accuracy, plain = 1",
-            _relative(accuracy),
-            lambda row: 100 * accuracy(row)["value"],
-            "classes right, %" if words.caches else "attributes right, %",
-        ),
-        Axis(
-            f"Frechet distance to true {words.truth}, plain = 1",
-            _relative(frechet),
-            lambda row: frechet(row)["value"],
-            f"Frechet distance ({extractor} features), low is good",
-            True,
-        ),
-    ]
+    up = []
+    if accuracy(first) is not None:
+        up.append(
+            Axis(
+                f"{'class' if words.caches else 'prompt'} accuracy, plain = 1",
+                _relative(accuracy),
+                lambda row: 100 * accuracy(row)["value"],
+                "classes right, %" if words.caches else "attributes right, %",
+            )
+        )
+    if frechet(first) is not None:
+        up.append(
+            Axis(
+                f"Frechet distance to true {words.truth}, plain = 1",
+                _relative(frechet),
+                lambda row: frechet(row)["value"],
+                f"Frechet distance ({extractor} features), low is good",
+                True,
+            )
+        )
     return across, up
 
 
@@ -154,10 +159,16 @@ def draw_frontier(document: dict[str, Any], extractor: str | None = None) -> Any
 
     Raises:
         ImportError: matplotlib is missing (extra `eval`).
+        ValueError: no quality was measured: nobody knows what is true of the prompts.
     """
     make = figure_class()
     rows = document["rows"]
     across, up = axes_of(document, extractor or next(iter(rows[0]["features"])))
+    if not up:
+        raise ValueError(
+            "these results have no quality to draw: the parser knows none of their prompts, and there are no true "
+            "samples. Pass results of held-out captions, or the sets to visual-spec score --clip."
+        )
     lines = -(-len(rows) // _KEY_COLUMNS)
     figure = make(figsize=(12.4, 9.6 + 0.26 * lines), layout="constrained")
     panels = figure.subplots(
@@ -371,6 +382,8 @@ def write_page(
     for document in documents:
         charts = []
         for extractor in document["rows"][0]["features"]:
+            if not axes_of(document, extractor)[1]:
+                continue
             drawn = inline_svg(draw_frontier(document, extractor), f"chart{len(sections)}-{len(charts)}-")
             charts.append((extractor, drawn))
         sections.append(_section(document, charts))
