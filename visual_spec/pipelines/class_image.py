@@ -114,6 +114,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         top_k: int | None = None,
         top_p: float | None = None,
         guidance_until: int | None = None,
+        output_logprobs: bool = False,
     ) -> ImagePipelineOutput:
         """Draw.
 
@@ -133,10 +134,13 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(ids, each, law, generator, output_type)
         self.check_repainting(image, mask, strength, len(ids))
+        self.check_logprobs(output_logprobs)
         model = self.sized(height, width)
         with self.running():
             condition = torch.tensor(ids, device=self._execution_device).repeat_interleave(each)
             known = self.known_tokens(image, mask, strength, generator, len(ids), each)
-            result = self.draw_tokens(model, condition, len(condition), law, generator, listener, known)
+            result = self.draw_tokens(
+                model, condition, len(condition), law, generator, listener, known, output_logprobs
+            )
             images = self.decode_tokens(result.tokens, output_type, (model.grid.height, model.grid.width))
         return self.make_output(images, result, return_dict)

@@ -147,6 +147,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         top_k: int | None = None,
         top_p: float | None = None,
         guidance_until: int | None = None,
+        output_logprobs: bool = False,
     ) -> ImagePipelineOutput:
         """Draw.
 
@@ -186,6 +187,8 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
                 It returns None, or `kwargs` as they are: tokens that are committed cannot be changed. After
                 `pipe._interrupt = True` the call ends, and returns pictures of the tokens so far, with id 0 or a guess
                 in place of the others (`trace.commit_call` is -1 there).
+            output_logprobs: keep the log-probability of each token, `trace.logprobs` and `trace.model_logprobs` (see
+                `DecodeTrace`). No call is added.
             callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", how many tokens are committed
                 [B] (default), and "tokens" [B, L], with 0 where none is; `pipe.decode_tokens` makes pictures of them.
 
@@ -205,6 +208,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(texts, num_images_per_prompt, law, generator, output_type)
         self.check_repainting(image, mask, strength, len(texts))
+        self.check_logprobs(output_logprobs)
         model = self.sized(*self._drawn_size(height, width, control, control_strength, len(texts)))
         count = len(texts) * num_images_per_prompt
         with self.running():
@@ -212,6 +216,8 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
             if control is not None:
                 condition = self.transformer.controlled(condition, control, control_strength)
             known = self.known_tokens(image, mask, strength, generator, len(texts), num_images_per_prompt)
-            result = self.draw_tokens(model, condition, count, law, generator, listener, known)
+            result = self.draw_tokens(
+                model, condition, count, law, generator, listener, known, output_logprobs
+            )
             images = self.decode_tokens(result.tokens, output_type, (model.grid.height, model.grid.width))
         return self.make_output(images, result, return_dict)

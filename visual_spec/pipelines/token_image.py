@@ -138,6 +138,14 @@ class TokenImagePipeline(VisualPipeline):
 
         return known_tokens(self, image, mask, strength, generator, count=count, each=each)
 
+    def check_logprobs(self, asked: bool) -> None:
+        """Refuse `output_logprobs` of a sampler that does not keep them; ValueError."""
+        if asked and not getattr(self.sampler, "gives_logprobs", False):
+            raise ValueError(
+                f"output_logprobs of a {type(self.sampler).__name__}; use AutoregressiveSampler, "
+                "SpeculativeJacobiSampler or DraftedSampler, or leave it out."
+            )
+
     def draw_tokens(
         self,
         model: Any,
@@ -147,6 +155,7 @@ class TokenImagePipeline(VisualPipeline):
         generator: Any,
         listener: StepListener,
         known_tokens: Tensor | None = None,
+        output_logprobs: bool = False,
     ) -> Any:
         """Let the sampler decode, beside a progress bar. Returns its result, with tokens [count, L] and the trace.
 
@@ -155,11 +164,14 @@ class TokenImagePipeline(VisualPipeline):
             condition: of `count` rows.
             listener: what tells the callback about steps.
             known_tokens: long [count, L] of a picture that is given, see `known_tokens`.
+            output_logprobs: as of the sampler.
         """
         parts, known = self.sampler_parts(), 0
         if known_tokens is not None:
             parts["known_tokens"] = known_tokens
             known = int((known_tokens != open_id(model)).sum())
+        # Samplers that do not decode slot by slot need not know the word.
+        asked = {"output_logprobs": True} if output_logprobs else {}
 
         def listen(step: int, lengths: Tensor) -> Any:
             tokens = {"tokens": _committed(SO_FAR.get()())} if "tokens" in listener.names else {}
@@ -178,6 +190,7 @@ class TokenImagePipeline(VisualPipeline):
                 generator=generator,
                 batch_size=count,
                 callback=progress,
+                **asked,
                 **parts,
             )
             progress.finish()

@@ -80,6 +80,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         counts_prefill: whether the prefill predicts the first slots and therefore counts as call 0.
         records_steps: whether the setting `graph` records whole steps; else the method records what it says.
         reads_text: whether the method decodes laws that read the tokens before the slot, and ends that come early.
+        gives_logprobs: whether it keeps log-probabilities, see `output_logprobs`.
     """
 
     config_name = "sampler_config.json"
@@ -90,6 +91,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     counts_prefill: ClassVar[bool] = True
     records_steps: bool = True
     reads_text: ClassVar[bool] = False
+    gives_logprobs: ClassVar[bool] = False
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
@@ -225,6 +227,19 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Return the number of slots of one sample. The law does not check logits of later slots."""
         return model.grid.num_tokens
 
+    def check_logprobs(self, reads_text: bool) -> None:
+        """Refuse `output_logprobs` where they are not kept.
+
+        Raises:
+            ValueError: says where they are.
+        """
+        if self.gives_logprobs and not reads_text:
+            return
+        raise ValueError(
+            f"output_logprobs of a {type(self).__name__}: kept by AutoregressiveSampler, SpeculativeJacobiSampler and "
+            "DraftedSampler, of one token a slot, by laws that do not read the text."
+        )
+
     def planned_calls(self, model: Any, parts: dict[str, Any]) -> int | None:
         """Return how often the callback of a decode is called, where settings say it; None: until all is complete."""
         return None
@@ -310,6 +325,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         generator: torch.Generator | Sequence[torch.Generator] | CounterNoise | None = None,
         batch_size: int = 1,
         callback: Callback | None = None,
+        output_logprobs: bool = False,
         **parts: Any,
     ) -> SampleResult:
         """Decode a batch.
@@ -324,6 +340,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
                 committed slots of each sample, long [B], on the model's device. On CUDA the sampler notices the end one
                 call late, so it may call back once more after the last commit. If it returns `STOP`, the decode ends
                 there: `trace.commit_call` is -1 at slots that are not committed, whose tokens mean nothing.
+            output_logprobs: keep log-probabilities of the tokens in the trace, see `DecodeTrace.logprobs`.
             parts: the arguments listed by `takes`. `drafter`: the drafting model. `drafter_condition`: what the
                 drafter's `prefill` takes, if not `condition`. `codebook`: [V, D], the code of every token as the
                 decoder sees it; required if `needs_codebook`.
@@ -339,7 +356,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
         own: Any = generator if hasattr(generator, "keyed") else None  # noise in place of generators
         keys, watch = draw_keys(generator, batch_size), Stopwatch()
         # What reads the text may be any function of it, on the host; so may noise that is no function of keys.
-        recordable = own is None and self.records_steps and not getattr(law, "reads_text", False)
+        reads_text = getattr(law, "reads_text", False)
+        if output_logprobs:
+            self.check_logprobs(reads_text)
+        recordable = own is None and self.records_steps and not (reads_text or output_logprobs)
         if recordable and wants_graph(self.config.get("graph", False), model):
             from visual_spec.samplers.core.graph import begin_recorded  # on a GPU only
 
@@ -349,6 +369,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
             run = self.begin(model, condition, law, keys, watch, noise=own, **parts)
             state = self.prepare(run)
             advance = partial(self.step, run, state)
+        if output_logprobs:
+            from visual_spec.samplers.core.logprobs import recording  # where it is asked for
+
+            advance = recording(advance, run, state, lossless=self.lossless)
         return decode(self, run, state, self.paced(advance, run, state), callback)
 
 
@@ -442,7 +466,9 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than plain decoding's
         trace |= dict(low_precision=run.low_precision, scales_by_batch=scales_by_batch(run.model))
         trace |= dict(exact_width=run.fixed_width is not None if "exact_width" in sampler.config else None)
-    trace |= {name: active.whole(name, here).cpu() for name, here in counted(state).items()}
+    for name, here in counted(state).items():
+        whole = active.whole(name, here).cpu()
+        trace[name] = whole[:, : run.num_tokens].clone() if name.endswith("logprobs") else whole
     return sampler.result(run, state, tokens, trace)
 
 

@@ -50,6 +50,7 @@ class Run:
         end: the token at which a sample ends; None: none does.
         num_calls: steps after the prefill; None: until every sample is complete.
         low_precision: the type below float32 that the model computes in (`low_precision_of`), or None.
+        keeps_scores: whether `scored` is kept, the logits [R, W, V] of the last call, and their slots [B, W].
         num_tokens: number of slots to decode.
         device: of the decode.
         guided: whether the model also runs unconditional rows.
@@ -73,6 +74,8 @@ class Run:
     end: int | None = None
     num_calls: int | None = None
     low_precision: str | None = None
+    keeps_scores: bool = False
+    scored: tuple[Tensor, Tensor] = field(init=False)
     num_tokens: int = field(init=False)
     device: torch.device = field(init=False)
     guided: bool = field(init=False)
@@ -99,7 +102,10 @@ class Run:
         """
         width = slots.shape[1]
         if self.fixed_width is None:
-            return self.model(cache, tokens, slots)
+            logits = self.model(cache, tokens, slots)
+            if self.keeps_scores:
+                self.scored = logits, slots + 1
+            return logits
         extra = self.fixed_width - width
         later = slots[:, -1:] + torch.arange(1, extra + 1, device=slots.device)
         shape = (len(tokens), extra, *tokens.shape[2:])
@@ -108,6 +114,8 @@ class Run:
         rest = (None,) * (logits.dim() - 2)
         logits = check_returned(logits, len(tokens), self.guided, self.fixed_width, *rest)[:, :width]
         cache.narrow(width)
+        if self.keeps_scores:
+            self.scored = logits, slots[:, :width] + 1
         return logits
 
     @property
@@ -144,6 +152,7 @@ class State:
         near_ties: long [B], committed slots at near-ties; None where they are not counted.
         end: the token at which a sample ends, see `TokenLaw.end`.
         known: long [B], the first slots whose tokens were known before the decode; None: none.
+        logprobs, model_logprobs: float32 [B, L + scratch], see `core.logprobs`; None where nobody asked.
     """
 
     cache: Any
@@ -156,6 +165,8 @@ class State:
     near_ties: Tensor | None = field(default=None, kw_only=True)
     end: int | None = field(default=None, kw_only=True)
     known: Tensor | None = field(default=None, kw_only=True)
+    logprobs: Tensor | None = field(default=None, kw_only=True)
+    model_logprobs: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
     def begin(cls, run: Run, scratch: int, **more: Any) -> Self:
@@ -231,7 +242,17 @@ class State:
 
 def counted(state: Any) -> dict[str, Tensor]:
     """What a state counts beside its calls, by the names of the trace, each [B, ...]."""
-    names = ("near_ties", "known", "layer_calls", "head_calls", "tested", "kept", "draft_calls")
+    names = (
+        "logprobs",
+        "model_logprobs",
+        "near_ties",
+        "known",
+        "layer_calls",
+        "head_calls",
+        "tested",
+        "kept",
+        "draft_calls",
+    )
     counts = {name: getattr(state, name, None) for name in names}
     return {name: here for name, here in counts.items() if here is not None}
 

@@ -25,7 +25,7 @@ class AutoregressiveSampler(Sampler):
     """
 
     keeps = IDENTICAL
-    reads_text = True
+    reads_text = gives_logprobs = True
 
     @register_to_config
     def __init__(self, graph: Graph = AUTO, exact_width: bool = False) -> None:

@@ -89,7 +89,7 @@ class DraftedSampler(ChainSampler):
     """
 
     takes = ("drafter", "drafter_condition", "codebook")
-    needs_drafter = True
+    needs_drafter = gives_logprobs = True
 
     @register_to_config
     def __init__(

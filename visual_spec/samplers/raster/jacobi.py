@@ -105,7 +105,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             costs a drafter call.
     """
 
-    reads_text = True
+    reads_text = gives_logprobs = True
     state_kind: type[JacobiState] = JacobiState
 
     @register_to_config

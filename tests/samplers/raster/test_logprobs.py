@@ -1,0 +1,118 @@
+"""Log-probabilities of drawn tokens against a teacher-forced pass over the finished pictures."""
+
+import pytest
+import torch
+
+from tests.helpers.tiny import tiny_pipeline
+from visual_spec.pipelines.texts import as_condition
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.orders.any_order import AnyOrderSampler
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.drafted import DraftedSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.tree import TreeSampler
+
+PIPE = tiny_pipeline()
+PROMPTS = ["a red circle", "a blue square on a", "a circle", "red on blue", "square"]
+SAMPLERS = [
+    AutoregressiveSampler(),
+    AutoregressiveSampler(exact_width=True),
+    SpeculativeJacobiSampler(),
+    SpeculativeJacobiSampler(window=5),
+    SpeculativeJacobiSampler(window=5, exact_width=True),
+    SpeculativeJacobiSampler(window=4, acceptance="exact"),
+    SpeculativeJacobiSampler(window=4, acceptance="exact", coupling="independent"),
+    DraftedSampler(3),
+    DraftedSampler(3, acceptance="exact"),
+]
+LAWS = [
+    TokenLaw(guidance_scale=1.0),
+    TokenLaw(guidance_scale=2.5, temperature=0.7, top_k=5, top_p=0.9),
+    TokenLaw(guidance_scale=2.0, guidance_until=6),
+    TokenLaw(guidance_scale=1.5, temperature=0.0),
+]
+
+
+def drawn(sampler, law, **more):
+    """Five pictures; a smaller network of the same tokens drafts where drafts are asked for."""
+    condition = PIPE.encode_prompt(PROMPTS)
+    parts = {"drafter": PIPE.transformer} if sampler.needs_drafter else {}
+
+    seeds = [torch.Generator().manual_seed(seed) for seed in range(5)]
+    result = sampler(
+        PIPE.transformer, as_condition(*condition), law=law, generator=seeds, batch_size=5, **parts, **more
+    )
+    return result, as_condition(*condition)
+
+
+def expected(tokens, condition, law):
+    """Both log-probabilities [B, L], slot by slot."""
+    model = PIPE.transformer
+    with torch.no_grad():
+        cond, uncond = (
+            model.teacher_forced(tokens, condition, torch.full((len(tokens),), dropped))
+            for dropped in (False, True)
+        )
+    both = []
+    for slot in range(tokens.shape[1]):
+        own = cond[:, slot].log_softmax(-1)
+        mixed = cond[:, slot]
+        if law.guidance_scale > 1 and (law.guidance_until is None or slot < law.guidance_until):
+            mixed = uncond[:, slot] + law.guidance_scale * (cond[:, slot] - uncond[:, slot])
+        if law.temperature == 0:
+            under = torch.zeros_like(mixed).masked_fill(
+                mixed < mixed.max(-1, keepdim=True).values, -torch.inf
+            )
+        else:
+            scaled = mixed / law.temperature
+            if law.top_k:
+                scaled = scaled.masked_fill(scaled < scaled.topk(law.top_k).values[:, -1:], -torch.inf)
+            if law.top_p < 1:
+                ordered, places = scaled.softmax(-1).sort(-1, descending=True)
+                beyond = (ordered.cumsum(-1) - ordered >= law.top_p).scatter(
+                    -1, places, ordered.cumsum(-1) - ordered >= law.top_p
+                )
+                scaled = scaled.masked_fill(beyond, -torch.inf)
+            under = scaled.log_softmax(-1)
+        at = tokens[:, slot, None]
+        both.append((under.gather(-1, at)[:, 0], own.gather(-1, at)[:, 0]))
+    return (torch.stack(part, 1) for part in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["plain", "cut", "until", "greedy"])
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda one: f"{type(one).__name__}{dict(one.config)}"[:60])
+def test_they_are_those_of_a_teacher_forced_pass(sampler, law):
+    result, condition = drawn(sampler, law, output_logprobs=True)
+    trace, plain = result.trace, drawn(sampler, law)[0]
+    assert torch.equal(result.tokens, plain.tokens)
+    assert torch.equal(trace.target_calls, plain.trace.target_calls)  # no call is added
+    under, own = expected(result.tokens, condition, law)
+    torch.testing.assert_close(trace.logprobs, under, rtol=0, atol=2e-5)
+    torch.testing.assert_close(trace.model_logprobs, own, rtol=0, atol=2e-5)
+    assert plain.trace.logprobs is None and plain.trace.model_logprobs is None
+
+
+def test_a_lossy_sampler_gives_those_of_the_model_only():
+    sampler = SpeculativeJacobiSampler(
+        window=4, acceptance="grouped", relaxation={"code_distance": None}, coupling="independent"
+    )
+    result, condition = drawn(sampler, LAWS[0], output_logprobs=True)
+    assert result.trace.logprobs is None
+    _, own = expected(result.tokens, condition, LAWS[0])
+    torch.testing.assert_close(result.trace.model_logprobs, own, rtol=0, atol=2e-5)
+
+
+def test_pipelines_take_the_word():
+    output = tiny_pipeline(SpeculativeJacobiSampler(window=4))(
+        PROMPTS, output_type="latent", output_logprobs=True
+    )
+    under = output.trace.logprobs
+    assert under is not None and under.shape == output.tokens.shape and (under <= 0).all()
+
+
+@pytest.mark.parametrize("sampler", [TreeSampler(), AnyOrderSampler()], ids=lambda one: type(one).__name__)
+def test_others_are_refused_before_anything_is_drawn(sampler):
+    pipe = tiny_pipeline()
+    pipe.sampler, pipe.drafter = sampler, pipe.transformer
+    with pytest.raises(ValueError, match=f"output_logprobs of a {type(sampler).__name__}"):
+        pipe(PROMPTS, output_logprobs=True)
