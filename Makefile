@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
+	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --seed 4 --compare --out demo --overwrite
 	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes --masked tunes_masked --sampler masked:steps=10/5/5/5,clock=magnet,temperature=falling --compare --out demo/music --overwrite
 	$(BIN)/visual-spec generate $(DEMO_CLIPS) --model motion --compare --out demo/video --overwrite
 

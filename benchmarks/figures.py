@@ -190,7 +190,7 @@ FIGURES = {
         drafts=False,
     ),
     "things-demo": Figure(
-        f"-m visual_spec generate {shlex.join(DEMO)} --compare --out {{folder}} --overwrite",
+        f"-m visual_spec generate {shlex.join(DEMO)} --seed 4 --compare --out {{folder}} --overwrite",
         demo_table,
         models=("things",),
         drafts=False,
