@@ -38,7 +38,7 @@ WARM = TokenLaw(guidance_scale=1.5, temperature=1.2, top_k=9)
 def draw(
     law: TokenLaw = PLAIN, seeds: tuple[int, ...] = (3, 4), model: Any = STUDENT, **settings: Any
 ) -> Any:
-    parts = {"teacher": TEACHER} if "teacher_from" in settings else {}
+    parts: dict[str, Any] = {"teacher": TEACHER} if "teacher_from" in settings else {}
     labels = LABELS[: len(seeds)]
     return DistilledSampler(**settings)(
         model, labels, law=law, generator=seeded(*seeds), batch_size=len(seeds), codebook=CODES, **parts

@@ -35,8 +35,12 @@ def test_each_form_has_the_figures_of_the_results(tables):
             assert float(row[f"attributes %{end}"]) == pytest.approx(100 * figure[name], abs=0.051)
         assert (row["divergence"] == "") == (truth["divergence"] is None)
     written = (tables / "table.tex").read_text()
-    assert written.count(r" \\\\".replace("\\\\", "\\")) >= len(rows) and "95.7 (92.8--98.5)" in written
-    assert "95.7 (92.8-98.5)" in (tables / "table.md").read_text() and r"attributes \%" in written
+    plain = document["rows"][0]["accuracy"]["mean_attribute"]
+    value, low, high = (f"{100 * plain[name]:.1f}" for name in ("value", "low", "high"))
+    assert (
+        written.count(r" \\\\".replace("\\\\", "\\")) >= len(rows) and f"{value} ({low}--{high})" in written
+    )
+    assert f"{value} ({low}-{high})" in (tables / "table.md").read_text() and r"attributes \%" in written
     assert (tables / "chart.pdf").read_bytes()[:5] == b"%PDF-"
 
 
