@@ -1,13 +1,19 @@
 """Log-probabilities of drawn tokens against a teacher-forced pass over the finished pictures."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from tests.helpers import columns
 from tests.helpers.tiny import tiny_pipeline
 from visual_spec.pipelines.texts import as_condition
+from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
@@ -108,6 +114,51 @@ def test_pipelines_take_the_word():
     )
     under = output.trace.logprobs
     assert under is not None and under.shape == output.tokens.shape and (under <= 0).all()
+
+
+COLUMN_SAMPLERS = [
+    ColumnAutoregressiveSampler(),
+    ColumnAutoregressiveSampler(exact_width=True),
+    ColumnJacobiSampler(window=6),
+    *(
+        ColumnJacobiSampler(window=6, acceptance="exact", unit=unit, coupling=coupling)
+        for unit in ("column", "codebook")
+        for coupling in ("gumbel", "independent")
+    ),
+    DraftedColumnSampler(3),
+    DraftedColumnSampler(3, acceptance="exact"),
+]
+
+
+@pytest.mark.parametrize("law", columns.LAWS.values(), ids=columns.LAWS.keys())
+@pytest.mark.parametrize("pattern", ["musicgen", "gap", "coarse first"])
+@pytest.mark.parametrize(
+    "sampler", COLUMN_SAMPLERS, ids=lambda one: f"{type(one).__name__}{dict(one.config)}"[:70]
+)
+def test_each_token_of_a_column_has_its_own(sampler, pattern, law):
+    model: Any = columns.MODELS[pattern]
+    parts = {"drafter": columns.poor(pattern)} if sampler.needs_drafter else {}
+    result = columns.decode(sampler, model, law, output_logprobs=True, **parts)
+    plain = columns.decode(sampler, model, law, **parts)
+    assert torch.equal(result.tokens, plain.tokens)
+    assert torch.equal(result.trace.target_calls, plain.trace.target_calls)
+    steps = model.grid.num_tokens
+    state = model.prefill(torch.tensor([0, 1, 2, 0]), batch_size=4, guided=law.guided, window=steps)
+    later = model(state, result.tokens, torch.arange(steps).expand(4, -1))[:, : steps - 1]
+    logits = torch.cat([state.logits[:, None], later], 1)  # [R, S, K, V]
+    chosen = result.tokens.clamp(max=model.vocab_size - 1)[..., None]
+    own = logits[:4].log_softmax(-1).gather(-1, chosen)[..., 0].where(model.valid, 0)
+    under = torch.stack(
+        [
+            law(logits[:, step], law.guided, torch.full((4, model.grid.codebooks), step)).gather(
+                -1, chosen[:, step]
+            )
+            for step in range(steps)
+        ],
+        1,
+    )[..., 0].where(model.valid, 0)
+    torch.testing.assert_close(result.trace.model_logprobs.double(), own.double(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(result.trace.logprobs.double(), under.double(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("sampler", [TreeSampler(), AnyOrderSampler()], ids=lambda one: type(one).__name__)

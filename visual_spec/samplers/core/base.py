@@ -236,8 +236,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         if self.gives_logprobs and not reads_text:
             return
         raise ValueError(
-            f"output_logprobs of a {type(self).__name__}: kept by AutoregressiveSampler, SpeculativeJacobiSampler and "
-            "DraftedSampler, of one token a slot, by laws that do not read the text."
+            f"output_logprobs of a {type(self).__name__}: kept by AutoregressiveSampler, SpeculativeJacobiSampler, "
+            "DraftedSampler and those of columns, under laws that do not read the text."
         )
 
     def planned_calls(self, model: Any, parts: dict[str, Any]) -> int | None:

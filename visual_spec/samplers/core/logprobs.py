@@ -1,7 +1,8 @@
 """Log-probabilities of drawn tokens, from the logits of the calls that committed them: no call is added.
 
 For those who train on what a model draws: `logprobs` under the law that the tokens were drawn from (guidance,
-temperature, top-k and top-p included), `model_logprobs` under the model itself, without any of these.
+temperature, top-k and top-p included), `model_logprobs` under the model itself, without any of these. Of columns each
+token has its own; tokens that the pattern forces have 0.
 """
 
 from __future__ import annotations
@@ -44,11 +45,16 @@ def _keep(run: Run, state: Any, logits: Tensor, slots: Tensor, before: Tensor) -
         before: long [B], the committed slots before the call.
     """
     new = (slots >= before[:, None]) & (slots < state.lengths[:, None])
-    tokens = state.tokens.gather(1, slots)
-    tables = {"model_logprobs": wide(logits[: len(tokens)]).log_softmax(-1)}
-    if state.logprobs is not None:
-        tables["logprobs"] = run.law_given(logits, run.guided, slots)
-    for name, table in tables.items():
-        kept = getattr(state, name)
-        values = table.gather(-1, tokens[..., None])[..., 0].to(kept.dtype)
-        setattr(state, name, kept.scatter(1, slots, torch.where(new, values, kept.gather(1, slots))))
+    view, tokens = run.view, run.view.read(state.tokens, slots)  # entries long [B, N * K], K codebooks a slot
+    new = new.repeat_interleave(view.codebooks, 1)
+    laws = {"logprobs": run.law, "model_logprobs": _unguided}
+    for name, law in laws.items():
+        if (kept := getattr(state, name)) is not None:
+            table = view.laws(law, logits, slots, run.guided)  # [B, N * K, V]
+            values = table.gather(-1, tokens[..., None])[..., 0].to(kept.dtype)
+            view.write(kept, slots, torch.where(new, values, view.read(kept, slots)))
+
+
+def _unguided(logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
+    """The model's own law, log-probabilities [B, N, V], of logits [R, N, V]."""
+    return wide(logits[: len(slots)]).log_softmax(-1)

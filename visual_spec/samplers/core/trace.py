@@ -95,10 +95,10 @@ class DecodeTrace:
             products, such as a model's own `generate`; None where they are not counted. The first slot is not
             counted: its logits equal plain decoding's.
         known: long [B], tokens that were known before the decode; None: none.
-        logprobs: float32 [B, L], log-probability of each token under the law that it was drawn from (guidance,
-            temperature, top-k and top-p included); nan at slots that no call committed. None where `output_logprobs`
-            was not asked for, and of a lossy sampler, whose tokens follow no law that is known.
-        model_logprobs: float32 [B, L], the same under the model itself, without guidance, at temperature 1.
+        logprobs: float32 [B, L], of columns [B, S, K]: log-probability of each token under the law that it was drawn
+            from (guidance, temperature, top-k and top-p included); nan at slots that no call committed. None where
+            `output_logprobs` was not asked for, and of a lossy sampler, whose tokens follow no law that is known.
+        model_logprobs: float32, the same under the model itself, without guidance, at temperature 1.
         exact_width: whether all calls had one width, so that rounding decides nothing between samplers with that
             setting; None of a sampler without the setting.
         scales_by_batch: whether the model quantises activations by scales of a whole call, and the sampler scores

@@ -101,6 +101,8 @@ class BlockJacobiSampler(ColumnJacobiSampler):
         acceptance: "identical" (needs coupling "gumbel") or "exact".
     """
 
+    gives_logprobs = False  # its slots stand in another order than the steps of a call
+
     @register_to_config
     def __init__(
         self,

@@ -131,7 +131,7 @@ class ColumnSampler(Sampler):
     of tokens: `commit_call` is [B, S], and `tokens_per_call` is columns per call.
     """
 
-    reads_text = gives_logprobs = False
+    reads_text = False
 
     def view(self, model: Any, device: torch.device) -> ColumnView:
         return ColumnView(model, self.window_of(model), device)
