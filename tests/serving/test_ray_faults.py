@@ -63,7 +63,7 @@ class Handle:
 
 def painter(*answers: Any) -> RayPainter:
     made = RayPainter.__new__(RayPainter)
-    made.handle, made.asked, made.heard, made.lost = Handle(*answers), 0, 0.0, None
+    made.handle, made.asked, made.heard, made.silent, made.lost = Handle(*answers), 0, 0.0, 0.0, None
     return made
 
 
@@ -98,3 +98,22 @@ def test_a_ray_that_answers_nothing_is_the_end():
     began = time.monotonic()
     asyncio.run(watched())
     assert time.monotonic() - began < 4
+
+
+def test_to_give_up_is_no_answer_of_ray():
+    """Requests that run into their limit of time, one after the other; time without requests does not count."""
+
+    async def watched() -> tuple[str | None, str | None]:
+        quiet = painter(5.0, 5.0, 5.0, 0.0)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(drawn(quiet), 0.15)
+            await asyncio.sleep(0.3)
+            assert quiet.fault(0.05) is None  # nobody waits
+        waiting = asyncio.create_task(drawn(quiet))
+        await asyncio.sleep(0.02)
+        early, late = quiet.fault(0.2), quiet.fault(0.05)
+        waiting.cancel()
+        return early, late
+
+    assert asyncio.run(watched()) == (None, "Ray has not answered for 0 seconds")

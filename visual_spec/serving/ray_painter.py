@@ -134,8 +134,9 @@ class RayPainter:
             deployed
         )
         app = deployment.bind(model, sampler, device, threads, step)
-        self.asked = 0  # pictures that Ray has not answered
-        self.heard = 0.0  # when it last answered, or got the first of these
+        self.asked = 0  # pictures that wait for Ray
+        self.heard = 0.0  # when it last answered, or the first of these was asked for
+        self.silent = 0.0  # seconds that pictures had waited since its last answer when they were given up
         self.lost: str | None = None
         self.serve, self.name = serve, model
         self.handle = serve.run(app, name="visual-spec", route_prefix=None)
@@ -164,15 +165,21 @@ class RayPainter:
                 answer = await asked
             except asyncio.CancelledError:
                 asked.cancel()
+                if self.asked == 1:
+                    self.silent += time.monotonic() - self.heard  # to give up is no answer
                 raise
             except RayActorError as error:
+                self._answered()
                 if not left:
                     self.lost = f"a picture lost its replica {_TRIES} times ({type(error).__name__})"
                     raise
                 continue
+            except Exception:
+                self._answered()
+                raise
             finally:
                 self.asked -= 1
-                self.heard = time.monotonic()
+            self._answered()
             if isinstance(answer, Exception):
                 raise answer
             yield answer
@@ -181,6 +188,10 @@ class RayPainter:
     def fault(self, step: float) -> str | None:
         """Return why nothing is drawn any more: a picture that took down its replicas, or no answer of Ray to any
         picture, for as long as it may take to draw one again on each new replica."""
-        if self.lost is None and self.asked and time.monotonic() - self.heard > (_TRIES + 1) * step:
-            self.lost = f"Ray has not answered for {time.monotonic() - self.heard:.0f} seconds"
+        waited = self.silent + time.monotonic() - self.heard if self.asked else 0.0
+        if self.lost is None and waited > (_TRIES + 1) * step:
+            self.lost = f"Ray has not answered for {waited:.0f} seconds"
         return self.lost
+
+    def _answered(self) -> None:
+        self.heard, self.silent = time.monotonic(), 0.0
