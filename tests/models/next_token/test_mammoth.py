@@ -123,6 +123,18 @@ def test_tokens_are_those_of_the_official_loop(kind, moe_type, cfg_scale):
         assert len(want[:, -18:].unique()) > 5
 
 
+def test_projections_are_joined_in_both_experts():
+    model = tiny(moe_type="ffn-1:3")
+    visual_spec.accelerate(model, "speculative-jacobi:window=6")
+    want = drawn(model, pairs(), cfg_scale=3.0)
+    visual_spec.fuse_projections(model)
+    joined = [
+        type(layer.gen_mlp.gate_proj).__name__ for layer in model.llm_model.model.language_model.layers[1:]
+    ]
+    assert joined == ["JoinedProjections"] * 2
+    assert torch.equal(drawn(model, pairs(), cfg_scale=3.0), want)
+
+
 def test_a_release_is_read(tmp_path):
     """Files as released: the stage's weights among those of the other stages, its sizes in `llm_config`, and the
     settings of pictures in a file of their own."""
@@ -174,6 +186,9 @@ def test_what_does_not_fit_is_refused():
         model.generate(**inputs, top_p=0.5)
     with pytest.raises(ValueError, match="leave pixel_values and gen_pixel_values out"):
         model.generate(**inputs, gen_pixel_values=[torch.ones(1)])
+    short = {name: tensor[:, -10:] for name, tensor in inputs.items()}
+    with pytest.raises(ValueError, match="ends in 10 tokens that open the picture"):
+        model.generate(**short)
     with pytest.raises(ValueError, match="ar_height=0"):
         model.generate(**inputs, ar_height=0)
     with pytest.raises(ValueError, match="repetition_penalty=1.2"):

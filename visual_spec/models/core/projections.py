@@ -18,6 +18,7 @@ from torch import Tensor, nn
 _GROUPS = {
     "self_attn": ("q_proj", "k_proj", "v_proj"),
     "mlp": ("gate_proj", "up_proj"),
+    "gen_mlp": ("gate_proj", "up_proj"),  # of MammothModa2
     "feed_forward": ("w1", "w3"),
 }
 

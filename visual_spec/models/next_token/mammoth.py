@@ -118,6 +118,7 @@ class MammothModa2(PreTrainedModel):
     `visual_token_end_id` and `eol_token_id`.
     """
 
+    generate_images: Any  # hung here by `accelerate`
     config_class = MammothModa2Config
     _supports_sdpa = True
     _keys_to_ignore_on_load_unexpected = [r"^gen_", r"^llm_model\.model\.visual\.", r"^llm_model\.lm_head\."]
@@ -144,8 +145,6 @@ class MammothModa2(PreTrainedModel):
             folder, config_file_name="t2i_generation_config.json"
         )
         return model
-
-    generate_images: Any  # hung here by `accelerate`
 
     def generate(
         self,
@@ -282,7 +281,8 @@ class MammothModa2Stage(CachedDecoder):
             negative_ids, negative_mask: for the diffusion stage; not read.
 
         Raises:
-            ValueError: pictures in the prompt, a picture without tokens, or a guided prompt that is too short.
+            ValueError: pictures in the prompt, a picture without tokens, or a guided prompt without the tokens that
+                open the picture.
         """
         if pixel_values is not None or gen_pixel_values is not None:
             raise ValueError(
@@ -292,6 +292,11 @@ class MammothModa2Stage(CachedDecoder):
             raise ValueError(f"ar_height={ar_height!r}, ar_width={ar_width!r}; pass two numbers of tokens.")
         negative = None
         if guided:
+            if prompt.ids.shape[1] <= _CLOSING or not prompt.mask[:, -_CLOSING:].all():
+                raise ValueError(
+                    f"a guided prompt ends in {_CLOSING} tokens that open the picture, after its words; pass what the "
+                    "official processor makes with t2i_generate=True."
+                )
             mask = prompt.mask.clone()
             mask[:, :-_CLOSING] = False
             negative = Prompt(prompt.ids, mask)
