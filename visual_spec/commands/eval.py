@@ -109,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(args, known, settings_beside(args.masked, known))  # before anything is loaded
     if args.samples < 4 or args.batch_size < 1:
         raise ValueError(
-            f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 4 samples, and "
-            "a batch of at least 1"
+            f"--samples {args.samples} --batch-size {args.batch_size}; pass at least 4 samples (as many prompts, or "
+            "--samples), and a batch of at least 1"
         )
     from visual_spec.eval.pair import paired
     from visual_spec.eval.quality.evaluate import evaluate

@@ -40,10 +40,9 @@ LAWS = [
 
 
 def drawn(sampler, law, **more):
-    """Five pictures; a smaller network of the same tokens drafts where drafts are asked for."""
+    """Five pictures, and their condition; the model itself drafts where drafts are asked for."""
     condition = PIPE.encode_prompt(PROMPTS)
     parts = {"drafter": PIPE.transformer} if sampler.needs_drafter else {}
-
     seeds = [torch.Generator().manual_seed(seed) for seed in range(5)]
     result = sampler(
         PIPE.transformer, as_condition(*condition), law=law, generator=seeds, batch_size=5, **parts, **more
@@ -75,9 +74,8 @@ def expected(tokens, condition, law):
                 scaled = scaled.masked_fill(scaled < scaled.topk(law.top_k).values[:, -1:], -torch.inf)
             if law.top_p < 1:
                 ordered, places = scaled.softmax(-1).sort(-1, descending=True)
-                beyond = (ordered.cumsum(-1) - ordered >= law.top_p).scatter(
-                    -1, places, ordered.cumsum(-1) - ordered >= law.top_p
-                )
+                before = ordered.cumsum(-1) - ordered  # mass of more likely tokens
+                beyond = torch.zeros_like(before, dtype=torch.bool).scatter(-1, places, before >= law.top_p)
                 scaled = scaled.masked_fill(beyond, -torch.inf)
             under = scaled.log_softmax(-1)
         at = tokens[:, slot, None]
