@@ -14,7 +14,7 @@ from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.drafts import Draft, Label, copied_slots
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.raster import jacobi, redrafting
+from visual_spec.samplers.raster import jacobi, jacobi_identical, redrafting
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.raster.jacobi_identical import repaired
@@ -206,3 +206,32 @@ def test_identical_mode_with_frame_drafts_returns_the_autoregressive_tokens(
 
     sampler = SpeculativeJacobiSampler(window, "gumbel", "identical", initial_draft)
     assert torch.equal(decode(sampler), decode(AutoregressiveSampler()))
+
+
+def test_what_two_calls_have_drawn_is_not_repaired(monkeypatch):
+    """Such a draft stays though the token before it has changed; without the rule copies stand in for some."""
+    stale = changed = 0
+
+    def watched(tokens: Tensor, inputs: Tensor, lengths: Tensor, fed: Tensor, at: Tensor, *rest: Any) -> Any:
+        nonlocal stale, changed
+        held = at[:, 1:] >= lengths[:, None]
+        known, before = steady[-1].gather(1, at)[:, 1:] & held, inputs.gather(1, at)[:, :-1]
+        after, replaced = repaired(tokens, inputs, lengths, fed, at, *rest)
+        assert torch.equal(after[:, 1:][known], fed[:, 1:][known])
+        stale += int((known & (before != after[:, :-1])).sum())
+        changed += int((after != fed).sum())
+        return after, replaced
+
+    class Watched(SpeculativeJacobiSampler):
+        def step(self, run: Any, state: Any) -> None:
+            before = state.tokens.clone()
+            steady.append(drawn.pop() if drawn else torch.zeros_like(before, dtype=torch.bool))
+            super().step(run, state)
+            scored = state.commit_call == state.round
+            drawn.append((state.tokens == before) & scored)
+
+    steady: list[Tensor] = []
+    drawn: list[Tensor] = []
+    monkeypatch.setattr(jacobi_identical, "repaired", watched)
+    Watched(16, graph=False)(MODEL, None, law=TokenLaw(), generator=seeded(3))
+    assert stale and changed

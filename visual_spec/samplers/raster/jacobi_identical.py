@@ -8,7 +8,8 @@ the rest of this file is about good ones:
     initial    of a slot that no call has scored: a copy of a neighbour, or as `initial_draft` says (`enter`).
     carried    what the last call drew there, after the token that was fed before the slot.
     repaired   where another token stands there since, the carried draft is stale. Then the last token that stood after
-               the same two neighbours is copied (`repaired`); no weights, no second model.
+               the same two neighbours is copied (`repaired`), unless the last two calls drew the carried draft; no
+               weights, no second model.
     pictured   the token of a whole picture that a drafter drew beforehand, where that has the same two neighbours;
                else as repaired. Slots that no call has scored are drafted from it, too.
     chosen     the token of a drafter, where it wins by the margin that the carried draft deserves (`redrafting`).
@@ -55,9 +56,10 @@ class IdenticalState(State):
         inputs: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any. None where
             drafts are carried.
         picture: long [B, L + scratch], by slot: what the drafter drew beforehand, with "pictured" drafts.
-        drafter_cache: the drafter's own state, with "chosen" drafts, as the following.
+        drafter_cache: the drafter's own state, with "chosen" drafts, as `fed`.
         fed: long [B], the number of leading slots that the drafter has been fed in final form.
-        steady: long [B, L + scratch], by slot: how many calls in a row left the draft as it was, at most 2.
+        steady: long [B, L + scratch], by slot: how many calls in a row left the draft as it was, at most 2; with
+            "repaired" and "chosen" drafts.
     """
 
     window: int = 1
@@ -74,6 +76,8 @@ def prepare(settings: Any, run: Run, window: int) -> IdenticalState:
     state = IdenticalState.begin(run, scratch=window, window=window)
     if settings.drafts != CARRIED:
         state.inputs = torch.full_like(state.tokens, UNKNOWN)
+    if settings.drafts not in (CARRIED, PICTURED):
+        state.steady = torch.zeros_like(state.tokens)
     if settings.drafts == PICTURED:
         from visual_spec.samplers.orders.ordered import whole_picture
 
@@ -83,7 +87,7 @@ def prepare(settings: Any, run: Run, window: int) -> IdenticalState:
         from visual_spec.samplers.core.drafters import start_drafter
 
         state.drafter_cache = start_drafter(run, window=window)
-        state.fed, state.steady = torch.zeros_like(state.lengths), torch.zeros_like(state.tokens)
+        state.fed = torch.zeros_like(state.lengths)
     enter(settings.initial_draft, run, state, run.view.first(run.cache.logits), state.lengths[:, None] - 1)
     return state
 
@@ -107,9 +111,9 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
         run.lap("draft")
     elif state.inputs is not None:
         grid, picture = run.model.grid, state.picture
-        fed, _ = repaired(
-            state.tokens, state.inputs, state.lengths, fed, at, settings.redrafts, grid, picture
-        )
+        young = None if state.steady is None else state.steady.gather(1, at) == 0
+        count = settings.redrafts
+        fed, _ = repaired(state.tokens, state.inputs, state.lengths, fed, at, count, grid, picture, young)
 
     logits = run.score(state.cache, fed, at)  # [R, W, V]
     run.lap("model")
@@ -174,6 +178,7 @@ def repaired(
     count: int,
     grid: TokenGrid,
     picture: Tensor | None = None,
+    young: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what is fed, with other drafts in place of stale ones: long [B, W]; and which of the first are replaced.
 
@@ -189,6 +194,7 @@ def repaired(
         count: how many drafts may be replaced, from the first on.
         picture: long [B, S], by slot: a picture whose token is taken in the first place, where it has the same
             neighbours.
+        young: bool [B, W], the drafts at `at` for which copies may stand in; None: all.
     """
     slots, drafts = at[:, 1 : count + 1], fed[:, 1 : count + 1, None]  # [B, n], [B, n, 1]
     size, back = tokens.shape[1], grid.width if grid.frames == 1 else grid.height * grid.width
@@ -198,6 +204,8 @@ def repaired(
     places = torch.arange(size, device=tokens.device)
     others = torch.where((places >= back) & (places < lengths[:, None]), tokens.roll(back, 1), -2)
     alike = others[:, None] == torch.where(slots >= back, above, -1)[..., None]  # [B, n, S]
+    if young is not None:
+        alike &= young[:, 1 : count + 1, None]
     # All tokens that a slot may get, each with its rank above and its id below 2 ** 32; and the token that must stand
     # before the slot for it. The carried draft is the last of them; after the token that it was drawn for, the first.
     ranked = [torch.where(alike, (places * _HALF + tokens)[:, None], drafts)]  # [B, n, S]
