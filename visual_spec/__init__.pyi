@@ -31,6 +31,8 @@ from visual_spec.prototype.flowar.sampler import FlowScaleSampler as FlowScaleSa
 from visual_spec.prototype.local_speculation.sampler import MultiscaleSampler as MultiscaleSampler
 from visual_spec.prototype.parallel_jacobi import ParallelJacobiSampler as ParallelJacobiSampler
 from visual_spec.prototype.proactive import ProactiveJacobiSampler as ProactiveJacobiSampler
+from visual_spec.prototype.reuse.continuous import ReusingContinuousSampler as ReusingContinuousSampler
+from visual_spec.prototype.reuse.masked import ReusingMaskedSampler as ReusingMaskedSampler
 from visual_spec.prototype.self_speculative.sampler import SelfSpeculativeMaskedSampler as SelfSpeculativeMaskedSampler
 from visual_spec.prototype.students.image_pipelines import DistilledImagePipeline as DistilledImagePipeline
 from visual_spec.prototype.students.image_pipelines import DistilledTextImagePipeline as DistilledTextImagePipeline

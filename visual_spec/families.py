@@ -82,7 +82,7 @@ _FLEXVAE = OfficialFile("vq_model", "FlexVAR's tokenizer", "next_scale.flexvar:i
 KL16 = OfficialFile("vae", "KL-16", ("post_quant_conv.weight",),
     "continuous.mar_checkpoint:load_kl16_checkpoint", lacks=("quantize*",))
 _NEEDS_VQ, _NEEDS_VAR_VQ = "vq_ds16_c2i.pt", "vae_ch160v4096z32.pth"
-# Fewer calls by confidence and in Halton's order, with reuse, and by entropy. All are compared with one token a call,
+# Fewer calls by confidence and in Halton's order, and by entropy. All are compared with one token a call,
 # the law of the model alone, and measure how far they are from it; groups of a causal layer have a law of their own.
 _HALTON = {"schedule": ["arccos"], "clock": ["halton"], "score": ["halton"]}
 # Noise on the choice belongs to the order of confidence, which is not the saved one where that is fixed.
@@ -90,10 +90,7 @@ _CONFIDENT, _METER = {"choice_temperature": [Saved(1.0)]}, {"measure": [True]}
 _MASKED_PICTURES = (
     Measured("masked", {"steps": [4, 8, 16, 32], **_CONFIDENT, **_METER}),
     Measured("masked", {"steps": [4, 8, 16, 32], **_HALTON, **_METER}),
-    Measured("masked", {"steps": [16, 32], **_CONFIDENT, "reuse": [1], **_METER}),
-    Measured("masked", {"steps": [16, 32], **_HALTON, "reuse": [1], **_METER}),
     Measured("masked", {"steps": [256], "score": ["entropy"], "entropy_bound": [0.1, 1.0], **_METER}),
-    Measured("masked", {"steps": [16], **_HALTON, "reuse": [1, 3], "reuse_by": ["shortcut"], **_METER}, "shortcut"),
 )
 FAMILIES = (
     Family(
@@ -289,7 +286,7 @@ FAMILIES = (
     # alone, which the number of calls does not change.
     Family(
         "MaskGIT", (MASKED,), ("MaskedImagePipeline", "MaskedClassImagePipeline"),
-        ("masked.maskgit:MaskedImageTransformer", "masked.shortcut:FeatureShortcut"),
+        ("masked.maskgit:MaskedImageTransformer",),
         plain="speculative-masked:num_drafts=0", fast=AsSaved("masked"), measured=_MASKED_PICTURES,
         load="MaskedClassImagePipeline.from_official",
         layout=FileLayout((

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.data.shapes import caption, held_out_prompts, is_held_out, sample_scene
-from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.prototype.reuse.shortcut import FeatureShortcut
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options, round_matrices

@@ -32,7 +32,7 @@ def test_rivals_and_rules_of_a_masked_model():
     fewer, noise, still = "head_steps=50,last_head_steps=5", "final_noise=0.05", "eta=0,final_noise=0"
     aligned = [f"rule=aligned,tolerance={one}" for one in (0.05, 0.1, 0.2)]
     plain = ["steps=32", "steps=16", *(f"head_steps={one}" for one in (50, 25, 10, 5))]
-    plain += [fewer, f"steps=32,{fewer}", f"steps=16,{fewer}", "reuse=1", "reuse=3", noise, still]
+    plain += [fewer, f"steps=32,{fewer}", f"steps=16,{fewer}", noise, still]
     rules = [f"rule=chain,{noise}", f"rule=path,{noise}", f"rule=ode,{still}", *aligned]
     assert found.others == (
         *(f"continuous:{text}" for text in plain),

@@ -207,6 +207,13 @@ CHANGED: dict[str, dict[str, Any]] = {
         steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
         rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
+        falls="before", score_temperature=0.8, graph="auto",
+        warmup=1, guided_steps=2, second_draw=True, credit=0.5, threshold=None, factor=None, commit_gaps=None,
+    ),
+    "ReusingMaskedSampler": dict(
+        steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
+        span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
+        rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
         reuse=0, reuse_from=0.25, reuse_by="shortcut", falls="before", score_temperature=0.8, graph="auto",
         warmup=1, guided_steps=2, second_draw=True, credit=0.5, threshold=None, factor=None, commit_gaps=None,
     ),
@@ -218,6 +225,10 @@ CHANGED: dict[str, dict[str, Any]] = {
         credit=0.5, threshold=0.6, factor=None, commit_gaps=None,
     ),
     "ContinuousSampler": dict(
+        steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,
+        graph=False,
+    ),
+    "ReusingContinuousSampler": dict(
         steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,
         graph=False, reuse=0, reuse_from=0.5, local_levels=0.5,
     ),

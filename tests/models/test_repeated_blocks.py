@@ -12,10 +12,11 @@ from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.models.continuous.tiny import tiny_causal, tiny_flowar, tiny_mar
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.prototype.flowar.sampler import FlowScaleSampler
+from visual_spec.prototype.reuse.masked import ReusingMaskedSampler
+from visual_spec.prototype.reuse.recap import Reuse
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import Reuse
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
@@ -26,7 +27,7 @@ DECODES: dict[str, tuple[Any, Any, Any, tuple[Any, ...]]] = {
     "llamagen": (AutoregressiveSampler(), tiny_transformer, WORDS, ()),
     "maskgit": (MaskedSampler(2), tiny_masked_transformer, WORDS, ()),
     "mage": (MaskedSampler(2), tiny_mage, None, ()),
-    "mage, reuse": (MaskedSampler(4, reuse=Reuse(reuse=2)), tiny_mage, None, ()),
+    "mage, reuse": (ReusingMaskedSampler(4, reuse=Reuse(reuse=2)), tiny_mage, None, ()),
     "mar": (ContinuousSampler(head_steps=2), tiny_mar, LABELS, ()),
     "causal": (ContinuousSampler(head_steps=2), tiny_causal, LABELS, ()),
     "flowar": (FlowScaleSampler(2), tiny_flowar, LABELS, ()),

@@ -80,7 +80,7 @@ def recorded() -> list[tuple[str, str]]:
             texts = CONTINUOUS_MODELS.items()
             found += [(model, with_setting(entry.name, text)) for model, some in texts for text in some]
         elif entry.calls == MASKED:
-            texts = ("steps=16", "steps=16,reuse=2")
+            texts = ("steps=16", *["steps=16,reuse=2"] * (entry.name == "reusing-masked"))
             found += [("shapes_masked", with_setting(entry.name, text)) for text in texts]
         else:
             assert entry.calls in (RASTER, TREE, COLUMNS), f"no embedded model for {entry.name}"

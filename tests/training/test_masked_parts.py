@@ -24,14 +24,15 @@ from tests.helpers.tabular import TabularMaskedModel
 from tests.helpers.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from tests.helpers.training import check_training
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.prototype.reuse.masked import ReusingMaskedSampler
+from visual_spec.prototype.reuse.recap import Reuse, full_calls
+from visual_spec.prototype.reuse.shortcut import FeatureShortcut
 from visual_spec.prototype.self_speculative.causal_layer import CausalLayer
 from visual_spec.prototype.self_speculative.sampler import SelfSpeculativeMaskedSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masking import full_calls
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import Choice, Reuse
+from visual_spec.samplers.masked.policies import Choice
 
 SETTINGS = CausalLayerTraining(steps=60, batch_size=8, begun=4, scenes=16, places=16, learning_rate=1e-2)
 
@@ -266,7 +267,7 @@ def test_with_a_perfect_shortcut_the_tokens_are_those_of_the_model():
     call: dict[str, Any] = dict(law=TokenLaw(guidance_scale=2.0), batch_size=3)
     plain: Any = MaskedSampler(steps=6)(model, told, generator=seeded(0, 1, 2), **call)
     oracle = Oracle(model, told, 3)
-    sampler = MaskedSampler(steps=6, reuse=Reuse(reuse=2, reuse_from=0.0, reuse_by="shortcut"))
+    sampler = ReusingMaskedSampler(steps=6, reuse=Reuse(reuse=2, reuse_from=0.0, reuse_by="shortcut"))
     found: Any = sampler(model, told, generator=seeded(0, 1, 2), shortcut=oracle, **call)
     assert torch.equal(found.tokens, plain.tokens)
     full = sum(full_calls(6, 2, 0.0))
@@ -293,7 +294,7 @@ def test_it_learns_and_a_saved_pipeline_holds_it(tmp_path: Path):
             found["held_out_relative_error"], abs=1e-3
         )
     pipe.shortcut = again
-    pipe.sampler = MaskedSampler(
+    pipe.sampler = ReusingMaskedSampler(
         steps=6, measure=True, reuse=Reuse(reuse=1, reuse_from=0.0, reuse_by="shortcut")
     )
     drawn = pipe(PROMPTS[0], generator=seeded(1))
@@ -305,7 +306,7 @@ def test_it_learns_and_a_saved_pipeline_holds_it(tmp_path: Path):
 
 
 def test_a_shortcut_of_another_model_is_refused():
-    pipe: Any = tiny_masked_pipeline(MaskedSampler(steps=2, reuse=Reuse(reuse=1, reuse_by="shortcut")))
+    pipe: Any = tiny_masked_pipeline(ReusingMaskedSampler(steps=2, reuse=Reuse(reuse=1, reuse_by="shortcut")))
     with pytest.raises(ValueError, match="FeatureShortcut"):
         pipe(PROMPTS[0])
     pipe.shortcut = FeatureShortcut(16, 12, 9, 8, 2)

@@ -34,7 +34,6 @@ _SHARE_OF_TWO = 0.1  # of both caches, where two models draw
 _FEWER_CALLS = (64, 32, 16)
 _FEWER_LEVELS = (50, 25, 10, 5)
 _FALLING = (50, 5)
-_REUSED = (1, 3)  # local calls after each full one of a masked model
 _FINAL_NOISE = 0.05  # where a rule needs noise in the last level, and the model has none
 _TOLERANCES = (0.05, 0.1, 0.2)
 _LEVELS = (8, 16)  # of a chain that one call of the head scores
@@ -274,7 +273,6 @@ def continuous_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Re
         *fewer,
         *({"head_steps": count} for count in _FEWER_LEVELS if count < levels),
         *({**one, **falling} for one in ({}, *fewer)),
-        *([] if causal else [{"reuse": count} for count in _REUSED]),
     ]
 
     # What each kind of rule asks of the chain, as far as the model's own does not have it.

@@ -12,7 +12,6 @@ from visual_spec.pipelines.image import ImagePipeline
 
 if TYPE_CHECKING:
     from visual_spec.models.masked.maskgit import MaskedImageTransformer
-    from visual_spec.models.masked.shortcut import FeatureShortcut
     from visual_spec.models.next_token.llamagen_vq import VQModel
     from visual_spec.models.text.caption_encoder import CaptionEncoder
     from visual_spec.models.text.t5_features import T5Features
@@ -29,7 +28,7 @@ class MaskedImagePipeline(ImagePipeline):
         sampler: a `MaskedSampler`, a `SpeculativeMaskedSampler` for the law of one token a call, or a
             `SelfSpeculativeMaskedSampler` for the law of the causal layer.
         default_guidance_scale, default_top_k: what `__call__` takes where none is passed; saved with the pipeline.
-        shortcut: stands in for the transformer on some calls where the sampler says `reuse_by="shortcut"`.
+        shortcut: stands in for the transformer on some calls of a `ReusingMaskedSampler(reuse_by="shortcut")`.
         causal_layer: what a `SelfSpeculativeMaskedSampler` draws groups from.
 
     Raises:
@@ -56,7 +55,7 @@ class MaskedImagePipeline(ImagePipeline):
         sampler: SchedulerMixin | None,
         default_guidance_scale: float = 2.0,
         default_top_k: int = 0,
-        shortcut: FeatureShortcut | None = None,
+        shortcut: ModelMixin | None = None,
         causal_layer: ModelMixin | None = None,
     ): ...
 
@@ -74,9 +73,7 @@ class MaskedImagePipeline(ImagePipeline):
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: the shortcut, or the causal layer."""
-        config, parts = self.sampler.config, {}
-        if config.get("reuse") and config.reuse_by == "shortcut":
-            parts["shortcut"] = self.shortcut
-        if "causal_layer" in self.sampler.takes:
-            parts["causal_layer"] = self.causal_layer
+        parts = {
+            name: getattr(self, name) for name in ("shortcut", "causal_layer") if name in self.sampler.takes
+        }
         return {name: part for name, part in parts.items() if part is not None}

@@ -9,7 +9,7 @@ from typing import Any
 from visual_spec.models.core.settings import of_settings, settings_of
 from visual_spec.records import AsSaved
 from visual_spec.samplers.core.trace import IDENTICAL
-from visual_spec.samplers.registry import by_name, meant, names, sampler_class
+from visual_spec.samplers.registry import by_name, class_for, class_saved, meant, names, sampler_class
 
 _MODELS = ("drafter", "refiner")  # settings that name a model, and are taken as they stand
 
@@ -52,7 +52,8 @@ def write_sampler(name: str, settings: Mapping[str, Any]) -> str:
 
 def saved_sampler(name: str, config: Mapping[str, Any]) -> str:
     """The text of a sampler with a saved configuration: what differs from the defaults of its class."""
-    usual = sampler_class(by_name(name))().config
+    kind, _ = class_saved(sampler_class(by_name(name)), config)
+    usual = kind().config
     changed = {
         key: config[key]
         for key, value in usual.items()
@@ -106,7 +107,7 @@ def make_sampler(name: str, **settings: Any) -> Any:
     Raises:
         ValueError: an unknown name, a setting that this sampler does not have, or a value it refuses.
     """
-    kind = sampler_class(by_name(name))
+    kind = class_for(sampler_class(by_name(name)), settings)
     known = {key for key in kind().config if not key.startswith("_")}.union(*_flat_settings(kind).values())
     unknown = sorted(set(settings) - known)
     if unknown:

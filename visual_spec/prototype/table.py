@@ -8,6 +8,7 @@ from visual_spec.families import GPT, KL16, VAR, VAR_VQ, VQ
 from visual_spec.records import AsSaved, Family, FileLayout, KnownModel, Measured, OfficialFile, PipelineEntry
 from visual_spec.samplers.registry import (
     COLUMNS,
+    CONTINUOUS,
     DENOISED,
     DISTILLED,
     DRAFTER,
@@ -55,6 +56,22 @@ SAMPLERS = (
         settings=(),
         asks="one codebook and a causal layer",
         parts=(f"{_HERE}.self_speculative.causal_layer:CausalLayer",),
+    ),
+    SamplerEntry(
+        "reusing-masked",
+        f"{_HERE}.reuse.masked:ReusingMaskedSampler",
+        MASKED,
+        "a law of its own, some calls from what an earlier one computed (ReCAP, a shortcut)",
+        settings=(),
+        parts=(f"{_HERE}.reuse.shortcut:FeatureShortcut",),
+    ),
+    SamplerEntry(
+        "reusing-continuous",
+        f"{_HERE}.reuse.continuous:ReusingContinuousSampler",
+        CONTINUOUS,
+        "another law: some calls from what an earlier one computed (ReCAP)",
+        settings=(),
+        asks="a MAR",
     ),
     SamplerEntry(
         "flow-scales",

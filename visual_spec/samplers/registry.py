@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,7 +182,7 @@ SAMPLERS = (
         "continuous",
         f"{_HERE}.continuous.continuous:ContinuousSampler",
         CONTINUOUS,
-        "the reference; fewer steps or levels, reuse: another law",
+        "the reference; fewer steps or levels: another law",
         plain=True,
     ),
     SamplerEntry(
@@ -316,6 +316,36 @@ def sampler_class(entry: SamplerEntry) -> Any:
         raise ValueError(
             f"no sampler {entry.path}: {error}; pass one of {', '.join(names())}, or module:class."
         ) from error
+
+
+# Settings that other samplers have now: by the class that had them, their names, and the sampler of today.
+MOVED_SETTINGS = {
+    "MaskedSampler": (("reuse", "reuse_from", "reuse_by"), "reusing-masked"),
+    "ContinuousSampler": (("reuse", "reuse_from", "local_levels"), "reusing-continuous"),
+}
+
+
+def class_for(kind: Any, settings: Mapping[str, Any]) -> Any:
+    """Return the class of a sampler with these settings; warns where it is another one than `kind`."""
+    names, now = MOVED_SETTINGS.get(kind.__name__, ((), ""))
+    moved = [name for name in names if name in settings]
+    if not moved:
+        return kind
+    entry = by_name(now)
+    text = (
+        f"{kind.__name__}({', '.join(moved)}) is {entry.class_name}, {now}; this goes with visual_spec 0.3."
+    )
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return sampler_class(entry)
+
+
+def class_saved(kind: Any, config: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """Return the class of a sampler with a saved configuration, and settings in it which that class has no more.
+
+    Folders load for ever, so nothing warns.
+    """
+    names, now = MOVED_SETTINGS.get(kind.__name__, ((), ""))
+    return (sampler_class(by_name(now)), ()) if now and config.get("reuse") else (kind, names)
 
 
 def fitting(calls: tuple[str, ...]) -> list[SamplerEntry]:

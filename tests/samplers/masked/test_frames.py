@@ -37,7 +37,6 @@ def test_calls_in_closed_form(steps, frames):
     assert len(model.calls) == steps * frames and len(model.writes) == frames - 1
     assert trace.target_calls.tolist() == [steps * frames + frames - 1] * 2
     assert trace.frame_calls.tolist() == [steps + 1] * (frames - 1) + [steps]
-    assert trace.whole_calls == steps * frames + frames - 1
     first = torch.arange(frames)[:, None] * (steps + 1)
     by_frame = trace.commit_call.unflatten(1, (frames, -1))
     assert (by_frame >= first).all() and (by_frame < first + steps).all()  # no write keeps a token

@@ -15,9 +15,8 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import of_settings
 from visual_spec.models.masked.maskgct import SemanticCondition, SemanticDecoder, SemanticNetwork
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import masked, recap
+from visual_spec.samplers.masked import masked
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import Reuse
 from visual_spec.samplers.masked.presets import PRESETS
 
 
@@ -47,21 +46,6 @@ def test_replayed_calls_give_the_same_tokens(kind, count, on_gpu, recordings):  
     assert torch.equal(found.trace.entry_call, plain.trace.entry_call)
 
 
-@pytest.mark.parametrize("kind", ["merged", "mage"])
-def test_calls_that_keep_and_local_ones_are_recorded_too(kind, on_gpu, recordings):  # noqa: F811
-    settings: dict[str, Any] = dict(steps=12, reuse=2, reuse_from=0.0, schedule="linear", measure=True)
-    plain, found = decoded(kind, **settings), decoded(kind, **settings, graph=True)
-    assert torch.equal(found.tokens, plain.tokens)
-    assert found.trace.divergence == pytest.approx(plain.trace.divergence)
-    assert len(recordings) == 3  # full ones that keep, local ones of one width, and those of the measure
-
-
-def test_what_a_model_moves_is_not_recorded(on_gpu, recordings):  # noqa: F811
-    settings: dict[str, Any] = dict(steps=6, reuse=1, reuse_from=0.0, schedule="linear")
-    plain, found = decoded("magnet", **settings), decoded("magnet", **settings, graph=True)
-    assert torch.equal(found.tokens, plain.tokens) and not recordings
-
-
 def test_a_replayed_call_reads_the_time_of_its_step(on_gpu, recordings):  # noqa: F811
     network = SemanticNetwork(SEMANTIC, DIM, LAYERS, HEADS, PHONES + 1)
     weights = straight.random_weights(straight.semantic_shapes(), 0)
@@ -78,24 +62,12 @@ def test_a_replayed_call_reads_the_time_of_its_step(on_gpu, recordings):  # noqa
     assert torch.equal(found.tokens, plain.tokens) and len(recordings) == 1
 
 
-@pytest.mark.parametrize("kind", ["captions", "mage", "magnet"])
-def test_rounded_group_widths_change_nothing(kind, monkeypatch):
-    """Places past the grid fill a group up; what they compute goes nowhere."""
-    found = []
-    for bucket in (1, 5, 16):
-        monkeypatch.setattr(recap, "_BUCKET", bucket)
-        found.append(decoded(kind, steps=6, reuse=2, reuse_from=0.0).tokens)
-    assert all(torch.equal(tokens, found[0]) for tokens in found)
-
-
 def test_a_graph_that_cannot_be_is_refused():
     model = TabularMaskedModel(TokenGrid(1, 4), 3)
     with pytest.raises(ValueError, match="graph=True.*CUDA"):
         MaskedSampler(graph=True)(model, None, law=TokenLaw())
     with pytest.raises(ValueError, match="graph='no'"):
         MaskedSampler(graph="no")
-    with pytest.raises(ValueError, match="reuse_by='shortcut'"):
-        MaskedSampler(graph=True, reuse=Reuse(reuse=1, reuse_by="shortcut"))
     tokens = [
         MaskedSampler(graph=graph)(model, None, law=TokenLaw(), generator=seeded(1)).tokens
         for graph in ("auto", False)

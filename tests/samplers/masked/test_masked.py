@@ -121,8 +121,6 @@ def test_where_draws_decide_rows_end_at_their_own_call(rule):
             "threshold with score='halton', which is no probability of a draw",
         ),
         (dict(factor=0.5, score="entropy"), "factor with score='entropy'"),
-        (dict(reuse=1, commit_gaps=[3, 2, 1]), "reuse=1 with commit_gaps=[3, 2, 1]: which tokens"),
-        (dict(reuse=1, credit=0.5), "reuse=1 with credit=0.5, which is of all slots"),
     ],
 )
 def test_settings_of_rules_that_do_not_fit_are_refused(settings, words):
@@ -400,13 +398,14 @@ def test_falling_temperatures_end_where_they_should():
     """MAGNeT's code ends at 0.01; MaskGCT takes the likeliest tokens, but draws where there is one step."""
     law = TokenLaw(temperature=2.0)
     after, before = (LawByStep(temperature="falling", falls=falls) for falls in ("after", "before"))
-    four = [True] * 4
-    assert [after.law(law, 0.5, step, four).temperature for step in range(4)] == [1.5, 1.0, 0.5, 0.01]
-    assert [before.law(law, 0.5, step, four).temperature for step in range(4)] == [2.0, 1.5, 1.0, 0.0]
-    assert before.law(law, 1.0, 0, [True]).temperature == 0.2
+
+    def temperatures(rule: LawByStep, steps: int) -> list[float]:
+        return [rule.law(law, 0.5, step, rule.left(steps)).temperature for step in range(steps)]
+
+    assert temperatures(after, 4) == [1.5, 1.0, 0.5, 0.01] and temperatures(before, 4) == [2.0, 1.5, 1.0, 0.0]
+    assert temperatures(before, 1) == [0.2]
     root = LawByStep(temperature="root", last_temperature=0.5)
-    fallen = root.law(law, 0.5, 1, [True] * 5).temperature
-    assert fallen == pytest.approx(2.0 * (1 - 0.5 * 0.5))  # the root of a quarter
+    assert temperatures(root, 5)[1] == pytest.approx(2.0 * (1 - 0.5 * 0.5))  # the root of a quarter
 
 
 def test_the_trace_tells_when_tokens_were_kept():

@@ -8,17 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.masked_reuse import Watched
-from tests.helpers.tabular import TabularMaskedModel
-from tests.helpers.tiny import seeded
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import of_settings
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import hidden_counts, hidden_shares
-from visual_spec.samplers.core.noise import CHOICE, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import LawByStep, Reuse
+from visual_spec.samplers.masked.policies import LawByStep
 from visual_spec.samplers.masked.presets import PRESETS
 
 # -- the Halton sampler ------------------------------------------------------------------------------------------------
@@ -179,47 +176,6 @@ def test_recap_keeps_as_many_tokens_as_its_script(steps):
     assert [int(count) for count in counts] == [256 - sum(kept[:step]) for step in range(steps)]
 
 
-def test_recap_decodes_as_its_script():
-    """One row at a time: a draw at temperature 1 and falling noise rank the slots, and another draw fills them."""
-    length, steps, count = 12, 6, 30
-    table = TabularMaskedModel(TokenGrid(1, length), 2, seed=3)
-    settings = PRESETS["recap"].settings | dict(steps=steps, choice_temperature=1.5)
-    found: Any = of_settings(MaskedSampler, **settings)(
-        Watched(table), None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count
-    )
-    noise = CounterNoise(draw_keys(seeded(*range(count)), count), "cpu")
-    every = torch.arange(length).expand(count, -1)
-    hidden = [int(one) for one in hidden_counts(
-        hidden_shares("power_2.5", "recap", steps), "recap", torch.tensor([length])
-    )]  # fmt: skip
-    kept = [a - b for a, b in zip(hidden, [*hidden[1:], 0], strict=True)]
-    groups = [[0], [1], [2], [3, 4], [5]]  # three full calls, then a full and a local one, and the last
-    tokens = torch.full((count, length), 2)
-    state = table.prepare(None, batch_size=count, guided=False)
-    for number, group in enumerate(groups):
-        first = group[0]
-        laws = table(state, tokens[..., None], 0).log_softmax(-1)
-        second = noise.categorical(laws, every, RESIDUAL, first)
-        sure = laws.gather(-1, second[..., None])[..., 0]
-        gumbel = noise.gumbel(every, 1, CHOICE, first, sure.dtype)[..., 0]
-        sure = sure + 1.5 * (1 - (number + 1) / len(groups)) * gumbel
-        order = sure.masked_fill(tokens != 2, -torch.inf).argsort(1, descending=True)
-        place = 0
-        for step in group:
-            temperature = 0.65 + (1 - (step / (steps - 1)) ** 0.5) * 0.35
-            laws = (table(state, tokens[..., None], 0) / temperature).log_softmax(-1)
-            drawn = noise.categorical(laws, every, TOKEN, step)
-            at = order[:, place : place + kept[step]]
-            tokens = tokens.scatter(1, at, drawn.gather(1, at))
-            place += kept[step]
-    assert torch.equal(found.tokens, tokens) and len(tokens.unique(dim=0)) > 5
-    own = of_settings(MaskedSampler, **settings | dict(second_draw=False))
-    assert not torch.equal(
-        own(Watched(table), None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count).tokens,
-        tokens,
-    )
-
-
 # -- noise and temperature ---------------------------------------------------------------------------------------------
 
 
@@ -234,12 +190,7 @@ def test_noise_falls_as_each_code_lets_it():
     }
     assert want["product"] == pytest.approx([3 / 4, 3 / 8, 3 / 32, 0])
     for falls, scales in want.items():
-        left = [LawByStep(falls=falls).left(step, [True] * steps) for step in range(steps)]
-        assert left == pytest.approx(scales)
-    full = Reuse(reuse=1, reuse_from=0.2).full(5)
-    assert [LawByStep(falls="full").left(step, full) for step in (0, 1, 3)] == pytest.approx(
-        [2 / 3, 1 / 3, 0]
-    )
+        assert LawByStep(falls=falls).left(steps) == pytest.approx(scales)
 
 
 @pytest.mark.parametrize(

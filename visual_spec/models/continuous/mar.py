@@ -4,12 +4,13 @@ One class serves the embedded sizes and the official checkpoints; parameter name
 reads the tokens that are known, after some places that hold the class; a decoder reads its output, with a learned
 vector in place of each hidden token, and gives every slot the condition z from which the head draws its token.
 
-The model is bidirectional, so nothing can be cached from call to call without changing its law (`mar_reuse` does), and
-the tokens of one call are independent given those that were known.
+The model is bidirectional, so nothing can be cached from call to call without changing its law, and the tokens of one
+call are independent given those that were known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from visual_spec.models.continuous.blocks import Block, ConditionedState, embed_labels
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
-from visual_spec.models.continuous.mar_reuse import Held, HeldLayers, at_places, put_at
 from visual_spec.models.core.continuous import ChainSettings
 from visual_spec.models.core.protocol import TokenGrid, check_heads, check_labels
 from visual_spec.models.core.saved import SavedModel
@@ -41,21 +41,17 @@ HEADS: dict[str, tuple[int, Any]] = {
 HeadKind = Annotated[str, OneOf(tuple(HEADS))]
 
 
+# Runs a layer on x [R, W, dim] of the places long [R, W], or of all places in order, under its mask.
+Layer = Callable[[Block, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
 @dataclass
 class MARState(ConditionedState):
-    """What one batch is conditioned on.
-
-    Attributes:
-        held: what the last full call left for local ones, if it was asked to.
-    """
-
-    held: Held | None = None
+    """What one batch is conditioned on."""
 
     def select(self, samples: Tensor) -> None:
         """Keep only some samples, long [N], in this order. One that is named twice is held twice."""
-        rows = self.rows(samples)
-        self.conditions = self.conditions[rows]
-        self.held = None if self.held is None else self.held.select(rows)
+        self.conditions = self.conditions[self.rows(samples)]
 
     def buffers(self) -> list[Tensor]:
         """Return what calls read in place."""
@@ -146,7 +142,12 @@ class MARTransformer(SavedModel):
 
     @torch.no_grad()
     def forward(
-        self, state: MARState, tokens: Tensor, known: Tensor, room: int | None = None, keep: bool = False
+        self,
+        state: MARState,
+        tokens: Tensor,
+        known: Tensor,
+        room: int | None = None,
+        layer: Layer | None = None,
     ) -> Tensor:
         """Conditions z [R, L, dim] of every slot, given the tokens that are known; of those, they mean nothing.
 
@@ -154,48 +155,22 @@ class MARTransformer(SavedModel):
             tokens: [B, L, d]; what stands at hidden slots is not read.
             known: bool [B, L]. Rows may know different numbers of tokens.
             room: the largest of these numbers, where the caller knows it; else it is read, which waits for a GPU.
-            keep: hold keys and values in the state, for `again`.
+            layer: runs every layer, those of the encoder first; None: the layer itself does.
         """
         if state.guided:
             tokens, known = tokens.repeat(2, 1, 1), known.repeat(2, 1)
-        z, state.held = self._conditions(state.conditions, tokens, known, room, keep)
-        return z
+        return self.conditions(state.conditions, tokens, known, room, layer)
 
-    @torch.no_grad()
-    def again(self, state: MARState, tokens: Tensor, fresh: Tensor, places: Tensor) -> Tensor:
-        """Conditions z [R, n, dim] of some places only, after a call that kept; all others stay as that left them.
-
-        Args:
-            tokens: [B, m, d], those that have become known since the last call.
-            fresh: long [B, m], their places.
-            places: long [B, n], places of the decoder that are computed anew.
-
-        Raises:
-            ValueError: no call kept anything.
-        """
-        held = state.held
-        if held is None:
-            raise ValueError("no keys and values are held; make a call with keep=True first.")
-        if state.guided:
-            tokens, fresh, places = tokens.repeat(2, 1, 1), fresh.repeat(2, 1), places.repeat(2, 1)
-        fresh, at = fresh + self.config["buffer_size"], places + self.config["buffer_size"]
-        hidden = self.z_proj_ln(self.z_proj(tokens) + self.encoder_pos_embed_learned[0, fresh])
-        held.seen = held.seen.scatter(1, fresh, True)
-        for index, block in enumerate(self.encoder_blocks):
-            hidden = held.encoder.replace(index, block, hidden, held.seen[:, None, None], fresh)
-        held.inputs = put_at(held.inputs, fresh, self.decoder_embed(self.encoder_norm(hidden)))
-        hidden = at_places(held.inputs, at) + self.decoder_pos_embed_learned[0, at]
-        for index, block in enumerate(self.decoder_blocks):
-            hidden = held.decoder.replace(index, block, hidden, None, at)
-        return self.decoder_norm(hidden) + self.diffusion_pos_embed_learned[0, places]
-
-    def conditions(self, classes: Tensor, tokens: Tensor, known: Tensor, room: int | None = None) -> Tensor:
+    def conditions(
+        self,
+        classes: Tensor,
+        tokens: Tensor,
+        known: Tensor,
+        room: int | None = None,
+        layer: Layer | None = None,
+    ) -> Tensor:
         """The same for embedded classes [R, dim], tokens [R, L, d] and known [R, L], with gradients."""
-        return self._conditions(classes, tokens, known, room, keep=False)[0]
-
-    def _conditions(
-        self, classes: Tensor, tokens: Tensor, known: Tensor, room: int | None, keep: bool
-    ) -> tuple[Tensor, Held | None]:
+        run: Layer = layer or (lambda block, x, mask, _: block(x, mask))
         buffer, count = self.config["buffer_size"], known.sum(-1)  # [R]
         room = int(count.max()) if room is None else room
         # The known tokens' places, in rows of equal length; shorter rows are filled up with places nobody looks at.
@@ -213,18 +188,14 @@ class MARTransformer(SavedModel):
         hidden = self.z_proj_ln(hidden + self.encoder_pos_embed_learned[0, placed])
         seen = torch.cat([used.new_ones(len(used), buffer), used], 1)
         mask = None if room == 0 else seen[:, None, None]  # [R, 1, 1, buffer + room]
-        encoder, decoder, total = HeldLayers(), HeldLayers(), buffer + known.shape[1]
         for block in self.encoder_blocks:
-            hidden = encoder.hold(block, hidden, mask, placed, total) if keep else block(hidden, mask)
+            hidden = run(block, hidden, mask, placed)  # pyright: ignore[reportArgumentType]
         hidden = self.decoder_embed(self.encoder_norm(hidden))
 
         hidden = torch.where(seen[..., None], hidden, self.mask_token.to(hidden.dtype))
-        inputs = put_at(self.mask_token.to(hidden.dtype).repeat(len(known), total, 1), placed, hidden)
-        hidden = inputs + self.decoder_pos_embed_learned
+        inputs = self.mask_token.to(hidden.dtype).repeat(len(known), buffer + known.shape[1], 1)
+        hidden = torch.scatter(inputs, 1, placed[..., None].expand_as(hidden), hidden)
+        hidden = hidden + self.decoder_pos_embed_learned
         for block in self.decoder_blocks:
-            hidden = decoder.hold(block, hidden, None, None, total) if keep else block(hidden)
-        z = self.decoder_norm(hidden)[:, buffer:] + self.diffusion_pos_embed_learned
-        if not keep:
-            return z, None
-        read = torch.cat([known.new_ones(len(known), buffer), known], 1)
-        return z, Held(read, inputs, encoder, decoder)
+            hidden = run(block, hidden, None, None)  # pyright: ignore[reportArgumentType]
+        return self.decoder_norm(hidden)[:, buffer:] + self.diffusion_pos_embed_learned

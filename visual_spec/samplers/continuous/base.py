@@ -22,7 +22,6 @@ from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import LOSSY, DecodeTrace, DivergenceMeter, SampleResult
 
 ORDERS = ("random", "raster")
-REUSE = ("reuse", "reuse_from", "local_levels")
 
 
 @dataclass
@@ -153,17 +152,20 @@ class ContinuousTokenSampler(VectorSampler):
     """
 
     takes: ClassVar[tuple[str, ...]] = ()
-    law_names = ("steps", "order", "guidance", "head_steps", "last_head_steps", "eta", "final_noise", *REUSE)
+    law_names: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "order",
+        "guidance",
+        "head_steps",
+        "last_head_steps",
+        "eta",
+        "final_noise",
+    )
 
     def chain_settings(self, own: ChainSettings) -> ChainSettings:
         """The chain, where a model's own is `own`."""
         given = {name: self.config[name] for name in ("head_steps", "eta", "final_noise")}
         return ChainSettings(**{k: getattr(own, k) if v is None else v for k, v in given.items()})
-
-    @property
-    def law_settings(self) -> dict[str, Any]:
-        """As of `Sampler`; those of reuse are None where nothing is reused."""
-        return super().law_settings | ({} if self.config.get("reuse") else dict.fromkeys(REUSE))
 
     def law_settings_in(self, run: Run) -> dict[str, Any]:
         """As of `Sampler`, with what None stands for in this model."""
@@ -220,7 +222,6 @@ class ContinuousTokenSampler(VectorSampler):
         kind: type[Any],
         scratch: int,
         first: int = 1,
-        keep: bool = False,
         lengths: Sequence[int] | None = None,
         **more: Any,
     ) -> Any:
@@ -230,13 +231,12 @@ class ContinuousTokenSampler(VectorSampler):
             kind: of the state, a `ContinuousState`.
             scratch: number of slots past the grid that calls may write.
             first: how many slots that call draws.
-            keep: whether it holds what local calls go on from.
             lengths: levels that plain chains may have; None: as many as set.
             more: the other fields of `kind`.
         """
         model, size, device = run.model, run.batch_size, run.device
         places = run.tables["places"] = self.places(run, scratch, device)
-        z = conditions.first_conditions(model, run.cache, places, first, keep)
+        z = conditions.first_conditions(model, run.cache, places, first)
         dtype = torch.promote_types(z.dtype, torch.float32)
         state = kind.blank(
             run,

@@ -17,20 +17,6 @@ from visual_spec.models.core.orders import guidance_scales, hidden_after
 from visual_spec.samplers.core.checks import check_guided, check_returned
 
 
-class SlotGroup(NamedTuple):
-    """The slots that a local call computes, all samples alike.
-
-    Attributes:
-        past: slots of the group that are known.
-        fresh: the last of these, which the call before drew.
-        ahead: slots of the group that are still to be drawn.
-    """
-
-    past: int
-    fresh: int
-    ahead: int
-
-
 def is_causal(model: Any) -> bool:
     """Whether a model feeds tokens in one order (`CausalContinuousModel`); else it is a `MaskedContinuousModel`."""
     return hasattr(model, "prefill")
@@ -54,13 +40,13 @@ def checked(model: Any, z: Tensor, cache: Any, batch_size: int, count: int) -> T
     return check_returned(z, batch_size, cache.guided, count, dim)
 
 
-def first_conditions(model: Any, cache: Any, places: Tensor, count: int, keep: bool = False) -> Tensor:
+def first_conditions(model: Any, cache: Any, places: Tensor, count: int) -> Tensor:
     """Conditions [R, count, dim] of the first slots, which know nothing; a causal model has them from its prefill."""
     if is_causal(model):
         return cache.conditions[:, None]
     tokens = torch.zeros(*places.shape, model.token_dim, dtype=model.dtype, device=places.device)
     lengths = torch.zeros(len(places), dtype=torch.long, device=places.device)
-    return step_conditions(model, cache, tokens, places, lengths, count, 0, keep)
+    return step_conditions(model, cache, tokens, places, lengths, count, 0)
 
 
 def step_conditions(
@@ -71,14 +57,12 @@ def step_conditions(
     lengths: Tensor,
     count: int,
     room: int | None,
-    keep: bool = False,
 ) -> Tensor:
     """Conditions [R, count, dim] of the next slots, which all know the slots before `lengths`, long [B].
 
     Args:
         tokens: [B, S, d], by slot; places: long [B, S].
         room: of a masked model, at least the number of known slots of any sample; None: not known.
-        keep: a masked model holds what `group_conditions` needs.
     """
     if is_causal(model):
         assert count == 1, "a causal model draws one token a call"
@@ -88,27 +72,11 @@ def step_conditions(
     length, device = model.grid.num_tokens, places.device
     by_slot = torch.arange(length, device=device) < lengths[:, None]  # [B, L]
     known = torch.zeros_like(by_slot).scatter(1, places[:, :length], by_slot)
-    kept = {"keep": True} if keep else {}
-    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, room, **kept)  # [R, L, dim]
+    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, room)  # [R, L, dim]
     checked(model, z, cache, len(places), length)
     slots = (lengths[:, None] + torch.arange(count, device=device)).clamp_max(length - 1)
     at = places.gather(1, slots).repeat(len(z) // len(places), 1)
     return z.take_along_dim(at[..., None], 1)
-
-
-def group_conditions(
-    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, count: int, group: SlotGroup
-) -> Tensor:
-    """Conditions [R, count, dim] of the next slots by a local call, which computes the places of a group only.
-
-    `tokens`, `places`, `lengths`: as for `step_conditions`.
-    """
-    slots = lengths[:, None] + torch.arange(-group.past, group.ahead, device=places.device)
-    at = places.gather(1, slots)  # [B, past + ahead]
-    new = slice(group.past - group.fresh, group.past)
-    fed = tokens.take_along_dim(slots[:, new, None], 1).to(model.dtype)
-    z = checked(model, model.again(cache, fed, at[:, new], at), cache, *at.shape)
-    return z[:, group.past : group.past + count]
 
 
 def window_conditions(
@@ -188,15 +156,11 @@ class CallShape(NamedTuple):
         count: N, tokens that it draws for a sample.
         room: of a masked model, known tokens that it has room for.
         levels: T, of the chains.
-        group: of a local call, the slots that it computes; None: all of them.
-        keep: whether local calls go on from this one.
     """
 
     count: int
     room: int
     levels: int
-    group: SlotGroup | None = None
-    keep: bool = False
 
 
 def call_shapes(
@@ -204,7 +168,6 @@ def call_shapes(
     calls: int,
     *,
     levels: tuple[int, int],
-    reuse: tuple[int, float, float],
     causal: bool,
     recorded: bool,
 ) -> tuple[CallShape, ...]:
@@ -212,27 +175,13 @@ def call_shapes(
 
     Args:
         levels: of the chains of the first call and of the last one; between them they fall evenly.
-        reuse: local calls after each full one, the share of calls that are full before any, and the share of their
-            levels that the chains of local calls have.
         causal: whether the model feeds tokens in one order.
         recorded: whether calls are recorded.
     """
     edges, unit = step_edges(length, calls), _ROOM if recorded else 1
-    full, ends = [True] * calls, list(range(calls))
-    if reuse[0]:
-        from visual_spec.samplers.core.masking import full_calls, last_of_group
-
-        full = full_calls(calls, reuse[0], reuse[1])
-        ends = [last_of_group(full, call) for call in range(calls)]
-    shapes, start = [], 0
-    for call, last in enumerate(ends):
-        known, count = edges[call], edges[call + 1] - edges[call]
+    shapes = []
+    for call, (known, end) in enumerate(zip(edges, edges[1:], strict=False)):
         room = 0 if causal else min(-(-known // unit) * unit, length)
-        chain, group = round(levels[0] + (levels[1] - levels[0]) * call / max(1, calls - 1)), None
-        if full[call]:
-            start = known
-        else:
-            group = SlotGroup(known - start, known - edges[call - 1], edges[last + 1] - known)
-            chain = max(1, int(chain * reuse[2] + 1e-9))
-        shapes.append(CallShape(count, room, chain, group, full[call] and last > call))
+        chain = round(levels[0] + (levels[1] - levels[0]) * call / max(1, calls - 1))
+        shapes.append(CallShape(end - known, room, chain))
     return tuple(shapes)

@@ -3,9 +3,8 @@
 A masked model (MAR: Li et al. 2024, section 3.4) fills its slots in random, raster or given order; a call fills several
 of them, as many as the published cosine schedule says. A causal model draws one token a call, in its own order.
 
-Fewer calls, fewer levels, levels that fall from call to call (DiSA: Zhao et al. 2025, section 3), and calls of a masked
-model that compute few of its places (ReCAP: Zhang et al. 2025) are settings: each changes the law, and none is measured
-against another here.
+Fewer calls, fewer levels, and levels that fall from call to call (DiSA: Zhao et al. 2025, section 3) are settings: each
+changes the law, and none is measured against another here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from visual_spec.models.core.orders import hidden_after
 from visual_spec.models.core.settings import (
     AUTO,
     MOST_CALLS,
-    SHARE,
     Graph,
     Within,
     register_to_config,
@@ -54,13 +52,7 @@ class ContinuousSampler(ContinuousTokenSampler):
         steps: calls of a masked model, at most one a token; None: one a token. A causal model has no choice.
         last_head_steps: levels of the chains of the last call; they fall evenly to it from `head_steps`, the levels of
             the first call (DiSA: Zhao et al. 2025, section 3, from 50 to 5). None: all calls have `head_steps`.
-        reuse: of a masked model, local calls after each full one. A local call computes the slots of its group only,
-            those that it and the other local calls after the same full one draw; all other slots stay as the full call
-            left them. 0: every call is full, as published.
-        reuse_from: share of the calls that are full before any reuse, from 0 to 1. (ReCAP's scripts: 0.5.)
-        local_levels: share of their levels that the chains of local calls have, rounded down. (ReCAP's scripts: 0.4.)
-        graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible,
-            and never with reuse.
+        graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible.
 
     The other settings are of the law (`ContinuousTokenSampler`).
 
@@ -82,15 +74,8 @@ class ContinuousSampler(ContinuousTokenSampler):
         final_noise: FinalNoise = None,
         last_head_steps: Annotated[int | None, Within(1, 1000, none="as many in all calls")] = None,
         graph: Graph = AUTO,
-        reuse: Annotated[int, Within(0)] = 0,
-        reuse_from: Annotated[float, SHARE] = 0.0,
-        local_levels: Annotated[float, Within(above=0, most=1)] = 1.0,
     ) -> None:
-        self.records_steps = reuse == 0
-        if reuse and graph is True:
-            raise ValueError(
-                "graph=True with reuse given; local calls are not recorded. Leave one of them out."
-            )
+        pass
 
     def num_steps(self, model: Any) -> int:
         return model.grid.num_tokens if self.config.steps is None else self.config.steps
@@ -101,11 +86,6 @@ class ContinuousSampler(ContinuousTokenSampler):
         if steps is not None and conditions.is_causal(model):
             raise ValueError(
                 f"steps={steps} given, but a causal model draws one token a call; leave steps out."
-            )
-        if self.config.get("reuse") and not hasattr(model, "again"):
-            raise ValueError(
-                f"reuse={self.config.reuse} given, but {type(model).__name__} holds no keys and values between its "
-                "calls; leave reuse out."
             )
         if steps is not None:
             hidden_after(model.grid.num_tokens, steps)  # refuses another number
@@ -121,7 +101,6 @@ class ContinuousSampler(ContinuousTokenSampler):
             model.grid.num_tokens,
             self.num_steps(model),
             levels=(first, setting("last_head_steps") or first),
-            reuse=(setting("reuse") or 0, setting("reuse_from") or 0.0, setting("local_levels") or 1.0),
             causal=conditions.is_causal(model),
             recorded=wants_graph(setting("graph", False), model),
         )
@@ -132,7 +111,7 @@ class ContinuousSampler(ContinuousTokenSampler):
     def prepare(self, run: Run) -> PlainState:
         shapes = self.shapes(run.model)
         first, lengths = shapes[0], [shape.levels for shape in shapes]
-        more: dict[str, Any] = dict(keep=first.keep, lengths=lengths, shapes=shapes, width=first)
+        more: dict[str, Any] = dict(lengths=lengths, shapes=shapes, width=first)
         return self.open(run, PlainState, scratch=0, first=first.count, **more)
 
     def paced(self, advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
@@ -147,11 +126,6 @@ class ContinuousSampler(ContinuousTokenSampler):
     def step(self, run: Run, state: PlainState) -> None:
         shape, known = state.width, (state.tokens, state.places, state.lengths)
         state.round += 1
-        if shape.group is None:
-            z = conditions.step_conditions(
-                run.model, state.cache, *known, shape.count, shape.room, keep=shape.keep
-            )
-        else:
-            z = conditions.group_conditions(run.model, state.cache, *known, shape.count, shape.group)
+        z = conditions.step_conditions(run.model, state.cache, *known, shape.count, shape.room)
         run.lap("model")
         self.draw_plainly(run, state, z)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
@@ -60,6 +60,7 @@ from visual_spec.samplers.core.trace import (
     Stopwatch,
     kept,
 )
+from visual_spec.samplers.registry import class_for, class_saved
 
 Callback = Callable[[int, Tensor], Any]
 _AHEAD = 32  # slots after the window whose noise is drawn with it on the host
@@ -92,6 +93,19 @@ class Sampler(SchedulerMixin, ConfigMixin):
     records_steps: bool = True
     reads_text: ClassVar[bool] = False
     gives_logprobs: ClassVar[bool] = False
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """As usual; settings that moved make an object of the class that has them now, and warn."""
+        return object.__new__(class_for(cls, settings))
+
+    @classmethod
+    def from_config(cls, config: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """As diffusers; a configuration with settings that moved is one of the class that has them now."""
+        if not isinstance(config, Mapping):  # diffusers says so
+            return super().from_config(config, return_unused_kwargs, **kwargs)
+        kind, gone = class_saved(cls, {**config, **kwargs})
+        config, kwargs = ({name: one[name] for name in one if name not in gone} for one in (config, kwargs))
+        return super(Sampler, kind).from_config(config, return_unused_kwargs, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:

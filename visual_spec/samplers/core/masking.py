@@ -77,26 +77,6 @@ def hidden_counts(shares: Sequence[float], clock: str, units: Tensor) -> list[Te
     return counts
 
 
-def full_calls(steps: int, reuse: int, reuse_from: float) -> list[bool]:
-    """Return which of `steps` calls are full; the others reuse what an earlier one computed (ReCAP, 2505.19089).
-
-    Args:
-        reuse: calls after each full call that reuse it; 0: all are full.
-        reuse_from: share of the calls, rounded up, that are full before any reuse: features change most at the
-            beginning.
-    """
-    first = math.ceil(reuse_from * steps - 1e-9) if reuse else steps
-    return [step < first or (step - first) % (reuse + 1) == 0 for step in range(steps)]
-
-
-def last_of_group(full: Sequence[bool], step: int) -> int:
-    """Return the last step of those that reuse the full call `step`; `step` itself if none does."""
-    last = step
-    while last + 1 < len(full) and not full[last + 1]:
-        last += 1
-    return last
-
-
 # -- units -------------------------------------------------------------------------------------------------------------
 
 

@@ -302,7 +302,6 @@ class FrameMaskedSampler(Sampler):
         whole = FrameTrace(
             **trace,
             entry_call=state.entry_call[:, back, None].cpu(),
-            whole_calls=float(state.round + 1),
             total_correlation=None if state.meter is None else state.meter.correlation.cpu(),
             frame_calls=torch.tensor(state.frame_calls),
         )

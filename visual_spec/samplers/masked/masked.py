@@ -4,15 +4,15 @@ All tokens are hidden at first. Every step is one forward of a `MaskedModel`. It
 the draws for good, and hides the others again; the last step keeps all. Codebooks are decoded one after the other. The
 decoder defines its own output law: there is no autoregressive law to compare it with.
 
-`unmasking` has the loop, `policies` what it decides by, `presets` published settings, `recap` calls that go on
-from what an earlier one computed, and `frames` videos frame by frame.
+`unmasking` has the loop, `policies` what it decides by, `presets` published settings, and `frames` videos frame by
+frame.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import SPAN_SCORES
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import LOSSY, SampleResult
-from visual_spec.samplers.masked.policies import Choice, LawByStep, Reuse, Schedule
+from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 from visual_spec.samplers.masked.unmasking import (
     Dependence,
     MaskedRunState,
@@ -52,14 +52,12 @@ class MaskedSampler(Sampler):
         span_score: "max" is the score of a span's best token, "sum" the sum of its scores (with log-probabilities: the
             probability of the whole span).
         rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
-        graph: replay the model's calls as CUDA graphs (`RecordedCalls`). "auto": wherever possible. Not with the
-            shortcut.
+        graph: replay the model's calls as CUDA graphs (`RecordedCalls`). "auto": wherever possible.
         measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
             `Dependence`. The trace reports it; its time does not count as decoding.
         schedule: how many tokens stay hidden.
         choice: how tokens are drawn, and which of them are kept.
         by_step: temperature and guidance of each step.
-        reuse: calls that reuse earlier ones.
 
     `config`, saved folders and the command line have the settings of these groups one by one.
 
@@ -70,19 +68,18 @@ class MaskedSampler(Sampler):
             probabilities (MAGNeT, section 3.4, which the released code lacks). It costs one forward a step, except in
             the last step of each codebook. Hidden codes, and codes outside a clip, are its special token.
         rescorer_condition: condition of the rescorer; None: the model's.
-        shortcut: the network that stands in for the model where `reuse_by="shortcut"`, a `FeatureShortcut`.
 
     and returns tokens long [B, L], or [B, L, K] for several codebooks, with a `MaskedTrace`. The callback gets the
     number of kept or given tokens of each sample, divided by the number of codebooks and rounded down.
     """
 
-    takes = ("known_tokens", "rescorer", "rescorer_condition", "shortcut")
-    law_names = (
+    takes: tuple[str, ...] = ("known_tokens", "rescorer", "rescorer_condition")
+    law_names: ClassVar[tuple[str, ...]] = (
         "steps",
         "span",
         "span_score",
         "rescorer_share",
-        *fields_of(Schedule, Choice, LawByStep, Reuse),
+        *fields_of(Schedule, Choice, LawByStep),
     )
     keeps = LOSSY
     counts_prefill = False
@@ -101,11 +98,8 @@ class MaskedSampler(Sampler):
         schedule: Schedule = Schedule(),
         choice: Choice = Choice(),
         by_step: LawByStep = LawByStep(),
-        reuse: Reuse = Reuse(),
     ) -> None:
-        if graph is True and reuse.by_shortcut:
-            raise ValueError("graph=True with reuse_by='shortcut', whose features move; pass graph=False.")
-        self._loop = Unmasking(schedule, choice, by_step, reuse, span, span_score, rescorer_share)
+        self._loop = Unmasking(schedule, choice, by_step, span, span_score, rescorer_share)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_masked_model(model, law)
@@ -127,8 +121,6 @@ class MaskedSampler(Sampler):
                 f"{rule}={self.config[rule]}, but the model has {grid.codebooks} codebooks; pass {rule}=None, which is "
                 "for models of several."
             )
-        if self._loop.reuse.reuse:
-            _check_reuse(model, self._loop.reuse, parts)
         wants_graph(self.config.graph, model)  # refuses what cannot be recorded
         if parts.get("known_tokens") is not None:
             check_known_tokens(model, parts["known_tokens"], batch_size)
@@ -155,26 +147,20 @@ class MaskedSampler(Sampler):
         tokens = torch.full(shape, run.model.mask_id, device=run.device)
         if known is not None:
             tokens.copy_(known.reshape(shape))
-        recording = wants_graph(self.config.graph, run.model) and not self._loop.reuse.by_shortcut
+        recording = wants_graph(self.config.graph, run.model)
 
         @functools.cache
         def conditional() -> Any:
             return run.model.prepare(run.condition, batch_size=run.batch_size, guided=False)
 
-        model, reused = RecordedCalls(run.model, run.cache) if recording else run.model, None
-        if self._loop.reuse.reuse:
-            from visual_spec.samplers.masked.recap import ReusedCalls
-
-            reused = ReusedCalls(model, run, self._loop.reuse.by_shortcut)
         lean = run.guided and self._loop.by_step.guided_steps is not None and not recording
         return self._loop.begin(
             run,
             tokens,
             self._steps(run.model, known),
-            model=model,
+            model=RecordedCalls(run.model, run.cache) if recording else run.model,
             meter=Dependence(run.batch_size, run.device) if self.config.measure else None,
             conditional=conditional if lean else None,
-            reused=reused,
         )
 
     def step(self, run: Run, state: MaskedRunState) -> None:
@@ -192,8 +178,6 @@ class MaskedSampler(Sampler):
             **trace,
             entry_call=state.entry_call.cpu(),
             rescorer_calls=0 if run.parts.get("rescorer") is None else sum(rescored),
-            reused_calls=state.reused_calls,
-            whole_calls=state.round + 1 - state.saved_calls,
             total_correlation=None if state.meter is None else state.meter.correlation.cpu(),
         )
         if whole.stopped:  # what is still hidden has the mask's id, which nothing decodes
@@ -231,59 +215,31 @@ def _check_rescorer(model: MaskedModel, rescorer: Rescorer, choice: Choice) -> N
         )
 
 
-def _check_reuse(model: Any, reuse: Reuse, parts: dict[str, Any]) -> None:
-    """Refuse reuse by a model that keeps nothing, beside a rescorer, or without its network."""
-    if not hasattr(model, "scores"):
-        raise ValueError(
-            f"reuse={reuse.reuse}, but a {type(model).__name__} keeps nothing of a call; pass reuse=0."
-        )
-    if parts.get("rescorer") is not None:
-        raise ValueError(
-            f"reuse={reuse.reuse} with a rescorer, which scores the draws of every call; pass one of the two."
-        )
-    if reuse.by_shortcut:
-        shortcut = parts.get("shortcut")
-        if shortcut is None:
-            raise ValueError(
-                "reuse_by='shortcut' needs shortcut, a FeatureShortcut trained for this model (in a checkout: "
-                "python scripts/train shortcut)."
-            )
-        shortcut.check_fits(model)
-
-
 class RecordedCalls:
     """A masked model that is called with one state, and records its calls as CUDA graphs.
 
     Beside the model a decoder runs a few kernels; a call is hundreds of launches, which a small picture waits for on a
-    fast GPU. All calls of one kind have the same shapes: whole ones, ones that keep, and local ones of a group. The
-    first of a kind runs as it is, the second is recorded, and the others are replayed.
+    fast GPU. All calls of a codebook have the same shapes: the first runs as it is, the second is recorded, and the
+    others are replayed.
 
     Args:
         model: the model.
-        state: from its `prepare`. Calls that keep something, or go on from it, are recorded only if the state says that
-            what is kept stays where it is (`MaskedState.fixed`).
+        state: from its `prepare`.
     """
 
     def __init__(self, model: Any, state: Any) -> None:
         self.model, self.state = model, state
-        self._functions: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}
 
-    def __call__(self, state: Any, tokens: Tensor, stage: int, **reuse: Any) -> Tensor:
-        """See `ReusingMaskedModel`. Returns logits in memory of their own."""
+    def __call__(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
+        """See `MaskedModel`. Returns logits in memory of their own."""
         assert state is self.state, "recordings read the state that they were made with"
-        if reuse and not state.fixed:
-            return self.model(state, tokens, stage, **reuse)
-        keep, places = reuse.get("keep"), reuse.get("places")
-        kind = stage, keep, places is None
-        if kind not in self._functions:
+        return self.replayed(stage, lambda tokens: self.model(state, tokens, stage), tokens)
+
+    def replayed(self, kind: Any, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """What `call` makes of the inputs. All calls of a kind make the same of the same inputs."""
+        if kind not in self._known:
             from visual_spec.samplers.core.graph import RecordedFunction  # on a GPU only
 
-            call = functools.partial(self._call, stage, keep)
-            self._functions[kind] = RecordedFunction(self.model, call)
-        return self._functions[kind](*([tokens] if places is None else [tokens, places]))
-
-    def _call(self, stage: int, keep: int | None, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        reuse = {"keep": keep, "places": places}
-        return self.model(
-            self.state, tokens, stage, **{name: one for name, one in reuse.items() if one is not None}
-        )
+            self._known[kind] = RecordedFunction(self.model, call)
+        return self._known[kind](*inputs)

@@ -1,4 +1,4 @@
-"""What masked decoders decide by: how many tokens stay hidden, which are kept, the law of a step, what is reused.
+"""What masked decoders decide by: how many tokens stay hidden, which are kept, and the law of a step.
 
 Published decoders are settings of these (`presets`).
 
@@ -13,10 +13,11 @@ Published decoders are settings of these (`presets`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import Annotated
 
 import torch
@@ -32,7 +33,6 @@ from visual_spec.samplers.core.masking import (
     SCORES,
     beyond_confidence,
     beyond_entropy_bound,
-    full_calls,
     least_sure,
 )
 
@@ -168,8 +168,8 @@ class LawByStep:
             steps (ReCAP), and "sharpening" so that its inverse rises evenly (the Halton sampler's code: to 1 / 1.2).
         last_temperature: see `temperature`.
         falls: the share of steps by which noise and temperature fall is what is left "after" a step (MaskGIT, MAGNeT)
-            or "before" it (MaskGCT), the "product" of what is left after it and all steps before (Lumos-1's code), or
-            the share of "full" calls that is left after it (ReCAP's code).
+            or "before" it (MaskGCT), or the "product" of what is left after it and all steps before (Lumos-1's code).
+            "full" counts full calls only (ReCAP's code): "after" where all are.
         guidance: "constant" uses the law's scale; "falling" goes from it to `least_guidance` as the hidden share falls
             (MAGNeT); "rising" goes the other way (masked image models); "ramp" rises evenly from step to step.
         least_guidance: at least 1, which means no guidance.
@@ -194,19 +194,17 @@ class LawByStep:
         if self.temperature == "sharpening" and self.last_temperature == 0:
             raise ValueError("last_temperature=0.0 with temperature='sharpening'; pass a share above 0.")
 
-    def left(self, step: int, full: Sequence[bool]) -> float:
-        """The share of the steps that is left, by which noise and temperature fall. `full`: which calls are full."""
-        steps = len(full)
+    def left(self, steps: int) -> list[float]:
+        """The share of the steps that is left at each, by which noise and temperature fall."""
+        after = [1 - (step + 1) / steps for step in range(steps)]
         if self.falls == "product":
-            return math.prod(1 - (earlier + 1) / steps for earlier in range(step + 1))
-        if self.falls == "full":
-            return 1 - sum(full[: step + 1]) / sum(full)
-        return 1 - (step + (self.falls == "after")) / steps
+            return list(accumulate(after, mul))
+        return [1 - step / steps for step in range(steps)] if self.falls == "before" else after
 
-    def law(self, law: TokenLaw, share: float, step: int, full: Sequence[bool]) -> TokenLaw:
-        """The law of a step at which `share` is hidden."""
+    def law(self, law: TokenLaw, share: float, step: int, left: Sequence[float]) -> TokenLaw:
+        """The law of a step at which `share` is hidden. `left`: by which temperatures fall, at every step."""
         scale, temperature = law.guidance_scale, law.temperature
-        steps = len(full)
+        steps = len(left)
         past = step / max(steps - 1, 1)
         if law.guided and self.guidance != "constant":
             weight = {"falling": share, "rising": 1 - share, "ramp": past}[self.guidance]
@@ -214,7 +212,7 @@ class LawByStep:
         if self.guided_steps is not None and step >= self.guided_steps:
             scale = 1.0
         if self.temperature == "falling" and temperature:
-            temperature = max(temperature * self.left(step, full), _LEAST_TEMPERATURE)
+            temperature = max(temperature * left[step], _LEAST_TEMPERATURE)
             if self.falls == "before" and step + 1 == steps:
                 temperature = 0.0 if step else _SINGLE_TEMPERATURE
         if self.temperature == "root":
@@ -239,31 +237,3 @@ class LawByStep:
             else _CREDIT_KEPT * before
         )
         return kept.scatter_add(2, best.indices[..., None], share[..., None])
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """Which calls of the model reuse what an earlier one computed.
-
-    Attributes:
-        reuse: calls after each full one that reuse what it computed (`recap`); 0: all calls are full.
-        reuse_from: share of the calls of a codebook that are full before any reuse.
-        reuse_by: "recap" (keys and values: calls of the tokens that they may keep) or "shortcut" (features: a small
-            network in place of the model).
-    """
-
-    reuse: Annotated[int, Within(0)] = 0
-    reuse_from: Annotated[float, SHARE] = 0.5
-    reuse_by: Annotated[str, OneOf(("recap", "shortcut"))] = "recap"
-
-    def __post_init__(self) -> None:
-        read_fields(self)
-
-    @property
-    def by_shortcut(self) -> bool:
-        """Whether a network stands in for the model."""
-        return bool(self.reuse) and self.reuse_by == "shortcut"
-
-    def full(self, steps: int) -> list[bool]:
-        """Whether each of `steps` calls is a full one."""
-        return full_calls(steps, self.reuse, self.reuse_from)

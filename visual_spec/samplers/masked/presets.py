@@ -12,14 +12,15 @@ from visual_spec.samplers.masked.masked import MaskedSampler
 
 @dataclass(frozen=True)
 class MaskedPreset:
-    """Published settings of a `MaskedSampler`, one by one, and the law."""
+    """Published settings of a `MaskedSampler`, or one of its kind, one by one, and the law."""
 
     settings: dict[str, Any]
     law: TokenLaw
+    kind: type[MaskedSampler] = MaskedSampler
 
     def sampler(self, **others: Any) -> MaskedSampler:
         """The sampler with these settings, and others in their place."""
-        return of_settings(MaskedSampler, **self.settings | others)
+        return of_settings(self.kind, **self.settings | others)
 
 
 _MASKGCT = dict(
@@ -38,23 +39,6 @@ PRESETS = {
     # Steps, span and law come from a checkpoint.
     "magnet": MaskedPreset(dict(clock="magnet", temperature="falling", guidance="falling"), TokenLaw()),
     "halton": MaskedPreset(dict(steps=32, schedule="arccos", clock="halton", score="halton"), TokenLaw()),
-    # ReCAP's script of 16 calls on MaskGIT (2505.19089): 8 full ones, then 4 pairs of a full and a local one.
-    "recap": MaskedPreset(
-        dict(
-            steps=16,
-            schedule="power_2.5",
-            clock="recap",
-            choice_temperature=5.5,
-            falls="full",
-            temperature="root",
-            last_temperature=0.65,
-            score_temperature=1.0,
-            second_draw=True,
-            reuse=1,
-            reuse_from=0.5,
-        ),
-        TokenLaw(),
-    ),
     # MaskGCT's two stages. Both draw from the likeliest 2 % of the codes: of 8192, and of 1024. The models guide their
     # hidden states themselves (`visual_spec.models.masked.maskgct`).
     "maskgct": MaskedPreset(dict(steps=25, **_MASKGCT), TokenLaw(temperature=0.9, top_k=164)),

@@ -25,7 +25,7 @@ from visual_spec.samplers.core.masking import (
 from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, DivergenceMeter
-from visual_spec.samplers.masked.policies import Choice, LawByStep, Reuse, Schedule
+from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 
 
 @dataclass
@@ -35,6 +35,7 @@ class MaskedRunState:
     Attributes:
         cache: the model's own state.
         model: the model, or what records its calls.
+        call: what a step calls as the model: the model, unless a sampler puts something else in its place.
         tokens: long [B, L, K], the mask id where a token is hidden.
         entry_call: long [B, L, K], the call at which each token was kept; -1 for tokens not yet kept, and given ones.
         target_calls: long [B].
@@ -43,14 +44,13 @@ class MaskedRunState:
         first: the counter of the first slot: above 0 for a part of a longer decode.
         meter: what `measure` has found so far; None without it.
         conditional: makes a state of the model without unconditional rows, for calls that need none; None: all do.
-        reused: calls in the place of the model's, some of which go on from earlier ones (`recap`); None: all are whole.
         round: index of the last call, -1 before the first.
         stage: state of the codebook that is being decoded.
-        reused_calls, saved_calls: calls that went on from an earlier one, and calls of all slots that they saved.
     """
 
     cache: Any
     model: Any
+    call: Any
     tokens: Tensor
     entry_call: Tensor
     target_calls: Tensor
@@ -59,11 +59,8 @@ class MaskedRunState:
     first: int
     meter: Dependence | None
     conditional: Callable[[], Any] | None
-    reused: Any
     round: int = -1
     stage: CodebookStage | None = None
-    reused_calls: int = 0
-    saved_calls: float = 0.0
 
     @property
     def commit_call(self) -> Tensor:
@@ -82,13 +79,11 @@ class CodebookStage:
         shares: hidden share of the tokens before every step.
         counts: long [B] each, the number of hidden units before every step, and 0 after the last.
         entries, units: long [B, L] and [B, U], counter slots.
-        full: whether each step is a full call.
         laws: of every step.
         noise: scale of the noise on the score at every step.
         order: [B, U], scores that keep units in an order that is known before the draw; None: draws are scored.
         step: index of the current step.
         scores: [B, U], what the last step chose by.
-        newest: bool [B, L], the tokens that the last step kept.
         earned: [B, L, V], what tokens earned so far, see `LawByStep.credit`.
     """
 
@@ -99,13 +94,11 @@ class CodebookStage:
     counts: list[Tensor]
     entries: Tensor
     units: Tensor
-    full: Sequence[bool]
     laws: list[TokenLaw]
     noise: list[float]
     order: Tensor | None
     step: int = 0
     scores: Tensor | None = None
-    newest: Tensor | None = None
     earned: Tensor | None = None
 
 
@@ -115,7 +108,6 @@ class Unmasking:
 
     Attributes:
         schedule, choice, by_step: how many tokens stay hidden, which ones are kept, and the law of each step.
-        reuse: which calls of the model reuse earlier ones.
         span: slots that are kept or hidden together.
         span_score: "max" is the score of a span's best token, "sum" the sum of its scores.
         rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
@@ -124,7 +116,6 @@ class Unmasking:
     schedule: Schedule
     choice: Choice
     by_step: LawByStep
-    reuse: Reuse = Reuse()
     span: int = 1
     span_score: str = "max"
     rescorer_share: float = 0.5
@@ -135,16 +126,6 @@ class Unmasking:
             raise ValueError(
                 f"{rule} with score={self.choice.score!r}, which is no probability of a draw; pass "
                 "score='log_probability' or 'probability'."
-            )
-        if self.reuse.reuse and self.by_step.credit:
-            raise ValueError(
-                f"reuse={self.reuse.reuse} with credit={self.by_step.credit}, which is of all slots; pass "
-                "one of the two."
-            )
-        if self.reuse.reuse and rule is not None:
-            raise ValueError(
-                f"reuse={self.reuse.reuse} with {rule}={getattr(self.schedule, rule)}: which tokens later calls keep "
-                "must be known before they are drawn; pass one of the two."
             )
 
     def begin(
@@ -157,19 +138,19 @@ class Unmasking:
         model: Any = None,
         meter: Dependence | None = None,
         conditional: Callable[[], Any] | None = None,
-        reused: Any = None,
     ) -> MaskedRunState:
         """Return the state before the first call.
 
         Args:
             tokens: long [B, L, K], the mask id where a token is to be decoded.
             steps: calls of each codebook.
-            first, meter, conditional, reused: see `MaskedRunState`.
+            first, meter, conditional: see `MaskedRunState`.
             model: what records the calls of the model; None: the model itself.
         """
         return MaskedRunState(
             cache=run.cache,
             model=model or run.model,
+            call=model or run.model,
             tokens=tokens,
             entry_call=torch.full_like(tokens, -1),
             target_calls=torch.zeros_like(tokens[:, 0, 0]),
@@ -178,8 +159,11 @@ class Unmasking:
             first=first,
             meter=meter,
             conditional=conditional,
-            reused=reused,
         )
+
+    def left(self, steps: int) -> list[float]:
+        """The share of the steps of a codebook that is left at each, by which noise and temperature fall."""
+        return self.by_step.left(steps)
 
     def step(self, run: Run, state: MaskedRunState) -> None:
         """Draw all hidden tokens of a codebook, keep the tokens of highest score, and hide the others again."""
@@ -198,10 +182,7 @@ class Unmasking:
         cache = state.cache if guided or state.conditional is None else state.conditional()
         if hasattr(run.model, "set_time"):
             run.model.set_time(cache, step / steps)
-        if state.reused is None:
-            logits = state.model(cache, state.tokens, codebook)
-        else:
-            logits = state.reused(cache, state, stage)
+        logits = state.call(cache, state.tokens, codebook)
         logits = logits if guided else logits[: run.batch_size]  # [R, L, V]
         run.lap("model")
 
@@ -237,7 +218,7 @@ class Unmasking:
         kept = drawing & spans.spread(stage.hidden & ~stays)
         state.entry_call[..., codebook].masked_fill_(kept, state.round)
         tokens.masked_fill_(drawing & ~kept, run.model.mask_id)
-        stage.hidden, stage.newest, stage.scores = stays, kept, scores
+        stage.hidden, stage.scores = stays, scores
         run.lap("verify")
         if state.meter is not None:
             state.meter.measure(run, state, cache, logits, kept)
@@ -267,7 +248,7 @@ class Unmasking:
 
         unknown = state.tokens[..., codebook] == run.model.mask_id
         hidden, units, score = spans.any(unknown), counters(spans.count), self.choice.score
-        shares, full = hidden_shares(schedule.schedule, schedule.clock, steps), self.reuse.full(steps)
+        shares, left = hidden_shares(schedule.schedule, schedule.clock, steps), self.left(steps)
         scale, in_order = self.choice.choice_temperature, score in FIXED_ORDERS
         return CodebookStage(
             codebook=codebook,
@@ -280,9 +261,8 @@ class Unmasking:
             ],
             entries=counters(grid.num_tokens),
             units=units,
-            full=full,
-            laws=[by_step.law(run.law_given, share, step, full) for step, share in enumerate(shares)],
-            noise=[scale * by_step.left(step, full) for step in range(steps)] if scale else [],
+            laws=[by_step.law(run.law_given, share, step, left) for step, share in enumerate(shares)],
+            noise=[scale * share for share in left] if scale else [],
             order=fixed_order(score, grid, spans, run.noise, units) if in_order else None,
         )
 
@@ -310,7 +290,7 @@ class Unmasking:
             read = gap if self.schedule.reads == "gap" else spans.score(read, drawing, "sum")
         if self.schedule.rule in ("threshold", "factor") and self.choice.score == "log_probability":
             scores = scores.exp()
-        done = (stage.step + 1) / len(stage.full)
+        done = (stage.step + 1) / len(stage.laws)
         return self.schedule.refused(scores, stage.hidden, count, done, read)
 
     def _rescored(self, run: Run, score: Tensor, tokens: Tensor, codebook: int) -> Tensor:
@@ -341,16 +321,12 @@ class MaskedTrace(DecodeTrace):
     Attributes:
         entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.
         rescorer_calls: forwards of the rescoring model.
-        reused_calls: the part of `target_calls` that went on from what an earlier one computed.
-        whole_calls: calls of all slots that the slots which the model computed would fill.
         total_correlation: float [B], what `measure` found of the dependence that groups were drawn without, in nats a
             sample; None if it was not measured.
     """
 
     entry_call: Tensor = field(default_factory=lambda: torch.zeros(0))
     rescorer_calls: int = 0
-    reused_calls: int = 0
-    whole_calls: float = 0.0
     total_correlation: Tensor | None = None
 
     @property

@@ -13,6 +13,7 @@ from tests.helpers.tiny import seeded
 from tests.models.continuous import straight
 from tests.models.continuous.straight import linear, norm
 from tests.models.continuous.tiny import calm, tiny_causal, tiny_mar
+from visual_spec.prototype.reuse.continuous import ReusingContinuousSampler
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.noise import ORDER
 
@@ -116,7 +117,7 @@ def test_the_hand_computation_is_the_model_without_reuse():
 def test_the_loop_is_the_one_by_hand(calls):
     model = calm(tiny_mar(), 0.1)
     local = calls.pop("local")
-    sampler = ContinuousSampler(steps=6, head_steps=4, guidance="constant", **calls)
+    sampler = ReusingContinuousSampler(steps=6, head_steps=4, guidance="constant", **calls)
     edges = [0, 1, 3, 5, 8, 12, 16]
     assert [shape.count for shape in sampler.shapes(model)] == [
         b - a for a, b in zip(edges, edges[1:], strict=False)
@@ -150,46 +151,31 @@ def test_no_reuse_is_the_plain_sampler_bit_by_bit():
     model = calm(tiny_mar(), 0.1)
 
     def draw(**settings: Any) -> Tensor:
-        sampler = ContinuousSampler(steps=6, head_steps=4, **settings)
+        sampler = ReusingContinuousSampler(steps=6, head_steps=4, **settings)
         return sampler(model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2).tokens
 
-    plain = draw()
+    plain = ContinuousSampler(steps=6, head_steps=4)(
+        model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2
+    ).tokens
     assert torch.equal(draw(reuse=0, reuse_from=0.5), plain) and torch.equal(
         draw(reuse=3, reuse_from=1.0), plain
     )
     changed = draw(reuse=1)
     assert not torch.equal(changed, plain)
-    alone = ContinuousSampler(steps=6, head_steps=4, reuse=1)(
+    alone = ReusingContinuousSampler(steps=6, head_steps=4, reuse=1)(
         model, LABELS[1:], law=LAW, generator=seeded(2), batch_size=1
     )
     assert (alone.tokens[0] - changed[1]).abs().max() < 1e-9  # of no batch
 
 
-def test_a_state_that_is_narrowed_keeps_its_rows():
-    model, tokens = calm(tiny_mar(), 0.1), torch.randn(2, 16, 3, generator=seeded(1)[0]).double()
-    known = torch.zeros(2, 16, dtype=torch.bool)
-    fresh, places = torch.tensor([[2, 9], [4, 0]]), torch.tensor([[2, 9, 1], [4, 0, 15]])
-    both, one = (model.prepare(LABELS, batch_size=2, guided=True) for _ in range(2))
-    for state in (both, one):
-        model(state, tokens, known, keep=True)
-    one.select(torch.tensor([1]))
-    tokens = tokens[:, :2]  # those of the fresh places
-    want = model.again(both, tokens, fresh, places)  # [4, 3, dim]
-    found = model.again(one, tokens[1:], fresh[1:], places[1:])
-    assert (found - want[[1, 3]]).abs().max() < 1e-12
-
-
 def test_what_cannot_be_reused_is_refused():
     with pytest.raises(ValueError, match="reuse=-1"):
-        ContinuousSampler(reuse=-1)
+        ReusingContinuousSampler(reuse=-1)
     with pytest.raises(ValueError, match="reuse_from=1.5"):
-        ContinuousSampler(reuse=1, reuse_from=1.5)
+        ReusingContinuousSampler(reuse=1, reuse_from=1.5)
     with pytest.raises(ValueError, match="graph=True"):
-        ContinuousSampler(reuse=1, graph=True)
+        ReusingContinuousSampler(reuse=1, graph=True)
     with pytest.raises(ValueError, match="reuse=1.*CausalContinuousTransformer"):
-        ContinuousSampler(reuse=1)(tiny_causal(), LABELS, law=LAW, generator=seeded(1, 2), batch_size=2)
-    model = calm(tiny_mar(), 0.1)
-    state = model.prepare(LABELS, batch_size=2, guided=False)
-    model(state, torch.zeros(2, 16, 3).double(), torch.zeros(2, 16, dtype=torch.bool))
-    with pytest.raises(ValueError, match="keep=True"):
-        model.again(state, torch.zeros(2, 1, 3).double(), LABELS[:, None], LABELS[:, None])
+        ReusingContinuousSampler(reuse=1)(
+            tiny_causal(), LABELS, law=LAW, generator=seeded(1, 2), batch_size=2
+        )

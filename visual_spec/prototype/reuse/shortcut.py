@@ -37,7 +37,7 @@ class _ContextAttention(nn.Module):
 
 
 class FeatureShortcut(SavedModel):
-    """Stands in for a masked model of one codebook on some calls; see `MaskedSampler(reuse_by="shortcut")`.
+    """Stands in for a masked model of one codebook on some calls; see `ReusingMaskedSampler`.
 
     Args:
         feature_dim: C, width of the features before the model's head.

@@ -1,6 +1,8 @@
 """Reuse between the calls of a masked decoder: which calls are full, what local calls compute, and the whole loop."""
 
+import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -12,23 +14,40 @@ from tests.helpers.masked_reuse import MODELS, Watched, made, maskgit
 from tests.helpers.tabular import TabularMaskedModel
 from tests.helpers.tiny import seeded
 from tests.models.continuous.straight import linear, norm
+from visual_spec.models.core import cache
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import of_settings
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.pipelines.sampler_text import read_sampler, write_sampler
+from visual_spec.prototype.reuse import recap
+from visual_spec.prototype.reuse.continuous import ReusingContinuousSampler
+from visual_spec.prototype.reuse.masked import (
+    RECAP,
+    ReusingMaskedSampler,
+    ReusingMaskedTrace,
+    ReusingUnmasking,
+)
+from visual_spec.prototype.reuse.recap import (
+    Reuse,
+    full_calls,
+    group_width,
+    last_of_group,
+    places_of,
+    scattered,
+)
+from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import (
     CLOCKS,
     SCHEDULES,
-    full_calls,
     hidden_counts,
     hidden_shares,
-    last_of_group,
 )
-from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.noise import CHOICE, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.masked import masked
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import Choice, Reuse, Schedule
-from visual_spec.samplers.masked.recap import group_width, places_of, scattered
+from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 from visual_spec.samplers.masked.unmasking import MaskedTrace
 
 
@@ -251,11 +270,11 @@ def test_in_a_fixed_order_exact_local_calls_change_nothing(score, reuse_from):
     )
     model = Watched(table)
     for reuse in (1, 2, 4):
-        sampler = of_settings(MaskedSampler, **settings, reuse=reuse, reuse_from=reuse_from)
+        sampler = of_settings(ReusingMaskedSampler, **settings, reuse=reuse, reuse_from=reuse_from)
         found = sampler(model, None, law=law, generator=seeded(*range(40)), batch_size=40)
         assert torch.equal(found.tokens, plain.tokens)
         trace = found.trace
-        assert isinstance(trace, MaskedTrace) and isinstance(plain.trace, MaskedTrace)
+        assert isinstance(trace, ReusingMaskedTrace) and isinstance(plain.trace, MaskedTrace)
         assert torch.equal(trace.entry_call, plain.trace.entry_call)
         full = full_calls(5, reuse, reuse_from)
         assert trace.reused_calls == 5 - sum(full) > 0
@@ -271,7 +290,7 @@ def test_a_group_is_kept_in_the_order_of_its_full_call(given):
     known = torch.full((count, 8), 2)
     if given:
         known[::2, 3], known[::3, 5] = 1, 0
-    sampler = MaskedSampler(
+    sampler = ReusingMaskedSampler(
         steps, reuse=Reuse(reuse=reuse, reuse_from=0.3), schedule=Schedule(schedule="linear")
     )
     found: Any = sampler(
@@ -313,23 +332,23 @@ def test_no_reuse_is_the_base_sampler_and_reuse_is_measured(kind):
     law = TokenLaw(guidance_scale=1.0 if kind == "mage" else 2.0)
     call: dict[str, Any] = dict(law=law, batch_size=2)
     plain: Any = of_settings(MaskedSampler, **settings)(model, condition, generator=seeded(0, 1), **call)
-    none: Any = of_settings(MaskedSampler, **settings, reuse=0, reuse_from=0.0)(
+    none: Any = of_settings(ReusingMaskedSampler, **settings, reuse=0, reuse_from=0.0)(
         model, condition, generator=seeded(0, 1), **call
     )
     assert torch.equal(plain.tokens, none.tokens) and none.trace.reused_calls == 0
     books = model.grid.codebooks
     assert none.trace.whole_calls == 6 * books
-    found: Any = of_settings(MaskedSampler, **settings, reuse=1, reuse_from=0.0, measure=True)(
+    found: Any = of_settings(ReusingMaskedSampler, **settings, reuse=1, reuse_from=0.0, measure=True)(
         model, condition, generator=seeded(0, 1), **call
     )
     assert found.trace.reused_calls == 3 * books and found.trace.target_calls.tolist() == [6 * books] * 2
     assert 3 * books < found.trace.whole_calls <= 6 * books and found.trace.divergence > 0
     assert found.tokens.max() < model.vocab_size and not torch.equal(found.tokens, plain.tokens)
-    unmeasured: Any = of_settings(MaskedSampler, **settings, reuse=1, reuse_from=0.0)(
+    unmeasured: Any = of_settings(ReusingMaskedSampler, **settings, reuse=1, reuse_from=0.0)(
         model, condition, generator=seeded(0, 1), **call
     )
     assert torch.equal(found.tokens, unmeasured.tokens)  # the extra calls leave what is held alone
-    alone: Any = of_settings(MaskedSampler, **settings, reuse=1, reuse_from=0.0)(
+    alone: Any = of_settings(ReusingMaskedSampler, **settings, reuse=1, reuse_from=0.0)(
         model,
         TextCondition(condition.features[1:], condition.mask[1:])
         if isinstance(condition, TextCondition)
@@ -344,18 +363,26 @@ def test_no_reuse_is_the_base_sampler_and_reuse_is_measured(kind):
 
 def test_reuse_under_an_entropy_bound_is_refused():
     with pytest.raises(ValueError, match=r"reuse=1.*entropy_bound=0\.1"):
-        MaskedSampler(
+        ReusingMaskedSampler(
             reuse=Reuse(reuse=1), choice=Choice(score="entropy"), schedule=Schedule(entropy_bound=0.1)
         )
+    for settings, words in [
+        (dict(commit_gaps=[3, 2, 1]), "reuse=1 with commit_gaps=[3, 2, 1]: which tokens"),
+        (dict(credit=0.5), "reuse=1 with credit=0.5, which is of all slots"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            of_settings(ReusingMaskedSampler, reuse=1, **settings)
 
 
 def test_models_that_keep_nothing_are_refused():
     table = TabularMaskedModel(TokenGrid(1, 4), 3)
     with pytest.raises(ValueError, match="TabularMaskedModel.*0"):
-        MaskedSampler(reuse=Reuse(reuse=1))(table, None, law=TokenLaw())
+        ReusingMaskedSampler(reuse=Reuse(reuse=1))(table, None, law=TokenLaw())
     model = MaskedImageTransformer(8, 8, 1, 2, 4, num_classes=3)
     with pytest.raises(ValueError, match="FeatureShortcut"):
-        MaskedSampler(reuse=Reuse(reuse=1, reuse_by="shortcut"))(model, torch.tensor([1]), law=TokenLaw())
+        ReusingMaskedSampler(reuse=Reuse(reuse=1, reuse_by="shortcut"))(
+            model, torch.tensor([1]), law=TokenLaw()
+        )
 
 
 @pytest.mark.parametrize("reuse", [0, 1, 2])
@@ -366,7 +393,7 @@ def test_calls_without_unconditional_rows_draw_what_calls_with_them_draw(reuse, 
 
     def decode(**changed: Any) -> Tensor:
         generator = [torch.Generator().manual_seed(seed) for seed in range(2)]
-        sampler = of_settings(MaskedSampler, 8, **settings | changed)
+        sampler = of_settings(ReusingMaskedSampler, 8, **settings | changed)
         return sampler(model, condition, law=law, batch_size=2, generator=generator).tokens
 
     lean, prepare, asked = decode(), type(model).prepare, []
@@ -378,3 +405,144 @@ def test_calls_without_unconditional_rows_draw_what_calls_with_them_draw(reuse, 
     monkeypatch.setattr(type(model), "prepare", with_all_rows)
     assert torch.equal(decode(), lean) and asked == [True, False]
     assert not torch.equal(decode(guided_steps=None), lean)
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def decoded(kind: str, **settings: Any) -> Any:
+    model, condition, _ = made(kind)
+    law = TokenLaw(guidance_scale=1.0 if kind == "mage" else 2.0)
+    sampler = of_settings(ReusingMaskedSampler, **{"steps": 6, "choice_temperature": 1.0, **settings})
+    return sampler(model, condition, law=law, generator=seeded(0, 1), batch_size=2)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch) -> None:
+    """As if the models were where graphs are recorded."""
+    monkeypatch.setattr(masked, "wants_graph", lambda graph, model: graph is not False)
+    monkeypatch.setattr(cache, "common_run", lambda slots: None)  # which looks at values on a CPU only
+
+
+@pytest.mark.parametrize("kind", ["merged", "mage"])
+def test_calls_that_keep_and_local_ones_are_recorded_too(kind, on_gpu, recordings):  # noqa: F811
+    settings: dict[str, Any] = dict(steps=12, reuse=2, reuse_from=0.0, schedule="linear", measure=True)
+    plain, found = decoded(kind, **settings), decoded(kind, **settings, graph=True)
+    assert torch.equal(found.tokens, plain.tokens)
+    assert found.trace.divergence == pytest.approx(plain.trace.divergence)
+    assert len(recordings) == 3  # full ones that keep, local ones of one width, and those of the measure
+
+
+def test_what_a_model_moves_is_not_recorded(on_gpu, recordings):  # noqa: F811
+    settings: dict[str, Any] = dict(steps=6, reuse=1, reuse_from=0.0, schedule="linear")
+    plain, found = decoded("magnet", **settings), decoded("magnet", **settings, graph=True)
+    assert torch.equal(found.tokens, plain.tokens) and not recordings
+
+
+@pytest.mark.parametrize("kind", ["captions", "mage", "magnet"])
+def test_rounded_group_widths_change_nothing(kind, monkeypatch):
+    """Places past the grid fill a group up; what they compute goes nowhere."""
+    found = []
+    for bucket in (1, 5, 16):
+        monkeypatch.setattr(recap, "_BUCKET", bucket)
+        found.append(decoded(kind, steps=6, reuse=2, reuse_from=0.0).tokens)
+    assert all(torch.equal(tokens, found[0]) for tokens in found)
+
+
+def test_a_shortcut_and_a_graph_are_refused():
+    with pytest.raises(ValueError, match="reuse_by='shortcut'"):
+        ReusingMaskedSampler(graph=True, reuse=Reuse(reuse=1, reuse_by="shortcut"))
+
+
+# -- as released -------------------------------------------------------------------------------------------------------
+
+
+def test_recap_decodes_as_its_script():
+    """One row at a time: a draw at temperature 1 and falling noise rank the slots, and another draw fills them."""
+    length, steps, count = 12, 6, 30
+    table = TabularMaskedModel(TokenGrid(1, length), 2, seed=3)
+    settings = RECAP.settings | dict(steps=steps, choice_temperature=1.5)
+    found: Any = of_settings(ReusingMaskedSampler, **settings)(
+        Watched(table), None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count
+    )
+    noise = CounterNoise(draw_keys(seeded(*range(count)), count), "cpu")
+    every = torch.arange(length).expand(count, -1)
+    hidden = [int(one) for one in hidden_counts(
+        hidden_shares("power_2.5", "recap", steps), "recap", torch.tensor([length])
+    )]  # fmt: skip
+    kept = [a - b for a, b in zip(hidden, [*hidden[1:], 0], strict=True)]
+    groups = [[0], [1], [2], [3, 4], [5]]  # three full calls, then a full and a local one, and the last
+    tokens = torch.full((count, length), 2)
+    state = table.prepare(None, batch_size=count, guided=False)
+    for number, group in enumerate(groups):
+        first = group[0]
+        laws = table(state, tokens[..., None], 0).log_softmax(-1)
+        second = noise.categorical(laws, every, RESIDUAL, first)
+        sure = laws.gather(-1, second[..., None])[..., 0]
+        gumbel = noise.gumbel(every, 1, CHOICE, first, sure.dtype)[..., 0]
+        sure = sure + 1.5 * (1 - (number + 1) / len(groups)) * gumbel
+        order = sure.masked_fill(tokens != 2, -torch.inf).argsort(1, descending=True)
+        place = 0
+        for step in group:
+            temperature = 0.65 + (1 - (step / (steps - 1)) ** 0.5) * 0.35
+            laws = (table(state, tokens[..., None], 0) / temperature).log_softmax(-1)
+            drawn = noise.categorical(laws, every, TOKEN, step)
+            at = order[:, place : place + kept[step]]
+            tokens = tokens.scatter(1, at, drawn.gather(1, at))
+            place += kept[step]
+    assert torch.equal(found.tokens, tokens) and len(tokens.unique(dim=0)) > 5
+    own = of_settings(ReusingMaskedSampler, **settings | dict(second_draw=False))
+    assert not torch.equal(
+        own(Watched(table), None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count).tokens,
+        tokens,
+    )
+
+
+def test_noise_may_fall_with_full_calls():
+    """Of five calls three are full: the first two and the fourth."""
+    unmasking = ReusingUnmasking(
+        Schedule(), Choice(), LawByStep(falls="full"), reuse=Reuse(reuse=1, reuse_from=0.2)
+    )
+    left = unmasking.left(5)
+    assert [left[step] for step in (0, 1, 3)] == pytest.approx([2 / 3, 1 / 3, 0])
+
+
+# -- names of before ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("former", "settings", "now"),
+    [
+        (MaskedSampler, dict(reuse=2, reuse_from=0.25), ReusingMaskedSampler),
+        (MaskedSampler, dict(reuse_by="shortcut"), ReusingMaskedSampler),
+        (ContinuousSampler, dict(reuse=1, local_levels=0.4), ReusingContinuousSampler),
+    ],
+)
+def test_settings_of_before_make_the_sampler_that_has_them_now(former, settings, now):
+    with pytest.warns(DeprecationWarning, match=f"{former.__name__}.*reuse.*{now.__name__}"):
+        found = former(steps=4, **settings)
+    assert type(found) is now and settings.items() <= dict(found.config).items()
+    text = write_sampler({MaskedSampler: "masked", ContinuousSampler: "continuous"}[former], settings)
+    with pytest.warns(DeprecationWarning, match=now.__name__):
+        again = read_sampler(text + ",steps=4")
+    assert type(again) is now and again.config == found.config
+
+
+@pytest.mark.parametrize("kind", [MaskedSampler, ContinuousSampler])
+@pytest.mark.parametrize("reuse", [0, 2])
+def test_folders_of_before_load_without_a_word(kind, reuse, tmp_path, recwarn, capfd):
+    """As 0.1 saved them: settings of reuse in the configuration of every sampler."""
+    kind(steps=5).save_pretrained(tmp_path)
+    file = tmp_path / "sampler_config.json"
+    settings = {"reuse": reuse, "reuse_from": 0.25, "reuse_by": "recap", "local_levels": 0.5}
+    names = {MaskedSampler: ("reuse_by",), ContinuousSampler: ("local_levels",)}[kind]
+    settings = {name: settings[name] for name in ("reuse", "reuse_from", *names)}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    found = kind.from_pretrained(tmp_path)
+    now = {MaskedSampler: ReusingMaskedSampler, ContinuousSampler: ReusingContinuousSampler}[kind]
+    assert type(found) is (now if reuse else kind) and found.config.steps == 5
+    assert not reuse or settings.items() <= dict(found.config).items()
+    assert reuse or not settings.keys() & found.config.keys()
+    assert not recwarn.list and "not expected" not in "".join(capfd.readouterr())
+    assert type(kind.from_config(found.config, reuse=1)) is now
+    assert type(kind.from_config(found.config, reuse=0)) is kind
