@@ -105,7 +105,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
             return super().from_config(config, return_unused_kwargs, **kwargs)
         kind, gone = class_saved(cls, {**config, **kwargs})
         config, kwargs = ({name: one[name] for name in one if name not in gone} for one in (config, kwargs))
-        return super(Sampler, kind).from_config(config, return_unused_kwargs, **kwargs)
+        former: Any = super(Sampler, kind)
+        return former.from_config(config, return_unused_kwargs, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
