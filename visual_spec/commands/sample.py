@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "may be set too",
     )
     add(parser, "negative_prompt")
+    parser.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="keep every token and its log-probability too, for those who train: safetensors files under rollouts/",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="goes on if samples are there")
     add(parser, "batch_size", "seed", *SHARE)
     parser.add_argument(
@@ -104,12 +109,15 @@ def sample_set(args: argparse.Namespace, *, drawn_here: bool = True) -> SampleSe
         pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
         if args.negative_prompt is not None:
             check_taken(pipe, args.model, ("negative_prompt",))
+        if args.logprobs and not hasattr(pipe, "check_logprobs"):
+            raise ValueError(f"--logprobs of {args.model}: a {type(pipe).__name__} keeps none; leave it out.")
         prompts = prompts or read_prompts(args.prompts, class_names(pipe))
     elif prompts is None and args.num is None:
         raise ValueError(f"--prompts {args.prompts} with --engine ray: say how many samples by --num")
     prompts = prompts or PromptSet(("",))
     sizes = len(prompts) if args.num is None else args.num, args.batch_size, args.model
-    return SampleSet(pipe, setting, prompts, args.out, *sizes, negative_prompt=args.negative_prompt)
+    kept = dict(negative_prompt=args.negative_prompt, logprobs=args.logprobs)
+    return SampleSet(pipe, setting, prompts, args.out, *sizes, **kept)
 
 
 def _here(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -64,7 +64,7 @@ def draw(
         divergence, nan for a sampler that measures none; promise, see `DecodeTrace.promise`; own_promise, the same
         beside plain decoding with its own law settings; law_settings, as JSON; promises, whether its tokens equal
         those without a condition; seconds and processor_seconds of the batch. Of continuous tokens head_calls [N]; on a
-        GPU peak_memory; of a next-scale pipeline also cache_held, cache_peak and lossless, with its own law settings.
+        GPU peak_memory; logprobs and model_logprobs of a trace that has them; of a next-scale pipeline also cache_held, cache_peak and lossless, with its own law settings.
     """
     with setting.on(pipe):
         output, busy = decode(pipe, setting, prompts, first, **asked)
@@ -76,8 +76,9 @@ def draw(
     trace = output.trace
     if trace.peak_memory is not None:
         more["peak_memory"] = np.array(trace.peak_memory)
-    if getattr(trace, "head_calls", None) is not None:
-        more["head_calls"] = trace.head_calls.cpu().numpy()
+    for name in ("head_calls", "logprobs", "model_logprobs"):
+        if getattr(trace, name, None) is not None:
+            more[name] = getattr(trace, name).cpu().numpy()
     own = trace.beside(trace.law_settings)
     nothing = np.full(len(prompts), np.nan)
     return {

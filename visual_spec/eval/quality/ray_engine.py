@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+
+from visual_spec.eval.media import show
 from visual_spec.eval.quality.sample_set import Report, SampleSet, held
 
 
@@ -113,3 +117,43 @@ def _draw_missing(
         if row["refused"]:
             raise ValueError(row["refused"])
         report(f"batch {number} of {len(missing)}")
+
+
+class Rollouts:
+    """What `map_batches` of Ray Data draws rollouts by: rows of prompts and seeds get tokens and log-probabilities.
+
+        rows = ray.data.from_items([{"prompt": "a fox on a sky background", "seed": seed} for seed in range(64)])
+        drawn = rows.map_batches(Rollouts, fn_constructor_args=("things",), batch_size=16, concurrency=2)
+        drawn.write_parquet("rollouts")
+
+    Args:
+        model: name of an embedded model, folder or Hub id; every actor loads it once.
+        sampler: of the model's law, as on the command line; None: the pipeline's own.
+        pictures: rows get their picture, too, for a reward that looks at it.
+        law: arguments of the pipeline's call, such as guidance_scale.
+    """
+
+    def __init__(self, model: str, sampler: str | None = None, *, pictures: bool = False, **law: Any) -> None:
+        from visual_spec.pipelines.placing import load
+        from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
+
+        self.pipe: Any = load(model, None, None)
+        self.pictures, self.law = pictures, law
+        if sampler is not None:
+            name, settings = parse_sampler(sampler)
+            self.pipe.sampler = make_sampler(name, **settings)
+        self.pipe.check_logprobs(True)
+
+    def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Add the columns tokens int32 [N, L], logprobs and model_logprobs float32 [N, L]; and image uint8
+        [N, H, W, 3] with `pictures`. A row depends on its prompt, its seed and the weights alone."""
+        seeds = [torch.Generator().manual_seed(int(seed)) for seed in rows["seed"]]
+        asked = dict(generator=seeds, output_type="latent", output_logprobs=True)
+        output = self.pipe([str(prompt) for prompt in rows["prompt"]], **asked, **self.law)
+        drawn = {"tokens": output.tokens.cpu().numpy().astype(np.int32)}
+        for name in ("logprobs", "model_logprobs"):
+            if getattr(output.trace, name) is not None:
+                drawn[name] = getattr(output.trace, name).cpu().numpy()
+        if self.pictures:
+            drawn["image"] = show(self.pipe, drawn["tokens"])
+        return {**rows, **drawn}

@@ -6,6 +6,7 @@
     seconds.jsonl               one line a batch: its first sample, its seconds, and what else was measured of it
     run.json                    all that fixes the samples
     batches/                    the lines of every batch that is done, from which the two files above are joined
+    rollouts/                   where they are asked for, tokens and log-probabilities of every batch (`rollouts`)
 
 Sample i has prompt i and seed `seed + i`, and is drawn in the batch that i lies in. So the samples are the same bit for
 bit however many processes share the work, and however often they are interrupted. A batch counts as done when its lines
@@ -35,6 +36,8 @@ from visual_spec.eval import draws
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.media_files import read_picture, read_video
 from visual_spec.eval.quality.prompt_files import FLAT, GENEVAL, VBENCH, PromptSet
+from visual_spec.eval.quality.rollouts import FOLDER as ROLLOUTS
+from visual_spec.eval.quality.rollouts import shard_bytes, shard_name
 from visual_spec.eval.quality.set_files import BATCH_FACTS, MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.files.documents import json_text
@@ -75,6 +78,7 @@ class SampleSet:
         model: its name, for the record.
         weights: fingerprint of the pipeline's weights, where it is known already.
         negative_prompt: what guidance leads away from, in place of no prompt.
+        logprobs: keep tokens and their log-probabilities, too (`visual_spec.eval.quality.rollouts`).
     """
 
     pipe: Any
@@ -86,6 +90,7 @@ class SampleSet:
     model: str = ""
     weights: str = ""
     negative_prompt: str | None = None
+    logprobs: bool = False
 
     @property
     def batches(self) -> range:
@@ -108,9 +113,10 @@ class SampleSet:
         }
 
     @property
-    def _asked(self) -> dict[str, str]:
+    def _asked(self) -> dict[str, Any]:
         """What a call is asked beside prompts and law."""
-        return {} if self.negative_prompt is None else {"negative_prompt": self.negative_prompt}
+        negative = {} if self.negative_prompt is None else {"negative_prompt": self.negative_prompt}
+        return negative | ({"output_logprobs": True} if self.logprobs else {})
 
     def open(self) -> None:
         """Make the folder ready, before anything is drawn.
@@ -131,8 +137,11 @@ class SampleSet:
         if self.prompts.layout == VBENCH:
             check_format("mp4")
         check_samplers(self.pipe, [self.setting])
+        if self.logprobs:
+            with self.setting.on(self.pipe):
+                self.pipe.check_logprobs(True)
         ready_folder(self.folder)
-        for name in (RUN, TIMES, MANIFEST, BATCHES):
+        for name in (RUN, TIMES, MANIFEST, BATCHES, ROLLOUTS):
             self._place(name)
         if (there := self._drawn_before()) > self.num:
             raise ValueError(
@@ -182,6 +191,12 @@ class SampleSet:
             )
         facts = {name: arrays[name].item() for name in BATCH_FACTS if name in arrays}
         facts = {name: fact for name, fact in facts.items() if fact == fact}  # a divergence of nan is none
+        if self.logprobs:
+            kept = indices[: len(lines)]
+            seeds, texts = [self.setting.seed + index for index in kept], [line["prompt"] for line in lines]
+            content = shard_bytes(arrays, kept, seeds, texts, read_object(self.folder / RUN))
+            write_atomically(self._place(shard_name(first)), content, overwrite=True)
+            facts |= {"rollouts_bytes": len(content), "rollouts_crc32": zlib.crc32(content)}
         seconds = json_text({"first": first, "samples": self.batch_size, **facts})
         write_atomically(self._place(self._batch(first, "seconds")), seconds + "\n", overwrite=True)
         text = "".join(json_text(line) + "\n" for line in lines)
@@ -192,8 +207,15 @@ class SampleSet:
         try:
             lines = read_manifest(self.folder, self._batch(first, "jsonl"), whole=True)
             whole = len(lines) >= min(self.batch_size, self.num - first) and all_whole(self.folder, lines)
-            read_times(self.folder, self._batch(first, "seconds"))
-        except (OSError, ValueError):
+            (time,) = read_times(self.folder, self._batch(first, "seconds"))
+            if self.logprobs:
+                shard = {
+                    "file": shard_name(first),
+                    "bytes": time["rollouts_bytes"],
+                    "crc32": time["rollouts_crc32"],
+                }
+                whole = whole and all_whole(self.folder, [shard])
+        except (OSError, ValueError, KeyError):
             return None
         return lines if whole else None
 

@@ -55,6 +55,8 @@ BATCH_FACTS = {
     "cache_held": COUNT,
     "cache_peak": COUNT,
     "peak_memory": COUNT,
+    "rollouts_bytes": COUNT,
+    "rollouts_crc32": COUNT,
 }
 _FIGURE = {"value": FLOAT, "low": FLOAT, "high": FLOAT, "extractor": TEXT, "weights": TEXT}
 
