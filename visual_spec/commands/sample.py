@@ -116,8 +116,15 @@ def sample_set(args: argparse.Namespace, *, drawn_here: bool = True) -> SampleSe
         raise ValueError(f"--prompts {args.prompts} with --engine ray: say how many samples by --num")
     prompts = prompts or PromptSet(("",))
     sizes = len(prompts) if args.num is None else args.num, args.batch_size, args.model
-    kept = dict(negative_prompt=args.negative_prompt, logprobs=args.logprobs)
-    return SampleSet(pipe, setting, prompts, args.out, *sizes, **kept)
+    return SampleSet(
+        pipe,
+        setting,
+        prompts,
+        args.out,
+        *sizes,
+        negative_prompt=args.negative_prompt,
+        logprobs=args.logprobs,
+    )
 
 
 def _here(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -63,8 +63,9 @@ def draw(
         commits one or more of, the tokens of a picture or the columns of a clip; calls [N]; moved_mass [N] and
         divergence, nan for a sampler that measures none; promise, see `DecodeTrace.promise`; own_promise, the same
         beside plain decoding with its own law settings; law_settings, as JSON; promises, whether its tokens equal
-        those without a condition; seconds and processor_seconds of the batch. Of continuous tokens head_calls [N]; on a
-        GPU peak_memory; logprobs and model_logprobs of a trace that has them; of a next-scale pipeline also cache_held, cache_peak and lossless, with its own law settings.
+        those without a condition; seconds and processor_seconds of the batch. Of continuous tokens head_calls [N]; on
+        a GPU peak_memory; logprobs and model_logprobs of a trace that has them; of a next-scale pipeline also
+        cache_held, cache_peak and lossless, with its own law settings.
     """
     with setting.on(pipe):
         output, busy = decode(pipe, setting, prompts, first, **asked)

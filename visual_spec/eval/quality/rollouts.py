@@ -1,4 +1,4 @@
-"""What a trainer needs of drawn samples: their tokens and the log-probabilities these had, one safetensors file a batch.
+"""What a trainer needs of drawn samples: tokens and their log-probabilities, one safetensors file a batch.
 
     rollouts/000000.safetensors    tokens           int32 [N, L]
                                    logprobs         float32 [N, L], under the law that they were drawn from
