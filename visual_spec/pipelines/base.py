@@ -3,7 +3,7 @@
 import inspect
 import os
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from diffusers.loaders.lora_base import LoraBaseMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from torch import Tensor
 
 from visual_spec.families import all_pipelines, family_of
 from visual_spec.models.core.offload import align_weights
@@ -46,6 +47,7 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
     _num_timesteps: int = 0
     _steps_made: int = 0
     _interrupt: bool = False
+    _is_running: bool = False
     _own_sampler: Any = None  # that it was made or loaded with
     _facts: Any = None  # with the settings that they were read of
     _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
@@ -258,7 +260,7 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
 
     def load_lora_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
-        pretrained_model_name_or_path_or_dict: str | os.PathLike | Mapping[str, torch.Tensor],
+        pretrained_model_name_or_path_or_dict: str | os.PathLike | Mapping[str, Tensor],
         adapter_name: str | None = None,
         *,
         weight_name: str | None = None,
@@ -297,6 +299,39 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
     def unfuse_lora(self, components: Sequence[str] = ("transformer",), **kwargs: Any) -> None:
         """Take them off again."""
         super().unfuse_lora(components=list(components), **kwargs)
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], component: str = "transformer"
+    ) -> None:
+        """Write new weights over a component's own, as training makes them, without a new model, graph or cache.
+
+        Numbers are copied in place, after all of them were checked: an error changes nothing. They are those of a
+        pipeline that was made with them, so the next call draws the same tokens as such a one. Joined projections, tied
+        weights and compiled or recorded calls follow; so do weights quantised by `quantization_config`, which are
+        quantised anew. A drafter stays as it is: one that falls out of date costs calls, and changes no token or law.
+
+        Args:
+            weights: a state dict of the same keys and shapes, or pairs of a key and a tensor (the `load_weights` of
+                vLLM and of verl), which are copied as they come: until the end there are twice the weights. Tensors may
+                be on any device and of any floating type of at least 16 bits, which is cast to the component's; those
+                that are sharded (DTensor) are made whole, by all processes together. What DDP, FSDP, torch.compile and
+                PEFT add to keys is ignored. Of tied weights one key is enough.
+            component: such as "vq_model", "text_encoder" or "drafter".
+
+        Raises:
+            ValueError: missing, unexpected, mis-shaped or mis-typed keys, all in one error; numbers that are not
+                finite; weights that cannot be written where they are (fused adapters, groups offloaded to disk).
+            TypeError: something else than tensors by name.
+            RuntimeError: a call of this pipeline is at work, such as a stream that was not read to its end.
+        """
+        from visual_spec.pipelines.weights import replace_weights
+
+        models = {name: one for name, one in self.components.items() if isinstance(one, torch.nn.Module)}
+        if component not in models:
+            raise ValueError(f"component={component!r}; pass one of {', '.join(models)}.")
+        if self._is_running:
+            raise RuntimeError("a call of this pipeline is at work; update its weights when it has ended.")
+        replace_weights(models[component], weights, component)
 
     # -- a call --------------------------------------------------------------------------------------------------------
 
@@ -340,11 +375,12 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
         """What computes in a call runs inside: it counts the steps, and sends offloaded models back at its end."""
         if ONLY_CHECKED.get():
             raise Checked
-        self._interrupt, self._steps_made = False, 0
+        self._interrupt, self._steps_made, self._is_running = False, 0, True
         before = PLAIN.set(lambda: self.plain)
         try:
             yield
         finally:
+            self._is_running = False
             PLAIN.reset(before)
         self._num_timesteps = self._steps_made
         self.maybe_free_model_hooks()

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
+from visual_spec.models.core.fingerprint import written
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.next_scale.flexvar import is_flexvar, load_flexvae, load_flexvar
@@ -41,8 +42,9 @@ from visual_spec.samplers.scales.stages import (
 )
 
 _CALIBRATION_CLASSES = 10  # as many prompts as ScaleKV takes
-# Budgets of a model, by share, number of drafters, law, and temperature and number of the warm scales.
-_BUDGETS: WeakKeyDictionary[Any, dict[tuple[Any, ...], ScaleBudget]] = WeakKeyDictionary()
+# Budgets of a model, by share, number of drafters, law, and temperature and number of the warm scales; beside the state
+# of the weights that they were measured with.
+_BUDGETS: WeakKeyDictionary[Any, tuple[Any, dict[tuple[Any, ...], ScaleBudget]]] = WeakKeyDictionary()
 
 
 class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
@@ -364,7 +366,9 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         elif share is not None:
             classes = min(_CALIBRATION_CLASSES, self.num_classes)
             labels = self.make_condition([index * self.num_classes // classes for index in range(classes)])
-            budgets = _BUDGETS.setdefault(model, {})
+            now, (weights, budgets) = written(model), _BUDGETS.get(model, (None, {}))
+            if weights != now:
+                _BUDGETS[model] = now, (budgets := {})
             key = share, count, law, self.config["warm_temperature"], self.config["num_warm_scales"]
             if key not in budgets:
                 noise = [torch.Generator().manual_seed(index) for index in range(classes)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,3 +21,14 @@ def fingerprint(modules: Iterable[nn.Module]) -> str:
             for part in stored_parts(tensor.detach()):
                 digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:12]
+
+
+def written(module: nn.Module) -> tuple[Any, ...]:
+    """Return what changes when a weight is written in place or replaced: a key of what was computed from weights.
+
+    Writing through `.data` does not count, nor do weights that were made in inference mode.
+    """
+    return tuple(
+        (id(tensor), 0 if tensor.is_inference() else tensor._version)
+        for tensor in (*module.parameters(), *module.buffers())
+    )

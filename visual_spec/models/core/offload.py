@@ -102,7 +102,7 @@ def _loaded(module: Any, *, is_root: bool, leaves: bool) -> Iterator[None]:
     if id(module) in _AT_HAND:
         yield
         return
-    hooks = _diffusers_hooks(module)
+    hooks = diffusers_hooks(module)
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         offloads = any(getattr(one, "offload", False) is True for one in getattr(hook, "hooks", (hook,)))
@@ -129,7 +129,8 @@ def _loaded(module: Any, *, is_root: bool, leaves: bool) -> Iterator[None]:
             one.post_forward(module, None)
 
 
-def _diffusers_hooks(module: Any) -> list[Any]:
+def diffusers_hooks(module: Any) -> list[Any]:
+    """The hooks of diffusers on a module that change its weights."""
     registry = getattr(module, "_diffusers_hook", None)
     hooks = [] if registry is None else [registry.hooks[name] for name in registry._hook_order]
     return [hook for hook in hooks if type(hook).__name__ in _LOADING]

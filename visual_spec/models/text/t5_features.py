@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from visual_spec.files.whole import write_atomically, written_whole
+from visual_spec.models.core.fingerprint import written
 from visual_spec.models.core.offload import align_weights, decodes
 from visual_spec.models.core.saved import check_there
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -60,7 +61,7 @@ class T5Features(ModelMixin, ConfigMixin):
         self.tokenizer = tokenizer
         self.cache_folder = None if cache_folder is None else Path(cache_folder)
         self.register_to_config(max_words=max_words, clean=clean)
-        self._fingerprint: tuple[torch.dtype, str] | None = None
+        self._fingerprint: tuple[Any, str] | None = None  # of the weights as they were
 
     # -- loading and saving --------------------------------------------------------------------------------------------
 
@@ -224,13 +225,14 @@ class T5Features(ModelMixin, ConfigMixin):
 
     def _weights_fingerprint(self) -> str:
         """A hash of some numbers of every weight, which distinguishes encoders, revisions and dtypes; names do not."""
-        if self._fingerprint is None or self._fingerprint[0] != self.dtype:
+        now = self.dtype, written(self.encoder)
+        if self._fingerprint is None or self._fingerprint[0] != now:
             digest = hashlib.sha256()
             for name, weight in self.encoder.state_dict().items():
                 flat = weight.flatten()
                 some = flat[:: max(1, len(flat) // 16)][:16].double().cpu()
                 digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {some.tolist()}".encode())
-            self._fingerprint = self.dtype, digest.hexdigest()
+            self._fingerprint = now, digest.hexdigest()
         return self._fingerprint[1]
 
     def _read(self, path: Path, length: int) -> Tensor | None:

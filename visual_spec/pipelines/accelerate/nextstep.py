@@ -104,7 +104,6 @@ class _Sample:
 
     def __init__(self, head: Any, trace: HeadTrace) -> None:
         self.head, self.trace = head, trace
-        self._embedded: dict[Any, Tensor] = {}
         self._recorded: dict[Any, RecordedFunction] = {}
 
     @torch.no_grad()
@@ -133,17 +132,14 @@ class _Sample:
             times = torch.linspace(0, 1 - last_step_size, num_sampling_steps)
             times = times / (timesteps_shift - (timesteps_shift - 1) * times)
             net = NextStepHead(self.head.net)
-            key = (num_sampling_steps, timesteps_shift, last_step_size, c.dtype, device)
-            if key not in self._embedded:
-                self._embedded[key] = net.embed(times.to(c))
             # The noise that a token starts from, and the noise of its steps.
             draws = [torch.randn(noise_repeat, self.head.input_dim, device=device) for _ in times]
             noise = torch.stack([draw.repeat(rows // noise_repeat, 1) for draw in draws])
             solve = functools.partial(_solve, net, times.tolist(), last_step_size, cfg, cfg2, groups)
             if wants_graph(AUTO, self.head):
-                key = (*key, cfg, cfg2)
+                key = (num_sampling_steps, timesteps_shift, last_step_size, cfg, cfg2, c.dtype, device)
                 solve = self._recorded.setdefault(key, RecordedFunction(self.head, solve))
-            token = solve(noise, c, self._embedded[key[:5]])
+            token = solve(noise, c, times.to(c))
         watch.lap("head", device)
         self.trace.tokens += 1
         self.trace.head_calls += num_sampling_steps
@@ -161,10 +157,10 @@ def _solve(
     groups: int,
     noise: Tensor,
     condition: Tensor,
-    embedded: Tensor,
+    all_times: Tensor,
 ) -> Tensor:
     """A token [N, D] by Euler-Maruyama steps over the times, and one of size `last` without noise."""
-    modulations = net.modulations(condition, embedded)
+    modulations = net.modulations(condition, net.embed(all_times))
     token = noise[0]
 
     def velocity(step: int) -> Tensor:
