@@ -66,7 +66,7 @@ def test_the_stub_for_editors_is_up_to_date():
         "things": "LlamaGen",
         "shapes": "LlamaGen",
         "shapes_nar": "NAR, FlashAR, PAR",
-        "shapes_any": "RandAR",
+        "shapes_any": "RandAR, ARPG, LPD",
         "shapes_shuffle": "Token-Shuffle",
         "shapes_var": "VAR",
         "shapes_flexvar": "FlexVAR, SAR",

@@ -76,6 +76,8 @@ from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_budget import cache_bytes
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.models.next_token import arpg, lpd
+from visual_spec.models.next_token.arpg import ARPGTransformer
 from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import (
     CAPTION_DIM,
@@ -84,6 +86,7 @@ from visual_spec.models.next_token.llamagen_checkpoint import (
     known_architectures,
     transformer_architecture,
 )
+from visual_spec.models.next_token.lpd import LPDTransformer
 from visual_spec.pipelines import continuous_image
 from visual_spec.prototype.acdit import model as acdit
 from visual_spec.prototype.acdit.model import ACDiTTransformer
@@ -150,6 +153,23 @@ def test_sizes_of_models_of_other_orders(model):
     assert model.prefix == network.config["prefix_length"] + network.learned_tokens
     places = (network.num_places(0) - network.learned_tokens) // model.tokens
     assert model.cached == 2 * places * len(network.layers) * network.config["dim"]
+
+
+@pytest.mark.parametrize(
+    "model", [m for m in families.models() if m.name.startswith(("ARPG-", "LPD-"))], ids=lambda m: m.name
+)
+def test_sizes_of_models_of_position_queries(model):
+    name, _, pixels = model.name.split()
+    family, preset = name.split("-")
+    kind, presets = {"ARPG": (ARPGTransformer, arpg.PRESETS), "LPD": (LPDTransformer, lpd.PRESETS)}[family]
+    with torch.device("meta"):
+        network: Any = kind(**presets[preset], grid_size=int(pixels) // 16)
+    assert (model.parameters, model.tokens) == (parameters(network), network.grid.num_tokens)
+    depth = network.config["num_layers"]
+    layers = {"ARPG": depth // 2 + 1, "LPD": depth}[
+        family
+    ]  # of an ARPG one more holds what queries attend to
+    assert (model.prefix, model.cached) == (1, 2 * layers * network.config["dim"])
 
 
 def head_of(config: Any, size: int) -> torch.nn.Module:

@@ -75,6 +75,10 @@ VAR = OfficialFile("transformer", "next_scale.var:name_of", "next_scale.var:is_v
     "next_scale.var:load_var_checkpoint", pipeline="ScaleImagePipeline")
 VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", ("quantize.quant_resi.*",),
     "next_scale.var_vq:load_var_vq_checkpoint", "scales", "next_scale.var:scales_of_size")
+_ARPG = OfficialFile("transformer", "next_token.arpg:name_of", "next_token.arpg:is_arpg", "next_token.arpg:load_arpg",
+    "image_size", pipeline="ClassImagePipeline")
+_LPD = OfficialFile("transformer", "next_token.lpd:name_of", "next_token.lpd:is_lpd", "next_token.lpd:load_lpd",
+    "image_size", pipeline="ClassImagePipeline")
 _FLEXVAR = OfficialFile("transformer", "next_scale.flexvar:name_of", "next_scale.flexvar:is_flexvar",
     "next_scale.flexvar:load_flexvar", "scales", "next_scale.flexvar:scales_of_size", "ScaleImagePipeline")
 _FLEXVAE = OfficialFile("vq_model", "FlexVAR's tokenizer", "next_scale.flexvar:is_flexvae",
@@ -147,17 +151,28 @@ FAMILIES = (
         plain="ordered", fast="block-jacobi",
     ),
     Family(
-        "RandAR", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"), ("next_token.llamagen_any_order:LlamaGenAnyOrder",),
+        "RandAR, ARPG, LPD", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"),
+        ("next_token.llamagen_any_order:LlamaGenAnyOrder", "next_token.llamagen_queries:LlamaGenQueries",
+            "next_token.arpg:ARPGTransformer", "next_token.lpd:LPDTransformer"),
         samplers=tuple(entry.class_name for entry in SAMPLERS if entry.calls == ANY_ORDER),
         plain=AsSaved("any-order", ("order", "guidance_start"), whole=False),
         fast=AsSaved("speculative-any-order", ("order", "guidance_start"), {"num_drafts": 15}),
         load="ClassImagePipeline.from_official",
-        sizes=(  # the cache holds a slot's instruction beside its token
+        layout=FileLayout((_ARPG, _LPD, replace(VQ, own=False)), size="image_size", tokenizer=_NEEDS_VQ),
+        sizes=(  # RandAR's cache holds a slot's instruction beside its token, ARPG's half of the layers and one more
             KnownModel("RandAR-L class 256", "randar_0.3b_llamagen_360k_bs_1024_lr_0.0004.safetensors", 256, 256, 1,
                 342_912_000, 2 * 2 * 24 * 1024),
             KnownModel("RandAR-XL class 256", "randar_0.7b_llamagen_360k_bs_1024_lr_0.0004.safetensors", 256, 256, 1,
                 774_700_800, 2 * 2 * 36 * 1280),
             KnownModel("RandAR-XXL class 256", "", 256, 256, 1, 1_410_974_208, 2 * 2 * 48 * 1536),
+            KnownModel("ARPG-L class 256", "arpg_300m.pt", 256, 256, 1, 319_845_376, 2 * 13 * 1024),
+            KnownModel("ARPG-XL class 256", "arpg_700m.pt", 256, 256, 1, 718_997_760, 2 * 19 * 1280),
+            KnownModel("ARPG-XXL class 256", "arpg_1b.pt", 256, 256, 1, 1_302_449_664, 2 * 25 * 1536),
+            KnownModel("LPD-L class 256", "lpd_l_256.pth", 256, 256, 1, 337_157_120, 2 * 24 * 1024),
+            KnownModel("LPD-XL class 256", "lpd_xl_256.pth", 256, 256, 1, 751_947_520, 2 * 36 * 1280),
+            KnownModel("LPD-XXL class 256", "lpd_xxl_256.pth", 256, 256, 1, 1_412_184_576, 2 * 48 * 1536),
+            KnownModel("LPD-L class 512", "lpd_l_512.pth", 512, 1024, 1, 337_943_552, 2 * 24 * 1024),
+            KnownModel("LPD-XL class 512", "lpd_xl_512.pth", 512, 1024, 1, 752_930_560, 2 * 36 * 1280),
         ),
     ),
     Family(

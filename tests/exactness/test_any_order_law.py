@@ -104,6 +104,32 @@ def test_parallel_decoding_draws_each_group_given_those_before(steps, groups, la
         assert (total_variation(want, joint_along(model, order)) > 1e-2) == (steps < 6)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "steps", "groups", "levels"),
+    [
+        ("randar", 3, [1, 2, 3], [0, 1, 1, 3, 3, 3]),
+        ("lpd", 3, [1, 2, 3], [0, 1, 2, 3, 4, 5]),
+        ("arpg", 2, [2, 4], [2, 2, 6, 6, 6, 6]),
+        ("arpg", 3, [2, 1, 3], [2, 2, 3, 6, 6, 6]),
+        ("arpg-cosine", 3, [1, 2, 3], [1, 3, 3, 6, 6, 6]),
+    ],
+)
+def test_groups_and_their_rising_guidance_are_those_of_a_schedule(schedule, steps, groups, levels):
+    """From 0.5 at the first of six places to 2.5 after the last, read where the schedule says."""
+    model = TabularAnyOrderModel(TokenGrid(2, 3), 2, seed=1)
+    order = [4, 1, 5, 0, 3, 2]
+    scales = 0.5 + 2.0 * torch.tensor(levels, dtype=torch.float64) / 6
+
+    def rising(logits: Tensor, guided: bool, places: Tensor) -> Tensor:
+        given, other = logits.chunk(2)
+        return (other + scales[places][..., None] * (given - other)).log_softmax(-1)
+
+    rising.guided = True  # type: ignore[attr-defined]
+    want: Any = law_of_groups(model, order, groups, rising)  # type: ignore[arg-type]
+    found = Enumerator(AnyOrderSampler(order, steps, 0.5, schedule), model, GUIDED).run()
+    assert total_variation(found.law, want) < 1e-10 and found.calls == steps
+
+
 @pytest.mark.parametrize("acceptance", ["identical", "exact"])
 def test_it_is_lossless_under_guidance_that_rises(acceptance):
     """From 0.5 at the first place to 2.5 after the last of four: 0.5, 1, 1.5, 2."""

@@ -11,6 +11,8 @@ import torch
 from tests.helpers import vqgan
 from visual_spec.models.next_token import llamagen, llamagen_vq
 
+Shapes = dict[str, tuple[int, ...]]
+
 TINY = {"num_layers": 2, "num_heads": 2, "dim": 16}
 TINY_VQ: dict[str, Any] = dict(
     base_channels=8, channel_multipliers=(1, 2), blocks_per_level=1, latent_channels=8, norm_groups=4
@@ -73,6 +75,43 @@ def tokenizer_shapes(
         key = key.replace("mid.block_1", "mid.0").replace("mid.block_2", "mid.2")
         shapes[key] = shape
     return shapes | {"quantize.embedding.weight": (codes, code_width)}
+
+
+def lpd_shapes(layers: int = 2, dim: int = 16, vocab: int = 12, classes: int = 7, side: int = 3) -> Shapes:
+    """Keys and shapes of an LPD, in the order of its public code, on which random weights depend."""
+    shapes: Shapes = {
+        "fake_latent": (1, dim),
+        "pos_embed": (1, side * side + 1, dim),
+        "mask_token": (1, 1, dim),
+    }
+    shapes |= {"class_emb.weight": (classes, dim), "token_emb.weight": (vocab, dim)}
+    parts: list[tuple[str, tuple[int, ...]]] = [("z_proj_ln", (dim,))]
+    for layer in range(layers):
+        sizes = {"norm1": (dim,), "attn.qkv": (3 * dim, dim), "attn.proj": (dim, dim), "norm2": (dim,)}
+        sizes |= {"mlp.fc1": (4 * dim, dim), "mlp.fc2": (dim, 4 * dim)}
+        parts += [(f"blocks.{layer}.{name}", shape) for name, shape in sizes.items()]
+    for name, shape in [*parts, ("norm", (dim,))]:
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return shapes | {"head.weight": (vocab, dim)}
+
+
+def arpg_shapes(layers: int = 4, dim: int = 16, vocab: int = 12, classes: int = 7) -> Shapes:
+    """Keys and shapes of an ARPG, likewise."""
+    hidden = -(-int(8 * dim / 3) // 256) * 256
+    shapes: Shapes = {"embeddings.weight": (vocab + classes + 3, dim)}
+    for half, names in (("self_dec", ("to_q", "to_k", "to_v", "proj")), ("cross_dec", ("to_q", "proj"))):
+        for layer in range(layers // 2):
+            own = f"layers.{half}.{layer}."
+            shapes |= {f"{own}attn.{name}.weight": (dim, dim) for name in names}
+            shapes |= {f"{own}ffn.{name}.weight": (hidden, dim) for name in ("w1", "w3")}
+            shapes |= {f"{own}ffn.w2.weight": (dim, hidden)}
+            shapes |= {f"{own}{name}.weight": (dim,) for name in ("attn_norm", "ffn_norm")}
+    shapes |= {
+        "layers.norm.weight": (dim,),
+        "layers.to_k.weight": (dim, dim),
+        "layers.to_v.weight": (dim, dim),
+    }
+    return shapes | {"norm.weight": (dim,), "head.weight": (vocab, dim)}
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> dict:

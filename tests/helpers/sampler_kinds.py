@@ -185,7 +185,9 @@ CHANGED: dict[str, dict[str, Any]] = {
     ),
     "MultiscaleSampler": dict(pool=3, radius=None, max_rounds=None),
     "OrderedSampler": dict(order="diagonal", allow_approximate=True),
-    "AnyOrderSampler": dict(order=[4, 0, 2, 1, 3], steps=3, guidance_start=0.5),
+    "AnyOrderSampler": dict(
+        order="locality", steps=3, guidance_start=0.5, schedule="arpg", repulsion=1
+    ),
     "SpeculativeAnyOrderSampler": dict(
         num_drafts=2, order="raster", acceptance="exact", guidance_start=0.5
     ),
@@ -286,6 +288,7 @@ REFUSED: dict[str, list[Any]] = {
     "steps": [*_COUNT, (), (4, 0)],
     "order": ["spiral", 3, [], [0, True], ["0"]],
     **dict.fromkeys("num_drafts num_drafters".split(), [-1, 1.5, True, "8"]),
+    "repulsion": [-1, 1.5, True, "8"],
     "chunk": _COUNT,
     "shift": [0.0, -1.0, math.inf, True, "1"],
     "first_steps": [0, -2, 1.5, True, "8", (), (4, 0), (4, 5)],

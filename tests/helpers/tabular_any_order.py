@@ -46,7 +46,14 @@ class TabularAnyOrderModel(nn.Module):
         return len(self.joint) - 1
 
     def prefill(
-        self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int, asked: Tensor
+        self,
+        condition: Tensor | None,
+        *,
+        batch_size: int,
+        guided: bool,
+        window: int,
+        asked: Tensor,
+        together: bool = False,
     ) -> TabularState:
         """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
 

@@ -28,7 +28,9 @@ from tests.helpers.tiny_scales import tiny_var, tiny_var_vq
 from tests.helpers.tiny_students import tiny_student, tiny_text_student, tiny_var_student
 from tests.models.continuous.tiny import tiny_acdit, tiny_causal, tiny_flowar, tiny_mar
 from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.models.next_token.arpg import ARPGTransformer
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
+from visual_spec.models.next_token.lpd import LPDTransformer
 from visual_spec.models.next_token.movq import MoVQDecoder
 from visual_spec.prototype.skipped import skip_layers
 
@@ -45,6 +47,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "FlashAR": partial(tiny_transformer, order="flashar", branch_layers=2),
     "PAR": partial(tiny_transformer, order="par4"),
     "RandAR": partial(tiny_transformer, order="any"),
+    "queries": partial(tiny_transformer, order="queries"),
+    "ARPG": partial(ARPGTransformer, 12, 16, 4, 2, 4, 5),
+    "LPD": partial(LPDTransformer, 12, 16, 2, 2, 4, 5),
     "Token-Shuffle": partial(tiny_transformer, order="blocks2"),
     "some blocks of LlamaGen": lambda: skip_layers(tiny_transformer(num_layers=4), (0, 2)),
     "EAGLE": partial(EagleDrafter, vocab_size=12, dim=16, num_heads=2, grid_size=4),

@@ -10,6 +10,8 @@ import torch
 from tests.helpers.command import last_line
 from tests.helpers.official import (
     add_tiny_presets,
+    arpg_shapes,
+    lpd_shapes,
     random_weights,
     transformer_shapes,
     write_class_model,
@@ -19,6 +21,7 @@ from tests.helpers.official import (
 from tests.helpers.tiny import quiet, seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from tests.helpers.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
 from visual_spec.cli import main
+from visual_spec.models.next_token import arpg, lpd
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.class_image import ClassImagePipeline
@@ -166,6 +169,44 @@ def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
     assert main([*command, "--sampler", "speculative-any-order:num_drafts=3", "--compare"]) == 0
     document = last_line(capsys)
     assert document["comparison"][0]["identical"] and document["comparison"][0]["plain_calls"] == 16
+
+
+@pytest.mark.parametrize("name", ["arpg", "lpd"])
+def test_files_of_position_queries_are_drawn_as_their_public_code_does(
+    name, files, tmp_path, capsys, monkeypatch
+):
+    """Converted on the command line, loaded, and drawn in the calls, order and ramp of the public code."""
+    shapes, module = {"arpg": (arpg_shapes(), arpg), "lpd": (lpd_shapes(side=4), lpd)}[name]
+    monkeypatch.setitem(
+        module.PRESETS, "tiny", {"num_layers": 4 if name == "arpg" else 2, "num_heads": 2, "dim": 16}
+    )
+    torch.save({"model": random_weights(shapes)}, tmp_path / "file.pt")
+    pipe: Any = ClassImagePipeline.from_official(tmp_path / "file.pt", files["tokenizer"], image_size=64)
+    drawn = quiet(pipe)([3, 5], generator=seeded(1, 2))
+    assert pipe.sampler.config.schedule == name and pipe.sampler.config.guidance_start == 1.0
+    assert pipe.sampler.config.order == {"arpg": "random", "lpd": "locality"}[name]
+    assert (drawn.trace.target_calls == 16).all() and not drawn.trace.identical
+    assert drawn.images[0].size == (8, 8)  # two pixels a token of this tokenizer
+    order = {"arpg": "", "lpd": "order=locality,"}[name]
+    assert pipe.plain_sampler == f"any-order:{order}guidance_start=1.0"
+    assert pipe.fast_sampler == f"speculative-any-order:num_drafts=15,{order}guidance_start=1.0"
+    command = [
+        "convert",
+        str(tmp_path / "file.pt"),
+        str(files["tokenizer"]),
+        "--out",
+        str(tmp_path / "saved"),
+    ]
+    assert main([*command, "--image-size", "64"]) == 0
+    again = quiet(load_pipeline(tmp_path / "saved"))
+    assert again([3, 5], generator=seeded(1, 2)).tokens.equal(drawn.tokens)
+    capsys.readouterr()
+    command = ["generate", "3", "--model", str(tmp_path / "saved"), "--out", str(tmp_path / "out"), "--json"]
+    assert main([*command, "--sampler", again.fast_sampler, "--guidance-scale", "2", "--compare"]) == 0
+    [row] = last_line(capsys)["comparison"]
+    assert row["identical"] and row["plain_calls"] == 16
+    with pytest.raises(ValueError, match="draws from class labels.*ClassImagePipeline"):
+        ImagePipeline.from_official(tmp_path / "file.pt", files["tokenizer"], image_size=64)
 
 
 def test_guidance_may_end_before_the_picture(files):

@@ -35,6 +35,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "order": {"allow_approximate": True},
     "reuse_from": {"reuse": 1},
     "local_levels": {"reuse": 1},
+    "schedule": {"steps": 3},
+    "repulsion": {"steps": 3, "order": "locality"},
 }
 # Settings by which another sample of the same law is drawn. `tests/exactness` enumerates what they do; what is neither
 # here nor a setting of the law must keep every token.

@@ -16,8 +16,10 @@ from visual_spec.pipelines.token_image import TokenImagePipeline
 
 if TYPE_CHECKING:
     from visual_spec.models.core.checkpoints import Source
+    from visual_spec.models.next_token.arpg import ARPGTransformer
     from visual_spec.models.next_token.llamagen import LlamaGenTransformer
     from visual_spec.models.next_token.llamagen_vq import VQModel
+    from visual_spec.models.next_token.lpd import LPDTransformer
     from visual_spec.pipelines.repaint import Pictures
 
 
@@ -50,7 +52,7 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
     @registers
     def __init__(
         self,
-        transformer: LlamaGenTransformer,
+        transformer: LlamaGenTransformer | ARPGTransformer | LPDTransformer,
         vq_model: VQModel,
         sampler: SchedulerMixin,
         id2label: list[str] | None = None,
@@ -70,7 +72,9 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
         sampler: SchedulerMixin | None = None,
         id2label: list[str] | None = None,
     ) -> Self:
-        """A pipeline around official class-conditional LlamaGen files, with the guidance of their published FID.
+        """A pipeline around official class-conditional files of LlamaGen or a family that shares its tokenizer.
+
+        The guidance is that of their published FID.
 
         Args:
             transformer: an official file (or what `read_checkpoint` made of it), e.g. `c2i_XL_384.pt`.
@@ -78,7 +82,8 @@ class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
             image_size: side of the pictures in pixels; None: what the file or its name says.
             dtype: of all weights; None keeps each file's own.
             sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls; for a NAR file
-                `OrderedSampler()`, for a RandAR file `SpeculativeAnyOrderSampler()`.
+                `OrderedSampler()`, for a RandAR file `SpeculativeAnyOrderSampler()`, for an ARPG or LPD file
+                `AnyOrderSampler` with the order, calls and ramp of the public code.
             id2label: see the class.
 
         Raises:

@@ -98,8 +98,8 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         """
         from visual_spec.pipelines.families import llamagen
 
-        model, tokenizer, defaults = llamagen.load_for_texts(
-            transformer, vq_model, image_size=image_size, dtype=dtype
+        model, tokenizer, defaults = llamagen.load_official(
+            transformer, vq_model, image_size=image_size, dtype=dtype, text=True
         )
         encoder = llamagen.load_t5(
             text_encoder, dtype=dtype, max_words=model.prefix_length, cache_folder=feature_cache

@@ -128,7 +128,7 @@ SAMPLERS = (
         "any-order",
         f"{_HERE}.orders.any_order:AnyOrderSampler",
         ANY_ORDER,
-        "the reference; several tokens a call (RandAR): a law of its own",
+        "the reference; several tokens a call (RandAR, LPD, ARPG): a law of its own",
         plain=True,
     ),
     SamplerEntry(

@@ -1,8 +1,11 @@
 """Samplers of any-order models: tokens, numbers of calls, refusals. Laws: tests/exactness/test_any_order_law.py."""
 
+import itertools
 import math
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,9 +17,11 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order
+from visual_spec.samplers.core.noise import draw_keys
 from visual_spec.samplers.orders.along_order import AlongOrder
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
 from visual_spec.samplers.orders.any_order_speculative import SpeculativeAnyOrderSampler
+from visual_spec.samplers.orders.locality import locality_order
 
 MODEL = TabularAnyOrderModel(TokenGrid(2, 4), 3, conditions=3)
 LENGTH = 8
@@ -102,6 +107,119 @@ def test_the_schedule_is_a_cosine():
             assert bounds[step] == min(256, max(bounds[step - 1] + 1, reached))
     assert AnyOrderSampler().bounds(5) == (0, 1, 2, 3, 4, 5)
     assert AnyOrderSampler(steps=1).bounds(1) == (0, 1)
+
+
+# Sizes of the groups in the table of LPD's public code, for its published numbers of calls and for others.
+LPD_SIZES = {
+    (256, 12): [1, 7, 11, 15, 19, 22, 25, 28, 30, 32, 33, 33],
+    (256, 16): [1, 4, 6, 8, 11, 13, 15, 17, 19, 20, 22, 23, 24, 24, 24, 25],
+    (256, 20): [1, 2, 4, 5, 7, 8, 10, 11, 12, 14, 15, 16, 17, 18, 18, 19, 19, 20, 20, 20],
+    (256, 32): [1, 1, 2, 2, 3, 3, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 10, *[11] * 4, *[12] * 8],
+    (256, 64): [*[1] * 10, *[2] * 7, *[3] * 7, *[4] * 9, *[5] * 11, *[6] * 20],
+    (1024, 48): [
+        *range(1, 23),
+        23,
+        23,
+        24,
+        25,
+        26,
+        26,
+        27,
+        28,
+        28,
+        29,
+        29,
+        30,
+        30,
+        31,
+        31,
+        *[32] * 3,
+        *[33] * 7,
+        34,
+    ],
+}
+
+
+# Of all slots, what ARPG's schedules leave hidden after a share of the calls.
+SHARES = {
+    "arpg": lambda u: math.acos(u) / (math.pi / 2),
+    "arpg-cosine": lambda u: math.cos(math.pi / 2 * u),
+}
+
+
+def test_other_schedules_have_the_groups_of_their_public_codes():
+    for (tokens, calls), sizes in LPD_SIZES.items():
+        bounds = AnyOrderSampler(steps=calls, schedule="lpd").bounds(tokens)
+        assert [after - before for before, after in pairwise(bounds)] == sizes
+    for calls in (2, 5, 64, 256):  # what is hidden after a call: the whole part of a share, at least a slot
+        for name, share in (
+            ("arpg", lambda u: math.acos(u) / (math.pi / 2)),
+            ("arpg-cosine", lambda u: math.cos(math.pi / 2 * u)),
+        ):
+            bounds = AnyOrderSampler(steps=calls, schedule=name).bounds(256)
+            assert (len(bounds), bounds[0], bounds[-1]) == (calls + 1, 0, 256)
+            for call in range(1, calls):
+                assert bounds[call] == 256 - max(
+                    1, min(255 - bounds[call - 1], int(256 * share(call / calls)))
+                )
+
+
+def _steps(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return max(abs(one[0] - other[0]), abs(one[1] - other[1]))
+
+
+def test_locality_draws_beside_what_is_drawn_and_apart_from_its_call():
+    """On 8 x 8 slots: by the definition, slot after slot of each group, until no slot is near and far enough."""
+    sampler = AnyOrderSampler("locality", 8, schedule="lpd", repulsion=1)
+    bounds, grid = sampler.bounds(64), TokenGrid(8, 8)
+    keys = draw_keys(seeded(3, 4), 2)
+    orders = sampler.order_of(grid, keys).tolist()
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(64)) and orders[0] != orders[1]
+    places = [(slot // 8, slot % 8) for slot in orders[0]]
+    for start, end in pairwise(bounds[1:]):
+        drawn, group = places[:start], places[start:end]
+        scores = {
+            (row, column): sum(
+                1 / math.dist((row, column), other)
+                for other in drawn
+                if max(abs(row - other[0]), abs(column - other[1])) == 1
+            )
+            for row, column in itertools.product(range(8), repeat=2)
+            if (row, column) not in drawn
+        }
+        for place, slot in enumerate(group):
+            free = [
+                other
+                for other, score in scores.items()
+                if score >= 1 and all(_steps(other, one) > 1 for one in group[:place])
+            ]
+            if free:
+                assert slot in free and scores[slot] == pytest.approx(max(scores[other] for other in free))
+            elif len(scores) - len(group) > 0:  # the farthest from its own call
+                left = [other for other in scores if other not in group[:place]]
+                apart = {other: min(math.dist(other, one) for one in group[:place]) for other in left}
+                assert apart[slot] == pytest.approx(max(apart.values()))
+    alone = sampler.order_of(grid, draw_keys(seeded(4), 1)).tolist()
+    assert alone[0] == orders[1]
+    with pytest.raises(ValueError, match="2 frames"):
+        sampler(TabularAnyOrderModel(TokenGrid(2, 2, 2), 2), None, law=TokenLaw())
+
+
+# Orders of the public code (`lpd_order_schedule` of mit-han-lab/lpd) on 6 x 6 slots in groups of 1, 3, 4, 6, 7, 7, 8,
+# by repulsion, which is the seed of the numbers too that stand for its shuffles.
+PUBLISHED_ORDERS = {
+    1: [9, 3, 15, 30, 8, 10, 21, 24, 16, 14, 2, 4, 31, 18, 25, 22, 13, 11,
+        1, 35, 33, 19, 7, 17, 28, 5, 32, 12, 20, 23, 6, 34, 26, 27, 29, 0],
+    2: [7, 13, 35, 5, 14, 34, 11, 30, 8, 29, 31, 21, 0, 18, 28, 1, 19, 4,
+        15, 32, 17, 20, 2, 23, 10, 24, 6, 33, 25, 16, 9, 22, 27, 26, 12, 3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("repulsion", PUBLISHED_ORDERS)
+def test_locality_gives_the_orders_of_its_public_code(repulsion):
+    ties = np.random.default_rng(repulsion).random((7, 36))
+    sizes = [1, 3, 4, 6, 7, 7, 8]
+    assert locality_order(sizes, 6, 6, ties, repulsion) == PUBLISHED_ORDERS[repulsion]
 
 
 def test_a_callback_ends_the_decode():

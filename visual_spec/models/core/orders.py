@@ -93,7 +93,16 @@ class AnyOrderModel(Protocol):
         """`ANY_ORDER`. Samplers of raster order refuse such a model."""
         ...
 
-    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int, asked: Tensor) -> Any:
+    def prefill(
+        self,
+        condition: Any,
+        *,
+        batch_size: int,
+        guided: bool,
+        window: int,
+        asked: Tensor,
+        together: bool = False,
+    ) -> Any:
         """Run the condition, ask the first slots in the same forward, and allocate the static cache.
 
         Args:
@@ -101,6 +110,7 @@ class AnyOrderModel(Protocol):
             guided: whether to hold unconditional rows as well.
             window: the most positions of a call.
             asked: long [B, P], the slots to predict given the condition only.
+            together: as of a call.
 
         Returns:
             A `DecodeState` (of the model's own subclass), whose logits [R, P, V] predict the slots `asked`.
@@ -121,12 +131,13 @@ class AnyOrderModel(Protocol):
                 past the grid, up to num_tokens + window - 1 (scratch room; those logits are ignored).
             seen: bool [B, W, num_tokens], the slots that each position attends to; none may be its own. A slot fed in
                 the same call counts with its new token. Every position also sees the condition.
-            together: whether a position that is only asked also sees which slots were asked before it in this call.
-                Passed where several are drawn in a call; a model that names slots in another way than by tokens of
-                their own may ignore it.
+            together: whether the asked slots are drawn together, as those fed were: then a position may also see
+                others of its kind in this call, as its model was trained. A RandAR's asked ones see which slots were
+                asked before; an LPD's see all that are asked, and those fed see each other; an ARPG's see those fed.
 
         Returns:
-            logits [R, W, V]; position w predicts slot `slots[b, w]` given what it sees, and not its own token.
+            logits [R, W, V]; position w predicts slot `slots[b, w]` given what it sees, and not its own token. With
+            `together`, those of the positions that are fed are not read, and may be zeros.
         """
         ...
 

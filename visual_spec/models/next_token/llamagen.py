@@ -67,6 +67,7 @@ ORDERS = {
     "par4": "llamagen_regions:LlamaGenRegions",
     "par16": "llamagen_regions:LlamaGenRegions",
     ANY_ORDER: "llamagen_any_order:LlamaGenAnyOrder",
+    "queries": "llamagen_queries:LlamaGenQueries",
     "blocks2": "llamagen_shuffle:LlamaGenShuffle",
     "blocks4": "llamagen_shuffle:LlamaGenShuffle",
 }

@@ -49,12 +49,13 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         guided: bool,
         window: int,
         asked: Tensor | None = None,
+        together: bool = False,
     ) -> LlamaGenState:
         """Run the prefix and the instructions of the slots `asked [B, P]` in one pass; see `AnyOrderModel`."""
         if asked is None:
             raise ValueError("this model decodes in any order; pass asked, the first slots to predict.")
         prompt = self.prompt_of(condition, batch_size=batch_size)
-        return self.run_prompt(prompt, guided=guided, window=window, asked=asked)
+        return self.run_prompt(prompt, guided=guided, window=window, asked=asked, together=together)
 
     @decodes
     def run_prompt(
@@ -65,8 +66,9 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         window: int,
         held: LlamaGenState | None = None,
         asked: Tensor | None = None,
+        together: bool = False,
     ) -> LlamaGenState:
-        """Run the prefix of a checked condition, see `PromptModel`; `asked` as in `prefill`."""
+        """Run the prefix of a checked condition, see `PromptModel`; `asked` and `together` as in `prefill`."""
         assert asked is not None
         prefix, prefix_mask, cache, table = self._begin(prompt, guided, window, held)
         (rows, length, _), places = prefix.shape, cache.num_slots
@@ -83,6 +85,8 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         )
         seen = torch.cat([causal, prefix_mask[:, None].expand(-1, asked.shape[1], -1)], 1)  # [R, T + P, T]
         seen = F.pad(seen, (0, places - length)).scatter(2, at[..., None], True)
+        if together:
+            seen[:, length:] = _seen_in_turn(seen[:, length:], own)
         cache.at(at, places)
         features = self._read(cache, hidden, seen, turns, prefix_mask)[:, length:]  # [R, P, dim]
         return LlamaGenState(self._head(features), guided, window, cache, table, prefix_mask, features)
@@ -108,11 +112,7 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         seen = torch.cat([state.prefix_mask[:, None].expand(-1, slots.shape[1], -1), held, held], 2)
         seen = seen.scatter(2, own[..., None], True)
         if together:
-            asked = own[:, fed:]  # [R, W - F]
-            earlier = torch.ones(asked.shape[1], asked.shape[1], dtype=torch.bool, device=asked.device).tril()
-            seen[:, fed:] = seen[:, fed:].scatter(
-                2, asked[:, None].expand(-1, asked.shape[1], -1), earlier.expand(len(asked), -1, -1)
-            )
+            seen[:, fed:] = _seen_in_turn(seen[:, fed:], own[:, fed:])
         # A token that is fed sees its instruction and itself besides.
         places = length + slots[:, :fed]
         seen = torch.cat([seen, seen[:, :fed].scatter(2, places[..., None], True)], 1)  # [R, W + F, S]
@@ -164,6 +164,13 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         """Run `hidden [R, N, dim]` at places that see bool `seen [R, N, S]`, and return what the head reads."""
         mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]  # [R, 1, N, S]
         return self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask))[0]
+
+
+def _seen_in_turn(seen: Tensor, asked: Tensor) -> Tensor:
+    """Return `seen [R, P, S]` of instructions at places `asked [R, P]`, which see those before them too."""
+    count = asked.shape[1]
+    earlier = torch.ones(count, count, dtype=torch.bool, device=asked.device).tril()
+    return seen.scatter(2, asked[:, None].expand(-1, count, -1), earlier.expand(len(asked), -1, -1))
 
 
 def _instruction_places(cache: StaticCache, prefix: int, slots: Tensor) -> Tensor:

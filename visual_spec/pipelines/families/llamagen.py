@@ -5,37 +5,20 @@ from typing import Any
 
 import torch
 
-from visual_spec.families import FAMILIES, all_families
+from visual_spec.families import all_families
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, trained_order
 from visual_spec.models.next_token.llamagen_checkpoint import load_pair, load_tokenizer, official_defaults
 from visual_spec.models.text.t5_features import T5Features
-from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.pipelines.sampler_text import read_sampler
 
 
 def own_sampler(model: Any) -> Any:
-    """Return the sampler of a model that none is chosen for: the tokens, or the law, of its own order."""
+    """Return the sampler of a model that none is chosen for: its public code's, or the law of its own order."""
+    if hasattr(model, "official_sampler"):
+        return read_sampler(model.official_sampler)
     known = {RASTER_ORDER: "speculative-jacobi", ANY_ORDER: "speculative-any-order"}
-    return make_sampler(known.get(trained_order(model), "ordered"))
-
-
-def load_for_texts(
-    transformer: Source, vq_model: Source, *, image_size: int | None, dtype: torch.dtype | None
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Transformer, tokenizer and the pipeline's defaults, of LlamaGen's files or those of a family like ControlAR.
-
-    Raises:
-        ValueError, OSError: as `load_official`.
-    """
-    checkpoint = transformer if isinstance(transformer, Checkpoint) else read_checkpoint(transformer)
-    layouts = (family.layout for family in all_families() if family.layout and family not in FAMILIES)
-    kinds = (kind for layout in layouts for kind in layout.files if kind.pipeline == "ImagePipeline")
-    kind = next((kind for kind in kinds if kind.fits(checkpoint.weights)), None)
-    if kind is None:
-        return load_official(checkpoint, vq_model, image_size=image_size, dtype=dtype, text=True)
-    model = kind.function(kind.load)(checkpoint, image_size=image_size, dtype=dtype)
-    tokenizer = load_tokenizer(vq_model, image_size=model.control_size[0], dtype=dtype)
-    return model, tokenizer, dict(model.official_defaults)
+    return read_sampler(known.get(trained_order(model), "ordered"))
 
 
 def load_official(
@@ -46,7 +29,7 @@ def load_official(
     dtype: torch.dtype | None,
     text: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Transformer, tokenizer and the pipeline's defaults from two official LlamaGen files.
+    """Transformer, tokenizer and the pipeline's defaults, of LlamaGen's files or those of a family that shares them.
 
     Args:
         text: whether the pipeline draws from captions (else from class labels).
@@ -54,12 +37,25 @@ def load_official(
     Raises:
         ValueError, OSError: as `load_pair`; a transformer of the other kind.
     """
-    model, tokenizer = load_pair(transformer, vq_model, image_size=image_size, dtype=dtype)
-    if (model.config["caption_dim"] is not None) != text:
-        kind, other = ("class labels", "ClassImagePipeline") if text else ("captions", "ImagePipeline")
-        path = transformer.path if isinstance(transformer, Checkpoint) else os.fspath(transformer)
-        raise ValueError(f"{path} draws from {kind}; load it with {other}.from_official.")
-    return model, tokenizer, official_defaults(model)
+    checkpoint = transformer if isinstance(transformer, Checkpoint) else read_checkpoint(transformer)
+    other, name = ("ClassImagePipeline", "ImagePipeline")[:: 1 if text else -1]
+    layouts = (family.layout for family in all_families() if family.layout and family.name != "LlamaGen")
+    files = (kind for layout in layouts for kind in layout.files if kind.role == "transformer")
+    kinds = [kind for kind in files if kind.pipeline in (name, other) and kind.fits(checkpoint.weights)]
+    if not kinds:
+        model, tokenizer = load_pair(checkpoint, vq_model, image_size=image_size, dtype=dtype)
+        defaults = official_defaults(model)
+        draws = name if (model.config["caption_dim"] is not None) == text else other
+    else:
+        model = kinds[0].function(kinds[0].load)(checkpoint, image_size=image_size, dtype=dtype)
+        tokenizer = load_tokenizer(vq_model, dtype=dtype)
+        sides = getattr(model, "control_size", None) or [model.grid.width * tokenizer.patch_size]
+        tokenizer.register_to_config(image_size=sides[0])
+        defaults, draws = dict(model.official_defaults), kinds[0].pipeline
+    if draws == other:
+        reads = "class labels" if text else "captions"
+        raise ValueError(f"{checkpoint.path} draws from {reads}; load it with {other}.from_official.")
+    return model, tokenizer, defaults
 
 
 def load_t5(

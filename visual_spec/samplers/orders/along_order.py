@@ -17,20 +17,24 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_guided, check_known_tokens, check_request, check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
-from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.noise import CHOICE, CounterNoise
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
+from visual_spec.samplers.orders.locality import locality_order
+
+LOCALITY = "locality"
+NAMED_ORDERS = (*FIXED_ORDERS, LOCALITY)
 
 
 def _check_slots(name: str, order: str | Sequence[int], settings: Mapping[str, Any]) -> None:
     if not isinstance(order, str) and sorted(order) != list(range(len(order))):
         raise ValueError(
-            f"order={order!r}; pass one of {', '.join(FIXED_ORDERS)}, or all slots of the grid in the order of "
+            f"order={order!r}; pass one of {', '.join(NAMED_ORDERS)}, or all slots of the grid in the order of "
             "decoding, each once."
         )
 
 
-SlotOrder = Annotated[str | Sequence[int], OneOf(FIXED_ORDERS), Within(0), _check_slots]
+SlotOrder = Annotated[str | Sequence[int], OneOf(NAMED_ORDERS), Within(0), _check_slots]
 S = TypeVar("S", bound=State)
 GuidanceStart = Annotated[float | None, Within(0, LARGEST, none="the law's guidance at every place")]
 
@@ -65,6 +69,10 @@ class AlongOrder(nn.Module):
         first: places that the prefill asks.
         ramp: guidance at the first place, and the guidance of the law, which is reached linearly after the last;
             None: the guidance of the law at every place.
+
+    Attributes:
+        grouped: whether places of one call are drawn together, those of the prefill among them.
+        ends_group: whether the places of the prefill have the guidance of the place after them.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class AlongOrder(nn.Module):
         self.vocab_size = model.vocab_size
         self.known: Tensor | None = None
         self.known_tokens: Tensor | None = None
+        self.grouped, self.ends_group = False, False
 
     def begin_with(self, known_tokens: Tensor) -> None:
         """Put the known slots of each row first, in their order among themselves; the prefill then feeds them.
@@ -97,13 +106,17 @@ class AlongOrder(nn.Module):
         beyond = torch.arange(length, length + window).expand(batch_size, -1)
         order = torch.cat([self.order.cpu(), beyond], 1)  # [B, L + window]
         rank = order[:, :length].argsort(1)
+        together = self.grouped and self.first > 1
+        more: Any = {"together": True} if together else {}  # which only a group of several needs
+        asked = order[:, : self.first]
         inner = self.model.prefill(
-            condition, batch_size=batch_size, guided=guided, window=window, asked=order[:, : self.first]
+            condition, batch_size=batch_size, guided=guided, window=window, asked=asked, **more
         )
         check_returned(check_guided(inner, guided).logits, batch_size, guided, self.first, self.vocab_size)
         device = inner.logits.device
         places = torch.arange(self.first, device=device).expand(batch_size, -1)
-        logits = self._ramped(inner.logits, places, guided)
+        levels = torch.full_like(places, self.first) if self.ends_group else places
+        logits = self._ramped(inner.logits, levels, guided)
         state = AlongOrderState(logits, guided, window, inner, order.to(device), rank.to(device))
         if self.known is not None and self.known_tokens is not None:
             known = self.known.to(device)[:, None]
@@ -112,12 +125,19 @@ class AlongOrder(nn.Module):
             fed = torch.where(fed < known, fed, length)
             tokens = F.pad(self.known_tokens.to(device), (0, 1)).gather(1, fed)
             seen = torch.cat([fed.clamp(max=known), known.expand(-1, self.first)], 1)
-            logits = self.ask(state, tokens, torch.cat([fed, known + places], 1), seen)
+            asked, levels = torch.cat([fed, known + places], 1), torch.cat([fed, known + levels], 1)
+            logits = self.ask(state, tokens, asked, seen, levels, together)
             state.logits = logits[:, fed.shape[1] :]
         return state
 
     def ask(
-        self, state: AlongOrderState, tokens: Tensor, places: Tensor, known: Tensor, together: bool = False
+        self,
+        state: AlongOrderState,
+        tokens: Tensor,
+        places: Tensor,
+        known: Tensor,
+        levels: Tensor | None = None,
+        together: bool = False,
     ) -> Tensor:
         """Predict places, and feed tokens at the first of them.
 
@@ -125,16 +145,17 @@ class AlongOrder(nn.Module):
             tokens: long [B, F].
             places: long [B, W].
             known: long [B, W], how many places of the order each position sees.
-            together: see `AnyOrderModel`; the ramp of guidance then goes by the places that are known.
+            levels: long [B, W], the place at which the ramp of guidance is read for each; None: its own.
+            together: see `AnyOrderModel`.
 
         Returns:
             logits [R, W, V].
         """
         seen = state.rank[:, None] < known[..., None]  # [B, W, L]
-        more = {"together": True} if together else {}  # which only a group of several needs
+        more: Any = {"together": True} if together else {}
         logits = self.model(state.inner, tokens, state.order.gather(1, places), seen=seen, **more)
         check_returned(logits, len(places), state.guided, places.shape[1], self.vocab_size)
-        return self._ramped(logits, known if together else places, state.guided)
+        return self._ramped(logits, places if levels is None else levels, state.guided)
 
     def _ramped(self, logits: Tensor, places: Tensor, guided: bool) -> Tensor:
         """Return logits [R, W, V] that the law guides as the ramp says at `places [B, W]`."""
@@ -199,16 +220,24 @@ class AlongOrderSampler(Sampler):
         if parts.get("known_tokens") is not None:
             check_known_tokens(model, parts["known_tokens"], batch_size)
         order, count = self.config.order, model.grid.num_tokens
+        if order == LOCALITY and model.grid.frames > 1:
+            raise ValueError(
+                f"order={order!r} is of one picture; the grid of {who} has {model.grid.frames} frames."
+            )
         if not isinstance(order, str) and len(order) != count:
             raise ValueError(
                 f"an order of {len(order)} slots for a grid of {count}; pass every slot of it once."
             )
 
     def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> AlongOrder:
-        order = slots_in_order(self.config.order, model.grid, keys)
+        order = self.order_of(model.grid, keys)
         start = self.config.guidance_start
         ramp = (start, law.guidance_scale) if start is not None and law.guided else None
         return AlongOrder(model, order, self.first_places(order.shape[1]), ramp)
+
+    def order_of(self, grid: TokenGrid, keys: Tensor) -> Tensor:
+        """Return the slots of each sample in the order of decoding, long [B, L]; see `slots_in_order`."""
+        return slots_in_order(self.config.order, grid, keys)
 
     def prefill(
         self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
@@ -232,15 +261,26 @@ class AlongOrderSampler(Sampler):
         return placed_in_grid(run.model.order, tokens, trace)
 
 
-def slots_in_order(order: SlotOrder, grid: TokenGrid, keys: Tensor) -> Tensor:
+def slots_in_order(
+    order: SlotOrder, grid: TokenGrid, keys: Tensor, sizes: Sequence[int] | None = None, repulsion: int = 0
+) -> Tensor:
     """Return the slots of each sample in the order of decoding, long [B, L], on the device of the keys.
 
-    `keys`: int64 [B], the keys of the samples: a random order depends on its sample only.
+    Args:
+        keys: int64 [B], the keys of the samples: a random order depends on its sample only.
+        sizes, repulsion: of the groups of "locality", see `locality_order`; None: one slot each.
     """
     if not isinstance(order, str):
         return torch.tensor(order, device=keys.device).expand(len(keys), -1)
     slots = torch.arange(grid.num_tokens, device=keys.device).expand(len(keys), -1)
     noise = CounterNoise(keys, keys.device)
+    if order == LOCALITY:
+        sizes = sizes or (1,) * grid.num_tokens
+        ties = (
+            torch.stack([noise.uniform(slots, CHOICE, call) for call in range(len(sizes))], 1).cpu().numpy()
+        )
+        found = [locality_order(sizes, grid.height, grid.width, tie, repulsion) for tie in ties]
+        return torch.tensor(found, device=keys.device)
     score = fixed_order(order, grid, Spans(slots.shape[1], 1), noise, slots)
     return score.sort(dim=1, descending=True, stable=True).indices
 

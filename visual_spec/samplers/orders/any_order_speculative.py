@@ -50,8 +50,7 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
     Args:
         num_drafts: tokens drafted after the one that a drafting call commits, at least 1. (The paper's k counts that
             one too.)
-        order: "random" (of each sample its own), "halton", "rolled_halton", "raster", or all slots of the grid in the
-            order of decoding.
+        order: as in `AnyOrderSampler`.
         acceptance: "identical" (the tokens of `AnyOrderSampler` for the same generator) or "exact" (its law).
         guidance_start: as in `AnyOrderSampler`.
     """
