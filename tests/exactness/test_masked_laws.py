@@ -250,7 +250,7 @@ def test_catches_the_surest_hidden_again(monkeypatch):
 
 
 def test_catches_the_score_of_the_filtered_law(monkeypatch):
-    monkeypatch.setattr(masking, "unfiltered_reference", lambda logits, slots, law, target: target)
+    monkeypatch.setattr(unmasking, "unfiltered_reference", lambda logits, slots, law, target: target)
     settings = dict(steps=3, clock="magnet", temperature="falling")
     assert check(monkeypatch, table(4, 3), dict(steps=2), TokenLaw(top_p=0.7)) > 1e-3
     monkeypatch.undo()

@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import (
     Spans,
-    draw_and_score,
     halton_order,
     hidden_counts,
     hidden_shares,
@@ -32,7 +32,7 @@ from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 from visual_spec.samplers.masked.presets import PRESETS
-from visual_spec.samplers.masked.unmasking import MaskedTrace
+from visual_spec.samplers.masked.unmasking import MaskedTrace, Unmasking
 
 # -- pieces -----------------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def test_the_entropy_bound_keeps_what_diffusers_keeps(bound):
     logits = 3 * torch.randn(4, 12, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     scheduler = EntropyBoundScheduler(entropy_bound=bound, t_max=1.0, t_min=1.0)
     accepted: Any = scheduler.step(logits, 0, torch.zeros(4, 12, dtype=torch.long)).accepted_index  # pyright: ignore
-    entropy = masking.entropy_of(logits.log_softmax(-1))
+    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
     stays = masking.beyond_entropy_bound(-entropy, entropy, torch.ones_like(accepted), bound)
     assert torch.equal(~stays, accepted)
     hidden = torch.zeros_like(accepted)
@@ -324,10 +324,11 @@ def test_greedy_draws_are_scored_by_the_law(dtype):
     logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(3)).to(dtype)
     slots = torch.arange(3).expand(1, -1)
     law = CheckedLaw(TokenLaw(guidance_scale=3.0, temperature=2.5), 3)
-    noise = CounterNoise(torch.tensor([5]), "cpu")
-    drawn, score, _ = draw_and_score(
-        law, noise, logits, slots, slots, 0, score="log_probability", filtered=False, greedy=True
-    )
+    run: Any = SimpleNamespace(law=law, noise=CounterNoise(torch.tensor([5]), "cpu"))
+    two_steps = dict(laws=[law.law] * 2, guided=[True] * 2, order=None, step=0)
+    stage: Any = SimpleNamespace(entries=slots, **two_steps)
+    loop = Unmasking(Schedule(), Choice(greedy=True), LawByStep())
+    drawn, score, _ = loop._draw(run, stage, logits, slots >= 0)
     guided = logits[1] + 3 * (logits[0] - logits[1])
     assert drawn[0].tolist() == guided.argmax(-1).tolist()
     assert score is not None

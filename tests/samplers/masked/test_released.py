@@ -65,7 +65,7 @@ def test_halton_draws_the_tokens_of_the_public_code(monkeypatch, largest, warmup
         return (laws.exp().cumsum(-1) < uniform(slots, round)[..., None]).sum(-1).clamp(max=CODES - 1)
 
     monkeypatch.setattr(CounterNoise, "categorical", drawn)
-    monkeypatch.setattr("visual_spec.samplers.core.masking.fits", lambda logits: False)
+    monkeypatch.setattr("visual_spec.samplers.masked.unmasking.fits", lambda logits: False)
     more: dict[str, Any] = dict(steps=STEPS, temperature="sharpening", last_temperature=1 / largest)
     sampler = PRESETS["halton"].sampler(**more, warmup=warmup)
     model: Any = Formula()

@@ -16,12 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.kernels.law import law_reference, unfiltered_reference
-from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core.checks import CheckedLaw
-from visual_spec.samplers.core.noise import CHOICE, RESIDUAL, TOKEN, CounterNoise
-from visual_spec.samplers.core.verification import fits
+from visual_spec.samplers.core.noise import CHOICE, CounterNoise
 
 # Schedules: the hidden share after the fraction `u` of a decode, falling from 1 to 0.
 SCHEDULES = {
@@ -119,84 +115,7 @@ class Spans:
         return spans.sum(-1) if rule == "sum" else spans.amax(-1)
 
 
-# -- draw and score ----------------------------------------------------------------------------------------------------
-
-
-def draw_and_score(
-    law: CheckedLaw,
-    noise: CounterNoise,
-    logits: Tensor,
-    slots: Tensor,
-    checked_slots: Tensor,
-    step: int,
-    *,
-    score: str | None,
-    filtered: bool,
-    score_temperature: float | None = None,
-    greedy: bool = False,
-    reads: str | None = None,
-    second: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Draw a token at every position and score each draw. On a GPU one kernel does both, except where something is read
-    of the laws and where `greedy`, `score_temperature` or `second` is set.
-
-    Args:
-        logits: [R, L, V], R = 2B if the law is guided, else B.
-        slots: long [B, L], counters of the noise.
-        checked_slots: long [B, L], the slots whose logits are checked; `law.num_tokens` marks those not checked.
-        step: round of the noise.
-        score: one of `SCORES` that depends on the law; None for no scores.
-        filtered: score by the law that the tokens are drawn from. False: by that law before top-k and top-p; greedy
-            draws are scored by the law of temperature 1, because under their own law all have probability 1.
-        score_temperature: score by the law of this temperature; None: the temperature of the law.
-        greedy: take the likeliest tokens, and score them by the law all the same.
-        reads: what to return of the laws: the "entropy" of the law that a token is drawn from, or the "gap" between the
-            two largest logits of the law that scores it. None: nothing.
-        second: score another draw, from the law that scores, in place of the token's own.
-
-    Returns:
-        Tokens, long [B, L]; scores [B, L], or None without a score; what is read, in nats [B, L], or None.
-    """
-    guided = law.law.guided
-    numbers = law.law.numbers(guided, logits.shape[-1])
-    own_score = score is not None and score_temperature is not None
-    if fits(logits) and score != "entropy" and not (greedy or reads or own_score or second):
-        drawn, log_probs, log_kept, finite = masked_sample(
-            logits, noise.keys, slots, numbers, stream=TOKEN, round=step
-        )
-        law.remember(~finite, checked_slots)
-        sure = log_probs if filtered else log_probs + log_kept
-        return drawn, None if score is None else sure if score == "log_probability" else sure.exp(), None
-    target = law(logits, checked_slots, guided)  # [B, L, V]
-    if greedy:
-        # By the logits themselves: a low temperature rounds the likeliest tokens to the same probability.
-        drawn = law_reference(logits, checked_slots, numbers._replace(temperature=0.0)).argmax(-1)
-    else:
-        drawn = noise.categorical(target, slots, TOKEN, step)
-    read = entropy_of(target) if reads == "entropy" else None
-    if score is None and reads != "gap":
-        return drawn, None, read
-    scored = target
-    if score_temperature is not None:
-        numbers = numbers._replace(temperature=score_temperature)
-        scored = law_reference(logits, checked_slots, numbers)
-    if not filtered:
-        scored = unfiltered_reference(logits, checked_slots, numbers, scored)
-    if reads == "gap":
-        first, second_best = scored.topk(2, -1).values.unbind(-1)
-        read = first - second_best
-    if score is None:
-        return drawn, None, read
-    if score == "entropy":
-        return drawn, -entropy_of(scored), read
-    shown = noise.categorical(scored, slots, RESIDUAL, step) if second else drawn
-    log_probability = scored.gather(-1, shown[..., None])[..., 0]
-    return drawn, log_probability if score == "log_probability" else log_probability.exp(), read
-
-
-def entropy_of(log_probs: Tensor) -> Tensor:
-    """Return the entropies, in nats [B, L], of laws [B, L, V]."""
-    return torch.special.entr(log_probs.exp()).sum(-1)
+# -- scores ------------------------------------------------------------------------------------------------------------
 
 
 def mixed(log_probability: Tensor, other: Tensor, share: float) -> Tensor:

@@ -89,7 +89,11 @@ class Schedule:
 
     @cached_property
     def reads(self) -> str | None:
-        """What a rule reads of the laws, see `draw_and_score`."""
+        """What a rule reads of the laws; None: nothing.
+
+        The "entropy" of the law that a token is drawn from, or the "gap" between the two largest logits of the law that
+        scores it.
+        """
         return {"entropy_bound": "entropy", "commit_gaps": "gap"}.get(self.rule or "")
 
     def refused(
@@ -221,6 +225,8 @@ class LawByStep:
             temperature /= 1 + (1 / self.last_temperature - 1) * past
         if step < self.warmup:
             temperature *= 2
+        if (scale, temperature) == (law.guidance_scale, law.temperature):
+            return law  # its numbers are known
         return replace(law, guidance_scale=scale, temperature=temperature)
 
     def earned(self, law: TokenLaw, logits: Tensor, hidden: Tensor, before: Tensor | None) -> Tensor:

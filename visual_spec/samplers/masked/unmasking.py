@@ -9,22 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.law import law_reference, unfiltered_reference
+from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.core.masked_protocol import Rescorer
 from visual_spec.samplers.core.checks import check_allowed, check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import (
     FIXED_ORDERS,
     Spans,
-    draw_and_score,
     fixed_order,
     hidden_counts,
     hidden_shares,
     least_sure,
     mixed,
 )
-from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT
+from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, TOKEN
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, DivergenceMeter
+from visual_spec.samplers.core.verification import fits
 from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 
 
@@ -79,7 +81,7 @@ class CodebookStage:
         shares: hidden share of the tokens before every step.
         counts: long [B] each, the number of hidden units before every step, and 0 after the last.
         entries, units: long [B, L] and [B, U], counter slots.
-        laws: of every step.
+        laws, guided: of every step, and whether its logits hold unconditional rows.
         noise: scale of the noise on the score at every step.
         order: [B, U], scores that keep units in an order that is known before the draw; None: draws are scored.
         step: index of the current step.
@@ -95,6 +97,7 @@ class CodebookStage:
     entries: Tensor
     units: Tensor
     laws: list[TokenLaw]
+    guided: list[bool]
     noise: list[float]
     order: Tensor | None
     step: int = 0
@@ -175,8 +178,7 @@ class Unmasking:
         stage, spans, tokens = state.stage, state.spans, state.tokens[..., codebook]  # the tokens are a view
         assert stage is not None
         stage.step, last = step, step + 1 == steps
-        run.law.law = law = stage.laws[step]
-        guided = law.guided
+        run.law.law, guided = stage.laws[step], stage.guided[step]
 
         # The model scores all slots. After the last guided call its state needs no unconditional rows.
         cache = state.cache if guided or state.conditional is None else state.conditional()
@@ -186,28 +188,22 @@ class Unmasking:
         logits = logits if guided else logits[: run.batch_size]  # [R, L, V]
         run.lap("model")
 
-        # Draw the hidden tokens. The last step keeps all, whatever their score.
+        # Draw the hidden tokens, and score the units [B, U].
         drawing = stage.unknown & spans.spread(stage.hidden)  # [B, L]
         if self.by_step.credit:
-            logits = self._credited(law, stage, logits, drawing)
-        score = None if last or stage.order is not None else self.choice.score
-        drawn, score, read = draw_and_score(
-            run.law,
-            run.noise,
-            logits,
-            stage.entries,
-            torch.where(drawing, stage.entries, run.law.num_tokens),
-            step,
-            score=score,
-            filtered=self.choice.filtered_score,
-            score_temperature=self.choice.score_temperature,
-            reads=None if last else self.schedule.reads,
-            greedy=self.choice.greedy,
-            second=self.choice.second_draw,
-        )
+            logits = self._credited(stage.laws[step], stage, logits, drawing)
+        drawn, score, read = self._draw(run, stage, logits, drawing)
         tokens.copy_(torch.where(drawing, drawn, tokens))
+        if score is None:  # all are kept, or an order decides
+            scores = stage.hidden.float() if stage.order is None else stage.order
+        else:
+            if run.parts.get("rescorer") is not None:
+                score = self._rescored(run, score, state.tokens, codebook)
+            scores = spans.score(score, drawing, self.span_score)
+            if self.choice.choice_temperature:
+                gumbel = run.noise.gumbel(stage.units, 1, CHOICE, step, scores.dtype)[..., 0]
+                scores = scores + stage.noise[step] * gumbel
 
-        scores = self._scored(run, state, stage, score, drawing)  # [B, U]
         # Keep the units of highest score: as many as the schedule says, or as a rule allows.
         if self.schedule.rule is None:
             state.target_calls += 1
@@ -224,19 +220,65 @@ class Unmasking:
             state.meter.measure(run, state, cache, logits, kept)
             run.lap(MEASURE)
 
-    def _scored(
-        self, run: Run, state: MaskedRunState, stage: CodebookStage, score: Tensor | None, drawing: Tensor
-    ) -> Tensor:
-        """Scores [B, U] of units, with noise that fades, from scores [B, L] of the draws; None: all, or an order."""
+    def _draw(
+        self, run: Run, stage: CodebookStage, logits: Tensor, drawing: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Draw a token at every position and score each draw.
+
+        On a GPU one kernel does both, except where something is read of the laws and where `greedy`,
+        `score_temperature` or `second_draw` is set.
+
+        Args:
+            logits: [R, L, V], R = 2B if the step is guided, else B.
+            drawing: bool [B, L], the positions whose logits are checked.
+
+        Returns:
+            Tokens, long [B, L]; scores [B, L], or None: the last step keeps all, whatever their score, and an order is
+            no score; and what the schedule reads of the laws, in nats [B, L], or None.
+        """
+        choice, law, noise, slots, step = self.choice, run.law, run.noise, stage.entries, stage.step
+        last, guided = step + 1 == len(stage.laws), stage.guided[step]
+        score = None if last or stage.order is not None else choice.score
+        reads = None if last else self.schedule.reads
+        checked = torch.where(drawing, slots, law.num_tokens)
+        numbers = law.numbers(logits, checked, guided)
+        own_score = score is not None and choice.score_temperature is not None
+        if (
+            fits(logits)
+            and score != "entropy"
+            and not (choice.greedy or reads or own_score or choice.second_draw)
+        ):
+            drawn, log_probs, log_kept, finite = masked_sample(
+                logits, noise.keys, slots, numbers, stream=TOKEN, round=step
+            )
+            law.remember(~finite, checked)
+            sure = log_probs if choice.filtered_score else log_probs + log_kept
+            return drawn, None if score is None else sure if score == "log_probability" else sure.exp(), None
+        target = law(logits, checked, guided)  # [B, L, V]
+        if choice.greedy:
+            # By the logits themselves: a low temperature rounds the likeliest tokens to the same probability.
+            drawn = law_reference(logits, checked, numbers._replace(temperature=0.0)).argmax(-1)
+        else:
+            drawn = noise.categorical(target, slots, TOKEN, step)
+        read = torch.special.entr(target.exp()).sum(-1) if reads == "entropy" else None
+        if score is None and reads != "gap":
+            return drawn, None, read
+        scored = target
+        if choice.score_temperature is not None:
+            numbers = numbers._replace(temperature=choice.score_temperature)
+            scored = law_reference(logits, checked, numbers)
+        if not choice.filtered_score:
+            scored = unfiltered_reference(logits, checked, numbers, scored)
+        if reads == "gap":
+            first, second = scored.topk(2, -1).values.unbind(-1)
+            read = first - second
         if score is None:
-            return stage.hidden.float() if stage.order is None else stage.order
-        if run.parts.get("rescorer") is not None:
-            score = self._rescored(run, score, state.tokens, stage.codebook)
-        scores = state.spans.score(score, drawing, self.span_score)
-        if not self.choice.choice_temperature:
-            return scores
-        gumbel = run.noise.gumbel(stage.units, 1, CHOICE, stage.step, scores.dtype)[..., 0]
-        return scores + stage.noise[stage.step] * gumbel
+            return drawn, None, read
+        if score == "entropy":
+            return drawn, -torch.special.entr(scored.exp()).sum(-1), read
+        shown = noise.categorical(scored, slots, RESIDUAL, step) if choice.second_draw else drawn
+        log_probability = scored.gather(-1, shown[..., None])[..., 0]
+        return drawn, log_probability if score == "log_probability" else log_probability.exp(), read
 
     def _begin_codebook(self, run: Run, state: MaskedRunState, codebook: int, steps: int) -> CodebookStage:
         grid, spans, schedule, by_step = run.model.grid, state.spans, self.schedule, self.by_step
@@ -250,6 +292,7 @@ class Unmasking:
         hidden, units, score = spans.any(unknown), counters(spans.count), self.choice.score
         shares, left = hidden_shares(schedule.schedule, schedule.clock, steps), self.left(steps)
         scale, in_order = self.choice.choice_temperature, score in FIXED_ORDERS
+        laws = [by_step.law(run.law_given, share, step, left) for step, share in enumerate(shares)]
         return CodebookStage(
             codebook=codebook,
             unknown=unknown,
@@ -261,7 +304,8 @@ class Unmasking:
             ],
             entries=counters(grid.num_tokens),
             units=units,
-            laws=[by_step.law(run.law_given, share, step, left) for step, share in enumerate(shares)],
+            laws=laws,
+            guided=[law.guided for law in laws],
             noise=[scale * share for share in left] if scale else [],
             order=fixed_order(score, grid, spans, run.noise, units) if in_order else None,
         )
