@@ -18,11 +18,12 @@ from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import of_settings
-from visual_spec.samplers.core import masking, verification
+from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.acceptance import Relaxation
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import rule_of
 from visual_spec.samplers.core.trace import SampleResult
+from visual_spec.samplers.masked import unmasking
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.policies import LawByStep, Schedule
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
@@ -47,11 +48,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for module, name in (*OPERATORS, (masking, "masked_sample")):
+    for module, name in (*OPERATORS, (unmasking, "masked_sample")):
         monkeypatch.setattr(module, name, watched(module, name))
     monkeypatch.setattr(neighbour_mass, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(verification, "fits", lambda logits: logits.dtype != torch.float64)
-    monkeypatch.setattr(masking, "fits", lambda logits: logits.dtype != torch.float64)
+    monkeypatch.setattr(unmasking, "fits", lambda logits: logits.dtype != torch.float64)
     return names
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from torch import Tensor, arange
+from torch import arange
 
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.core.settings import AUTO, MOST_CALLS, SHARE, Graph, Within, register_to_config
@@ -13,7 +13,6 @@ from visual_spec.prototype.reuse.recap import full_calls, last_of_group
 from visual_spec.samplers.continuous.base import Eta, FinalNoise, Guidance, HeadSteps, Order
 from visual_spec.samplers.continuous.conditions import checked, step_edges
 from visual_spec.samplers.continuous.continuous import ContinuousSampler, PlainState
-from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run
 
 REUSE = ("reuse", "reuse_from", "local_levels")
@@ -97,9 +96,6 @@ class ReusingContinuousSampler(ContinuousSampler):
                 "its calls; leave reuse out."
             )
 
-    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> Any:
-        return ReusingMAR(model) if self.config.reuse else model
-
     def shapes(self, model: Any) -> Any:
         """The shape of each call of a decode, the first included: `ReusedShape`s where calls are reused."""
         shapes = super().shapes(model)
@@ -121,6 +117,7 @@ class ReusingContinuousSampler(ContinuousSampler):
 
     def prepare(self, run: Run) -> PlainState:
         if self.config.reuse:
+            run.model = ReusingMAR(run.model)
             run.model.holds = self.shapes(run.model)[0].keep
         return super().prepare(run)
 
