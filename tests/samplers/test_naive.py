@@ -23,6 +23,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.policies import Choice
+from visual_spec.samplers.naive import continuous, masked, next_token
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
@@ -205,8 +206,14 @@ def test_continuous(scale):
 
 
 def test_a_page_fits_a_screen():
-    for name, page in vars(naive).items():
-        if inspect.isfunction(page) and page.__module__ == naive.__name__:
-            lines = inspect.getsource(page).split('"""')
-            code = [line for part in lines[::2] for line in part.splitlines() if line.strip()]
-            assert len(code) <= 40, name
+    pages = [
+        (name, page)
+        for module in (continuous, masked, next_token)
+        for name, page in vars(module).items()
+        if inspect.isfunction(page) and page.__module__ == module.__name__
+    ]
+    assert {page for _, page in pages} >= {getattr(naive, name) for name in naive.__all__}
+    for name, page in pages:
+        lines = inspect.getsource(page).split('"""')
+        code = [line for part in lines[::2] for line in part.splitlines() if line.strip()]
+        assert len(code) <= 40, name

@@ -1,41 +1,24 @@
-"""The methods of this package, each as one plain function: the paper as code, for one sample, without its speed.
-
-Read them before the samplers. A function takes what a sampler takes, on the same contracts: a model with its `prefill`
-and its call (`visual_spec.models.core.protocol`), the probability distribution of a token (`TokenLaw`, "law"), and the
-noise of one sample (`CounterNoise`). The samplers add batches, static shapes, caches that are not fed twice, kernels
-and the trace. For the same noise they return the same tokens: these functions are the references of their tests. Call
-them under `torch.no_grad()`.
-
-Two words. A *target* law is the model's own law of a slot. A *draft* is a token that was proposed for a slot, and its
-law is the one that it was truly drawn from. Laws are log-probabilities; tokens are long [1, N], laws [1, N, V].
-"""
+"""Next-token models: plain decoding, Jacobi decoding, drafts in chains and trees, columns, any order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.models.core.continuous import CausalContinuousModel, guided
-from visual_spec.models.core.masked_protocol import MaskedModel
 from visual_spec.models.core.orders import AnyOrderModel
-from visual_spec.models.core.protocol import ColumnModel, NextTokenModel, ScaleModel, ScaleTokenizer
+from visual_spec.models.core.protocol import ColumnModel, NextTokenModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import (
     ACCEPT,
-    CHAIN,
     CHOICE,
     DRAFT,
-    PROPOSAL,
     RESIDUAL,
     TOKEN,
     CounterNoise,
-    rounds_of,
 )
 
 # The probability, [1, 1], of keeping a draft, from the laws [1, 1, V] of target and draft, and the draft [1, 1].
@@ -45,9 +28,6 @@ Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
 def slots_from(first: int, stop: int) -> Tensor:
     """The slots from `first` to `stop - 1`, long [1, N]."""
     return torch.arange(first, stop)[None]
-
-
-# -- next-token models -------------------------------------------------------------------------------------------------
 
 
 def autoregressive(model: NextTokenModel, condition: Any, law: TokenLaw, noise: CounterNoise) -> Tensor:
@@ -401,235 +381,3 @@ def any_order(
         at = slots_from(place, place + 1)
         tokens = torch.cat([tokens, noise.categorical(law(logits, law.guided, at), at, TOKEN)], 1)
     return torch.empty_like(tokens).scatter(1, order, tokens)
-
-
-# -- masked models -----------------------------------------------------------------------------------------------------
-
-
-def maskgit(
-    model: MaskedModel,
-    condition: Any,
-    law: TokenLaw,
-    noise: CounterNoise,
-    steps: int = 8,
-    choice_temperature: float = 0.0,
-) -> Tensor:
-    """MaskGIT: Chang et al., CVPR 2022, section 3.2. Returns tokens [1, L].
-
-    A step draws all hidden tokens, keeps the likeliest draws, and hides the others again; a cosine says how many. The
-    likelihood is that of the law before top-k and top-p, with Gumbel noise that fades.
-    """
-    state = model.prepare(condition, batch_size=1, guided=law.guided)
-    slots, count = slots_from(0, model.grid.num_tokens), model.grid.num_tokens
-    tokens = torch.full_like(slots, model.mask_id)
-    for step in range(steps):
-        logits, hidden = model(state, tokens[..., None], 0), tokens == model.mask_id
-        drawn = noise.categorical(law(logits, law.guided, slots), slots, TOKEN, step)
-        likely = replace(law, top_k=0, top_p=1.0)(logits, law.guided, slots)
-        score = likely.gather(-1, drawn[..., None])[..., 0]
-        fading = choice_temperature * (1 - (step + 1) / steps)
-        score = score + fading * noise.gumbel(slots, 1, CHOICE, step, score.dtype)[..., 0]
-        share = math.cos(math.pi / 2 * (step + 1) / steps)
-        count = 0 if step + 1 == steps else max(1, min(count - 1, math.floor(share * slots.shape[1] + 1e-9)))
-        tokens = torch.where(hidden, drawn, tokens)
-        unsure = score.masked_fill(~hidden, math.inf).argsort(dim=1, stable=True)[:, :count]
-        tokens = tokens.scatter(1, unsure, model.mask_id)
-    return tokens
-
-
-def magnet(
-    model: MaskedModel,
-    condition: Any,
-    law: TokenLaw,
-    noise: CounterNoise,
-    steps: Sequence[int] = (20, 10, 10, 10),
-    span: int = 3,
-) -> Tensor:
-    """MAGNeT: Ziv et al., ICLR 2024, section 3, with the schedule of its public code. Returns tokens [1, L, K].
-
-    Codebooks are decoded one after the other. Spans of tokens are kept or hidden together; a span is as sure as its
-    surest token. Guidance falls with the hidden share, and the temperature with the steps.
-    """
-    state = model.prepare(condition, batch_size=1, guided=law.guided)
-    length, books = model.grid.num_tokens, model.grid.codebooks
-    slots, spans = slots_from(0, length), -(-length // span)
-    tokens = torch.full((1, length, books), model.mask_id)
-    for book, calls in enumerate(steps):
-        hidden, entries, count = torch.ones(1, spans, dtype=torch.bool), slots * books + book, spans
-        shares = [max(0.0, math.cos(math.pi / 2 * step / max(calls - 1, 1))) for step in range(calls)]
-        for step, share in enumerate(shares):
-            cooler = max(law.temperature * (1 - (step + 1) / calls), 0.01)
-            scale = share * law.guidance_scale + (1 - share) if law.guided else 1.0
-            now = replace(law, guidance_scale=scale, temperature=cooler)
-            logits = model(state, tokens, book)
-            logits = logits if now.guided else logits[:1]  # without the unconditional rows
-            drawn = noise.categorical(now(logits, now.guided, slots), entries, TOKEN, step)
-            likely = replace(now, top_k=0, top_p=1.0)(logits, now.guided, slots)
-            open_tokens = hidden.repeat_interleave(span, 1)[:, :length]
-            score = likely.gather(-1, drawn[..., None])[..., 0].masked_fill(~open_tokens, -math.inf)
-            score = F.pad(score, (0, spans * span - length), value=-math.inf)
-            score = score.view(1, spans, span).amax(-1).masked_fill(~hidden, math.inf)
-            following = [*shares, 0.0][step + 1]
-            count = max(step + 1 < calls, min(count, math.floor(following * spans + 1e-9)))
-            tokens[..., book] = torch.where(open_tokens, drawn, tokens[..., book])
-            hidden = torch.zeros_like(hidden).scatter(1, score.argsort(dim=1, stable=True)[:, :count], True)
-            again = hidden.repeat_interleave(span, 1)[:, :length]
-            tokens[..., book] = tokens[..., book].masked_fill(again, model.mask_id)
-    return tokens
-
-
-# -- next-scale models -------------------------------------------------------------------------------------------------
-
-
-def collaborative(
-    large: ScaleModel,
-    small: ScaleModel,
-    tokenizer: ScaleTokenizer,
-    condition: Any,
-    law: TokenLaw,
-    noise: CounterNoise,
-    num_draft_scales: int,
-) -> Tensor:
-    """Collaborative decoding (CoDe): Chen et al. 2025, section 3.2. Returns the tokens of all scales, [1, slots].
-
-    The large model draws the first scales, the small one the rest. Guidance grows linearly from none at the first scale
-    to the law's at the last (VAR: Tian et al. 2024). With one model in both places this is VAR's own sampling.
-    """
-    model, last = large, len(tokenizer.scales) - 1
-    state = large.prefill(condition, batch_size=1, guided=law.guided)
-    logits, maps, parts, first = state.logits, [], [], 0
-    canvas = tokenizer.begin(1, logits.device, logits.dtype)
-    for scale in range(last + 1):
-        if scale == num_draft_scales:
-            model, state = small, small.prefill(condition, batch_size=1, guided=law.guided, maps=maps)
-            logits = state.logits
-        elif scale:
-            logits = model(state, maps[-1], scale)
-        now = replace(law, guidance_scale=1 + (law.guidance_scale - 1) * scale / last) if law.guided else law
-        slots = slots_from(first, first := first + logits.shape[1])
-        logits = logits if now.guided else logits[:1]  # without the unconditional rows
-        parts.append(noise.categorical(now(logits, now.guided, slots), slots, TOKEN))
-        canvas = tokenizer.accumulate(canvas, scale, parts[-1])
-        if scale < last:
-            maps.append(tokenizer.next_map(canvas, scale + 1))
-    return torch.cat(parts, 1)
-
-
-# -- continuous tokens -------------------------------------------------------------------------------------------------
-
-
-class Chain:
-    """The chain of normal laws by which a model draws the token of one slot: points [1, d], from noise to token.
-
-    Args:
-        z: [R, dim], the condition of the slot, conditional row first.
-    """
-
-    def __init__(
-        self,
-        model: CausalContinuousModel,
-        z: Tensor,
-        law: TokenLaw,
-        slot: int,
-        levels: int,
-        eta: float,
-        end: float,
-    ) -> None:
-        self.model, self.z, self.law, self.levels, self.end = model, z, law, levels, end
-        self.schedule = model.schedule(levels, eta)
-        self.scale = (
-            1 + (law.guidance_scale - 1) * (slot + 1) / model.grid.num_tokens
-        )  # grows along the picture
-        self.place = model.places[slot].view(1, 1)
-
-    def step(self, x: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the point after x."""
-        modulations = self.model.head.modulations(self.z, self.schedule.times[level : level + 1])[0]
-        output = self.model.head.denoise(x.expand(len(self.z), -1).to(self.z.dtype), modulations)
-        if self.law.guided:
-            output = guided(output, self.scale, x.shape[-1])
-        mean, sigma = self.schedule.kernel(x, level, output.to(x.dtype))
-        sigma = sigma if level else torch.full_like(mean, self.end)
-        return mean, sigma * self.law.temperature
-
-    def draw(self, noise: CounterNoise, stream: int, attempt: int | None = None) -> list[Tensor]:
-        """All points of a chain, the token last."""
-        d, dtype = self.model.token_dim, torch.promote_types(self.z.dtype, torch.float32)
-        tried = None if attempt is None else torch.tensor([[attempt]])
-        points = [noise.normal(self.place, d, stream, rounds_of(self.levels, tried), dtype)[0]]
-        for level in reversed(range(self.levels)):
-            mean, sigma = self.step(points[-1], level)
-            points.append(
-                mean + sigma * noise.normal(self.place, d, stream, rounds_of(level, tried), dtype)[0]
-            )
-        return points
-
-    def log_density(self, points: list[Tensor]) -> float:
-        """Of a whole chain after its start, up to a constant."""
-        total = 0.0
-        for level, (x, following) in zip(
-            reversed(range(self.levels)), zip(points, points[1:], strict=False), strict=True
-        ):
-            mean, sigma = (one.double() for one in self.step(x, level))
-            total -= float((0.5 * ((following.double() - mean) / sigma).square() + sigma.log()).sum())
-        return total
-
-
-def continuous_speculative(
-    model: CausalContinuousModel,
-    drafter: CausalContinuousModel,
-    condition: Any,
-    law: TokenLaw,
-    noise: CounterNoise,
-    num_drafts: int = 4,
-    **chain: Any,
-) -> tuple[Tensor, int]:
-    """Speculative decoding of continuous tokens, with the whole denoising chain as the event. Lossless.
-
-    Wang et al., "Continuous speculative decoding for autoregressive image generation", 2411.11925, compare densities of
-    the chains that draw a draft. Here the ratio of the whole chains decides, and a refused draft is replaced by
-    rejection from (target - draft)+, so no approximation is left. Returns tokens [1, L, d] and the model's calls.
-
-    Args:
-        chain: `levels`, `eta` and `end`, the standard deviation of the last level's noise, see `Chain`.
-    """
-    length = model.grid.num_tokens
-    state = model.prefill(condition, batch_size=1, guided=law.guided, window=length)
-    small = drafter.prefill(condition, batch_size=1, guided=law.guided, window=length)
-    tokens, calls = Chain(model, state.conditions, law, 0, **chain).draw(noise, CHAIN)[-1][None], 1
-
-    def after(network: Any, cache: Any, text: Tensor) -> Chain:
-        """The chain of the slot after a text. The sampler scores all slots of the window in one call."""
-        z = network(cache, text.to(network.dtype), slots_from(0, text.shape[1]))[:, -1]
-        return Chain(network, z, law, text.shape[1], **chain)
-
-    while (done := tokens.shape[1]) < length:
-        text, drafted = tokens, []
-        for _ in range(min(num_drafts, length - done)):
-            drafted.append((own := after(drafter, small, text), own.draw(noise, DRAFT)))
-            text = torch.cat([text, drafted[-1][1][-1][None]], 1)
-        calls, kept = calls + 1, True
-        for draft, points in drafted:
-            target = after(model, state, tokens)
-            ratio = target.log_density(points) - draft.log_density(points)
-            kept = float(noise.uniform(target.place, ACCEPT, 0, torch.float64).log()) < ratio
-            points = points if kept else replacement(target, draft, noise)
-            tokens = torch.cat([tokens, points[-1][None]], 1)
-            if not kept:
-                break
-        if kept and tokens.shape[1] < length:
-            tokens = torch.cat([tokens, after(model, state, tokens).draw(noise, CHAIN)[-1][None]], 1)
-    return tokens, calls
-
-
-def replacement(target: Chain, draft: Chain, noise: CounterNoise) -> list[Tensor]:
-    """A chain from (target - draft)+, normalised: chains of the target, each kept with probability 1 - draft / target,
-    until one is."""
-    attempt = 0
-    while True:
-        points = target.draw(noise, RESIDUAL, attempt)
-        ratio = draft.log_density(points) - target.log_density(points)
-        round = rounds_of(0, torch.tensor([[attempt]]))
-        if float(noise.uniform(target.place, PROPOSAL, round, torch.float64)) < -math.expm1(min(ratio, 0.0)):
-            return points
-        attempt += 1
