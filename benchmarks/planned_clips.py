@@ -30,8 +30,8 @@ from visual_spec.eval.intervals import mean_figure, ratio_figure, rounded
 from visual_spec.files.documents import write_json
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.video_files import pixels_of
+from visual_spec.prototype.segments import draw_segments
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked.segments import draw_segments
 
 NAMES_OF_ROWS = ("frame after frame", "planned", "untrained")
 LAW = TokenLaw(temperature=0.7)

@@ -53,6 +53,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "samplers.continuous.flow_scales": "flowar.sampler",
         "samplers.distilled": "students.sampler",
         "samplers.masked.recap": "reuse.recap",
+        "samplers.masked.segments": "segments",
         "samplers.masked.self_speculative": "self_speculative.sampler",
         "samplers.orders.parallel_jacobi": "parallel_jacobi",
         "samplers.raster.columns_drafted": "drafted_columns.sampler",

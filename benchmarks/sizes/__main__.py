@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.sizes import models
 from benchmarks.sizes import music as music_sizes
 from benchmarks.sizes import speech as speech_sizes
 from benchmarks.sizes import video as video_sizes
@@ -23,7 +24,6 @@ from benchmarks.sizes.call_profile import profile_calls
 from benchmarks.sizes.next_token import Middle
 from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import official_sizes
 from visual_spec.files.documents import json_text, write_json
 from visual_spec.pipelines.placing import choose_device
 from visual_spec.samplers.core.law import TokenLaw
@@ -58,8 +58,8 @@ def video(size: str, args: argparse.Namespace, where: dict[str, Any]) -> Rows:
 @torch.no_grad()
 def profile(size: str, args: argparse.Namespace, where: dict[str, Any]) -> Rows:
     """Kernels, gaps and the longest kernels of a call of a next-token model, by PyTorch's profiler."""
-    official = official_sizes.official_model(size)
-    official_sizes.fill(official, **where)
+    official = models.official_model(size)
+    models.fill(official, **where)
     law = TokenLaw(guidance_scale=official.guidance_scale, top_k=official.top_k)
     setting, middle = parse_setting(args.sampler, law, 0), Middle(official.model, 16)
     condition = official.condition(args.batch)

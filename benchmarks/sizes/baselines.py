@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.eval.speed.official_sizes import OfficialModel
+from benchmarks.sizes.models import OfficialModel
 from visual_spec.models.core.transformers_cache import CACHE, ImagePrompt
 from visual_spec.samplers.core.law import TokenLaw
 

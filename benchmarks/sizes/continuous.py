@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.sizes.models import fill_at_random
 from benchmarks.sizes.next_token import time_sampler
 from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings
 from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.speed.official_sizes import fill_at_random
-from visual_spec.eval.speed.tables import CONTINUOUS
-from visual_spec.eval.tables import table
+from visual_spec.eval.speed.tables import FLOOR, PHASES
+from visual_spec.eval.tables import column, table
 from visual_spec.eval.timing import Report
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
@@ -40,6 +40,18 @@ CALLS = 8  # that are timed
 SIZES = {f"mar-{size.lower()}": size for size in PRESETS}
 # Options of `visual-spec bench` that these rows do not have.
 _OTHERS = ("samplers", "windows", "guidance_scales", "temperature", "top_k", "top_p", "image_size")
+
+CONTINUOUS = [
+    column("sampler", "{}", "name"),
+    column("batch", "{}", "batch_size"),
+    column("calls", "{}", "calls_per_image"),
+    column("MB/call", "{:.0f}", "weight_bytes", times=1e-6),
+    column("GFLOP/call", "{:.1f}", "flops_per_call", times=1e-9),
+    column("ms/call", "{:.2f}", "ms_per_call.p50"),
+    FLOOR,
+    PHASES[0],
+    column("ms/picture", "{:.0f}", "ms_per_image.p50"),
+]
 
 
 def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.sizes import models
 from benchmarks.sizes.baselines import Baseline, baselines_of, time_baseline
+from benchmarks.sizes.models import OfficialModel
 from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings, settings_for
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.eval.speed import official_sizes
 from visual_spec.eval.speed.groups import read_groups
-from visual_spec.eval.speed.official_sizes import OfficialModel
 from visual_spec.eval.speed.rounds import with_graphs
-from visual_spec.eval.speed.tables import STATED
-from visual_spec.eval.tables import table
+from visual_spec.eval.speed.tables import FLOOR, PEAK, PHASES, SETTING, WINDOW
+from visual_spec.eval.tables import column, table
 from visual_spec.eval.timing import Report, add_floors
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.placing import choose_device
@@ -36,6 +36,23 @@ from visual_spec.samplers.core.graph import can_record, forget
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.registry import RASTER, by_class
+
+# Of official sizes with a stated acceptance. A star marks what follows from it.
+STATED = [
+    *SETTING,
+    WINDOW,
+    column("ms/call p50", "{:.2f}", "ms_per_call.p50"),
+    column("p20 - p80", "{:.2f} - {:.2f}", "ms_per_call.p20", "ms_per_call.p80"),
+    FLOOR,
+    *PHASES,
+    column("prefill ms", "{:.1f}", "prefill_ms"),
+    PEAK,
+    column("calls*", "{:.0f}", "calls_per_image"),
+    column("tokens/call*", "{:.2f}", "tokens_per_call"),
+    column("ms/image*", "{:.0f}", "ms_per_image.p50"),
+    column("image p20 - p80*", "{:.0f} - {:.0f}", "ms_per_image.p20", "ms_per_image.p80"),
+    column("speed-up*", "{:.2f}x", "speed_up"),
+]
 
 
 def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:
@@ -51,7 +68,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         ValueError: settings that cannot be read or timed, a size that is unknown, or does not fit the device; before
             anything is allocated.
     """
-    official = official_sizes.official_model(args.model, args.image_size)
+    official = models.official_model(args.model, args.image_size)
     args.image_size = official.image_size
     groups = read_groups(args, settings_of_size(official))
     for settings in groups:
@@ -63,7 +80,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
     window = max(window_of(setting) for settings in groups for setting in settings)
     whole = needed(batch_size, window)
     measure.refuse_what_does_not_fit(whole, device, at=needed, batch_size=batch_size, window=window)
-    official_sizes.fill(official, dtype=dtype, device=device, seed=args.seed)
+    models.fill(official, dtype=dtype, device=device, seed=args.seed)
     if args.fuse_projections:
         from visual_spec.models.core.projections import fuse_projections
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.sizes import continuous, next_token
+from benchmarks.sizes import continuous, next_token, scales
 from visual_spec.commands import bench
 from visual_spec.commands.options import command
-from visual_spec.eval.speed import scale_bench
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_size(args: argparse.Namespace) -> tuple[str, Any, Any]:
-    kinds: dict[str, tuple[str, Any]] = {"var": ("scales", scale_bench), "mar": ("vectors", continuous)}
+    kinds: dict[str, tuple[str, Any]] = {"var": ("scales", scales), "mar": ("vectors", continuous)}
     unit, home = kinds.get(args.model.partition("-")[0], ("tokens", next_token))
     return unit, home, None
 

@@ -18,9 +18,9 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor
 
+from benchmarks.sizes.models import fill_at_random
 from visual_spec.eval import measure
 from visual_spec.eval.intervals import quantiles
-from visual_spec.eval.speed.official_sizes import fill_at_random
 from visual_spec.eval.timing import Report
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.pipelines.chunk_video import read_policy

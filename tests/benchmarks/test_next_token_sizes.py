@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import JanusForConditionalGeneration
 
+from benchmarks.sizes import models, official
 from benchmarks.sizes import next_token as official_bench
-from benchmarks.sizes import official
 from tests.helpers.bench import benched
 from tests.helpers.official import add_tiny_presets
 from tests.helpers.official_sizes import tiny as tiny_of
 from visual_spec.eval import measure
-from visual_spec.eval.speed import official_sizes, plain_loops
+from visual_spec.eval.speed import plain_loops
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -31,7 +31,7 @@ def tiny_presets(monkeypatch):
 
 
 def tiny(name="llamagen-tiny", dtype=torch.float32) -> Any:
-    return official_sizes.fill(official_sizes.official_model(name, 64), dtype=dtype, device=CPU).model
+    return models.fill(models.official_model(name, 64), dtype=dtype, device=CPU).model
 
 
 def run(capsys, *arguments):
@@ -85,7 +85,7 @@ def test_measured_calls_and_stated_acceptance_give_the_picture(capsys, name):
 def test_models_of_transformers_have_the_rows_of_today_beside_ours(
     capsys, monkeypatch, tmp_path, family, plain
 ):
-    monkeypatch.setitem(official_sizes.TRANSFORMERS, "tiny", lambda size: tiny_of(family))
+    monkeypatch.setitem(models.TRANSFORMERS, "tiny", lambda size: tiny_of(family))
     plot = tmp_path / "roof.svg"
     arguments = ["--slots", "5", "--samplers", JACOBI, "--guidance-scales", "3", "--plot", str(plot)]
     document, table, _ = run(capsys, "--model", "tiny", *arguments)
@@ -112,7 +112,7 @@ def test_models_of_transformers_have_the_rows_of_today_beside_ours(
 
 
 def test_baselines_that_do_not_fit_or_do_not_apply_are_said_to_be_left_out(capsys, monkeypatch):
-    monkeypatch.setitem(official_sizes.TRANSFORMERS, "tiny", lambda size: tiny_of("chameleon"))
+    monkeypatch.setitem(models.TRANSFORMERS, "tiny", lambda size: tiny_of("chameleon"))
     arguments = ["--model", "tiny", "--slots", "4", "--samplers", JACOBI, "--windows", "2"]
     document, _, _ = run(capsys, *arguments, "--batch-sizes", "1", "2")
     left = {"name": "official loop", "batch_size": 2, "guidance_scale": 1.0}
@@ -132,7 +132,7 @@ def test_baselines_that_do_not_fit_or_do_not_apply_are_said_to_be_left_out(capsy
 
 def test_a_baseline_that_fails_costs_its_row_only(capsys, monkeypatch):
     """As `generate` of another version of transformers."""
-    monkeypatch.setitem(official_sizes.TRANSFORMERS, "tiny", lambda size: tiny_of("janus"))
+    monkeypatch.setitem(models.TRANSFORMERS, "tiny", lambda size: tiny_of("janus"))
 
     def fails(*args: Any, **settings: Any) -> None:
         raise TypeError("missing 1 required positional argument")
@@ -192,11 +192,11 @@ def test_the_middle_of_the_grid_is_what_is_timed(sampler):
 
 
 def test_needed_memory_is_what_the_model_and_its_cache_take():
-    official = official_sizes.official_model("llamagen-tiny-t2i", 64)
+    official = models.official_model("llamagen-tiny-t2i", 64)
     settings: dict[str, Any] = dict(batch_size=2, window=3)
     needed = official.needed_bytes(dtype=torch.float32, guided=True, **settings)
     half = official.needed_bytes(dtype=torch.bfloat16, guided=False, **settings)
-    model = official_sizes.fill(official, dtype=torch.float32, device=CPU).model
+    model = models.fill(official, dtype=torch.float32, device=CPU).model
     assert needed["weights"] == sum(parameter.nbytes for parameter in model.parameters())
     state = model.prefill(official.condition(2), batch_size=2, guided=True, window=3)
     assert needed["cache"] == state.cache.nbytes
@@ -213,7 +213,7 @@ def test_needed_memory_is_what_the_model_and_its_cache_take():
     ],
 )
 def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch, gigabytes, arguments, message):
-    monkeypatch.setattr(official_sizes, "fill", lambda *_, **__: pytest.fail("made"))
+    monkeypatch.setattr(models, "fill", lambda *_, **__: pytest.fail("made"))
     monkeypatch.setattr(measure, "available_memory", lambda device: gigabytes * 10**9)
     with pytest.raises(ValueError, match=message):
         start = ["--model", "llamagen-7b", "--device", "cpu", "--batch-sizes", "1"]
@@ -270,7 +270,7 @@ def test_weights_are_random_of_the_asked_kind_and_the_same_every_time():
     ],
 )
 def test_bad_options_are_refused_before_anything_is_made(arguments, message, monkeypatch):
-    monkeypatch.setattr(official_sizes, "fill", lambda *_, **__: pytest.fail("made"))
+    monkeypatch.setattr(models, "fill", lambda *_, **__: pytest.fail("made"))
     with pytest.raises(ValueError, match=message):
         official.main(["--device", "cpu", *arguments])
 

@@ -70,20 +70,9 @@ if triton is not None:
 
     @triton.jit
     def _clustered_kernel(
-        out,
-        target,
-        draft_law,
-        width,
-        target_sample,
-        target_row,
-        draft_sample,
-        draft_row,
-        drafts,
-        clusters,
-        vocab_size,
-        TILE: tl.constexpr,
-        TILES: tl.constexpr,
-    ):
+        out, target, draft_law, width, target_sample, target_row, draft_sample, draft_row, drafts, clusters,
+        vocab_size, TILE: tl.constexpr, TILES: tl.constexpr,
+    ):  # fmt: skip
         place = tl.program_id(0).to(tl.int64)
         target += place // width * target_sample + place % width * target_row
         draft_law += place // width * draft_sample + place % width * draft_row

@@ -121,21 +121,10 @@ def draw_reference(
 
 @triton_op("visual_spec::draw", mutates_args=())
 def _draw_op(
-    logits: Tensor,
-    keys: Tensor,
-    slots: Tensor,
-    round: Tensor | None,
-    stream: int,
-    guided: bool,
-    guidance_scale: float,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    first: int,
-    stop: int,
-    guidance_until: int,
+    logits: Tensor, keys: Tensor, slots: Tensor, round: Tensor | None, stream: int, guided: bool,
+    guidance_scale: float, temperature: float, top_k: int, top_p: float, first: int, stop: int, guidance_until: int,
     margins: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guidance_until)
     if not on_gpu(logits):
         return draw_reference(logits, keys, slots, round, stream, law, margins)
@@ -180,25 +169,10 @@ def whole_draw_triton(
     logits = rows_of_numbers(logits)
     with torch.cuda.device_of(logits):
         launcher(_draw_kernel)[(slots.numel(),)](
-            tokens,
-            finite,
-            margin,
-            logits,
-            keys.contiguous(),
-            slots,
-            slots if round is None else round,
-            *slots.shape,
-            logits.stride(0),
-            logits.stride(1),
-            *kernel_numbers(law),
-            STREAM=stream,
-            ROUNDS=round is not None,
-            MARGINS=margins,
-            **kernel_switches(law),
-            TILE=TILE,
-            TILES=tiles(law, TILE),
-            num_warps=WARPS,
-        )
+            tokens, finite, margin, logits, keys.contiguous(), slots, slots if round is None else round, *slots.shape,
+            logits.stride(0), logits.stride(1), *kernel_numbers(law), STREAM=stream, ROUNDS=round is not None,
+            MARGINS=margins, **kernel_switches(law), TILE=TILE, TILES=tiles(law, TILE), num_warps=WARPS,
+        )  # fmt: skip
     return tokens, finite, margin
 
 
@@ -250,34 +224,11 @@ if triton is not None:
 
     @triton.jit
     def _draw_kernel(
-        tokens,
-        finite,
-        margin,
-        logits,
-        keys,
-        slots,
-        round,
-        batch_size,
-        window,
-        row_stride,
-        column_stride,
-        first,
-        stop,
-        scale,
-        inverse,
-        top_k,
-        top_p,
-        until,
-        STREAM: tl.constexpr,
-        ROUNDS: tl.constexpr,
-        MARGINS: tl.constexpr,
-        GUIDED: tl.constexpr,
-        GREEDY: tl.constexpr,
-        TOP_K: tl.constexpr,
-        TOP_P: tl.constexpr,
-        TILE: tl.constexpr,
+        tokens, finite, margin, logits, keys, slots, round, batch_size, window, row_stride, column_stride, first,
+        stop, scale, inverse, top_k, top_p, until, STREAM: tl.constexpr, ROUNDS: tl.constexpr, MARGINS: tl.constexpr,
+        GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, TILE: tl.constexpr,
         TILES: tl.constexpr,
-    ):
+    ):  # fmt: skip
         infinity = float("inf")
         place = tl.program_id(0).to(tl.int64)  # sample * window + position
         sample = place // window

@@ -141,22 +141,10 @@ def grouped_mass_triton(
     rows = law_rows(target, draft_law)
     with torch.cuda.device_of(target):
         launcher(_grouped_kernel)[(drafts.numel(),)](
-            out,
-            *rows,
-            drafts.contiguous(),
-            codebook,
-            target.shape[-1],
-            codebook.shape[1],
-            gap,
-            distance,
-            BELOW=size // 2,
-            ABOVE=(size - 1) // 2,
-            DISTANCE=distance < float("inf"),
-            DIM=power_of_two(codebook.shape[1]),
-            TILE=TILE,
-            TILES=-(-target.shape[-1] // TILE),
-            num_warps=WARPS,
-        )
+            out, *rows, drafts.contiguous(), codebook, target.shape[-1], codebook.shape[1], gap, distance,
+            BELOW=size // 2, ABOVE=(size - 1) // 2, DISTANCE=distance < float("inf"),
+            DIM=power_of_two(codebook.shape[1]), TILE=TILE, TILES=-(-target.shape[-1] // TILE), num_warps=WARPS,
+        )  # fmt: skip
     return out
 
 
@@ -167,19 +155,9 @@ if triton is not None:
 
     @triton.jit
     def _member(
-        ids,
-        is_finite,
-        target,
-        draft_law,
-        codebook,
-        draft,
-        own,
-        dim,
-        gap,
-        distance,
-        DISTANCE: tl.constexpr,
+        ids, is_finite, target, draft_law, codebook, draft, own, dim, gap, distance, DISTANCE: tl.constexpr,
         DIM: tl.constexpr,
-    ):
+    ):  # fmt: skip
         """Return what a token adds to the masses of the group: zero unless it was found and is a member."""
         score = tl.load(target + ids, mask=is_finite, other=-float("inf"))
         label = tl.load(draft_law + ids, mask=is_finite, other=-float("inf"))
@@ -195,27 +173,10 @@ if triton is not None:
 
     @triton.jit
     def _grouped_kernel(
-        out,
-        target,
-        draft_law,
-        width,
-        target_sample,
-        target_row,
-        draft_sample,
-        draft_row,
-        drafts,
-        codebook,
-        vocab_size,
-        dim,
-        gap,
-        distance,
-        BELOW: tl.constexpr,
-        ABOVE: tl.constexpr,
-        DISTANCE: tl.constexpr,
-        DIM: tl.constexpr,
-        TILE: tl.constexpr,
-        TILES: tl.constexpr,
-    ):
+        out, target, draft_law, width, target_sample, target_row, draft_sample, draft_row, drafts, codebook,
+        vocab_size, dim, gap, distance, BELOW: tl.constexpr, ABOVE: tl.constexpr, DISTANCE: tl.constexpr,
+        DIM: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    ):  # fmt: skip
         infinity = float("inf")
         place = tl.program_id(0).to(tl.int64)
         target += place // width * target_sample + place % width * target_row
@@ -245,19 +206,8 @@ if triton is not None:
             low = tl.max(next_low)
             low_id = tl.max(tl.where(next_low == low, next_low_id, -1))
             more, label = _member(
-                low_id,
-                low > -infinity,
-                target,
-                draft_law,
-                codebook,
-                draft,
-                own,
-                dim,
-                gap,
-                distance,
-                DISTANCE,
-                DIM,
-            )
+                low_id, low > -infinity, target, draft_law, codebook, draft, own, dim, gap, distance, DISTANCE, DIM,
+            )  # fmt: skip
             target_mass += more
             draft_mass += label
             high = tl.min(next_high)

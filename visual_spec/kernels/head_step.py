@@ -235,25 +235,12 @@ def head_step_triton(
                 *entry, down, down_bias, modulations, *sizes, shift + 2 * width, **more
             )
         launcher(_final_kernel)[(-(-count // _FEWEST),)](
-            *outputs,
-            hidden,
-            x,
-            last,
-            last_bias,
-            modulations,
-            x if scales is None else scales.to(torch.float32).contiguous(),
-            law,
-            x if noise is None else noise.to(torch.float32).contiguous(),
-            *sizes,
-            size - 2 * width,
-            law.stride(0),
-            law.stride(1),
-            GUIDED=scales is not None,
-            LEARNED=len(last) == 2 * dim,
-            NOISY=noise is not None,
-            ROWS=_FEWEST,
-            **shape | dict(READ=_READ // 2),
-        )
+            *outputs, hidden, x, last, last_bias, modulations,
+            x if scales is None else scales.to(torch.float32).contiguous(), law,
+            x if noise is None else noise.to(torch.float32).contiguous(), *sizes, size - 2 * width, law.stride(0),
+            law.stride(1), GUIDED=scales is not None, LEARNED=len(last) == 2 * dim, NOISY=noise is not None,
+            ROWS=_FEWEST, **shape | dict(READ=_READ // 2),
+        )  # fmt: skip
     return outputs
 
 

@@ -85,17 +85,9 @@ def lantern_mass_triton(
     rows = law_rows(target, draft_law)
     with torch.cuda.device_of(target):
         launcher(_lantern_kernel)[(drafts.numel(),)](
-            out,
-            *rows,
-            drafts.contiguous(),
-            neighbours.contiguous(),
-            target.shape[-1],
-            neighbours.shape[1],
-            limit,
-            FIXED=fixed,
-            COUNT=power_of_two(neighbours.shape[1]),
-            num_warps=1,
-        )
+            out, *rows, drafts.contiguous(), neighbours.contiguous(), target.shape[-1], neighbours.shape[1], limit,
+            FIXED=fixed, COUNT=power_of_two(neighbours.shape[1]), num_warps=1,
+        )  # fmt: skip
     return out
 
 
@@ -106,22 +98,9 @@ if triton is not None:
 
     @triton.jit
     def _lantern_kernel(
-        out,
-        target,
-        draft_law,
-        width,
-        target_sample,
-        target_row,
-        draft_sample,
-        draft_row,
-        drafts,
-        neighbours,
-        vocab_size,
-        count,
-        limit,
-        FIXED: tl.constexpr,
-        COUNT: tl.constexpr,
-    ):
+        out, target, draft_law, width, target_sample, target_row, draft_sample, draft_row, drafts, neighbours,
+        vocab_size, count, limit, FIXED: tl.constexpr, COUNT: tl.constexpr,
+    ):  # fmt: skip
         place = tl.program_id(0).to(tl.int64)
         target += place // width * target_sample + place % width * target_row
         draft_law += place // width * draft_sample + place % width * draft_row

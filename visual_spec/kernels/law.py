@@ -359,16 +359,9 @@ if triton is not None:
 
     @triton.jit
     def filter_law(
-        row,
-        numbers,
-        GUIDED: tl.constexpr,
-        GREEDY: tl.constexpr,
-        TOP_K: tl.constexpr,
-        TOP_P: tl.constexpr,
-        PEAK: tl.constexpr,
-        TILE: tl.constexpr,
-        TILES: tl.constexpr,
-    ):
+        row, numbers, GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+        PEAK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    ):  # fmt: skip
         """Return the smallest logit that is kept; and, if PEAK or a filter needs it, the largest one and its id."""
         _, _, _, _, top_k, top_p, _ = numbers
         least = -float("inf")

@@ -70,20 +70,9 @@ def masked_sample_reference(
 
 @triton_op("visual_spec::masked_sample", mutates_args=())
 def _masked_sample_op(
-    logits: Tensor,
-    keys: Tensor,
-    slots: Tensor,
-    round: Tensor,
-    stream: int,
-    guided: bool,
-    guidance_scale: float,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    first: int,
-    stop: int,
-    guidance_until: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, keys: Tensor, slots: Tensor, round: Tensor, stream: int, guided: bool, guidance_scale: float,
+    temperature: float, top_k: int, top_p: float, first: int, stop: int, guidance_until: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guidance_until)
     by = masked_sample_triton if on_gpu(logits) else masked_sample_reference
     return by(logits, keys, slots, round, stream, law)
@@ -108,24 +97,10 @@ def masked_sample_triton(
     logits = rows_of_numbers(logits)
     with torch.cuda.device_of(logits):
         launcher(_masked_kernel)[(slots.numel(),)](
-            tokens,
-            log_probs,
-            log_kept,
-            finite,
-            logits,
-            keys.contiguous(),
-            slots,
-            round,
-            *slots.shape,
-            logits.stride(0),
-            logits.stride(1),
-            *kernel_numbers(law),
-            STREAM=stream,
-            **kernel_switches(law),
-            TILE=TILE,
-            TILES=tiles(law, TILE),
-            num_warps=WARPS,
-        )
+            tokens, log_probs, log_kept, finite, logits, keys.contiguous(), slots, round, *slots.shape,
+            logits.stride(0), logits.stride(1), *kernel_numbers(law), STREAM=stream, **kernel_switches(law),
+            TILE=TILE, TILES=tiles(law, TILE), num_warps=WARPS,
+        )  # fmt: skip
     return tokens, log_probs, log_kept, finite
 
 
@@ -138,33 +113,10 @@ if triton is not None:
 
     @triton.jit
     def _masked_kernel(
-        tokens,
-        log_probs,
-        log_kept,
-        finite,
-        logits,
-        keys,
-        slots,
-        round,
-        batch_size,
-        window,
-        row_stride,
-        column_stride,
-        first,
-        stop,
-        scale,
-        inverse,
-        top_k,
-        top_p,
-        until,
-        STREAM: tl.constexpr,
-        GUIDED: tl.constexpr,
-        GREEDY: tl.constexpr,
-        TOP_K: tl.constexpr,
-        TOP_P: tl.constexpr,
-        TILE: tl.constexpr,
-        TILES: tl.constexpr,
-    ):
+        tokens, log_probs, log_kept, finite, logits, keys, slots, round, batch_size, window, row_stride,
+        column_stride, first, stop, scale, inverse, top_k, top_p, until, STREAM: tl.constexpr, GUIDED: tl.constexpr,
+        GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    ):  # fmt: skip
         infinity = float("inf")
         place = tl.program_id(0).to(tl.int64)  # sample * window + position
         sample = place // window

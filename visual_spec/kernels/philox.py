@@ -238,17 +238,8 @@ if triton is not None:
 
     @triton.jit
     def _philox_kernel(
-        out,
-        keys,
-        slots,
-        rounds,
-        stream,
-        first_block,
-        window,
-        count,
-        NORMAL: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        out, keys, slots, rounds, stream, first_block, window, count, NORMAL: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         place = tl.program_id(0).to(tl.int64)  # row * window + position
         block = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         # Integers equal to 1 arrive as constants; adding a tensor gives each argument one known type.
@@ -362,15 +353,7 @@ def _fill(
     kernel: Any = _philox_kernel
     with torch.cuda.device_of(out):
         kernel[grid](
-            out,
-            keys.contiguous(),
-            slots.contiguous(),
-            rounds,
-            stream,
-            first_block,
-            window,
-            count,
-            NORMAL=normal,
+            out, keys.contiguous(), slots.contiguous(), rounds, stream, first_block, window, count, NORMAL=normal,
             BLOCK=_BLOCK,
-        )
+        )  # fmt: skip
     return out

@@ -119,23 +119,11 @@ def rotary_write_triton(
         return queries
     with torch.cuda.device_of(projected):
         launcher(_rotary_write_kernel)[(rows * window, -(-heads // _HEADS))](
-            queries,
-            keys,
-            values,
-            projected.contiguous(),
-            cosine.contiguous(),
-            sine.contiguous(),
-            places.contiguous(),
-            window,
-            heads - 2 * keys.shape[1],
-            keys.shape[1],
-            0 if len(cosine) == 1 else window * dim,
-            *keys.stride()[:3],
-            DIM=dim,
-            HEADS=_HEADS,
-            WIDTH=1 << (dim - 1).bit_length(),
-            num_warps=4,
-        )
+            queries, keys, values, projected.contiguous(), cosine.contiguous(), sine.contiguous(),
+            places.contiguous(), window, heads - 2 * keys.shape[1], keys.shape[1],
+            0 if len(cosine) == 1 else window * dim, *keys.stride()[:3], DIM=dim, HEADS=_HEADS,
+            WIDTH=1 << (dim - 1).bit_length(), num_warps=4,
+        )  # fmt: skip
     return queries
 
 

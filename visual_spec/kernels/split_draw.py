@@ -57,42 +57,17 @@ def split_draw_triton(
     between = raced, numbers, ids
     with torch.cuda.device_of(logits):
         launcher(_split_kernel)[(count, chunks)](
-            *between,
-            logits,
-            keys.contiguous(),
-            slots,
-            slots if round is None else round,
-            *slots.shape,
-            logits.stride(0),
-            logits.stride(1),
-            *kernel_numbers(law),
-            STREAM=stream,
-            ROUNDS=round is not None,
-            MARGINS=margins,
-            GUIDED=switches["GUIDED"],
-            GREEDY=switches["GREEDY"],
-            FILTERED=filtered,
-            CHUNK=CHUNK,
-            CHUNKS=chunks,
-            num_warps=_CHUNK_WARPS,
-        )
+            *between, logits, keys.contiguous(), slots, slots if round is None else round, *slots.shape,
+            logits.stride(0), logits.stride(1), *kernel_numbers(law), STREAM=stream, ROUNDS=round is not None,
+            MARGINS=margins, GUIDED=switches["GUIDED"], GREEDY=switches["GREEDY"], FILTERED=filtered, CHUNK=CHUNK,
+            CHUNKS=chunks, num_warps=_CHUNK_WARPS,
+        )  # fmt: skip
         launcher(_merge_kernel)[(count,)](
-            tokens,
-            finite,
-            margin,
-            *between,
-            law.first,
-            law.stop,
-            *kernel_numbers(law)[4:6],
-            MARGINS=margins,
-            **{name: switches[name] for name in ("GREEDY", "TOP_K", "TOP_P")},
-            CHUNK=CHUNK,
-            CHUNKS=chunks,
-            PADDED=1 << (chunks - 1).bit_length(),
-            TILE=TILE,
-            TILES=tiles(law, TILE),
+            tokens, finite, margin, *between, law.first, law.stop, *kernel_numbers(law)[4:6], MARGINS=margins,
+            **{name: switches[name] for name in ("GREEDY", "TOP_K", "TOP_P")}, CHUNK=CHUNK, CHUNKS=chunks,
+            PADDED=1 << (chunks - 1).bit_length(), TILE=TILE, TILES=tiles(law, TILE),
             num_warps=WARPS if filtered else 1,
-        )
+        )  # fmt: skip
     return tokens, finite, margin
 
 

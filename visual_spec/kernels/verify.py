@@ -39,20 +39,10 @@ _NO_STREAM = -1
 
 
 def verify(
-    logits: Tensor,
-    drafts: Tensor,
-    stored_laws: Tensor,
-    draft_laws: Tensor,
-    keys: Tensor,
-    slots: Tensor,
-    law: LawNumbers,
-    *,
-    round: int | Tensor,
-    accept_stream: int,
-    residual_stream: int,
-    draw_stream: int | None = None,
+    logits: Tensor, drafts: Tensor, stored_laws: Tensor, draft_laws: Tensor, keys: Tensor, slots: Tensor,
+    law: LawNumbers, *, round: int | Tensor, accept_stream: int, residual_stream: int, draw_stream: int | None = None,
     draw_round: int | Tensor = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Test the drafts of a window, replace the refused ones, and draw the slots anew from their laws.
 
     Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023.
@@ -96,75 +86,29 @@ def verify(
             "step: `TokenLaw`, `exact_acceptance`, `residual` and `CounterNoise`, as samplers do."
         )
     return _verify_op(
-        logits,
-        drafts,
-        stored_laws,
-        draft_laws,
-        keys,
-        slots,
-        as_round(round, slots),
-        as_round(draw_round, slots),
-        accept_stream,
-        residual_stream,
-        _NO_STREAM if draw_stream is None else draw_stream,
-        *law,
-    )
+        logits, drafts, stored_laws, draft_laws, keys, slots, as_round(round, slots), as_round(draw_round, slots),
+        accept_stream, residual_stream, _NO_STREAM if draw_stream is None else draw_stream, *law,
+    )  # fmt: skip
 
 
 @triton_op("visual_spec::verify", mutates_args=())
 def _verify_op(
-    logits: Tensor,
-    drafts: Tensor,
-    stored_laws: Tensor,
-    draft_laws: Tensor,
-    keys: Tensor,
-    slots: Tensor,
-    round: Tensor,
-    draw_round: Tensor,
-    accept_stream: int,
-    residual_stream: int,
-    draw_stream: int,
-    guided: bool,
-    guidance_scale: float,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    first: int,
-    stop: int,
-    guidance_until: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, drafts: Tensor, stored_laws: Tensor, draft_laws: Tensor, keys: Tensor, slots: Tensor,
+    round: Tensor, draw_round: Tensor, accept_stream: int, residual_stream: int, draw_stream: int, guided: bool,
+    guidance_scale: float, temperature: float, top_k: int, top_p: float, first: int, stop: int, guidance_until: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guidance_until)
     return verify_triton(
-        logits,
-        drafts,
-        stored_laws,
-        draft_laws,
-        keys,
-        slots,
-        round,
-        draw_round,
-        accept_stream,
-        residual_stream,
-        draw_stream,
-        law,
-    )
+        logits, drafts, stored_laws, draft_laws, keys, slots, round, draw_round, accept_stream, residual_stream,
+        draw_stream, law,
+    )  # fmt: skip
 
 
 @_verify_op.register_fake
 def _verify_outputs(
-    logits: Tensor,
-    drafts: Tensor,
-    stored_laws: Tensor,
-    draft_laws: Tensor,
-    keys: Tensor,
-    slots: Tensor,
-    round: Tensor,
-    draw_round: Tensor,
-    accept_stream: int,
-    residual_stream: int,
-    draw_stream: int,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, drafts: Tensor, stored_laws: Tensor, draft_laws: Tensor, keys: Tensor, slots: Tensor,
+    round: Tensor, draw_round: Tensor, accept_stream: int, residual_stream: int, draw_stream: int, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     like = partial(torch.empty_like, slots)
     laws = slots.new_empty(*slots.shape, logits.shape[-1], dtype=torch.float32)
     drawn = slots.new_empty(len(slots), 0 if draw_stream == _NO_STREAM else slots.shape[1])
@@ -172,19 +116,9 @@ def _verify_outputs(
 
 
 def verify_triton(
-    logits: Tensor,
-    drafts: Tensor,
-    stored_laws: Tensor,
-    draft_laws: Tensor,
-    keys: Tensor,
-    slots: Tensor,
-    round: Tensor,
-    draw_round: Tensor,
-    accept_stream: int,
-    residual_stream: int,
-    draw_stream: int,
-    law: LawNumbers,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, drafts: Tensor, stored_laws: Tensor, draft_laws: Tensor, keys: Tensor, slots: Tensor,
+    round: Tensor, draw_round: Tensor, accept_stream: int, residual_stream: int, draw_stream: int, law: LawNumbers,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`verify` by the Triton kernel."""
     slots, vocab_size = slots.contiguous(), logits.shape[-1]
     tensors = (logits, drafts, stored_laws, draft_laws, keys, slots, round, draw_round)
@@ -194,32 +128,13 @@ def verify_triton(
     logits, stored_laws = rows_of_numbers(logits), rows_of_numbers(stored_laws)
     with torch.cuda.device_of(logits):
         launcher(_verify_kernel)[(slots.numel(),)](
-            *outputs,
-            logits,
-            drafts.contiguous(),
-            stored_laws,
-            draft_laws.contiguous(),
-            keys.contiguous(),
-            slots,
-            round,
-            draw_round,
-            *slots.shape,
-            logits.stride(0),
-            logits.stride(1),
-            stored_laws.stride(0),
-            stored_laws.stride(1),
-            vocab_size,
-            *kernel_numbers(law),
-            math.log(law.stop - law.first),
-            ACCEPT_STREAM=accept_stream,
-            RESIDUAL_STREAM=residual_stream,
-            DRAW_STREAM=draw_stream,
-            **kernel_switches(law),
-            TILE=TILE,
-            TILES=tiles(law, TILE),
-            ALL_TILES=-(-vocab_size // TILE),
+            *outputs, logits, drafts.contiguous(), stored_laws, draft_laws.contiguous(), keys.contiguous(), slots,
+            round, draw_round, *slots.shape, logits.stride(0), logits.stride(1), stored_laws.stride(0),
+            stored_laws.stride(1), vocab_size, *kernel_numbers(law), math.log(law.stop - law.first),
+            ACCEPT_STREAM=accept_stream, RESIDUAL_STREAM=residual_stream, DRAW_STREAM=draw_stream,
+            **kernel_switches(law), TILE=TILE, TILES=tiles(law, TILE), ALL_TILES=-(-vocab_size // TILE),
             num_warps=WARPS,
-        )
+        )  # fmt: skip
     return outputs
 
 
@@ -259,45 +174,12 @@ if triton is not None:
 
     @triton.jit
     def _verify_kernel(
-        laws,
-        accept,
-        tokens,
-        drawn,
-        finite,
-        logits,
-        drafts,
-        stored_laws,
-        draft_laws,
-        keys,
-        slots,
-        round,
-        draw_round,
-        batch_size,
-        window,
-        row_stride,
-        column_stride,
-        law_row_stride,
-        law_column_stride,
-        vocab_size,
-        first,
-        stop,
-        scale,
-        inverse,
-        top_k,
-        top_p,
-        until,
-        log_allowed,
-        ACCEPT_STREAM: tl.constexpr,
-        RESIDUAL_STREAM: tl.constexpr,
-        DRAW_STREAM: tl.constexpr,
-        GUIDED: tl.constexpr,
-        GREEDY: tl.constexpr,
-        TOP_K: tl.constexpr,
-        TOP_P: tl.constexpr,
-        TILE: tl.constexpr,
-        TILES: tl.constexpr,
-        ALL_TILES: tl.constexpr,
-    ):
+        laws, accept, tokens, drawn, finite, logits, drafts, stored_laws, draft_laws, keys, slots, round, draw_round,
+        batch_size, window, row_stride, column_stride, law_row_stride, law_column_stride, vocab_size, first, stop,
+        scale, inverse, top_k, top_p, until, log_allowed, ACCEPT_STREAM: tl.constexpr, RESIDUAL_STREAM: tl.constexpr,
+        DRAW_STREAM: tl.constexpr, GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr,
+        TOP_P: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ALL_TILES: tl.constexpr,
+    ):  # fmt: skip
         infinity = float("inf")
         place = tl.program_id(0).to(tl.int64)  # sample * window + position
         sample = place // window

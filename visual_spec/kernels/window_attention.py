@@ -171,18 +171,9 @@ def window_attention_triton(
             num_warps=8 if dim % 16 else warps,  # loaded number by number
         )
         launcher(_combine_kernel)[(rows * window * heads,)](
-            mixed,
-            parts,
-            masses,
-            places,
-            heads,
-            chunk,
-            splits,
-            DIM=dim,
-            WIDTH=width,
-            SPLITS=1 << (splits - 1).bit_length(),
-            num_warps=2,
-        )
+            mixed, parts, masses, places, heads, chunk, splits, DIM=dim, WIDTH=width,
+            SPLITS=1 << (splits - 1).bit_length(), num_warps=2,
+        )  # fmt: skip
     return mixed
 
 

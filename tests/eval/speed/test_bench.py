@@ -20,7 +20,7 @@ from visual_spec.eval import draws, machine, measure, timing
 from visual_spec.eval.intervals import quantiles, ratio_with_error
 from visual_spec.eval.settings import parse_setting
 from visual_spec.eval.speed import plain_loops, rounds
-from visual_spec.eval.speed.official_sizes import described
+from visual_spec.eval.speed.call_cost import cost_of
 from visual_spec.eval.speed.plain_loops import NO_CACHE, STRAIGHT
 from visual_spec.files import whole
 from visual_spec.models.core.protocol import TokenGrid
@@ -238,7 +238,7 @@ def test_the_standard_error_of_tokens_per_call_agrees_with_the_jackknife():
 @pytest.mark.parametrize("guided", [False, True])
 def test_bytes_of_a_call_are_weights_and_half_the_cache(guided):
     transformer = tiny_transformer()
-    official = described(transformer)
+    official = cost_of(transformer)
     assert official is not None
     with torch.no_grad():
         weights, cache = official.call_bytes(batch_size=3, guided=guided)

@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 
-from benchmarks.sizes import official
+from benchmarks.sizes import official, scales
 from tests.helpers.bench import benched, check_times
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_scales import TINY_VQ, tiny_scale_pipeline
 from visual_spec.commands import bench
 from visual_spec.eval import measure
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import rounds, scale_bench, scale_cost
+from visual_spec.eval.speed import rounds, scale_cost
 from visual_spec.eval.timing import Decoded, time_rounds
 from visual_spec.models.next_scale import var
 from visual_spec.models.next_scale.scale_budget import cache_bytes
@@ -193,7 +193,7 @@ def test_next_token_models_are_not_counted(tmp_path):
 
 def test_what_does_not_fit_the_device_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr(measure, "available_memory", lambda device: 10**4)
-    monkeypatch.setattr(scale_bench, "random_pipeline", lambda *_, **__: pytest.fail("made"))
+    monkeypatch.setattr(scales, "random_pipeline", lambda *_, **__: pytest.fail("made"))
     with pytest.raises(ValueError, match=r"GB \(weights"):
         official.main(["--device", "cpu", "--model", "var-large"])
 

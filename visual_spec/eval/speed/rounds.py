@@ -31,9 +31,9 @@ from visual_spec.eval.media import show
 from visual_spec.eval.pair import paired
 from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
 from visual_spec.eval.speed import plain_loops
+from visual_spec.eval.speed.call_cost import cost_of
 from visual_spec.eval.speed.curve import curve
 from visual_spec.eval.speed.groups import read_groups
-from visual_spec.eval.speed.official_sizes import described
 from visual_spec.eval.speed.tables import COLUMNS, TOKENS, curve_table
 from visual_spec.eval.tables import table
 from visual_spec.eval.timing import (
@@ -380,12 +380,12 @@ def call_costs(model: Any, setting: Setting, batch_size: int) -> dict[str, int |
     They are known for our own architecture in raster order. None for a model of another order, whose calls differ from
     step to step, and for other people's models.
     """
-    official = described(model)
-    if official is None or trained_order(model) != RASTER_ORDER:
+    cost = cost_of(model)
+    if cost is None or trained_order(model) != RASTER_ORDER:
         return {"weight_bytes": None, "cache_bytes": None, "flops_per_call": None}
     guided, window = setting.law.guided, setting.window
-    weights, cache = official.call_bytes(batch_size=batch_size, guided=guided)
+    weights, cache = cost.call_bytes(batch_size=batch_size, guided=guided)
     flops = None  # of a window that changes from call to call
     if window is None or isinstance(window, int):
-        flops = official.call_flops(weights, batch_size=batch_size, guided=guided, window=window or 1)
+        flops = cost.call_flops(weights, batch_size=batch_size, guided=guided, window=window or 1)
     return {"weight_bytes": weights, "cache_bytes": cache, "flops_per_call": flops}

@@ -1,63 +1,30 @@
 """`visual-spec bench` of next-scale models: the large model, the small one, both (CoDe), compressed caches (ScaleKV).
 
-Embedded models are timed as they are. Official sizes (`benchmarks.sizes.official --model var-d16`, or
-`var-d30+var-d16` with a refiner) have random weights: no draft is ever refused here, so the times hold for the true
-weights too; only the pictures do not. With `--count-only` nothing is run: arithmetic and bytes are counted on the meta
-device.
+With `--count-only` nothing is run: arithmetic and bytes are counted on the meta device.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from visual_spec.eval import measure
-from visual_spec.eval.defaults import ModelSettings, scale_settings
+from visual_spec.eval.defaults import ModelSettings
 from visual_spec.eval.draws import caches_of
 from visual_spec.eval.machine import environment
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.speed import scale_cost
 from visual_spec.eval.speed.groups import read_groups
-from visual_spec.eval.speed.official_sizes import LAW_ARRAYS, fill_at_random
 from visual_spec.eval.speed.rounds import prompts_of, shown_ms, time_settings
 from visual_spec.eval.speed.tables import COUNTED_SCALES, TIMED_SCALES
 from visual_spec.eval.tables import table
 from visual_spec.eval.timing import Report
-from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.pipelines.placing import choose_device, load
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.scales.stages import drawn_stages
-
-
-def random_pipeline(
-    sizes: dict[str, Any], *, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> ScaleImagePipeline:
-    """A pipeline of official size with random weights, made on the device it runs on."""
-    pipe = scale_cost.pipeline_on_meta(**sizes, dtype=dtype, kind=VARTransformer)
-    for part in (pipe.transformer, pipe.vq_model, pipe.refiner):
-        if part is not None:
-            fill_at_random(part, dtype=dtype, device=device, seed=seed)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def needed_bytes(pipe: ScaleImagePipeline, batch_size: int, guided: bool) -> dict[str, int]:
-    """Bytes of weights, of the cache at its peak, and of logits with what is made of them; also on the meta device."""
-    model, dtype = pipe.transformer, pipe.transformer.dtype
-    parts: list[nn.Module] = [part for part in (model, pipe.vq_model, pipe.refiner) if part is not None]
-    stages = pipe.stages(len(model.scales))
-    (cache,) = caches_of(stages, batch_size, guided, dtype)
-    rows = batch_size * (2 if guided else 1)
-    return {
-        "weights": sum(p.numel() * p.element_size() for part in parts for p in part.parameters()),
-        "cache": cache.peak,
-        "logits": rows * model.scales[-1] ** 2 * model.vocab_size * 4 * LAW_ARRAYS,
-    }
 
 
 def count_settings(
@@ -91,34 +58,39 @@ def count_settings(
     return [row for group in rows for row in group]
 
 
-def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:
+def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple[dict[str, Any], str]:
     """Document and table of `visual-spec bench` for a next-scale model.
 
-    Args:
-        known: the settings of a model that is there; None for official sizes.
-
     Raises:
-        ValueError: options that do not apply, sizes that are unknown or do not fit the device; before any work.
+        ValueError: options that do not apply, before any work.
     """
     if args.curve:
         raise ValueError(
             "--curve counts calls, and a next-scale model takes one a scale, whatever the setting; leave it out."
         )
-    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    pipe, sizes = None, None
-    if known is not None:
-        groups = read_groups(args, known)
-        pipe = load(args.model, args.device, args.dtype)
-        counted = scale_cost.like_on_meta(pipe)
-    else:
-        sizes = scale_cost.var_sizes(args.model, args.image_size)
-        counted = scale_cost.pipeline_on_meta(**sizes, dtype=dtype)
-        index = {**counted.config, "refiner": None if counted.refiner is None else ["", ""]}
-        groups = read_groups(
-            args, scale_settings(counted.facts, index, lambda part: counted.components[part].config)
-        )
-        groups = [[_uncalibrated(setting) for setting in group] for group in groups]
+    groups = read_groups(args, known)
+    pipe = load(args.model, args.device, args.dtype)
+    return measured(args, scale_cost.like_on_meta(pipe), groups, lambda: pipe, report, "scale-bench")
+
+
+def measured(
+    args: argparse.Namespace,
+    counted: ScaleImagePipeline,
+    groups: Sequence[Sequence[Setting]],
+    make: Callable[[], ScaleImagePipeline],
+    report: Report,
+    kind: str,
+) -> tuple[dict[str, Any], str]:
+    """Count, and unless `--count-only` time, groups of settings.
+
+    Args:
+        counted: the pipeline on the meta device.
+        make: the pipeline that is timed.
+        kind: of the document of timed rows.
+    """
     check_samplers(counted, groups[0])
+    device = choose_device(args.device)
+    dtype = getattr(torch, args.dtype)
     facts = environment(device, dtype)
     for name in ("transformer", "refiner", "vq_model"):
         weights = getattr(getattr(counted, name), "parameters", None)
@@ -128,14 +100,10 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         for settings in groups
         for row in count_settings(counted, settings, batch_sizes=args.batch_sizes, dtype=dtype)
     ]
-    kind = "scale-count"
-    if not args.count_only:
-        kind = "scale-bench" if sizes is None else "scale-random-weights"
-        if sizes is not None:
-            guided = any(settings[0].law.guided for settings in groups)
-            measure.refuse_what_does_not_fit(needed_bytes(counted, max(args.batch_sizes), guided), device)
-            pipe = random_pipeline(sizes, dtype=dtype, device=device, seed=args.seed)
-        assert pipe is not None  # of one kind or the other
+    if args.count_only:
+        kind = "scale-count"
+    else:
+        pipe = make()
         labels = prompts_of(pipe, pipe.num_classes)
         options = dict(runs=args.runs, warmup=args.warmup, report=report)
         timed = [
@@ -157,11 +125,3 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         row["cache_share"] = row["cache_held_per_image"] / (first["cache_held_per_image"] or 1)
     shown = table(rows, COUNTED_SCALES if args.count_only else TIMED_SCALES)
     return {"kind": kind, "environment": facts, "rows": rows}, shown
-
-
-def _uncalibrated(setting: Setting) -> Setting:
-    """The setting with caches that the layers share alike: random weights have nothing to calibrate on."""
-    if setting.sampler.config.get("cache_share") in (None, "off"):
-        return setting
-    sampler = type(setting.sampler).from_config(setting.sampler.config, num_drafters=0)
-    return replace(setting, sampler=sampler)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
-from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
+from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
@@ -55,30 +55,6 @@ class ScaleCost:
             "bytes_per_image": weights + self.cache_bytes,
             "forwards": self.forwards,
         }
-
-
-def var_sizes(name: str, image_size: int | None = None) -> dict[str, Any]:
-    """Arguments of `pipeline_on_meta` for VAR of official size: "var-d16", or "var-d30+var-d16" with a refiner.
-
-    Args:
-        image_size: 256 or 512; None: what the size was released for.
-
-    Raises:
-        ValueError: another name or picture size; lists those there are.
-    """
-    names = name.split("+")
-    known = {f"var-{preset}": config for preset, config in PRESETS.items()}
-    if len(names) > 2 or any(part not in known for part in names):
-        raise ValueError(
-            f"--model {name}; pass one of {', '.join(known)}, or two of them with a + between, "
-            "the larger one first, for CoDe."
-        )
-    if image_size is not None and image_size not in SCALES:
-        raise ValueError(f"--image-size {image_size}; VAR draws {' or '.join(map(str, SCALES))} pixels.")
-    scales = known[names[0]]["scales"] if image_size is None else SCALES[image_size]
-    configs = [{**known[part], "scales": scales} for part in names]
-    refiner = configs[1] if len(names) > 1 else None
-    return {"transformer": configs[0], "vq_model": {"scales": scales}, "refiner": refiner}
 
 
 class MetaVAR(VARTransformer):

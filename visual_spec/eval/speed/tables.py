@@ -7,15 +7,15 @@ from typing import Any
 
 from visual_spec.eval.tables import column, markdown
 
-_SETTING = [
+SETTING = [
     column("batch", "{}", "batch_size"),
     column("guidance", "{:g}", "guidance_scale"),
     column("sampler", "{}", "name"),
 ]
-_WINDOW = column("window", "{}", "window")
-_FLOOR = column("floor", "{:.2f}", "floor_ms_per_call")
+WINDOW = column("window", "{}", "window")
+FLOOR = column("floor", "{:.2f}", "floor_ms_per_call")
 # What a call spends its time on; of phases that a sampler does not tell apart there is a dash.
-_PHASES = [
+PHASES = [
     column("of floor", "{:.0f} %", "floor_share", times=100),
     column("forward", "{:.2f}", "phase_ms_per_call.model"),
     column("verify", "{:.2f}", "phase_ms_per_call.verify"),
@@ -27,20 +27,20 @@ _SPEED_UP = [
     column("in processor time", "{:.2f}x", "processor_speed_up"),
 ]
 _SAME = column("same as plain", "{} of {}", "identical_samples", "samples")
-_PEAK = column("peak MiB", "{:.0f}", "peak_memory_bytes", times=2**-20)
-_CALLS = [*_SETTING, _WINDOW, column("calls", "{:.1f}", "calls")]
+PEAK = column("peak MiB", "{:.0f}", "peak_memory_bytes", times=2**-20)
+_CALLS = [*SETTING, WINDOW, column("calls", "{:.1f}", "calls")]
 _MS_PER_CALL = column("ms/call", "{:.2f}", "ms_per_call")
 TOKENS = [
     *_CALLS,
     column("tokens/call", "{:.2f}", "tokens_per_call"),
     _MS_PER_CALL,
-    _FLOOR,
+    FLOOR,
     column("ms/image p50", "{:.0f}", "ms_per_image.p50"),
     column("p20 - p80", "{:.0f} - {:.0f}", "ms_per_image.p20", "ms_per_image.p80"),
     *_SPEED_UP,
     _SAME,
-    *_PHASES,
-    _PEAK,
+    *PHASES,
+    PEAK,
 ]
 COLUMNS = [
     *_CALLS,
@@ -52,7 +52,7 @@ COLUMNS = [
     column("in calls", "{:.2f}x", "speed_up_calls"),
     _SAME,
     column("divergence", "{:.4f}", "divergence"),
-    _PEAK,
+    PEAK,
 ]
 _COUNTED_SCALES = [
     column("GFLOP/image", "{:.2f}", "flops_per_image", times=1e-9),
@@ -61,42 +61,15 @@ _COUNTED_SCALES = [
     column("of plain", "{:.0f} %", "cache_share", times=100),
     column("peak KiB/image", "{:.0f}", "cache_peak_per_image", times=2**-10),
 ]
-COUNTED_SCALES = [*_SETTING, *_COUNTED_SCALES]
+COUNTED_SCALES = [*SETTING, *_COUNTED_SCALES]
 TIMED_SCALES = [
-    *_SETTING,
+    *SETTING,
     column("ms/image p50", "{:.1f}", "ms_per_image.p50"),
     column("p20 - p80", "{:.1f} - {:.1f}", "ms_per_image.p20", "ms_per_image.p80"),
     *_SPEED_UP,
     column("floor ms", "{:.2f}", "floor_ms_per_image"),
     _SAME,
     *_COUNTED_SCALES,
-]
-# Of official sizes with a stated acceptance. A star marks what follows from it.
-STATED = [
-    *_SETTING,
-    _WINDOW,
-    column("ms/call p50", "{:.2f}", "ms_per_call.p50"),
-    column("p20 - p80", "{:.2f} - {:.2f}", "ms_per_call.p20", "ms_per_call.p80"),
-    _FLOOR,
-    *_PHASES,
-    column("prefill ms", "{:.1f}", "prefill_ms"),
-    _PEAK,
-    column("calls*", "{:.0f}", "calls_per_image"),
-    column("tokens/call*", "{:.2f}", "tokens_per_call"),
-    column("ms/image*", "{:.0f}", "ms_per_image.p50"),
-    column("image p20 - p80*", "{:.0f} - {:.0f}", "ms_per_image.p20", "ms_per_image.p80"),
-    column("speed-up*", "{:.2f}x", "speed_up"),
-]
-CONTINUOUS = [
-    column("sampler", "{}", "name"),
-    column("batch", "{}", "batch_size"),
-    column("calls", "{}", "calls_per_image"),
-    column("MB/call", "{:.0f}", "weight_bytes", times=1e-6),
-    column("GFLOP/call", "{:.1f}", "flops_per_call", times=1e-9),
-    column("ms/call", "{:.2f}", "ms_per_call.p50"),
-    _FLOOR,
-    _PHASES[0],
-    column("ms/picture", "{:.0f}", "ms_per_image.p50"),
 ]
 
 

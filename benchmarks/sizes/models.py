@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from visual_spec.eval import measure
+from visual_spec.eval.speed.call_cost import CallCost, of_llamagen
 from visual_spec.models.next_token import llamagen
 from visual_spec.models.next_token import llamagen_checkpoint as checkpoints
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import feed_forward_width
 
 TEXT_LENGTH = 64
@@ -28,38 +28,22 @@ _WIDE_ARRAYS = 4
 
 
 @dataclass(frozen=True)
-class OfficialModel:
+class OfficialModel(CallCost):
     """A model of official size, on the meta device until it is filled.
 
     Attributes:
         name: as `--model` names it.
         image_size: pixels a side.
-        model: what samplers decode with.
-        module: what holds its weights.
-        condition: batch size -> what `model.prefill` takes.
-        prefix: places that the cache holds before the picture.
-        length: places of the picture: its tokens, and where there are row ends, those.
         spare: places after the picture, as (fixed, for every slot of the window).
-        cached: numbers that the cache holds a place and row, keys and values of all layers.
-        attended: numbers of the queries of a place, of all layers.
         widest: width of the widest layer.
-        read_apart: numbers that every call reads from a module that does not run: the image rows of a larger head.
         text_vocab: ids of text and pictures, where plain programs score all of them; else of pictures.
         guidance_scale, top_k: what the official program draws with.
     """
 
     name: str
     image_size: int
-    model: Any
-    module: nn.Module
-    condition: Callable[[int], Any]
-    prefix: int
-    length: int
     spare: tuple[int, int]
-    cached: int
-    attended: int
     widest: int
-    read_apart: int
     text_vocab: int
     guidance_scale: float
     top_k: int
@@ -88,28 +72,6 @@ class OfficialModel:
             "logits": rows * scored * 4 * LAW_ARRAYS,
             "prompt": rows * read * self.widest * size * _WIDE_ARRAYS,
         }
-
-    def call_bytes(self, *, batch_size: int, guided: bool) -> tuple[int, int]:
-        """Weight and cache bytes that one call cannot but read, whatever its window; of a filled model.
-
-        The cache counts with the prefix and half of the picture, the mean over plain decoding.
-        """
-        condition = self.condition(batch_size)
-        state = self.model.prefill(condition, batch_size=batch_size, guided=guided, window=1)
-        tokens = torch.zeros(batch_size, 1, dtype=torch.long, device=state.logits.device)
-        size = next(self.module.parameters()).element_size()
-        weights = measure.weight_bytes_per_call(self.module, lambda: self.model(state, tokens, tokens))
-        rows = len(state.logits)
-        return (
-            weights + self.read_apart * size,
-            rows * (self.prefix + self.length // 2) * self.cached * size,
-        )
-
-    def call_flops(self, weight_bytes: int, *, batch_size: int, guided: bool, window: int) -> int:
-        """Operations of one call: two a weight and fed token, four a cached place, query number and fed token."""
-        fed = batch_size * (2 if guided else 1) * window
-        size = next(self.module.parameters()).element_size()
-        return fed * (2 * weight_bytes // size + 4 * (self.prefix + self.length // 2) * self.attended)
 
 
 def fill(
@@ -172,46 +134,17 @@ def official_model(name: str, image_size: int | None = None) -> OfficialModel:
     side = _side(image_size, 512 if text else 384, 16, "officially 256, 384 or 512")
     with torch.device("meta"):
         model = LlamaGenTransformer(**chosen.config, grid_size=side)
-    return of_llamagen(name, model)
-
-
-def of_llamagen(name: str, model: LlamaGenTransformer) -> OfficialModel:
-    """The description of a LlamaGen."""
-    config, defaults = model.config, checkpoints.official_defaults(model)
-    width = config["num_layers"] * config["dim"]
+    defaults = checkpoints.official_defaults(model)
     return OfficialModel(
+        **of_llamagen(model),
         name=name,
         image_size=16 * model.grid.width,
-        model=model,
-        module=model,
-        condition=lambda batch_size: random_condition(model, batch_size),
-        prefix=config["prefix_length"],
-        length=model.grid.num_tokens,
         spare=(0, 1),
-        cached=2 * width,
-        attended=width,
-        widest=feed_forward_width(config["dim"]),
-        read_apart=0,
+        widest=feed_forward_width(model.config["dim"]),
         text_vocab=model.vocab_size,
         guidance_scale=defaults["default_guidance_scale"],
         top_k=defaults["default_top_k"],
     )
-
-
-def described(model: Any) -> OfficialModel | None:
-    """The description of a model that is there; None for one of another architecture."""
-    return of_llamagen("", model) if isinstance(model, LlamaGenTransformer) else None
-
-
-def random_condition(model: LlamaGenTransformer, batch_size: int) -> TextCondition | Tensor:
-    """Labels, or captions of full length with random features."""
-    width = model.config["caption_dim"]
-    if width is None:
-        return torch.arange(batch_size, device=model.device) % model.config["num_classes"]
-    length = model.config["prefix_length"]
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(batch_size, length, width, generator=generator).to(model.device, model.dtype)
-    return TextCondition(features, torch.ones(batch_size, length, dtype=torch.bool, device=model.device))
 
 
 # -- models of transformers ------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.sizes import models
+from benchmarks.sizes.models import official_model
 from tests.helpers.official_sizes import tiny
 from tests.models.next_token import tiny_transformers
 from visual_spec import families
-from visual_spec.eval.speed import official_sizes
-from visual_spec.eval.speed.official_sizes import official_model
 
 CPU = torch.device("cpu")
 
@@ -143,13 +143,13 @@ def test_operations_of_a_call_are_those_that_pytorch_counts(family):
 
 
 def test_weights_are_random_and_rotary_tables_are_not():
-    official = official_sizes.fill(tiny("emu3"), dtype=torch.bfloat16, device=CPU, seed=1)
+    official = models.fill(tiny("emu3"), dtype=torch.bfloat16, device=CPU, seed=1)
     wanted = tiny_transformers.emu3().model.text_model.rotary_emb.inv_freq
     module: Any = official.module
     found = module.model.text_model.rotary_emb
     assert found.inv_freq.dtype == torch.float32 and found.inv_freq.equal(wanted.float())
     assert found.original_inv_freq.equal(wanted.float())
-    again = official_sizes.fill(tiny("emu3"), dtype=torch.bfloat16, device=CPU, seed=1)
+    again = models.fill(tiny("emu3"), dtype=torch.bfloat16, device=CPU, seed=1)
     for one, other in zip(official.module.parameters(), again.module.parameters(), strict=True):
         assert one.dtype == torch.bfloat16 and one.isfinite().all() and one.equal(other)
     assert module.model.text_model.layers[0].mlp.up_proj.weight.float().std() < 0.03

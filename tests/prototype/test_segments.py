@@ -6,9 +6,9 @@ import torch
 from tests.helpers.llamagen import condition
 from tests.helpers.tiny import seeded, tiny_frame_transformer
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.prototype.segments import draw_segments
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.frames import FrameMaskedSampler
-from visual_spec.samplers.masked.segments import draw_segments
 
 MASK, LAW, SAMPLER = 12, TokenLaw(guidance_scale=2.0), FrameMaskedSampler(3, 0.5)
 
