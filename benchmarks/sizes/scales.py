@@ -17,9 +17,8 @@ from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings, scale_settings
 from visual_spec.eval.draws import caches_of
 from visual_spec.eval.settings import Setting
-from visual_spec.eval.speed import scale_bench
+from visual_spec.eval.speed import scale_bench, scale_cost
 from visual_spec.eval.speed.groups import read_groups
-from visual_spec.eval.speed.scale_cost import pipeline_on_meta
 from visual_spec.eval.timing import Report
 from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
 from visual_spec.pipelines.placing import choose_device
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
     """
     sizes = var_sizes(args.model, args.image_size)
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    counted = pipeline_on_meta(**sizes, dtype=dtype)
+    counted = scale_cost.pipeline_on_meta(**sizes, dtype=dtype)
     index = {**counted.config, "refiner": None if counted.refiner is None else ["", ""]}
     groups = read_groups(
         args, scale_settings(counted.facts, index, lambda part: counted.components[part].config)
@@ -80,7 +79,7 @@ def random_pipeline(
     sizes: dict[str, Any], *, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ScaleImagePipeline:
     """A pipeline of official size with random weights, made on the device it runs on."""
-    pipe = pipeline_on_meta(**sizes, dtype=dtype, kind=VARTransformer)
+    pipe = scale_cost.pipeline_on_meta(**sizes, dtype=dtype, kind=VARTransformer)
     for part in (pipe.transformer, pipe.vq_model, pipe.refiner):
         if part is not None:
             fill_at_random(part, dtype=dtype, device=device, seed=seed)

@@ -24,14 +24,17 @@ RUNS = (
 
 
 @pytest.mark.parametrize(*RUNS)
-def test_kernels_compute_what_their_definitions_say(whole, marks):
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+def test_kernels_compute_what_their_definitions_say(whole, marks, request):
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported. As many sets as in this run."""
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]
     files = [str(one) for one in FILES if (one.stem.removeprefix("interpreted_") in WHOLE) == whole]
     assert len(files) >= len(WHOLE)
+    most = request.config.getoption("parameter_sets")
+    options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-m", marks]
+    options += [f"--parameter-sets={most}"] if most else []
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-m", marks, *files],
+        [sys.executable, "-m", "pytest", *options, *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)},
         cwd=root,
         capture_output=True,

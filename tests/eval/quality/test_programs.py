@@ -1,8 +1,5 @@
 """Networks that are TorchScript programs: not run unless trusted, and their failures are one line each."""
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +14,6 @@ from visual_spec.eval.quality import programs
 class Fine(nn.Module):
     def forward(self, x: Tensor, rescale: bool, resize: bool, return_features: bool) -> Tensor:
         return x.mean([2, 3, 4])
-
-
-class Endless(nn.Module):
-    def forward(self, x: Tensor, rescale: bool, resize: bool, return_features: bool) -> Tensor:
-        while bool((x.sum() > -1).item()):
-            x = x + 1
-        return x
 
 
 class Raising(nn.Module):
@@ -86,24 +76,20 @@ def test_a_program_runs_only_where_it_is_trusted(tmp_path, capsys):
     assert (tmp_path / "written").exists()  # the planted program does what it is said to do
 
 
-@pytest.mark.fast_sets(2)
 @pytest.mark.parametrize(
     ("network", "said"),
     [
-        (Endless(), "did not answer within"),
         (Raising(), "no such layer"),
-        (OneRow(), "returned float32 [7, 3] for 1 videos"),
+        (OneRow(), "returned [7, 3] for 5 videos"),
         (Pair(), "returned a tuple"),
         (NoNumber(), "returned nan"),
     ],
 )
-def test_a_program_that_fails_is_one_line(tmp_path, capsys, monkeypatch, network, said):
-    monkeypatch.setattr(programs, "VIDEO_SECONDS", 2.0)
-    program, started = save(network, tmp_path / "program.pt"), time.monotonic()
+def test_a_program_that_fails_is_one_line(tmp_path, capsys, network, said):
+    program = save(network, tmp_path / "program.pt")
     assert score(tmp_path, program, "--trust-program") == 2
     error = capsys.readouterr().err
     assert said in error and str(program) in error and error.count("\n") == 1, error
-    assert time.monotonic() - started < 60
 
 
 def test_features_are_the_network_s_own(tmp_path):
@@ -111,26 +97,3 @@ def test_features_are_the_network_s_own(tmp_path):
     given = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8, 3), np.uint8)
     expected = given.astype(np.float64).mean((1, 2, 3))
     np.testing.assert_allclose(network(given).numpy(), expected, rtol=1e-5)
-
-
-def test_the_process_ends_with_its_caller(tmp_path):
-    """Also where the caller is killed while the program never ends."""
-    code = (
-        "import sys, numpy as np\nfrom pathlib import Path\nfrom visual_spec.eval.quality import programs\n"
-        "one = programs.VideoProgram(Path(sys.argv[1]), 'cpu')\nprint(one._process.pid, flush=True)\n"
-        "one(np.ones((1, 3, 8, 8, 3), np.uint8))\n"
-    )
-    program = save(Endless(), tmp_path / "program.pt")
-    caller = subprocess.Popen([sys.executable, "-c", code, str(program)], stdout=subprocess.PIPE, text=True)
-    assert caller.stdout is not None
-    child = Path(f"/proc/{int(caller.stdout.readline())}")
-    time.sleep(0.5)
-    caller.kill()
-    caller.wait()
-    deadline = time.monotonic() + 20
-    while child.exists() and time.monotonic() < deadline:
-        if (child / "status").read_text().split("State:")[1].split()[0] == "Z":
-            break
-        time.sleep(0.2)
-    else:
-        assert not child.exists()
