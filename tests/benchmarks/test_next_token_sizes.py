@@ -255,7 +255,7 @@ def test_weights_are_random_of_the_asked_kind_and_the_same_every_time():
     [
         (["--model", "shapes"], "--model shapes; pass one of"),
         (["--model", "janus-pro-7b", "--image-size", "512"], "Janus-Pro.*384"),
-        (["--model", "llamagen-b", "--plot", "roof.pdf"], r"--plot roof\.pdf"),
+        (["--model", "llamagen-b", "--plot", "roof.gif"], r"--plot roof\.gif"),
         (["--model", "var-d16", "--plot", "roof.svg"], "--plot"),
         (["--model", "llamagen-xs-t2i"], "llamagen-xs-t2i"),
         (["--model", "llamagen-b", "--image-size", "100"], "--image-size 100.*16"),

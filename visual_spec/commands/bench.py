@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="draw the rows against the roofline of the machine: .svg or .png",
+        help="draw the rows against the roofline of the machine: .svg, .pdf or .png",
     )
 
 

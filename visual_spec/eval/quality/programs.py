@@ -7,6 +7,7 @@ files as the user may. So one is run only where the user trusts it (`--trust-pro
 from __future__ import annotations
 
 import hashlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ class VideoProgram:
         self.path, self.device, self.checksum = path, device, checksum(path)
         self._size: int | None = None
         try:
-            self._network: Any = torch.jit.load(path, map_location=device).eval().float()
+            with warnings.catch_warnings(
+                action="ignore", category=DeprecationWarning
+            ):  # FVD's file is TorchScript
+                self._network: Any = torch.jit.load(path, map_location=device).eval().float()
         except Exception as error:  # the reader raises anything, and so does the program
             raise self._refusal("is no TorchScript file, or fails when it is loaded", error) from error
 
