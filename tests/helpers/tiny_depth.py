@@ -1,4 +1,4 @@
-"""CSM, Moshi, Qwen3-Omni's talker and MiniMax-Music 3: real classes, tiny and random. Nothing is downloaded."""
+"""CSM, Moshi, Qwen3-Omni's and Qwen3-TTS's talkers, MiniMax-Music 3: real classes, tiny and random."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from diffusers.modular_pipelines.minimax_music3.modular_blocks_minimax_music3 im
     MiniMaxMusic3SemanticGenerationStep,
 )
 from diffusers.modular_pipelines.minimax_music3.modular_pipeline import MiniMaxMusic3ModularPipeline
+from torch import nn
 from transformers import (
     CsmConfig,
     CsmForConditionalGeneration,
@@ -17,8 +18,12 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerConfig
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+    Qwen3OmniMoeTalkerCodePredictorConfig,
+    Qwen3OmniMoeTalkerConfig,
+)
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration,
     Qwen3OmniMoeTalkerForConditionalGeneration,
 )
 
@@ -111,3 +116,34 @@ def tiny_minimax_music(kind: Any = MiniMaxMusic3ModularPipeline) -> Any:
     pipe = kind(MiniMaxMusic3SemanticGenerationStep())
     pipe.update_components(language_model=_ready(Qwen3ForCausalLM(config)), rvq_depth_decoder=_ready(decoder))
     return pipe
+
+
+class Qwen3TTSTalkerForConditionalGeneration(nn.Module):
+    """The part of Qwen3-TTS's talker that draws a frame's codes, named as in the package `qwen-tts` 0.1.1.
+
+    Its code predictor is Qwen3-Omni's, with a projection from the wider talker before it. Weights follow a formula, so
+    that codes which the public code draws with the same weights can stand in a test.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = Qwen3OmniMoeTalkerCodePredictorConfig(
+            vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, num_code_groups=5,
+        )  # fmt: skip
+        predictor: Any = Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration(config)
+        predictor.small_to_mtp_projection = nn.Linear(40, 32)
+        predictor.model.codec_embedding = nn.ModuleList(nn.Embedding(48, 40) for _ in range(4))
+        predictor.model.register_forward_pre_hook(
+            lambda _, args, read: (
+                args,
+                read | dict(inputs_embeds=predictor.small_to_mtp_projection(read["inputs_embeds"])),
+            ),
+            with_kwargs=True,
+        )
+        self.code_predictor = predictor.double().eval()
+        with torch.no_grad():
+            for index, (name, weight) in enumerate(sorted(predictor.named_parameters())):
+                places = torch.arange(weight.numel(), dtype=torch.float64) + 1000 * index
+                noise = (places * 12.9898).sin().mul(43758.5453).frac().view_as(weight)
+                weight.copy_(1 + 0.1 * noise if "norm" in name else 0.4 * noise)

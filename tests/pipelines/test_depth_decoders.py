@@ -10,7 +10,12 @@ from torch import Tensor
 
 import visual_spec
 from tests.helpers.copies import check_copy, unpickled
-from tests.helpers.tiny_depth import tiny_csm, tiny_moshi, tiny_talker
+from tests.helpers.tiny_depth import (
+    Qwen3TTSTalkerForConditionalGeneration,
+    tiny_csm,
+    tiny_moshi,
+    tiny_talker,
+)
 from visual_spec.models.columns.depth import CsmDepth
 from visual_spec.samplers.raster.depth_window import DepthWindow
 
@@ -86,6 +91,31 @@ def test_the_codes_are_those_of_the_models_own_generate(
     assert window is not None or trace.calls == trace.frames * trace.codes
     if law == "sampled" and name != "talker":
         assert not same(drawn(model, name, law, rows, seed=1), expected)
+
+
+@pytest.mark.parametrize("window", (None, "depth-window"))
+@pytest.mark.parametrize(
+    ("law", "codes"),
+    [
+        (dict(do_sample=False), [[9, 43, 42, 6], [37, 6, 47, 38], [3, 44, 41, 38]]),
+        (
+            dict(do_sample=True, top_k=10, temperature=0.9),
+            [[27, 7, 29, 7], [37, 17, 42, 14], [10, 24, 2, 38]],
+        ),
+    ],
+)
+def test_frames_of_qwen3_tts_are_those_that_its_public_code_draws(
+    law: dict[str, Any], codes: list[list[int]], window: str | None
+) -> None:
+    """Recorded from the code predictor of qwen-tts 0.1.1 with transformers 4.57.3."""
+    talker = visual_spec.accelerate(Qwen3TTSTalkerForConditionalGeneration(), window)
+    hidden = torch.arange(3 * 2 * 40, dtype=torch.float64).mul(0.37).sin().view(3, 2, 40)
+    torch.manual_seed(5)
+    result = talker.code_predictor.generate(
+        inputs_embeds=hidden, max_new_tokens=4, output_hidden_states=True, return_dict_in_generate=True, **law
+    )
+    assert result.sequences.tolist() == codes
+    assert (talker.last_trace.frames, talker.last_trace.plain) == (1, 0)
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -38,7 +38,7 @@ def stream_pictures(
         WATCHER.set(watch)
         return pipe(*args, **kwargs)
 
-    return _stream(call, show)
+    return stream_of(call, show)
 
 
 def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: str) -> Generator[Any]:
@@ -59,10 +59,10 @@ def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: st
         shown: Any = audios.numpy() if output_type == "np" else audios
         return AudioPipelineOutput(shown, pipe.sampling_rate, unknown, unknown)
 
-    return _stream(call, partial)
+    return stream_of(call, partial)
 
 
-def _stream(call: Callable[[Any], Any], partial: Callable[[Any], Any]) -> Generator[Any]:
+def stream_of(call: Callable[[Any], Any], partial: Callable[[Any], Any]) -> Generator[Any]:
     """Yield what `partial` makes of all that a call hands on, then what it returns.
 
     The call runs in a thread of its own, at most two items ahead, under the reader's autocast, gradient mode and

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from visual_spec.models.core.transformers_cache import cache_argument
 
@@ -98,6 +98,7 @@ class DepthDecoder:
         tables[cache_argument(self.layers[0])] = self.cache
         for layer in self.layers:
             read = layer(read, **tables)
+            read = read[0] if isinstance(read, tuple) else read  # layers of transformers 4
         return read if self.norm is None else self.norm(read)
 
     def frame(
@@ -213,17 +214,22 @@ class MoshiDepth(DepthDecoder):
 
 
 class QwenDepth(_Rotary):
-    """The code predictor of Qwen3-Omni's talker: reads hidden state and first code as embeddings, draws K - 1 codes."""
+    """The code predictor of Qwen3-Omni's and Qwen3-TTS's talkers.
+
+    It reads hidden state and first code as embeddings, and draws K - 1 codes. Where it is narrower than its talker, as
+    Qwen3-TTS's are, it projects what it reads.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, model.config.num_code_groups)
+        self.project = getattr(model, "small_to_mtp_projection", nn.Identity())
 
     def begin(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        return hidden
+        return self.project(hidden)
 
     def embed(self, first: int, codes: Tensor, hidden: Tensor) -> Tensor:
         tables = self.model.model.codec_embedding
-        return torch.stack([tables[first + i](codes[:, i]) for i in range(codes.shape[1])], 1)
+        return self.project(torch.stack([tables[first + i](codes[:, i]) for i in range(codes.shape[1])], 1))
 
     def heads(self, first: int, hidden: Tensor) -> Tensor:
         steps = range(hidden.shape[1])

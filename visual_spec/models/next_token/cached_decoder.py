@@ -143,6 +143,10 @@ class CachedDecoder:
         """Whether its arguments lay out the picture token by token, see `constraint`."""
         return False
 
+    def of_text(self, ids: Tensor) -> Tensor:
+        """Return embeddings [R, T, C] of a prompt's ids, long [R, T]."""
+        return self.table(ids)
+
     def of_prompt(self, ids: Tensor) -> dict[str, Any]:
         """Return what the decoder takes beside the embeddings of a prompt's ids, long [R, T]."""
         return {}
@@ -258,7 +262,7 @@ class CachedDecoder:
             cache.clear()
         places = torch.arange(length, device=self.device).expand(rows, -1)
         # Padding sees itself, because attention over no position gives nan.
-        embeddings, seen = self.table(ids), seen_causally(mask)
+        embeddings, seen = self.of_text(ids), seen_causally(mask)
         hidden = self._forward(cache, embeddings, positions, places, seen, mask, **self.of_prompt(ids))
         features = hidden[:, -1:]
         return CachedState(

@@ -35,9 +35,9 @@ def accelerate(
 
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, a
-            MusicGen, VibeVoice, PocketTTS, CSM, Moshi or Qwen3-Omni of transformers, a causal language model of
-            transformers that writes codes, a NextStep, or a Wan or a MiniMax-Music 3 of diffusers: the modules beside
-            this one say what each gets.
+            MusicGen, VibeVoice, PocketTTS, CSM, Moshi, Qwen2.5-Omni or Qwen3-Omni of transformers, a Qwen3-TTS, a
+            Chatterbox, a CosyVoice 2 or 3, a causal language model of transformers that writes codes, a NextStep, or a
+            Wan or a MiniMax-Music 3 of diffusers: the modules beside this one say what each gets.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
             "speculative-jacobi"; on models of transformers with "window=auto", which times its first calls and goes on
             plainly where no window pays. A pipeline that has a sampler of this class keeps it. So does one of music or
@@ -157,9 +157,15 @@ ADAPTERS = (
     ("video:VideoAdapter", "diffusers", ("WanPipeline", "WanTransformer3DModel")),
     ("speech:SpeechAdapter", "transformers", ("VibeVoice*", "PocketTTS*")),
     ("depth:DepthAdapter", "transformers", ("Csm*", "Moshi*", "Qwen3OmniMoe*")),
+    ("depth:DepthAdapter", "", ("Qwen3TTS*",)),  # of the package qwen-tts, or of transformers
     ("minimax_music:MiniMaxMusicAdapter", "diffusers", ("MiniMaxMusic3ModularPipeline",)),
     ("nextstep:NextStepAdapter", "", ("FlowMatchingHead",)),
     ("music:MusicAdapter", "transformers", ("Musicgen*",)),
+    (
+        "speech_codes:SpeechCodeAdapter",
+        "",
+        ("Qwen2_5Omni*", "T3", "Chatterbox*TTS", "Qwen2LM", "CosyVoice3LM", "CosyVoice2*", "CosyVoice3*"),
+    ),
     ("images:ImageAdapter", "", ("*ForConditionalGeneration", "MammothModa2")),
     ("codes:CodeAdapter", "", ("*ForCausalLM", "*LMHeadModel")),
 )

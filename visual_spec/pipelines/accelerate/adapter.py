@@ -166,10 +166,9 @@ def unwrapped(thing: Any) -> Any:
 
 
 def is_of(thing: Any, names: Collection[str], library: str = "transformers") -> bool:
-    """Whether it is an object of a class of a library, or of a subclass, by name: nothing is imported."""
-    return any(
-        kind.__name__ in names and kind.__module__.startswith(f"{library}.") for kind in type(thing).__mro__
-    )
+    """Whether it is an object of a class of a library ("": of any), or of a subclass, by name: nothing is imported."""
+    begins = f"{library}." if library else ""
+    return any(kind.__name__ in names and kind.__module__.startswith(begins) for kind in type(thing).__mro__)
 
 
 def refuse_sampler(model: Any, sampler: Any, why: str) -> None:

@@ -180,7 +180,7 @@ def generate_codes(
     asked_end = request.asked.get("eos_token_id")
     if asked_end is not None and asked_end not in (end, [end]):
         raise ValueError(f"eos_token_id={asked_end}, but end={end}; pass the end in visual_spec.accelerate.")
-    most, least = _lengths(config, input_ids.shape[1])
+    most, least = lengths(config, input_ids.shape[1])
     law = law_of(config, 1.0)
     processors = tuple(logits_processor or ())
     penalty = getattr(config, "repetition_penalty", None)
@@ -241,7 +241,7 @@ def _with_rules(
     return TokenLaw(**numbers, history=tuple(rules), end=stage.end)
 
 
-def _lengths(config: Any, given: int) -> tuple[int, int]:
+def lengths(config: Any, given: int) -> tuple[int, int]:
     """The most and the least tokens of a text after a prompt of `given`, as transformers reads them."""
 
     def setting(new: str, whole: str, default: int) -> int:

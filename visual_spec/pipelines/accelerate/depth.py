@@ -50,6 +50,8 @@ MODELS: dict[str, tuple[str, Callable[[Any], DepthDecoder], str]] = {
     "MoshiForConditionalGeneration": ("depth_decoder", MoshiDepth, "last_hidden_state"),
     "Qwen3OmniMoeTalkerForConditionalGeneration": ("code_predictor", QwenDepth, "inputs_embeds"),
     "Qwen3OmniMoeForConditionalGeneration": ("talker.code_predictor", QwenDepth, "inputs_embeds"),
+    "Qwen3TTSTalkerForConditionalGeneration": ("code_predictor", QwenDepth, "inputs_embeds"),
+    "Qwen3TTSForConditionalGeneration": ("talker.code_predictor", QwenDepth, "inputs_embeds"),
 }
 _ATTENTION = ("sdpa", "eager")
 WINDOW = "depth-window"
@@ -122,7 +124,7 @@ def check_window(sampler: Any, model: str) -> None:
 
 
 class DepthAdapter(Adapter):
-    """CSM, Moshi and Qwen3-Omni of transformers: the codes of a frame in a static cache, the same codes.
+    """CSM, Moshi, Qwen3-Omni and Qwen3-TTS: the codes of a frame in a static cache, the same codes.
 
     `last_trace`, a `DepthTrace`, counts frames since the model was accelerated.
     """
@@ -132,7 +134,7 @@ class DepthAdapter(Adapter):
 
     def models(self, thing: Any) -> list[Any]:
         model = unwrapped(thing)
-        return [model] if is_of(model, MODELS) and _decoder(model) is not None else []
+        return [model] if is_of(model, MODELS, "") and _decoder(model) is not None else []
 
     def read_text(self, text: str) -> DepthWindow:
         name, settings = parse_sampler(text)
