@@ -428,10 +428,13 @@ VERIFIED = {
 # What `visual_spec.accelerate(model)` does for models of other libraries that are of no family: fewer or cheaper calls.
 ACCELERATED = {
     "CSM, Moshi, Qwen3-Omni": "a frame's codes in a static cache, or several a call by depth-window; the same codes",
+    "Qwen3-TTS": "a frame's codes in a static cache, or several a call by depth-window; the same codes",
     "MiniMax-Music 3": "a frame's codes in a static cache, or several a call by depth-window; the same codes",
     "VibeVoice, PocketTTS": "fewer calls of the diffusion head; the same latents",
     "NextStep": "the head's modulations once a token; the same tokens",
     "Wan": "made causal, with a cache of frames and its policy; its own law",
+    "Qwen2.5-Omni, Chatterbox, ACE-Step 1.5": "Jacobi decoding in place of their own loops; the same codes",
+    "CosyVoice 2 and 3": "Jacobi decoding in place of its own loop; the same law",
     "language models of codes": "accelerate(model, codes=(first, last + 1)): Jacobi decoding; the same ids",
 }
 

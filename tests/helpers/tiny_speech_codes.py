@@ -50,7 +50,8 @@ class T3(nn.Module):
             config = GPT2Config(n_embd=WIDTH, n_head=4, n_layer=2, n_positions=256, vocab_size=8)
             self.tfmr: Any = GPT2Model(config)
         else:
-            self.tfmr = LlamaModel(LlamaConfig(vocab_size=8, **SIZES | dict(num_key_value_heads=4)))
+            sizes: dict[str, Any] = SIZES | dict(num_key_value_heads=4)
+            self.tfmr = LlamaModel(LlamaConfig(vocab_size=8, **sizes))
             self.text_pos_emb, self.speech_pos_emb = _Positions(32), _Positions(84)
         write_weights(self, 0.6)
         self.eval()
@@ -90,7 +91,7 @@ class Qwen2LM(nn.Module):
     def __init__(self, sampling: Any) -> None:
         super().__init__()
         self.speech_token_size, self.stop_token_ids = 40, [40, 41, 42]
-        self.llm = nn.Module()
+        self.llm: Any = nn.Module()
         self.llm.model = Qwen2ForCausalLM(Qwen2Config(vocab_size=99, max_position_embeddings=256, **SIZES))
         self.llm_embedding, self.speech_embedding = nn.Embedding(2, WIDTH), nn.Embedding(43, WIDTH)
         self.llm_decoder = nn.Linear(WIDTH, 43)

@@ -36,8 +36,9 @@ def accelerate(
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, a
             MusicGen, VibeVoice, PocketTTS, CSM, Moshi, Qwen2.5-Omni or Qwen3-Omni of transformers, a Qwen3-TTS, a
-            Chatterbox, a CosyVoice 2 or 3, a causal language model of transformers that writes codes, a NextStep, or a
-            Wan or a MiniMax-Music 3 of diffusers: the modules beside this one say what each gets.
+            Chatterbox, a CosyVoice 2 or 3, the handler of ACE-Step 1.5's language model, a causal language model of
+            transformers that writes codes, a NextStep, or a Wan or a MiniMax-Music 3 of diffusers: the modules beside
+            this one say what each gets.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
             "speculative-jacobi"; on models of transformers with "window=auto", which times its first calls and goes on
             plainly where no window pays. A pipeline that has a sampler of this class keeps it. So does one of music or
@@ -166,6 +167,7 @@ ADAPTERS = (
         "",
         ("Qwen2_5Omni*", "T3", "Chatterbox*TTS", "Qwen2LM", "CosyVoice3LM", "CosyVoice2*", "CosyVoice3*"),
     ),
+    ("ace_step:AceStepAdapter", "", ("LLMHandler",)),
     ("images:ImageAdapter", "", ("*ForConditionalGeneration", "MammothModa2")),
     ("codes:CodeAdapter", "", ("*ForCausalLM", "*LMHeadModel")),
 )
