@@ -137,6 +137,46 @@ def demo_table(document: dict[str, Any]) -> str:
     return table("prompt|calls|tokens per call|seconds|speed-up|same pixels", rows, "lrrrrl")
 
 
+def grpo_table(document: dict[str, Any]) -> str:
+    """Before and after, then the curve in parts of ten steps."""
+    ends = []
+    for name in ("before", "after"):
+        row = document[name]
+        cells = [share(row["all_correct"]), share(row["mean_attribute"])]
+        ends.append([name, *cells, f"{row['nats']:.0f}", f"{row['calls']:.1f}"])
+    header = "weights|whole prompts|attributes right|nats a picture|calls a picture"
+    curve, rows = document["curve"], []
+    for start in range(0, len(curve), 10):
+        some = curve[start : start + 10]
+        means = {name: sum(row[name] for row in some) / len(some) for name in some[0]}
+        drawn, trained = means["drawing"], means["training"]
+        cells = [f"{means['reward']:.3f}", f"{100 * means['whole']:.1f}", f"{100 * means['clipped']:.1f}"]
+        cells += [f"{means['calls']:.1f}", f"{drawn:.1f}", f"{trained:.1f}"]
+        rows.append([f"{start + 1}-{start + len(some)}", *cells])
+    titles = "steps|mean reward|whole prompts, %|ratios clipped, %|calls a picture|processor seconds drawing"
+    return table(header, ends, "lrrrr") + "\n\n" + table(f"{titles}|training", rows, "lrrrrrr")
+
+
+def grpo_times_table(document: dict[str, Any]) -> str:
+    steps, rows = document["steps"], []
+    for way in ("plain", "default"):
+        calls = sum(step["calls"][way] for step in steps) / len(steps)
+        seconds = [
+            [sum(step["seconds"][part][kind] for step in steps) / len(steps) for part in (way, "training")]
+            for kind in (0, 1)
+        ]
+        cells = [f"{drawn:.1f} + {trained:.1f}" for drawn, trained in seconds]
+        shares = [f"{100 * drawn / (drawn + trained):.0f} %" for drawn, trained in seconds]
+        equal = f"{sum(step['equal_tokens'] for step in steps)} of {len(steps)}"
+        apart = f"{max(step['logprobs_apart'] for step in steps):.0e}"
+        rows.append([way, f"{calls:.1f}", cells[0], shares[0], cells[1], shares[1]])
+        rows[-1] += ["-", "-"] if way == "plain" else [equal, apart]
+    header = (
+        "drawing|calls a picture|seconds a step: drawing + training|share of drawing|processor seconds|share"
+    )
+    return table(f"{header}|steps of equal tokens|log-probabilities apart", rows, "lrrrrrrr")
+
+
 DEMO = (
     "a penguin above a fish on a sky background",
     "a frog above a mushroom on a pink background",
@@ -196,6 +236,21 @@ FIGURES = {
         drafts=False,
         timed=True,
         copies={"comparison.png": "docs/demo.png", "comparison.json": "benchmarks/results/things-demo.json"},
+    ),
+    "things-grpo": Figure(
+        "examples/grpo.py --output_dir {folder}",
+        grpo_table,
+        models=("things",),
+        drafts=False,
+        copies={"grpo.json": "benchmarks/results/things-grpo.json"},
+    ),
+    "things-grpo-times": Figure(
+        "examples/grpo.py --output_dir {folder} --time",
+        grpo_times_table,
+        models=("things",),
+        drafts=False,
+        timed=True,
+        copies={"times.json": "benchmarks/results/things-grpo-times.json"},
     ),
 }
 

@@ -44,7 +44,10 @@ class Config:
     drawn_together: int = 16  # pictures a call of the pipeline, at which a window pays most on two cores
     per_device_train_batch_size: int = 16  # pictures an update
     num_iterations: int = 2  # updates for each picture
-    learning_rate: float = 2e-4
+    learning_rate: float = 5e-3
+    trainable: str = (
+        "norm"  # parameters with this in their names; a small run learns too little to move all of them
+    )
     temperature: float = 1.0
     epsilon: float = 0.2  # how far a ratio counts
     beta: float = 0.0  # weight of the divergence from the model before training
@@ -63,16 +66,12 @@ class Rollout:
     logprobs: Tensor  # float [N, L], of each token when it was drawn
     hits: list[list[bool]]  # which attributes of its prompt each picture has
     calls: float  # mean target calls of a picture
+    nats: float  # mean surprise of a picture: how much is left to chance
 
     @property
     def rewards(self) -> Tensor:
         """Half the share of the attributes that are right, and a half if all are: float [N]."""
         return torch.tensor([(np.mean(hits) + all(hits)) / 2 for hits in self.hits])
-
-    @property
-    def nats(self) -> float:
-        """Of a picture, the mean: how much is left to chance."""
-        return -self.logprobs.sum(1).mean().item()
 
 
 def draw(pipe: Any, prompts: list[str], first_seed: int, config: Config, score: Callable) -> Rollout:
@@ -87,7 +86,7 @@ def draw(pipe: Any, prompts: list[str], first_seed: int, config: Config, score: 
     pictures = np.rint(255 * np.concatenate([output.images for output in outputs])).astype(np.uint8)
     calls = torch.cat([output.trace.target_calls for output in outputs]).float().mean().item()
     hits = [[*score(*pair).values()] for pair in zip(prompts, pictures, strict=True)]
-    return Rollout(prompts, tokens, logprobs, hits, calls)
+    return Rollout(prompts, tokens, logprobs, hits, calls, -logprobs.sum(1).mean().item())
 
 
 def advantages_of(rewards: Tensor, num_generations: int) -> Tensor:
@@ -121,9 +120,11 @@ class Trainer:
 
     def __init__(self, pipe: Any, config: Config, prompts_of: Callable, score: Callable) -> None:
         self.pipe, self.config, self.prompts_of, self.score = pipe, config, prompts_of, score
-        self.policy = copy.deepcopy(pipe.transformer).requires_grad_(True)
-        self.reference = copy.deepcopy(pipe.transformer).requires_grad_(False) if config.beta else None
-        self.optimiser = torch.optim.AdamW(self.policy.parameters(), config.learning_rate, weight_decay=0.0)
+        self.policy = copy.deepcopy(pipe.transformer).requires_grad_(False)
+        self.reference = copy.deepcopy(self.policy) if config.beta else None
+        named = self.policy.named_parameters()
+        trained = [part.requires_grad_(True) for name, part in named if config.trainable in name]
+        self.optimiser = torch.optim.AdamW(trained, config.learning_rate, weight_decay=0.0)
         self.curve: list[dict[str, float]] = []
         self.checkpoint = Path(config.output_dir) / "checkpoint.pt"
         free = ("output_dir", "max_steps", "eval_prompts", "time", "time_steps")
@@ -208,17 +209,18 @@ def accuracy(pipe: Any, config: Config) -> dict[str, Any]:
 
 
 def both_ways(trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """Draw the pictures of the next steps plainly and with the pipeline's own sampler, and train on them."""
-    ways, clock = {"plain": trainer.pipe.plain, "default": trainer.pipe.sampler}, time.perf_counter
+    """Draw the next steps plainly and by the pipeline's own sampler; seconds are of the wall and of the processor."""
+    ways = {"plain": trainer.pipe.plain, "default": trainer.pipe.sampler}
+    clock = lambda: np.array([time.perf_counter(), time.process_time()])  # noqa: E731
     for step in range(len(trainer.curve), len(trainer.curve) + trainer.config.time_steps):
         drawn, seconds = {}, {}
         for way in [*ways][:: 1 if step % 2 else -1]:
             trainer.pipe.sampler, start = ways[way], clock()
             drawn[way] = trainer.rollout(step)
-            seconds[way] = clock() - start
+            seconds[way] = (clock() - start).tolist()
         one, other, start = drawn["plain"], drawn["default"], clock()
         trainer.learn(other, step)
-        seconds["training"] = clock() - start
+        seconds["training"] = (clock() - start).tolist()
         apart = (one.logprobs - other.logprobs).abs().max().item()
         equal = {"equal_tokens": torch.equal(one.tokens, other.tokens), "logprobs_apart": apart}
         yield {"step": step, "seconds": seconds, **equal, "calls": {way: drawn[way].calls for way in ways}}
@@ -229,20 +231,19 @@ def main() -> None:
     out, pipe = Path(config.output_dir), ImagePipeline.from_pretrained("things")
     pipe.set_progress_bar_config(disable=True)
     trainer = Trainer(pipe, config, things.training_prompts, things_parser.score)
-    machine = environment(pipe.device, pipe.transformer.dtype)
-    document: dict[str, Any] = {"environment": machine, "settings": trainer.settings}
+    facts = {"environment": environment(pipe.device, pipe.dtype), "settings": trainer.settings}
     before = out / "before.json"
     if not config.time and not before.exists():
         write_json(before, accuracy(pipe, config))
     trainer.resume()
     if config.time:
-        write_json(out / "times.json", {**document, "steps": [*both_ways(trainer)]}, indent=1)
+        write_json(out / "times.json", {**facts, "steps": [*both_ways(trainer)]}, indent=1)
         return
     for step in trainer.steps():
         print(step, {name: round(value, 4) for name, value in trainer.curve[-1].items()}, flush=True)
     pipe.save_pretrained(out / "trained")
-    document |= {"before": json.loads(before.read_text()), "after": accuracy(pipe, config)}
-    write_json(out / "grpo.json", {**document, "curve": trainer.curve})
+    ends = {"before": json.loads(before.read_text()), "after": accuracy(pipe, config)}
+    write_json(out / "grpo.json", {**facts, **ends, "curve": trainer.curve})
 
 
 if __name__ == "__main__":

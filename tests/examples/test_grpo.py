@@ -24,7 +24,9 @@ def config(folder: Any, **changes: Any) -> Config:
     settings: dict[str, Any] = dict(
         output_dir=str(folder), max_steps=2, generation_batch_size=8, num_generations=4, drawn_together=3
     )
-    return Config(**{**settings, "per_device_train_batch_size": 4, "learning_rate": 0.01, **changes})
+    return Config(
+        **{**settings, "per_device_train_batch_size": 4, "learning_rate": 0.01, "trainable": "", **changes}
+    )
 
 
 def trainer(folder: Any, **changes: Any) -> Trainer:
