@@ -44,7 +44,7 @@ class Config:
     drawn_together: int = 16  # pictures a call of the pipeline, at which a window pays most on two cores
     per_device_train_batch_size: int = 16  # pictures an update
     num_iterations: int = 2  # updates for each picture
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     trainable: str = (
         "norm"  # parameters with this in their names; a small run learns too little to move all of them
     )
