@@ -167,7 +167,7 @@ class Trainer:
             self.optimiser.step()
             clipped = ((moved.exp() - 1).abs() > config.epsilon).float().mean()
             facts.append([loss.item(), clipped.item()])
-        self.pipe.transformer.load_state_dict(self.policy.state_dict())
+        self.pipe.update_weights(self.policy.state_dict())
         loss, clipped = np.mean(facts or [[0.0] * 2], 0).tolist()
         return {"loss": loss, "clipped": clipped, "taught": len(useful)}
 
@@ -195,7 +195,7 @@ class Trainer:
         if saved["settings"] != self.settings:
             raise ValueError(f"{self.checkpoint}: a run of other settings; pass another --output_dir")
         self.policy.load_state_dict(saved["policy"])
-        self.pipe.transformer.load_state_dict(saved["policy"])
+        self.pipe.update_weights(saved["policy"])
         self.optimiser.load_state_dict(saved["optimiser"])
         self.curve = saved["curve"]
 
