@@ -339,7 +339,7 @@ def test_bad_input_is_refused_before_a_network_is_loaded(tmp_path, capsys):
     (tmp_path / "part" / "run.json").write_text("{}")
     cases.append(([str(tmp_path / "part")], "is not complete"))
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 nothing")
-    cases.append(([str(drawn), "--reference", str(tmp_path / "bad.npz")], "is no .npz file"))
+    cases.append(([str(drawn), "--reference", str(tmp_path / "bad.npz")], "holds no whole arrays"))
     for arguments, message in cases:
         check_refused(main(["score", *arguments]), message, capsys)
 
