@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visual_spec.families import all_pipelines, family_of
 from visual_spec.models.core.offload import align_weights
+from visual_spec.models.core.saved import quantised_as
 from visual_spec.models.core.settings import LAW_DEFAULTS, whole
 from visual_spec.pipelines.saved_index import LoadsPipelines
 from visual_spec.pipelines.steps import ONLY_CHECKED, Checked, Streams
@@ -293,7 +294,17 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
             self.transformer.save_lora_adapter(os.fspath(folder), adapter_name)
 
     def fuse_lora(self, components: Sequence[str] = ("transformer",), **kwargs: Any) -> None:
-        """Add the active adapters to the weights, so that calls are as fast as without."""
+        """Add the active adapters to the weights, so that calls are as fast as without.
+
+        Raises:
+            ValueError: weights are quantised, and what an adapter adds would be rounded away.
+        """
+        for name in components:
+            if (kind := quantised_as(getattr(self, name))) is not None:
+                raise ValueError(
+                    f"the weights of {name} are quantised ({kind}); leave the adapter unfused, or fuse it before they "
+                    "are quantised."
+                )
         super().fuse_lora(components=list(components), **kwargs)
 
     def unfuse_lora(self, components: Sequence[str] = ("transformer",), **kwargs: Any) -> None:

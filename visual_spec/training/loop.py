@@ -22,6 +22,7 @@ from visual_spec.files.program import is_of_memory, run_program
 from visual_spec.files.whole import written_whole
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.models.core.saved import quantised_as
 
 _ANEW = "remove the file to start anew, or choose another folder"
 
@@ -306,6 +307,9 @@ class Trainer:
         parts: what `resume.pt` holds by name, beside `descend` (default: the model).
         facts: plain values of the data that a resumed run must share.
         curve_every, digits: of the loss curve.
+
+    Raises:
+        ValueError: weights to train are quantised, which no gradient reaches.
     """
 
     def __init__(
@@ -326,6 +330,11 @@ class Trainer:
         self.curve = dict(curve_every=curve_every, digits=digits)
         held: dict[str, Any] = {"model": model} if parts is None else dict(parts)
         self.networks = [part for part in held.values() if isinstance(part, nn.Module)]
+        if (kind := quantised_as(model, *self.networks)) is not None:
+            raise ValueError(
+                f"the weights of {type(model).__name__} are quantised ({kind}), and no gradient reaches them; train "
+                "the model that they were made of."
+            )
         if isinstance(descend, Descent):
             held["descend"] = descend
         known = asdict(settings) | dict(facts or {})

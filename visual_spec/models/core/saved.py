@@ -139,10 +139,16 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         """Save as diffusers does, so that a kill in between leaves no half-written file (`written_whole`).
 
         Raises:
-            ValueError: the model has adapters.
+            ValueError: the model has adapters, or its weights were quantised, and its configuration does not say how.
         """
         from visual_spec.models.core.adapters import has_adapters
 
+        kind = quantised_as(self)
+        if kind is not None and self.config.get("quantization_config") is None:
+            raise ValueError(
+                f"the weights of {type(self).__name__} were quantised ({kind}) after it was loaded, and its "
+                "configuration does not say how; to save it, quantise by from_pretrained(..., quantization_config=...)."
+            )
         if has_adapters(self):
             raise ValueError(
                 f"{type(self).__name__} has adapters, which are no part of its folder; write them by save_lora_weights "
@@ -373,14 +379,15 @@ def _read_headers(
 def check_finite(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
     """Refuse floating weights with nan or infinity, by ValueError. Those on the meta device have no values to check."""
     for key, whole in weights.items():
-        for tensor in (part for part in stored_parts(whole) if part.dtype in FLOATING):
+        for part in (part for part in stored_parts(whole) if part.is_floating_point()):
+            tensor = part.float() if part.itemsize == 1 else part  # of e4m3, which can be nan
             # A sum checks all values without a second tensor of the same size; if the sum overflows, check again.
             wide = torch.promote_types(tensor.dtype, torch.float32)
             if not tensor.is_meta and not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
                 bad = int((~tensor.isfinite()).sum())
                 raise ValueError(
                     f"{name} is damaged: {bad} of {tensor.numel()} values of {key} are nan or infinite in "
-                    f"{short_name(tensor.dtype)}; copy or download {source} again."
+                    f"{short_name(part.dtype)}; copy or download {source} again."
                 )
 
 
@@ -394,6 +401,17 @@ def stored_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in stored_parts(getattr(tensor, name))]
+
+
+def quantised_as(*models: torch.nn.Module) -> str | None:
+    """Return the types of weights that torchao, bitsandbytes or the like quantised; None where all are plain."""
+    kinds = set()
+    for weight in (weight for model in models for weight in model.parameters()):
+        packed = any(part.itemsize == 1 or not part.is_floating_point() for part in stored_parts(weight))
+        if packed and type(weight) is not torch.nn.Parameter:
+            held = getattr(weight, "target_dtype", None)  # of numbers that are kept in more bits
+            kinds.add(type(weight).__name__ + (f" of {short_name(held)}" if held is not None else ""))
+    return ", ".join(sorted(kinds)) or None
 
 
 def some(names: Iterable[Any], count: int = 4) -> str:

@@ -59,7 +59,7 @@ class SelfSpeculativeTrace(DecodeTrace):
     layer_calls: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
     @property
-    def output_law(self) -> str:
+    def law_in_words(self) -> str:
         """The output law in words."""
         return f"the causal layer's law, {self.layer_calls.float().mean():.1f} passes of it"
 

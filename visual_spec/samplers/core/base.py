@@ -21,6 +21,8 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
+from visual_spec.models.core.protocol import modules_of
+from visual_spec.models.core.saved import quantised_as
 from visual_spec.models.core.settings import in_groups, settings_of, whole
 from visual_spec.samplers.core.acceptance import EXACT, RELAXED, AcceptanceRule, Relaxation
 from visual_spec.samplers.core.acceptance import IDENTICAL as IDENTICAL_RULE
@@ -478,6 +480,8 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         at_most=sampler.measures_at_most,
         stopped=stopped,
     )
+    if hasattr(run.model, "__dict__"):  # else several models, of which the method tells
+        trace["quantised"] = quantised_as(*modules_of(run.model))
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than plain decoding's
         trace |= dict(low_precision=run.low_precision, scales_by_batch=scales_by_batch(run.model))
         trace |= dict(exact_width=run.fixed_width is not None if "exact_width" in sampler.config else None)

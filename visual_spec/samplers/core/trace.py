@@ -101,6 +101,8 @@ class DecodeTrace:
         model_logprobs: float32, the same under the model itself, without guidance, at temperature 1.
         exact_width: whether all calls had one width, so that rounding decides nothing between samplers with that
             setting; None of a sampler without the setting.
+        quantised: types of quantised weights of the model, such as "Int8Tensor": the target is the quantised model, and
+            all that is said of plain decoding is said of its plain decoding. None: no weight is quantised.
         scales_by_batch: whether the model quantises activations by scales of a whole call, and the sampler scores
             several slots a call: the law of a slot then depends on what else the call scores.
     """
@@ -116,6 +118,7 @@ class DecodeTrace:
     moved_mass: Tensor | None = None
     low_precision: str | None = None
     scales_by_batch: bool = False
+    quantised: str | None = None
     at_least: bool = False
     at_most: bool = False
     stopped: bool = False
@@ -173,6 +176,11 @@ class DecodeTrace:
     @property
     def output_law(self) -> str:
         """The output law in words."""
+        target = "" if self.quantised is None else f", of the quantised model ({self.quantised})"
+        return f"{self.law_in_words}{target}"
+
+    @property
+    def law_in_words(self) -> str:
         others = named(self.law_settings, self.plain_settings)
         if self._kept == OTHER:
             return f"another law than plain decoding's ({others})"

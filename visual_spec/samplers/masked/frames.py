@@ -66,7 +66,7 @@ class FrameTrace(MaskedTrace):
     frame_calls: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
     @property
-    def output_law(self) -> str:
+    def law_in_words(self) -> str:
         """The output law in words."""
         by_frame = "the law of masked decoding, frame by frame"
         if self.divergence is None:

@@ -379,7 +379,7 @@ class MaskedTrace(DecodeTrace):
         return (self.entry_call >= 0).any(-1).sum(1) / self.target_calls.float()
 
     @property
-    def output_law(self) -> str:
+    def law_in_words(self) -> str:
         """The output law in words."""
         if self.divergence is None:
             return "the law of masked decoding"

@@ -15,7 +15,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import ScaleModel, area_of, shape_of
+from visual_spec.models.core.protocol import ScaleModel, area_of, modules_of, shape_of
+from visual_spec.models.core.saved import quantised_as
 from visual_spec.models.core.settings import LARGEST, OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
@@ -335,6 +336,7 @@ class ScaleWiseSampler(Sampler):
         exact = len(runs) == 1 and getattr(run.model[0].model, "lossless", True)
         whole = not self.schedule.leaves_out(len(run.parts["tokenizer"].scales))
         trace["keeps"] = IDENTICAL if exact and whole and not self.config["smooth"] else LOSSY
+        trace["quantised"] = quantised_as(*(part for stage in run.model for part in modules_of(stage.model)))
         drawn = range(state.round + 1)
         calls = tuple(sum(scale in drawn for stage in stages for scale in stage.scales) for stages in runs)
         whole_trace = ScaleTrace(
