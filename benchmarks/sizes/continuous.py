@@ -158,7 +158,12 @@ class SomeCalls(ContinuousSampler):
         count = min(self.config.sampled, last)
         return [1 + (2 * index + 1) * last // (2 * count) for index in range(count)]
 
-    def paced(self, advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
+    def plan(self, run: Run) -> None:
+        super().plan(run)
+        run.pace = self.jumping
+
+    def jumping(self, advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
+        """Return `advance`, each time of the next chosen call."""
         edges, shapes = (
             conditions.step_edges(run.num_tokens, self.num_steps(run.model)),
             self.shapes(run.model),

@@ -159,14 +159,13 @@ def test_it_is_lossless_under_guidance_that_rises(acceptance):
 def test_the_others_have_the_law_that_known_tokens_leave(sampler, law, monkeypatch):
     """Slots 1 and 3 are known; GIVEN then decodes slots 2 and 0, and a row may know more than another."""
     model, known = table(), torch.tensor([[-1, 2, -1, 0]])
-    prefill = AlongOrderSampler.prefill
+    plan = AlongOrderSampler.plan
 
-    def knowing(self, served, condition, law, batch_size, parts):
-        return prefill(
-            self, served, condition, law, batch_size, {"known_tokens": known.expand(batch_size, -1)}
-        )
+    def knowing(self, run):
+        run.parts = {"known_tokens": known.expand(run.batch_size, -1)}
+        plan(self, run)
 
-    monkeypatch.setattr(AlongOrderSampler, "prefill", knowing)
+    monkeypatch.setattr(AlongOrderSampler, "plan", knowing)
     found = Enumerator(sampler(order=GIVEN), model, law, known_tokens=known).run()
     places = [3, 1, 2, 0]
     whole = law_of_groups(model, places, [1, 1, 1, 1], law).view(3, 3, 3, 3)

@@ -478,5 +478,5 @@ def test_statistics_fail_on_codebooks_tested_one_by_one(keys_in_bulk, monkeypatc
 
 
 def test_entries_have_counter_slots_of_their_own():
-    entries = ColumnView(model("three codebooks"), 5, torch.device("cpu"))
+    entries = ColumnView(model("three codebooks"), 5)
     assert torch.equal(entries.entries(torch.arange(9)[None]), torch.arange(27)[None])

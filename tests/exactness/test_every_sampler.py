@@ -150,8 +150,8 @@ class RepeatingSampler(ChainSampler):
     def __init__(self, num_drafts: int = 5, acceptance: str = "exact") -> None:
         pass
 
-    def window_of(self, model: Any) -> int:
-        return self.config.num_drafts + 1
+    def plan(self, run: Run) -> None:
+        run.window = self.config.num_drafts + 1
 
     def prepare(self, run: Run) -> State:
         return State.begin(run, scratch=self.config.num_drafts + 1)

@@ -17,7 +17,7 @@ from visual_spec.kernels import (
 )
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import of_settings
-from visual_spec.samplers.core import verification
+from visual_spec.samplers.core import state, verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import unmasking
 from visual_spec.samplers.masked.masked import MaskedSampler
@@ -51,7 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(module, f"{name}_triton", watched(module, name))
     for module in (neighbour_mass, *(module for module, _ in KERNELS)):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
-    for module in (verification, unmasking):
+    for module in (state, verification, unmasking):
         monkeypatch.setattr(module, "fits", lambda logits: logits.dtype == torch.float32)
     return names
 

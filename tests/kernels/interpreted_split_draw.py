@@ -17,7 +17,7 @@ from visual_spec.kernels.draw import draw_reference, whole_draw_triton
 from visual_spec.kernels.philox import philox_log_exponential
 from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import verification
+from visual_spec.samplers.core import state
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
@@ -233,7 +233,7 @@ def test_samplers_draw_by_them(monkeypatch):
 
     expected, used = decode(), []
     monkeypatch.setattr(whole, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(verification, "fits", lambda logits: logits.dtype == torch.float32)
+    monkeypatch.setattr(state, "fits", lambda logits: logits.dtype == torch.float32)
     monkeypatch.setattr(whole, "splits", lambda *given: used.append(given) or True)
     assert torch.equal(decode().tokens, expected.tokens) and used
 

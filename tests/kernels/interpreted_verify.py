@@ -12,7 +12,7 @@ from visual_spec.kernels import verify as module
 from visual_spec.kernels.law import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.kernels.verify import verify, verify_triton
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import verification
+from visual_spec.samplers.core import state, verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
@@ -115,7 +115,8 @@ def test_decodes_by_the_kernels_as_without_them(monkeypatch, coupling, acceptanc
         return sampler(model, torch.tensor([1]), law=law, generator=generator)
 
     expected = decode()
-    monkeypatch.setattr(verification, "fits", lambda logits: True)
+    for owner in (state, verification):
+        monkeypatch.setattr(owner, "fits", lambda logits: True)
     for owner in (draw_module, module):
         monkeypatch.setattr(owner, "on_gpu", lambda tensor: True)
     found = decode()

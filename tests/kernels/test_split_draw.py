@@ -16,7 +16,7 @@ from visual_spec.kernels.law import LawNumbers
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.core.verification import draw_near, draw_tokens
+from visual_spec.samplers.core.state import draw_near, draw_tokens
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from visual_spec.kernels import verify as verify_module
 from visual_spec.kernels.law import NO_DRAFT, POINT_LAW
 from visual_spec.kernels.verify import verify
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import verification
+from visual_spec.samplers.core import state, verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -68,7 +68,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(draw_module, "draw", watched("draw", draw_module.draw))
     monkeypatch.setattr(verify_module, "verify", watched("verify", verify_by_parts))
-    monkeypatch.setattr(verification, "fits", lambda logits: logits.dtype == torch.float32)
+    for module in (state, verification):
+        monkeypatch.setattr(module, "fits", lambda logits: logits.dtype == torch.float32)
     return asked
 
 

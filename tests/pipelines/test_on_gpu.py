@@ -21,7 +21,7 @@ from visual_spec.eval.settings import Setting, parse_setting
 from visual_spec.pipelines.placing import load
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
-from visual_spec.samplers.core.verification import draw_near
+from visual_spec.samplers.core.state import draw_near
 from visual_spec.samplers.registry import (
     COLUMNS,
     CONTINUOUS,

@@ -60,6 +60,7 @@ ONE_AT_A_TIME = {
     ("continuous", "model"),
     ("speculative-continuous", "drafter"),
     ("head-speculation", "model"),
+    ("reusing-continuous", "model"),
 }
 
 

@@ -58,7 +58,7 @@ class LawNumbers(NamedTuple):
 # ------------------------------------------------------------------------------------------------------ the definition
 
 
-def law_reference(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tensor:
+def law_reference(logits: Tensor, slots: Tensor | None, law: LawNumbers, *, finite: bool = False) -> Tensor:
     """Return the law at every position of a window, in PyTorch, on any device.
 
     Guidance, allowed ids, temperature, top-k, top-p, in this order, then normalised; see `TokenLaw`.
@@ -67,6 +67,7 @@ def law_reference(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tens
         logits: [R, W, V]; R = 2B when guided (B conditional rows, then B unconditional ones), else B.
         slots: long [B, W], the slots that the positions predict; may be None if every slot or no slot is guided.
         law: the law's numbers.
+        finite: whether all logits are known to be finite; so nobody looks for forbidden tokens.
 
     Returns:
         Log-probabilities [B, W, V], -inf outside the support; float64 for float64 logits, else float32.
@@ -75,7 +76,7 @@ def law_reference(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tens
     if scores.dtype != torch.float64:
         scores = scores.float()
     if law.guided:
-        scores = mixed_logits(scores, slots, law)  # [B, W, stop - first]
+        scores = mixed_logits(scores, slots, law, finite=finite)  # [B, W, stop - first]
     log_probs = _greedy(scores) if law.temperature == 0 else _filter(scores, law)
     vocab_size = logits.shape[-1]
     if law.stop - law.first == vocab_size:
@@ -103,13 +104,13 @@ def finite_reference(logits: Tensor, law: LawNumbers) -> Tensor:
     return ~(torch.stack(bad.chunk(2)).any(0) if law.guided else bad)
 
 
-def mixed_logits(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tensor:
-    """Return logits [B, W, V] under guidance, from logits [2B, W, V]; slots and law as in `law_reference`."""
+def mixed_logits(logits: Tensor, slots: Tensor | None, law: LawNumbers, *, finite: bool = False) -> Tensor:
+    """Return logits [B, W, V] under guidance, from logits [2B, W, V]; the others as in `law_reference`."""
     conditional, unconditional = logits.chunk(2)  # [B, W, V] each
     guided = (conditional - unconditional).mul_(law.guidance_scale).add_(unconditional)
     # -inf minus -inf is nan: a token that either row forbids stays forbidden. nan survives the minimum.
     # The host looks first: few logits forbid a token.
-    if not on_host(logits) or not math.isfinite(float(logits.sum())):
+    if not (finite or (on_host(logits) and math.isfinite(float(logits.sum())))):
         guided.masked_fill_(torch.minimum(conditional, unconditional).isneginf(), -torch.inf)
     if law.guidance_until == EVERY_SLOT:
         return guided

@@ -7,9 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import visual_spec.pipelines.components as components
 from visual_spec.families import all_families, all_pipelines, family_of
 from visual_spec.models.core.saved import read_settings
-from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import (

@@ -21,10 +21,10 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from diffusers.utils import deprecation_utils
 
+import visual_spec.pipelines.components as components
 from visual_spec.families import all_families, all_pipelines
 from visual_spec.files.reading import shortened
 from visual_spec.models.core.saved import SavedModel, check_folder, check_loaded, fetched, read_settings
-from visual_spec.pipelines import components
 from visual_spec.pipelines.components import annotated_types, resolved
 from visual_spec.pipelines.embedded import (
     INDEX,

@@ -51,9 +51,9 @@ from visual_spec.samplers.core.checks import Acceptance, Coupling
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft, rows_of, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.verification import draw_near, verify_laws
-from visual_spec.samplers.raster.jacobi import JacobiState, SpeculativeJacobiSampler
+from visual_spec.samplers.core.state import Run, draw_near
+from visual_spec.samplers.core.verification import verify_laws
+from visual_spec.samplers.raster.jacobi import JacobiState, SpeculativeJacobiSampler, widest
 from visual_spec.samplers.raster.siblings import (
     final_noise,
     sibling_stream,
@@ -189,18 +189,18 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
                 "nodes a call; pass fewer siblings or less depth."
             )
 
-    def width(self, model: Any) -> int:
-        return max(super().width(model), self.config.depth + 1)
-
     def tree(self, model: Any) -> HeadTree:
         """Return the shape of a call's tree."""
-        return HeadTree(self.width(model), self.config.siblings, self.config.depth)
+        window = max(min(widest(self.config.window), model.grid.num_tokens), self.config.depth + 1)
+        return HeadTree(window, self.config.siblings, self.config.depth)
 
-    def window_of(self, model: Any) -> int:
-        return self.tree(model).nodes
+    def plan(self, run: Run) -> None:
+        run.window = self.tree(run.model).nodes
 
     def prepare(self, run: Run) -> JacobiState:
-        return self.labelled(run)  # also under acceptance "identical": siblings are drawn from the laws
+        return self.labelled(
+            run, self.tree(run.model).window
+        )  # also under acceptance "identical": siblings are drawn from the laws
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
@@ -220,7 +220,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
 
         Commits 1 to W tokens a row. A complete row does not change.
         """
-        window, tree = self.width(run.model), self.tree(run.model)
+        window, tree = state.window, self.tree(run.model)
         count, depth = self.config.siblings, self.config.depth
         levels, numbers, visible = tree.layout(run.device)
         draft = with_bonus(self.propose(run, state))  # [B, W], the main branch

@@ -21,11 +21,10 @@ from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler
 from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.continuous.jacobi import ContinuousJacobiSampler
-from visual_spec.samplers.core import base, graph
+from visual_spec.samplers.core import graph
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
-from visual_spec.samplers.core.trace import Stopwatch
 
 LAW = TokenLaw(guidance_scale=2.0, temperature=0.9)
 SCHEDULES = {
@@ -281,15 +280,16 @@ def test_no_call_waits_for_the_host_or_copies_from_it(monkeypatch, kind, fused):
     model: Any = tiny_mar() if kind == "mar" else tiny_causal(head_kind="flow" if kind == "flow" else "noise")
     sampler = ContinuousSampler(head_steps=4, last_head_steps=2)
     law = TokenLaw(guidance_scale=2.0)
-    cache = sampler.prefill(model, torch.tensor([1, 0, 2]), law, 3, {})
+    keys = draw_keys(seeded(1)[0], 3)
+    run = sampler.begin(model, torch.tensor([1, 0, 2]), law, keys)
     stand_in(monkeypatch)
     monkeypatch.setattr(philox, "philox_normal_triton", lambda out, *_: out)
     monkeypatch.setattr(head_loop, "takes", lambda *_: fused)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model, cache = without_numbers(model), without_numbers(cache)
-        noise = without_numbers(CounterNoise(draw_keys(seeded(1)[0], 3), "cpu"))
+        model, noise = without_numbers(model), without_numbers(CounterNoise(keys, "cpu"))
         checked = CheckedLaw(law, model.grid.num_tokens, deferred=True)
-        run = base.Run(model, None, 3, cache, checked, law, noise, Stopwatch())
+        run.model, run.condition, run.law, run.noise = model, None, checked, noise
+        run.filled(without_numbers(run.cache))
         state: Any = sampler.prepare(run)
         shapes = sampler.shapes(model)
         with NoHost():

@@ -18,7 +18,7 @@ from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import of_settings
-from visual_spec.samplers.core import verification
+from visual_spec.samplers.core import state, verification
 from visual_spec.samplers.core.acceptance import Relaxation
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import rule_of
@@ -51,8 +51,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, name in (*OPERATORS, (unmasking, "masked_sample")):
         monkeypatch.setattr(module, name, watched(module, name))
     monkeypatch.setattr(neighbour_mass, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(verification, "fits", lambda logits: logits.dtype != torch.float64)
-    monkeypatch.setattr(unmasking, "fits", lambda logits: logits.dtype != torch.float64)
+    for module in (state, verification, unmasking):
+        monkeypatch.setattr(module, "fits", lambda logits: logits.dtype != torch.float64)
     return names
 
 

@@ -40,7 +40,6 @@ from visual_spec.samplers.core import base, graph
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
-from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
@@ -461,16 +460,16 @@ def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
     batch_size = 3 if name == "llamagen" else 4
     given: dict[str, Any] = dict(drafter=drafter()) if chosen.needs_drafter else {}
     chosen.check(model, law, batch_size, given)
-    cache = chosen.prefill(model, condition, law, batch_size, given)
+    keys = draw_keys(seeded(1)[0], batch_size)
+    run = chosen.begin(model, condition, law, keys, **given)
     stand_in(monkeypatch)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model, cache, condition = without_numbers(model), without_numbers(cache), without_numbers(condition)
-        noise = without_numbers(CounterNoise(draw_keys(seeded(1)[0], batch_size), "cpu"))
+        model, noise = without_numbers(model), without_numbers(CounterNoise(keys, "cpu"))
         checked = CheckedLaw(law, model.grid.num_tokens, deferred=True)
         given = {part: without_numbers(value) for part, value in given.items()}
-        rule = chosen.rule(model, given, torch.device("cuda"))
-        run = base.Run(model, condition, batch_size, cache, checked, law, noise, Stopwatch(), rule, given)
-        run.view = chosen.view(model, run.device)
+        run.model, run.condition, run.law, run.noise = model, without_numbers(condition), checked, noise
+        run.parts, run.rule = given, chosen.rule(model, given, torch.device("cuda"))
+        run.filled(without_numbers(run.cache))
         monkeypatch.setattr(
             type(model), "check_condition", lambda *_: None, raising=False
         )  # looks at it, once

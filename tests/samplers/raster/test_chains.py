@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,7 +172,9 @@ def test_the_trace_counts_the_calls_of_every_sample(calls, name):
     assert [call for call, _ in committed] == list(range(count))
     for call, lengths in committed:
         assert lengths.tolist() == (trace.commit_call <= call).sum(1).tolist()
-    room = length + sampler.window_of(tables_of(sampler).model)
+    empty = SimpleNamespace(logits=torch.zeros(1, 1))
+    keys, model = torch.zeros(1, dtype=torch.long), tables_of(sampler).model
+    room = length + sampler.begin(model, None, TokenLaw(), keys, prefill=lambda run: empty).window
     assert max(int(slots.max()) for slots in calls) < room
     drafts = {"draft"} if sampler.needs_drafter else set()
     assert set(trace.phase_seconds) == {"prefill", "model", "verify"} | drafts

@@ -1,5 +1,6 @@
 """Drafts from a whole picture: the plain tokens whatever the drafter is, what the picture is, where it is read."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from visual_spec.samplers.orders import ordered
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.jacobi_identical import UNKNOWN, repaired
+from visual_spec.samplers.raster.jacobi_identical import UNKNOWN, _repaired_at_once, repaired
 
 GRID, VOCAB = TokenGrid(5, 6), 11
 TARGET, NEAR = (TabularModel(GRID, VOCAB, order=2, conditions=5, dependence=0.3) for _ in range(2))
@@ -118,6 +119,26 @@ def test_where_the_neighbours_agree_the_picture_is_read_and_elsewhere_the_copy()
     assert at(4, 1) == (2, True)
     assert at(6, 6) == (carried, False)  # left as in the picture, above 1 in the text and 7 there
     assert at(7, 1) == (8, True)
+
+
+@pytest.mark.parametrize("grid", [TokenGrid(6, 7), TokenGrid(3, 4, 3)], ids=["picture", "clip"])
+@pytest.mark.parametrize("pictured", [False, True])
+def test_a_device_repairs_as_the_host_does(grid, pictured):
+    """Few different tokens, so that many neighbours agree; a row that is complete, and one that has one token."""
+    generator, rows, width, size = torch.Generator().manual_seed(0), 40, 9, grid.num_tokens
+    text, picture = torch.randint(3, (2, rows, size + width), generator=generator)
+    inputs = torch.randint(-1, 3, text.shape, generator=generator)
+    committed = torch.randint(1, size + 1, (rows,), generator=generator)
+    committed[:2] = torch.tensor([1, size])
+    slots = committed[:, None] - 1 + torch.arange(width)
+    fed, back = text.gather(1, slots), grid.width if grid.frames == 1 else grid.height * grid.width
+    shown, ages = picture if pictured else None, torch.randint(2, slots.shape, generator=generator) == 0
+    for count, young in product((1, 5, 20), (None, ages)):
+        here, there = inputs.clone(), inputs.clone()
+        found, replaced = repaired(text, here, committed, fed, slots, count, grid, shown, young)
+        other, marked = _repaired_at_once(text, there, committed, fed, slots, count, back, shown, young)
+        assert torch.equal(found, other) and torch.equal(replaced, marked) and torch.equal(here, there)
+        assert replaced.any() and not replaced.all() and torch.equal(fed, text.gather(1, slots))
 
 
 def test_refuses_what_cannot_draft_a_picture():

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.kernels.window_attention import takes
+from visual_spec.kernels.launch import fused
 from visual_spec.models.core.cache import StaticCache, seen_causally, seen_in_order, seen_in_tree
 from visual_spec.models.core.offload import check_cache_fits, decodes
 from visual_spec.models.core.protocol import (
@@ -411,6 +411,10 @@ class LlamaGenTransformer(SavedModel):
 
     def _reads_windows(self, hidden: Tensor) -> bool:
         """Return whether attention takes the places of a window in place of a mask."""
+        if not fused(hidden):
+            return False
+        from visual_spec.kernels.window_attention import takes  # on a GPU only
+
         return takes(hidden, self.config["dim"] // self.config["num_heads"])
 
     def unturned(self, table: Tensor) -> Tensor:

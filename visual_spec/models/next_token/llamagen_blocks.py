@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from visual_spec.kernels.launch import fused
 from visual_spec.kernels.layers import add_norm, gated, norm_reference
 from visual_spec.kernels.rotary_write import Turns, rotary_write, rotate
-from visual_spec.kernels.window_attention import window_attention
 from visual_spec.models.core.cache import Places, StaticCache
 from visual_spec.models.core.protocol import DecodeState, check_labels
 
@@ -108,6 +107,8 @@ class Attention(nn.Module):
             projected = self.wqkv(x).unflatten(-1, (3 * self.heads, -1))  # [R, W, 3H, D]
             q = rotary_write(projected, shared.turns, *held, shared.places.slots)
             if shared.mask is None:
+                from visual_spec.kernels.window_attention import window_attention  # on a GPU only
+
                 mixed = window_attention(q, *held, shared.places.slots, shared.prefix_mask)
                 return self.wo(mixed.flatten(2))
             k, v = shared.places.read(held)

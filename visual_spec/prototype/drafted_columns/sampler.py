@@ -74,5 +74,5 @@ class DraftedColumnSampler(ColumnChainSampler, DraftedSampler):
             )
 
     def prepare(self, run: Run) -> DraftedColumnState:
-        window, scale = self.window_of(run.model), run.law.law.guidance_scale
+        window, scale = run.window, run.law.law.guidance_scale
         return begin_drafted(run, window, window, DraftedColumnState, guidance_scale=scale)

@@ -18,7 +18,6 @@ from visual_spec.models.core.continuous import FlowScaleModel
 from visual_spec.models.core.settings import SHARE, Within, register_to_config
 from visual_spec.samplers.continuous.base import ContinuousTrace, VectorSampler
 from visual_spec.samplers.core.checks import check_guided, check_returned
-from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import LOSSY
@@ -115,10 +114,9 @@ class FlowScaleSampler(VectorSampler):
 
     # -- the loop
 
-    def prefill(
-        self, model: FlowScaleModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        return check_guided(model.prefill(condition, batch_size=batch_size, guided=law.guided), law.guided)
+    def prefill(self, run: Run) -> Any:
+        cache = run.model.prefill(run.condition, batch_size=run.batch_size, guided=run.guided)
+        return check_guided(cache, run.guided)
 
     def prepare(self, run: Run) -> FlowScaleState:
         """Draw the first map, which the prefill predicts."""

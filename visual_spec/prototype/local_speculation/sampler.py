@@ -130,8 +130,8 @@ class MultiscaleSampler(Sampler):
                 "`codebook` [V, D], or pool=1."
             )
 
-    def window_of(self, model: Any) -> int:
-        return max(1, model.grid.num_tokens - 1)
+    def plan(self, run: Run) -> None:
+        run.window = max(1, run.num_tokens - 1)
 
     def prepare(self, run: Run) -> LocalSpeculationState:
         """Draft the whole picture from a small one."""

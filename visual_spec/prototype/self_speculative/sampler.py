@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.law import NO_DRAFT
-from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
+from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.settings import CALLS, OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import Acceptance, check_guided, check_returned
@@ -139,10 +139,9 @@ class SelfSpeculativeMaskedSampler(Sampler):
         check_masked_model(model, law)
         _check_causal_layer(model, parts.get("causal_layer"))
 
-    def prefill(
-        self, model: MaskedModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        return check_guided(model.prepare(condition, batch_size=batch_size, guided=law.guided), law.guided)
+    def prefill(self, run: Run) -> Any:
+        cache = run.model.prepare(run.condition, batch_size=run.batch_size, guided=run.guided)
+        return check_guided(cache, run.guided)
 
     def prepare(self, run: Run) -> SelfSpeculativeState:
         length, device = run.num_tokens, run.device

@@ -30,9 +30,8 @@ from visual_spec.samplers.core.checks import (
 )
 from visual_spec.samplers.core.law import TokenLaw, non_finite
 from visual_spec.samplers.core.noise import CHAIN, TOKEN
-from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.state import Run, State, draw_tokens
 from visual_spec.samplers.core.trace import LOSSY, SampleResult
-from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.scales.stages import law_at_scale
 
 
@@ -154,12 +153,10 @@ class DistilledSampler(Sampler):
                 f"codes: pass {f'0 to {last}' if whole else 'one of ' + ', '.join(map(str, allowed))}."
             )
 
-    def prefill(
-        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> StudentCache:
-        return StudentCache(model.prefill(condition, batch_size=batch_size), law.guided)
+    def prefill(self, run: Run) -> StudentCache:
+        return StudentCache(run.model.prefill(run.condition, batch_size=run.batch_size), run.guided)
 
-    def plan(self, model: DistilledModel) -> list[tuple[str, int]]:
+    def calls_of(self, model: DistilledModel) -> list[tuple[str, int]]:
         """Who makes each call, and the first slot that it draws."""
         start, restart = self.config.teacher_from, model.restart
         first = [] if start == 0 else [("student", 0)]
@@ -167,7 +164,7 @@ class DistilledSampler(Sampler):
         return first + by_teacher + [("student", restart)] * (self.config.steps - 1)
 
     def planned_calls(self, model: DistilledModel, parts: dict[str, Any]) -> int:
-        return len(self.plan(model))
+        return len(self.calls_of(model))
 
     def prepare(self, run: Run) -> StudentState:
         model, size, device = run.model, run.batch_size, run.device
@@ -177,7 +174,7 @@ class DistilledSampler(Sampler):
         return StudentState.blank(run, noise.clone(), noise=noise, ids=slots.new_zeros(size, model.restart))
 
     def step(self, run: Run, state: StudentState) -> None:
-        calls = self.plan(run.model)
+        calls = self.calls_of(run.model)
         who, slot = calls[state.round]
         if who == "student":
             self._student(run, state, slot)

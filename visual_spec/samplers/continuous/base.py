@@ -111,11 +111,12 @@ class VectorSampler(Sampler):
                     "model are vectors. Leave it out."
                 )
 
-    def prefill(
-        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        window = self.window_of(model)
-        return conditions.begin(model, condition, batch_size=batch_size, guided=law.guided, window=window)
+    def plan(self, run: Run) -> None:
+        run.view = None
+
+    def prefill(self, run: Run) -> Any:
+        asked: dict[str, Any] = dict(batch_size=run.batch_size, guided=run.guided, window=run.window)
+        return conditions.begin(run.model, run.condition, **asked)
 
     def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
         meter = getattr(state, "meter", None)
@@ -210,9 +211,6 @@ class ContinuousTokenSampler(VectorSampler):
                     f"an order of {len(order)} places given; the model has {length}, name each once."
                 )
             check_order(torch.tensor([list(order)]))
-
-    def view(self, model: Any, device: torch.device) -> None:
-        return None
 
     # -- what methods begin with
 

@@ -229,24 +229,20 @@ class ChunkWiseSampler(Sampler):
             )
         return num_frames // chunk
 
-    def view(self, model: Any, device: torch.device) -> None:
-        return None
-
-    def num_slots(self, model: Any, parts: dict[str, Any]) -> int:
-        return parts["num_frames"]
+    def plan(self, run: Run) -> None:
+        run.view, run.num_tokens = None, run.parts["num_frames"]
 
     def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
         return self.check_length(parts["num_frames"])
 
     # -- the loop
 
-    def prefill(
-        self, model: Any, condition: Tensor, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> ChunkCache:
+    def prefill(self, run: Run) -> ChunkCache:
         """Read the context, in a state for each model and group of samples."""
+        condition, batch_size, parts = run.condition, run.batch_size, run.parts
         small, context, chunk = parts.get("draft_model"), parts.get("context"), self.config["chunk"]
         size = parts["height"], parts["width"]
-        models = [model] if small is None else [model, small]
+        models = [run.model] if small is None else [run.model, small]
         for one in models:
             one.check(condition, *size, chunk)
         if context is not None:
@@ -263,7 +259,8 @@ class ChunkWiseSampler(Sampler):
 
     def prepare(self, run: Run) -> ChunkState:
         """Draw the first chunk, which is the large model's."""
-        context, size = run.parts.get("context"), (run.batch_size, self.planned_calls(run.model, run.parts))
+        context = run.parts.get("context")
+        size = run.batch_size, run.num_tokens // self.config["chunk"]
         read = 0 if context is None else -(-context.shape[2] // self.config["chunk"])
         state = ChunkState(
             target_calls=torch.full((run.batch_size,), read),

@@ -108,20 +108,15 @@ class ContinuousSampler(ContinuousTokenSampler):
     def chain_levels(self, state: PlainState) -> int:
         return state.width.levels
 
+    def plan(self, run: Run) -> None:
+        super().plan(run)
+        run.pace = by_shapes
+
     def prepare(self, run: Run) -> PlainState:
         shapes = self.shapes(run.model)
         first, lengths = shapes[0], [shape.levels for shape in shapes]
         more: dict[str, Any] = dict(lengths=lengths, shapes=shapes, width=first)
         return self.open(run, PlainState, scratch=0, first=first.count, **more)
-
-    def paced(self, advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
-        later = iter(state.shapes[1:])
-
-        def call() -> None:
-            state.width = next(later)
-            advance()
-
-        return call
 
     def step(self, run: Run, state: PlainState) -> None:
         shape, known = state.width, (state.tokens, state.places, state.lengths)
@@ -129,3 +124,14 @@ class ContinuousSampler(ContinuousTokenSampler):
         z = conditions.step_conditions(run.model, state.cache, *known, shape.count, shape.room)
         run.lap("model")
         self.draw_plainly(run, state, z)
+
+
+def by_shapes(advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
+    """Return `advance`, with the shape of each call set before it."""
+    later = iter(state.shapes[1:])
+
+    def call() -> None:
+        state.width = next(later)
+        advance()
+
+    return call

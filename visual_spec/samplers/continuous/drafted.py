@@ -119,9 +119,10 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
     def measures_at_most(self) -> bool:  # type: ignore[override]
         return self.config.rule == "cspd"  # it is measured given the noise that both chains share
 
-    def window_of(self, model: Any) -> int:
+    def plan(self, run: Run) -> None:
+        super().plan(run)
         again = self.config.num_drafts if self.config.rule == "aligned" else 0
-        return self.config.num_drafts + 1 + again
+        run.window = self.config.num_drafts + 1 + again
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

@@ -82,8 +82,9 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
     def keeps(self) -> str:
         return LOSSLESS if self._rule.lossless else LOSSY
 
-    def window_of(self, model: Any) -> int:
-        return self.config.window if self.keeps != LOSSY else 2 * self.config.window
+    def plan(self, run: Run) -> None:
+        super().plan(run)
+        run.window = self.config.window if self.keeps != LOSSY else 2 * self.config.window
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

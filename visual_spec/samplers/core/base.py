@@ -1,7 +1,8 @@
 """The base of every sampler: a frozen configuration, and a decode that checks, prefills, prepares, steps and reports.
 
-A method writes two functions:
+A method writes three functions:
 
+    plan(run)                  what all calls have in common, before the prefill
     prepare(run) -> state      the state after the prefill
     step(run, state)           one call of the model
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -41,6 +43,7 @@ from visual_spec.samplers.core.precision import (
     low_precision_of,
     rounding_unit,
     scales_by_batch,
+    was_watched,
     watched,
 )
 from visual_spec.samplers.core.state import (
@@ -50,7 +53,6 @@ from visual_spec.samplers.core.state import (
     HostCopy,
     Run,
     counted,
-    device_of,
 )
 from visual_spec.samplers.core.trace import (
     IDENTICAL,
@@ -141,9 +143,20 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Refuse, before any compute, a request that cannot be decoded, by an error that says what can."""
         check_request(model, law)
 
-    def window_of(self, model: Any) -> int:
-        """Return the most slots that one call of the model scores."""
-        return 1
+    def plan(self, run: Run) -> None:
+        """Decide, before the prefill, what the calls of this decode have in common.
+
+        By default a call scores one slot of one token, in the model's grid. A method sets `run.window` where it scores
+        more; `run.num_tokens` and `run.view` where slots are others or hold something else; `run.model`, where it calls
+        another model, around the one that was given.
+        """
+
+    def prefill(self, run: Run) -> Any:
+        """Run the model's prefill on the condition, and return the model's state."""
+        window = run.fixed_width or run.window
+        cache = run.model.prefill(run.condition, batch_size=run.batch_size, guided=run.guided, window=window)
+        check_guided(cache, run.guided).fixed = run.fixed_width is not None
+        return cache
 
     def prepare(self, run: Run) -> Any:
         """Return the state after the prefill."""
@@ -154,11 +167,6 @@ class Sampler(SchedulerMixin, ConfigMixin):
         raise NotImplementedError
 
     # -- what a method may override
-
-    @property
-    def fixed_width(self) -> int | None:
-        """Positions of every call of the model under the setting `exact_width`; None: as many as there are to score."""
-        return EXACT_WIDTH if self.config.get("exact_width") else None
 
     @property
     def _kept_by_acceptance(self) -> str:
@@ -220,30 +228,6 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
         return rule_of(self.relaxation, parts.get("codebook"), device)
 
-    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> Any:
-        """Return the model that the method calls: `model` itself, or one around it, such as along an order."""
-        return model
-
-    def view(self, model: Any, device: torch.device) -> Any:
-        """Return how tokens are read and written, see `TokenView`; None: they are vectors."""
-        from visual_spec.samplers.core.verification import TOKENS  # which vectors have no use of
-
-        return TOKENS
-
-    def prefill(
-        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        """Run the model's prefill on the condition."""
-        window = self.fixed_width or self.window_of(model)
-        cache = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=window)
-        check_guided(cache, law.guided)
-        cache.fixed = self.fixed_width is not None
-        return cache
-
-    def num_slots(self, model: Any, parts: dict[str, Any]) -> int:
-        """Return the number of slots of one sample. The law does not check logits of later slots."""
-        return model.grid.num_tokens
-
     def check_logprobs(self, reads_text: bool) -> None:
         """Refuse `output_logprobs` where they are not kept.
 
@@ -290,47 +274,63 @@ class Sampler(SchedulerMixin, ConfigMixin):
         law: TokenLaw,
         keys: Tensor,
         watch: Stopwatch | None = None,
-        cache: Any = None,
         noise: CounterNoise | None = None,
+        prefill: Callable[[Run], Any] | None = None,
         **parts: Any,
     ) -> Run:
-        """Run the prefill, and set up what `prepare` and `step` read.
+        """Decide what all calls have in common, and run the prefill.
 
         Args:
             keys: int64 [B], one key a sample (`draw_keys`).
-            cache: the model's state, if the prefill has been run.
             noise: None: drawn by the keys.
+            prefill: in place of the method's own.
             parts: the arguments listed by `takes`.
         """
-        watch, given = watch or Stopwatch(), law
+        given, end = law, getattr(law, "end", None)
         if getattr(law, "reads_text", False):
             from visual_spec.samplers.core.history import reading_text
 
             model, law = reading_text(model, law)
-        model = self.serve(model, law, keys)
-        if cache is None:
-            with watched(model, wanted="acceptance" in self.config):
-                cache = self.prefill(model, condition, law, len(keys), parts)
-        watch.lap("prefill", device := device_of(cache))
-        vocab, deferred = getattr(model, "vocab_size", None), device.type == "cuda"
-        checked = CheckedLaw(law, self.num_slots(model, parts), deferred=deferred, vocab_size=vocab)
-        rule = self.rule(model, parts, device)
-        ahead = self.window_of(model) + _AHEAD
-        noise = noise or CounterNoise(keys, device, keep=ahead if device.type == "cpu" else 0)
-        run = Run(model, condition, len(keys), cache, checked, given, noise, watch, rule, parts)
-        run.end, run.view = getattr(given, "end", None), self.view(model, device)
-        planned = self.planned_calls(model, parts) if run.end is None else None  # else rows end when they end
-        run.num_calls = None if planned is None else planned - self.counts_prefill
-        run.fixed_width = self.fixed_width
-        if rule.identical or "acceptance" in self.config:  # else nobody asks
-            run.low_precision = low_precision_of(model)
-        if rule.identical and run.fixed_width is None and run.low_precision:
+        num_tokens = model.grid.num_tokens if hasattr(model, "grid") else 0
+        # Before the prefill.
+        run = Run(
+            model=model,
+            condition=condition,
+            batch_size=len(keys),
+            law=CheckedLaw(law, num_tokens),
+            law_given=given,
+            noise=noise or CounterNoise(keys, keys.device),
+            watch=watch or Stopwatch(),
+            parts=parts,
+            num_tokens=num_tokens,
+            fixed_width=EXACT_WIDTH if self.config.get("exact_width") else None,
+            guided=law.guided,
+            end=end,
+        )
+        self.plan(run)
+        run.law.bind(run.num_tokens, getattr(run.model, "vocab_size", None), run.guided)
+        if end is None:  # else rows end when they end
+            planned = self.planned_calls(run.model, parts)
+            run.num_calls = None if planned is None else planned - self.counts_prefill
+        # The prefill. A model shows only while it runs what it computes in, so that of a new one is watched.
+        verifies = "acceptance" in self.config
+        is_new = verifies and not was_watched(run.model)
+        if not is_new and (verifies or "exact_width" in self.config):  # else nobody asks
+            run.low_precision = low_precision_of(run.model)
+        with watched(run.model) if is_new else nullcontext():
+            run.filled((prefill or self.prefill)(run))
+        run.lap("prefill")
+        # After it.
+        run.law.deferred = run.device.type == "cuda"
+        if noise is None:
+            run.noise.keys = keys.to(run.device)
+            run.noise.keep = run.window + _AHEAD if run.device.type == "cpu" else 0
+        run.rule = self.rule(run.model, parts, run.device)
+        if is_new:
+            run.low_precision = low_precision_of(run.model)
+        if run.rule.identical and run.fixed_width is None and run.low_precision:
             run.unit = rounding_unit(run.low_precision)
         return run
-
-    def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
-        """Return `advance`, with the state's `width` set before each call where calls differ in it."""
-        return advance
 
     @torch.no_grad()
     def __call__(
@@ -390,7 +390,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
             from visual_spec.samplers.core.logprobs import recording  # where it is asked for
 
             advance = recording(advance, run, state, lossless=self.lossless)
-        return decode(self, run, state, self.paced(advance, run, state), callback)
+        if run.pace is not None:
+            advance = run.pace(advance, run, state)
+        return decode(self, run, state, advance, callback)
 
 
 def decode(

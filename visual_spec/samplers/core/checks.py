@@ -221,9 +221,22 @@ class CheckedLaw:
         self.law = law
         self.num_tokens = num_tokens
         self.deferred = deferred
-        self._known: tuple[Any, ...] = ()  # the law, what its numbers depend on beside it, and these
+        # The law, what its numbers depend on beside it, and these.
+        self._known: tuple[Any, Any, Any] = (None, None, None)
         self._first_bad: Tensor | None = None  # [B]
         self._samples: Tensor | None = None  # the samples still decoded; None: all
+
+    def bind(self, num_tokens: int, vocab_size: int | None, guided: bool) -> None:
+        """Decide what all calls of a decode have in common."""
+        self.num_tokens, self.vocab_size = num_tokens, vocab_size
+        if vocab_size is not None:
+            self._decide(guided, vocab_size)
+
+    def _decide(self, guided: bool, vocab_size: int) -> LawNumbers:
+        check_allowed(self.law, vocab_size)
+        numbers = self.law.numbers(guided, vocab_size)
+        self._known = self.law, (guided, vocab_size), numbers
+        return numbers
 
     def select(self, samples: Tensor) -> None:
         """Continue with the samples long [N] only. Messages keep the original numbers of the samples."""
@@ -237,26 +250,25 @@ class CheckedLaw:
             FloatingPointError: logits are nan, +inf, or only -inf (unless deferred); names sample, position and slot.
         """
         numbers = self.numbers(logits, slots, guided)
-        inside = logits[..., numbers.first : numbers.stop]
-        # One number for all: a row that defines no law has a largest logit of nan, +inf or -inf.
-        if self.deferred or not math.isfinite(float(inside.amax(-1).sum())):
+        # One look for all: few models forbid tokens by logits of -inf.
+        finite = not self.deferred and math.isfinite(float(logits.sum()))
+        if not finite:
+            inside = logits[..., numbers.first : numbers.stop]
             repeats = logits.shape[0] // slots.shape[0]
             bad = non_finite(inside) & (slots < self.num_tokens).repeat(repeats, 1)  # [R, W]
             if self.deferred:
                 self.remember(bad, slots)
             elif bad.any():
                 check_finite(logits.masked_fill(~bad[..., None], 0), slots, self.law.allowed, self._samples)
-        return law_reference(logits, slots, numbers)
+        return law_reference(logits, slots, numbers, finite=finite)
 
     def numbers(self, logits: Tensor, slots: Tensor, guided: bool) -> LawNumbers:
         """Return the law's numbers for logits [R, W, V] that predict `slots` [B, W]; refuse those of another shape."""
         size = logits.shape[-1] if self.vocab_size is None else self.vocab_size
         if tuple(logits.shape) != ((2 if guided else 1) * len(slots), slots.shape[1], size):
             check_returned(logits, len(slots), guided, slots.shape[1], self.vocab_size)
-        if self._known[:3] != (self.law, guided, size):
-            check_allowed(self.law, size)
-            self._known = self.law, guided, size, self.law.numbers(guided, size)
-        return self._known[3]
+        law, others, numbers = self._known
+        return numbers if law is self.law and others == (guided, size) else self._decide(guided, size)
 
     def remember(self, bad: Tensor, slots: Tensor) -> None:
         """Record for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.drafts import Draft, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run
-from visual_spec.samplers.core.verification import Verdict, verify
+
+if TYPE_CHECKING:
+    from visual_spec.samplers.core.verification import Verdict
 
 
 class ChainSampler(Sampler):
@@ -68,6 +70,8 @@ class ChainSampler(Sampler):
 
     def verify(self, run: Run, state: Any, logits: Tensor, slots: Tensor, draft: Draft) -> Verdict:
         """Test the drafts of `slots`, long [B, N + 1], by the logits that predict them."""
+        from visual_spec.samplers.core.verification import verify  # the default needs none
+
         return verify(
             run.law,
             run.noise,

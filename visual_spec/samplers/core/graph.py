@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from visual_spec.models.core.protocol import DecodeState, modules_of, owner_of
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.core.precision import watched
 from visual_spec.samplers.core.trace import Stopwatch
 
 # Share of the device's memory that recordings may keep after their decodes; the oldest are dropped first.
@@ -101,14 +100,18 @@ def begin_recorded(
     # What a recording depends on. Only the prefill uses `drafter_condition`.
     others = [part for name, part in parts.items() if name != "drafter_condition"]
     key: Any = (type(sampler), repr(sorted(sampler.config.items())), law, len(keys), *others)
-    cache = prefill = None
-    if prefills and can_record_prefill(model):
-        window = sampler.fixed_width or sampler.window_of(model)
-        given: Any = dict(guided=law.guided, window=window, drafter=parts.get("drafter"), strict=strict)
-        with watched(model, wanted="acceptance" in sampler.config):
-            key, cache, prefill = prefilled(model, condition, key, batch_size=len(keys), **given)
-        check_guided(cache, law.guided).fixed = sampler.fixed_width is not None
-    run = sampler.begin(model, condition, law, keys, watch, cache=cache, **parts)
+    prefill = None
+
+    def by_recording(run: Any) -> Any:
+        nonlocal key, prefill
+        given: Any = dict(guided=law.guided, window=run.fixed_width or run.window, strict=strict)
+        given |= dict(batch_size=len(keys), drafter=run.drafter)
+        key, cache, prefill = prefilled(model, condition, key, **given)
+        check_guided(cache, law.guided).fixed = run.fixed_width is not None
+        return cache
+
+    instead = by_recording if prefills and can_record_prefill(model) else None
+    run = sampler.begin(model, condition, law, keys, watch, prefill=instead, **parts)
     state = sampler.prepare(run)
     if not strict and not can_record(state):
         return run, state, partial(sampler.step, run, state)

@@ -56,17 +56,18 @@ def low_precision_of(model: Any) -> str | None:
     return max(filter(None, (now[0], *(_seen(model, now) or ()))), key=rounding_unit, default=None)
 
 
+def was_watched(model: Any) -> bool:
+    """Whether it is known what the model computes in, since its types last changed; or it is no module of PyTorch."""
+    return not modules_of(model) or _seen(model, _types_of(model)) is not None
+
+
 @contextmanager
-def watched(model: Any, *, wanted: bool = True) -> Iterator[None]:
-    """Watch what `model` computes inside, for `low_precision_of`. Once for a model: after that, or if it is not wanted,
-    this does nothing.
+def watched(model: Any) -> Iterator[None]:
+    """Watch what `model` computes inside, for `low_precision_of`. Once for a model: see `was_watched`.
 
     Seen are conversions of floating numbers to narrower types (also inside a model whose weights are float32), numbers
     that are rounded, and operations of other packages, of which nothing is known: all count as quantised activations.
     """
-    if not wanted or not modules_of(model) or _seen(model, _types_of(model)) is not None:
-        yield
-        return
     watch = _Watch()
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.launch import on_gpu
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.core.checks import CheckedLaw, check_returned
+from visual_spec.samplers.core.drafts import Label
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise
+from visual_spec.samplers.core.precision import rounding_of
 from visual_spec.samplers.core.trace import DivergenceMeter, Stopwatch
 
 # Looks on while a sampler decodes, in this context only: called after every target call with a function that returns
@@ -29,63 +32,178 @@ WATCHER: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("WAT
 SO_FAR: ContextVar[Callable[[], Any]] = ContextVar("SO_FAR")
 
 
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def fits(logits: Tensor) -> bool:
+    """Return whether the kernels, which compute in float32, take these logits."""
+    return on_gpu(logits) and logits.dtype != torch.float64
+
+
+def draw_tokens(
+    law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, stream: int = TOKEN
+) -> Tensor:
+    """Return `noise.categorical(law(logits, slots, guided), slots, stream)`, by one kernel if it fits: long [B, N]."""
+    if not (fits(logits) and noise.keyed):
+        return noise.categorical(law(logits, slots, guided), slots, stream)
+    from visual_spec.kernels.draw import draw  # kernels are imported where they run
+
+    numbers = law.numbers(logits, slots, guided)
+    tokens, finite, _ = draw(logits, noise.keys, slots, numbers, stream=stream)
+    law.remember(~finite, slots)
+    return tokens
+
+
+def draw_near(
+    law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, unit: float
+) -> tuple[Tensor, Tensor]:
+    """As `draw_tokens`, and the near-ties, bool [B, N]: rounding may exchange the two best tokens of the slot.
+
+    That is where their scores, law plus noise, lie closer than twice `rounding_of`: each may be off by that much. A
+    token that rounding moves across the threshold of top-k or top-p is not looked for. `unit`: from `rounding_unit`.
+    """
+    if fits(logits) and noise.keyed:
+        from visual_spec.kernels.draw import draw
+
+        numbers = law.numbers(logits, slots, guided)
+        tokens, finite, margin = draw(logits, noise.keys, slots, numbers, stream=TOKEN, margins=True)
+        law.remember(~finite, slots)
+    else:
+        tokens, margin = noise.race(law(logits, slots, guided), slots, TOKEN)
+    if law.law.temperature == 0:  # all mass is on the largest logit, so the law says nothing about the second
+        open_law = replace(law.law, temperature=1.0, top_k=0, top_p=1.0)
+        best = open_law(logits, guided, slots).topk(min(2, logits.shape[-1]), -1).values
+        margin = best[..., 0] - best[..., -1]
+    return tokens, margin < 2 * rounding_of(logits, law.law, guided, unit)
+
+
+Law = Callable[[Tensor, Tensor, bool], Tensor]
+
+
+class TokenView:
+    """What a slot holds: one token. `ColumnView` has the same methods for columns of K tokens.
+
+    Samplers of chains are written for entries, the tokens of a slot one after the other: laws are [B, N * K, V] and
+    drafts long [B, N * K], where K is 1 here.
+    """
+
+    codebooks = 1
+    carries_drafts = False  # whether an initial draft copies a draft that was drawn just now
+
+    def to(self, device: torch.device) -> None:
+        """Move the tables that a view holds."""
+
+    def opened(self, run: Run, slots: Tensor, length: int) -> Tensor:
+        """Return the tokens of `length` slots, 0 but at `slots [B, 1]`, which are drawn from the prefill's logits."""
+        drawn = draw_tokens(run.law, run.noise, self.first(run.cache.logits), slots, run.guided)
+        return slots.new_zeros(len(slots), length).scatter_(1, slots, drawn)
+
+    def first(self, logits: Tensor) -> Tensor:
+        """Return the logits [R, 1, V] of slot 0, from the logits of a prefill: [R, V], or [R, P, V] of P slots."""
+        return logits[:, None] if logits.dim() == 2 else logits[:, :1]
+
+    def entries(self, slots: Tensor) -> Tensor:
+        """Return the counters of the noise of all entries, long [B, N * K], for slots [B, N]."""
+        return slots
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Return where the entries of positions [B, N] of a call stand in its laws, long [B, N * K]."""
+        return positions
+
+    def read(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Return the entries long [B, N * K] at slots [B, N]."""
+        return tokens.gather(1, slots)
+
+    def write(self, tokens: Tensor, slots: Tensor, entries: Tensor) -> None:
+        """Write entries long [B, N * K] at slots [B, N]."""
+        tokens.scatter_(1, slots, entries)
+
+    def fed(self, entries: Tensor, slots: Tensor) -> Tensor:
+        """Return entries long [B, N * K] at slots [B, N] as the model takes them: long [B, N], or [B, N, K]."""
+        return entries
+
+    def laws(self, law: Law, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
+        """Return laws [B, N * K, V] from the logits of a call, which predict slots [B, N]."""
+        return law(logits, slots, guided)
+
+    def forced(self, drafts: Tensor, label: Label | None, slots: Tensor) -> tuple[Tensor, Label | None]:
+        """Return drafts long [B, N * K] and their label, where the model's pattern decides: for tokens, nowhere."""
+        return drafts, label
+
+
+TOKENS: Any = TokenView()
+
+
+# -- a decode ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Run:
-    """What stays the same from call to call of one decode.
+    """What stays the same from call to call of one decode. Made before the prefill, so that a method can plan.
 
     Attributes:
-        model, condition, batch_size: as given. Completed samples leave the batch, so steps take its size from the
-            state.
-        cache: the model's own state after its prefill.
+        model: what is called: the model as given, or one around it.
+        condition, batch_size: as given. Completed samples leave the batch, so steps take its size from the state.
         law: turns logits into laws, and checks them.
         law_given: the law as given. Methods whose law varies from call to call replace `law` by others.
         noise: the noise of the samples.
         watch: measures the time of each phase.
-        rule: the rule that tests drafts, with its tables.
         parts: the other arguments of the call, by the names in the sampler's `takes`.
-        tables: tensors that the method computed once for the whole decode.
-        view: what a slot holds, one token or a column (`TokenView`); None: vectors, which have no ids.
+        num_tokens: number of slots to decode; the law does not check logits of later ones.
+        window: the most slots that one call of the model scores.
         fixed_width: positions of every call of the model; None: as many as there are to score.
-        unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
+        view: what a slot holds, one token or a column (`TokenView`); None: vectors, which have no ids.
         end: the token at which a sample ends; None: none does.
         num_calls: steps after the prefill; None: until every sample is complete.
-        low_precision: the type below float32 that the model computes in (`low_precision_of`), or None.
-        keeps_scores: whether `scored` is kept, the logits [R, W, V] of the last call, and their slots [B, W].
-        num_tokens: number of slots to decode.
-        device: of the decode.
+        pace: of a function that makes one call, the run and the state: the same function, where calls differ in the
+            state's `width`, with that set before each; None: they do not.
         guided: whether the model also runs unconditional rows.
+        tables: tensors that the method computed once for the whole decode.
+
+    Known after the prefill:
+        cache: the model's own state after it.
+        device: of the decode.
         lap: attributes the time since the last lap to the phase that it is given.
+        rule: the rule that tests drafts, with its tables.
+        low_precision: the type below float32 that the model computes in (`low_precision_of`), or None.
+        unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
+        keeps_scores: whether `scored` is kept, the logits [R, W, V] of the last call, and their slots [B, W].
     """
 
     model: Any
     condition: Any
     batch_size: int
-    cache: Any
     law: CheckedLaw
     law_given: TokenLaw
     noise: CounterNoise
     watch: Stopwatch
-    rule: AcceptanceRule = EXACT
     parts: dict[str, Any] = field(default_factory=dict)
-    tables: dict[str, Tensor] = field(default_factory=dict)
-    view: Any = None
+    num_tokens: int = 0
+    window: int = 1
     fixed_width: int | None = None
-    unit: float | None = None
+    view: Any = TOKENS
     end: int | None = None
     num_calls: int | None = None
+    pace: Callable[[Callable[[], None], Run, Any], Callable[[], None]] | None = None
+    guided: bool = False
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    cache: Any = None
+    device: torch.device = torch.device("cpu")
+    lap: Callable[[str], None] = lambda phase: None
+    rule: AcceptanceRule = EXACT
     low_precision: str | None = None
+    unit: float | None = None
     keeps_scores: bool = False
     scored: tuple[Tensor, Tensor] = field(init=False)
-    num_tokens: int = field(init=False)
-    device: torch.device = field(init=False)
-    guided: bool = field(init=False)
-    lap: Callable[[str], None] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.num_tokens = self.law.num_tokens
-        if self.cache is not None:
-            self.device, self.guided = device_of(self.cache), getattr(self.cache, "guided", False)
-            self.lap = partial(self.watch.lap, device=self.device)
+    def filled(self, cache: Any) -> None:
+        """Go on from the model's state after the prefill."""
+        self.cache = cache
+        self.device = cache.device if hasattr(cache, "device") else cache.logits.device
+        self.guided = getattr(cache, "guided", False)
+        self.lap = partial(self.watch.lap, device=self.device)
+        if self.view is not None:
+            self.view.to(self.device)
 
     def score(self, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:
         """Call the model on a window, and fill the window up where all calls have one width.
@@ -118,6 +236,20 @@ class Run:
             self.scored = logits, slots[:, :width] + 1
         return logits
 
+    def draw(self, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Draw the tokens of plain decoding: each slot's, with its own noise, from the logits that predict it.
+
+        Args:
+            logits: [R, N, V].
+            slots: long [B, N].
+
+        Returns:
+            long [B, N]; and the near-ties, bool [B, N], where they are counted.
+        """
+        if self.unit is None:
+            return draw_tokens(self.law, self.noise, logits, slots, self.guided), None
+        return draw_near(self.law, self.noise, logits, slots, self.guided, self.unit)
+
     @property
     def drafter_condition(self) -> Any:
         """The condition of a second model that is no feature drafter: its own, or else the target's."""
@@ -128,11 +260,6 @@ class Run:
     def drafter(self) -> Any:
         """The second model, if the sampler takes one."""
         return self.parts.get("drafter")
-
-
-def device_of(cache: Any) -> torch.device:
-    """Return the device of a model's state."""
-    return cache.device if hasattr(cache, "device") else cache.logits.device
 
 
 @dataclass
@@ -176,11 +303,9 @@ class State:
             scratch: number of slots past the grid that calls may write.
             more: other fields, such as `known`.
         """
-        view, logits = run.view, run.view.first(run.cache.logits)
         slots = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
         slots += 0 if more.get("known") is None else more["known"][:, None]
-        tokens = view.empty(slots, run.num_tokens + scratch)
-        view.write(tokens, slots, view.draw(run.law, run.noise, logits, slots, run.guided))
+        tokens = run.view.opened(run, slots, run.num_tokens + scratch)
         state = cls(
             cache=run.cache,
             tokens=tokens,
@@ -271,15 +396,11 @@ class ActiveSamples:
         self.state = state
         self.samples = torch.arange(len(state.tokens), device=state.tokens.device)
         self._whole: dict[str, Tensor] = {}
-
-    @property
-    def can_shrink(self) -> bool:
-        """Whether all parts of the state can `select` samples."""
-        return all(
+        self.can_shrink = all(  # whether all parts of the state can `select` samples
             part is None
             or isinstance(part, Tensor | int | str | tuple)
             or getattr(type(part), "select", DecodeState.select) is not DecodeState.select
-            for part in vars(self.state).values()
+            for part in vars(state).values()
         )
 
     def leave(self, ended: Tensor, progress: Tensor, *others: Any) -> None:

@@ -14,14 +14,11 @@ test for a serving engine: plain tensors, and no state between calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.launch import on_gpu
 from visual_spec.samplers.core.acceptance import (
     EXACT,
     AcceptanceRule,
@@ -30,9 +27,9 @@ from visual_spec.samplers.core.acceptance import (
     residual,
 )
 from visual_spec.samplers.core.checks import CheckedLaw
-from visual_spec.samplers.core.drafts import Draft, Label, rows_of
+from visual_spec.samplers.core.drafts import Draft, rows_of
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
-from visual_spec.samplers.core.precision import rounding_of
+from visual_spec.samplers.core.state import draw_near, draw_tokens, fits
 from visual_spec.samplers.core.trace import DivergenceMeter
 
 
@@ -179,67 +176,6 @@ def verify_laws(
     return Verdict(at.scatter(1, where, replacement), kept, target)
 
 
-# -- what a slot holds -----------------------------------------------------------------------------------------------
-
-Law = Callable[[Tensor, Tensor, bool], Tensor]
-
-
-class TokenView:
-    """What a slot holds: one token. `ColumnView` has the same methods for columns of K tokens.
-
-    Samplers of chains are written for entries, the tokens of a slot one after the other: laws are [B, N * K, V] and
-    drafts long [B, N * K], where K is 1 here.
-    """
-
-    codebooks = 1
-    carries_drafts = False  # whether an initial draft copies a draft that was drawn just now
-
-    def empty(self, slots: Tensor, length: int) -> Tensor:
-        """Return the tokens of `length` slots, all 0."""
-        return slots.new_zeros(len(slots), length)
-
-    def first(self, logits: Tensor) -> Tensor:
-        """Return the logits [R, 1, V] of slot 0, from the logits of a prefill: [R, V], or [R, P, V] of P slots."""
-        return logits[:, None] if logits.dim() == 2 else logits[:, :1]
-
-    def entries(self, slots: Tensor) -> Tensor:
-        """Return the counters of the noise of all entries, long [B, N * K], for slots [B, N]."""
-        return slots
-
-    def places(self, positions: Tensor) -> Tensor:
-        """Return where the entries of positions [B, N] of a call stand in its laws, long [B, N * K]."""
-        return positions
-
-    def read(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Return the entries long [B, N * K] at slots [B, N]."""
-        return tokens.gather(1, slots)
-
-    def write(self, tokens: Tensor, slots: Tensor, entries: Tensor) -> None:
-        """Write entries long [B, N * K] at slots [B, N]."""
-        tokens.scatter_(1, slots, entries)
-
-    def fed(self, entries: Tensor, slots: Tensor) -> Tensor:
-        """Return entries long [B, N * K] at slots [B, N] as the model takes them: long [B, N], or [B, N, K]."""
-        return entries
-
-    def laws(self, law: Law, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
-        """Return laws [B, N * K, V] from the logits of a call, which predict slots [B, N]."""
-        return law(logits, slots, guided)
-
-    def draw(
-        self, law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool
-    ) -> Tensor:
-        """Draw the entries long [B, N * K] of slots [B, N] with the noise of plain decoding."""
-        return draw_tokens(law, noise, logits, slots, guided)
-
-    def forced(self, drafts: Tensor, label: Label | None, slots: Tensor) -> tuple[Tensor, Label | None]:
-        """Return drafts long [B, N * K] and their label, where the model's pattern decides: for tokens, nowhere."""
-        return drafts, label
-
-
-TOKENS: Any = TokenView()
-
-
 # -- positions -------------------------------------------------------------------------------------------------------
 
 
@@ -265,48 +201,6 @@ def _positions(kept: Tensor, size: int, group: int) -> Tensor:
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
-
-
-def fits(logits: Tensor) -> bool:
-    """Return whether the kernels, which compute in float32, take these logits."""
-    return on_gpu(logits) and logits.dtype != torch.float64
-
-
-def draw_tokens(
-    law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, stream: int = TOKEN
-) -> Tensor:
-    """Return `noise.categorical(law(logits, slots, guided), slots, stream)`, by one kernel if it fits: long [B, N]."""
-    if not (fits(logits) and noise.keyed):
-        return noise.categorical(law(logits, slots, guided), slots, stream)
-    from visual_spec.kernels.draw import draw  # kernels are imported where they run
-
-    numbers = law.numbers(logits, slots, guided)
-    tokens, finite, _ = draw(logits, noise.keys, slots, numbers, stream=stream)
-    law.remember(~finite, slots)
-    return tokens
-
-
-def draw_near(
-    law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, unit: float
-) -> tuple[Tensor, Tensor]:
-    """As `draw_tokens`, and the near-ties, bool [B, N]: rounding may exchange the two best tokens of the slot.
-
-    That is where their scores, law plus noise, lie closer than twice `rounding_of`: each may be off by that much. A
-    token that rounding moves across the threshold of top-k or top-p is not looked for. `unit`: from `rounding_unit`.
-    """
-    if fits(logits) and noise.keyed:
-        from visual_spec.kernels.draw import draw
-
-        numbers = law.numbers(logits, slots, guided)
-        tokens, finite, margin = draw(logits, noise.keys, slots, numbers, stream=TOKEN, margins=True)
-        law.remember(~finite, slots)
-    else:
-        tokens, margin = noise.race(law(logits, slots, guided), slots, TOKEN)
-    if law.law.temperature == 0:  # all mass is on the largest logit, so the law says nothing about the second
-        open_law = replace(law.law, temperature=1.0, top_k=0, top_p=1.0)
-        best = open_law(logits, guided, slots).topk(min(2, logits.shape[-1]), -1).values
-        margin = best[..., 0] - best[..., -1]
-    return tokens, margin < 2 * rounding_of(logits, law.law, guided, unit)
 
 
 def _verify_by_kernel(

@@ -195,10 +195,9 @@ class FrameMaskedSampler(Sampler):
         if parts.get("known_tokens") is not None:
             check_known_tokens(model, parts["known_tokens"], batch_size)
 
-    def prefill(
-        self, model: FrameModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        return check_guided(model.prepare(condition, batch_size=batch_size, guided=law.guided), law.guided)
+    def prefill(self, run: Run) -> Any:
+        cache = run.model.prepare(run.condition, batch_size=run.batch_size, guided=run.guided)
+        return check_guided(cache, run.guided)
 
     def planned_calls(self, model: FrameModel, parts: dict[str, Any]) -> int | None:
         if self._first.schedule.rule is not None:

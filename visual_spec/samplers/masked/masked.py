@@ -127,13 +127,12 @@ class MaskedSampler(Sampler):
         if parts.get("rescorer") is not None:
             _check_rescorer(model, parts["rescorer"], self._loop.choice)
 
-    def prefill(
-        self, model: MaskedModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        return check_guided(model.prepare(condition, batch_size=batch_size, guided=law.guided), law.guided)
+    def plan(self, run: Run) -> None:
+        run.num_tokens = run.model.grid.num_tokens * run.model.grid.codebooks
 
-    def num_slots(self, model: MaskedModel, parts: dict[str, Any]) -> int:
-        return model.grid.num_tokens * model.grid.codebooks
+    def prefill(self, run: Run) -> Any:
+        cache = run.model.prepare(run.condition, batch_size=run.batch_size, guided=run.guided)
+        return check_guided(cache, run.guided)
 
     def planned_calls(self, model: MaskedModel, parts: dict[str, Any]) -> int | None:
         if self._loop.schedule.rule is not None:

@@ -153,11 +153,9 @@ class SpeculativeMaskedSampler(ChainSampler):
         check_masked_model(model, law)
         check_in_order(model)
 
-    def window_of(self, model: Any) -> int:
-        return self.config.num_drafts + 1
-
-    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> MaskedOrderModel:
-        return MaskedOrderModel(model, slots_in_order(self.config.order, model.grid, keys))
+    def plan(self, run: Run) -> None:
+        order = slots_in_order(self.config.order, run.model.grid, run.noise.keys)
+        run.model, run.window = MaskedOrderModel(run.model, order), self.config.num_drafts + 1
 
     def prepare(self, run: Run) -> SpeculativeMaskedState:
         row = torch.zeros(run.batch_size, dtype=torch.long, device=run.device)

@@ -24,9 +24,8 @@ from visual_spec.samplers.core.masking import (
     mixed,
 )
 from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, TOKEN
-from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.state import Run, fits
 from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, DivergenceMeter
-from visual_spec.samplers.core.verification import fits
 from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 
 

@@ -229,22 +229,17 @@ class AlongOrderSampler(Sampler):
                 f"an order of {len(order)} slots for a grid of {count}; pass every slot of it once."
             )
 
-    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> AlongOrder:
-        order = self.order_of(model.grid, keys)
-        start = self.config.guidance_start
+    def plan(self, run: Run) -> None:
+        order = self.order_of(run.model.grid, run.noise.keys)
+        start, law = self.config.guidance_start, run.law.law
         ramp = (start, law.guidance_scale) if start is not None and law.guided else None
-        return AlongOrder(model, order, self.first_places(order.shape[1]), ramp)
+        run.model = AlongOrder(run.model, order, self.first_places(order.shape[1]), ramp)
+        if run.parts.get("known_tokens") is not None:
+            run.model.begin_with(run.parts["known_tokens"])
 
     def order_of(self, grid: TokenGrid, keys: Tensor) -> Tensor:
         """Return the slots of each sample in the order of decoding, long [B, L]; see `slots_in_order`."""
         return slots_in_order(self.config.order, grid, keys)
-
-    def prefill(
-        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        if parts.get("known_tokens") is not None:
-            model.begin_with(parts["known_tokens"])
-        return super().prefill(model, condition, law, batch_size, parts)
 
     def start(self, run: Run, kind: type[S], scratch: int, **more: Any) -> S:
         """Return the state after the prefill, of a class `kind`: known tokens stand, the place after them is drawn."""

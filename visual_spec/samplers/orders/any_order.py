@@ -16,12 +16,10 @@ from torch import Tensor
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import MOST_CALLS, OneOf, Within, register_to_config
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.state import Run, State, draw_tokens
 from visual_spec.samplers.core.trace import IDENTICAL, OTHER
-from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.orders.along_order import (
     LOCALITY,
-    AlongOrder,
     AlongOrderSampler,
     GuidanceStart,
     SlotOrder,
@@ -130,12 +128,6 @@ class AnyOrderSampler(AlongOrderSampler):
     def first_places(self, num_tokens: int) -> int:
         return self.bounds(num_tokens)[1]
 
-    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> AlongOrder:
-        along = super().serve(model, law, keys)
-        along.grouped = self.config.steps is not None
-        along.ends_group = along.grouped and SCHEDULES[self.config.schedule][1] == "last"
-        return along
-
     def order_of(self, grid: TokenGrid, keys: Tensor) -> Tensor:
         sizes = [after - before for before, after in pairwise(self.bounds(grid.num_tokens))]
         return slots_in_order(self.config.order, grid, keys, sizes, self.config.repulsion)
@@ -149,10 +141,14 @@ class AnyOrderSampler(AlongOrderSampler):
                 f"steps={steps} for {count} tokens; pass {least} to {count}, or None for one a token."
             )
 
-    def window_of(self, model: Any) -> int:
-        bounds = self.bounds(model.grid.num_tokens)
+    def plan(self, run: Run) -> None:
+        super().plan(run)
+        along, bounds = run.model, self.bounds(run.num_tokens)
+        along.grouped = self.config.steps is not None
+        along.ends_group = along.grouped and SCHEDULES[self.config.schedule][1] == "last"
         # A call feeds the tokens of the call before and asks for its own.
-        return max(after - before for before, after in zip(bounds, (*bounds[2:], bounds[-1]), strict=False))
+        ends = (*bounds[2:], bounds[-1])
+        run.window = max(after - before for before, after in zip(bounds, ends, strict=False))
 
     def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
         known = parts.get("known_tokens")
@@ -163,7 +159,7 @@ class AnyOrderSampler(AlongOrderSampler):
         groups = self._groups(run)
         widths = tuple(max(map(sub, after, now)) for now, after in pairwise(zip(*groups, strict=True)))
         bounds = torch.tensor(groups, device=run.device)
-        state = self.start(run, AnyOrderState, self.window_of(run.model), bounds=bounds, widths=widths)
+        state = self.start(run, AnyOrderState, run.window, bounds=bounds, widths=widths)
         if run.model.first > 1:  # a group: its first token is drawn once more, and is the same
             begun, after = bounds[:, :1], bounds[:, 1:2]
             asked = torch.arange(run.model.first, device=run.device)

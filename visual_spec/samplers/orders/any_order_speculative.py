@@ -16,7 +16,7 @@ whose prediction of a place does not change with what is fed after it. A masked 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.verification import draw_near, draw_tokens
 from visual_spec.samplers.orders.along_order import AlongOrderSampler, GuidanceStart, SlotOrder
 
 
@@ -68,8 +67,9 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
     def first_places(self, num_tokens: int) -> int:
         return self.config.num_drafts + 1
 
-    def window_of(self, model: Any) -> int:
-        return self.config.num_drafts + 2  # the newest token, the drafts, and one place more
+    def plan(self, run: Run) -> None:
+        super().plan(run)
+        run.window = self.config.num_drafts + 2  # the newest token, the drafts, and one place more
 
     def prepare(self, run: Run) -> AnyOrderDraftState:
         """Commit the first place, and draft the next ones, from what the prefill asked."""
@@ -101,11 +101,7 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
         logits = run.model.ask(state.cache, state.tokens.gather(1, newest), places, known)[:, 1:]
         run.lap("model")
         state.round += 1
-        near = None
-        if run.unit is None:
-            tokens = draw_tokens(run.law, run.noise, logits[:, :1], first, run.guided)
-        else:
-            tokens, near = draw_near(run.law, run.noise, logits[:, :1], first, run.guided, run.unit)
+        tokens, near = run.draw(logits[:, :1], first)
         state.tokens.scatter_(1, first, tokens)
         state.commit(first, torch.ones_like(state.lengths), run.num_tokens, near)
         run.lap("verify")

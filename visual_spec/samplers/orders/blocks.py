@@ -43,10 +43,9 @@ class Blocks:
         self.slots, self.rank = slots, slots.flatten().argsort() // side**2
         self.valid = torch.ones_like(slots, dtype=torch.bool)
 
-    def to(self, device: torch.device) -> Blocks:
+    def to(self, device: torch.device) -> None:
         """Move the tables, not the model."""
         self.slots, self.rank, self.valid = (part.to(device) for part in (self.slots, self.rank, self.valid))
-        return self
 
     def slots_of(self, steps: Tensor) -> Tensor:
         """Return the slots long [B, W * K] of blocks [B, W]; those past the grid follow its last slot."""
@@ -80,9 +79,13 @@ class Blocks:
 class BlockView(ColumnView):
     """Blocks whose entries have the noise of their slots."""
 
-    def __init__(self, model: Blocks, window: int, device: torch.device) -> None:
-        super().__init__(model, window, device)
+    def __init__(self, model: Blocks, window: int) -> None:
+        super().__init__(model, window)
         self.model = model
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        self.model.to(device)
 
     def entries(self, slots: Tensor) -> Tensor:
         return self.model.slots_of(slots)
@@ -127,11 +130,11 @@ class BlockJacobiSampler(ColumnJacobiSampler):
                 "OrderedSampler."
             )
 
-    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> Blocks:
-        return Blocks(model)
-
-    def view(self, model: Any, device: torch.device) -> BlockView:
-        return BlockView(model.to(device), self.window_of(model), device)
+    def plan(self, run: Run) -> None:
+        run.model = Blocks(run.model)
+        run.num_tokens = run.model.grid.num_tokens
+        super().plan(run)
+        run.view = BlockView(run.model, run.window)
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         at, size = run.model.slots.flatten(), run.model.grid.codebooks

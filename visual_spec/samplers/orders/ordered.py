@@ -14,9 +14,8 @@ from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_request, check_returned
 from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.state import Run, State, draw_tokens
 from visual_spec.samplers.core.trace import LOSSLESS
-from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.orders.rows import check_order_model
 from visual_spec.samplers.orders.tables import ORDERS, Step, TokenOrder, order_of, steps_on
 
@@ -105,8 +104,8 @@ class OrderedSampler(Sampler):
         if own == RASTER_ORDER:
             check_order_model(model, type(self).__name__)
 
-    def window_of(self, model: Any) -> int:
-        return self.order_for(model).width
+    def plan(self, run: Run) -> None:
+        run.window = self.order_for(run.model).width
 
     def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
         return len(self.order_for(model).steps)
@@ -172,8 +171,9 @@ def whole_picture(run: Run, first: Tensor) -> Tensor:
         FloatingPointError: the drafter's logits define no law.
     """
     sampler = OrderedSampler()
-    cache = start_drafter(run, window=sampler.window_of(run.drafter))
-    own = replace(run, model=run.drafter, cache=cache)
+    own = replace(run, model=run.drafter)
+    sampler.plan(own)
+    own.cache = start_drafter(run, window=own.window)
     try:
         state = sampler.prepare(own)
         state.tokens[:, 0] = first

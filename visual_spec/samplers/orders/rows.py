@@ -75,8 +75,8 @@ class RowSampler(Sampler):
         super().check(model, law, batch_size, parts)
         check_order_model(model, type(self).__name__)
 
-    def window_of(self, model: Any) -> int:
-        return self.order(model.grid).columns
+    def plan(self, run: Run) -> None:
+        run.window = self.order(run.model.grid).columns
 
     def begin_rows(self, run: Run, kind: type[RowState], **more: Any) -> Any:
         """Return the state after the prefill, of class `kind`: slot 0 is committed."""

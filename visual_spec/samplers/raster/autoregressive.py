@@ -11,7 +11,6 @@ from visual_spec.samplers.core import acceptance
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import IDENTICAL
-from visual_spec.samplers.core.verification import draw_near, draw_tokens
 
 
 class AutoregressiveSampler(Sampler):
@@ -48,11 +47,7 @@ class AutoregressiveSampler(Sampler):
         logits = run.score(state.cache, state.tokens.gather(1, slots - 1), slots - 1)  # [R, 1, V]
         run.lap("model")
         state.round += 1
-        near = None
-        if run.unit is None:
-            drawn = draw_tokens(run.law, run.noise, logits, slots, run.guided)
-        else:
-            drawn, near = draw_near(run.law, run.noise, logits, slots, run.guided, run.unit)
+        drawn, near = run.draw(logits, slots)
         state.tokens.scatter_(1, slots, drawn)
         state.commit(slots, torch.ones_like(state.lengths), run.num_tokens, near)
         run.lap("verify")

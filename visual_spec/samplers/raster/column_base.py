@@ -21,11 +21,11 @@ from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_re
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafts import Draft, Label, rows_of
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
+from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN
 from visual_spec.samplers.core.precision import rounding_of
-from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.state import Law, Run, State, TokenView
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
-from visual_spec.samplers.core.verification import Law, TokenView, Verdict, verify_laws
+from visual_spec.samplers.core.verification import Verdict, verify_laws
 from visual_spec.samplers.raster.column_residual import draw_product_residual, product_acceptance
 
 
@@ -39,26 +39,32 @@ class ColumnView(TokenView):
 
     carries_drafts = True
 
-    def __init__(self, model: ColumnModel, window: int, device: torch.device) -> None:
+    def __init__(self, model: ColumnModel, window: int) -> None:
         self.codebooks = model.grid.codebooks
         self.num_steps = model.grid.num_tokens
         self.special_id, self.vocab_size = model.special_id, model.vocab_size
-        self.valid = F.pad(model.valid.to(device), (0, 0, 0, window))  # [S + W, K]
-        self.certain = torch.full((model.vocab_size,), -torch.inf, device=device)  # the law of a forced entry
+        self.valid = F.pad(model.valid, (0, 0, 0, window))  # [S + W, K]
+        self.certain = torch.full((model.vocab_size,), -torch.inf)  # the law of a forced entry
         self.certain[:1] = 0
 
-    def empty(self, slots: Tensor, length: int) -> Tensor:
-        return slots.new_zeros(len(slots), length, self.codebooks)
+    def to(self, device: torch.device) -> None:
+        self.valid, self.certain = self.valid.to(device), self.certain.to(device)
+
+    def opened(self, run: Run, slots: Tensor, length: int) -> Tensor:
+        laws = self.laws(run.law, self.first(run.cache.logits), slots, run.guided)
+        tokens = slots.new_zeros(len(slots), length, self.codebooks)
+        self.write(tokens, slots, run.noise.categorical(laws, self.entries(slots), TOKEN))
+        return tokens
 
     def first(self, logits: Tensor) -> Tensor:
         return logits[:, None]  # [R, 1, K, V]
 
-    def places(self, positions: Tensor) -> Tensor:
-        entry = torch.arange(self.codebooks, device=positions.device)
-        return (positions[..., None] * self.codebooks + entry).flatten(1)
-
     def entries(self, slots: Tensor) -> Tensor:
-        return self.places(slots)
+        entry = torch.arange(self.codebooks, device=slots.device)
+        return (slots[..., None] * self.codebooks + entry).flatten(1)
+
+    def places(self, positions: Tensor) -> Tensor:
+        return ColumnView.entries(self, positions)
 
     def read(self, tokens: Tensor, slots: Tensor) -> Tensor:
         return rows_of(tokens, slots).flatten(1)
@@ -77,16 +83,14 @@ class ColumnView(TokenView):
     def laws(self, law: Law, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
         """Return laws [B, N * K, V] from logits [R, N, K, V] that predict steps [B, N]; forced entries are token 0."""
         valid = self.valid[slots]  # [B, N, K]
-        check_returned(logits, len(slots), guided, *valid.shape[1:], self.vocab_size)
+        if logits.shape != ((2 if guided else 1) * len(slots), *valid.shape[1:], self.vocab_size):
+            check_returned(
+                logits, len(slots), guided, *valid.shape[1:], self.vocab_size
+            )  # says what is wrong
         # The logits of a forced entry are never used, so they are marked as past the grid and not checked.
         at = torch.where(valid, slots[..., None], self.num_steps).flatten(1)
         laws = law(logits.flatten(1, 2), at, guided)
         return torch.where(valid.flatten(1)[..., None], laws, self.certain.to(laws))
-
-    def draw(
-        self, law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool
-    ) -> Tensor:
-        return noise.categorical(self.laws(law, logits, slots, guided), self.entries(slots), TOKEN)
 
     def forced(self, drafts: Tensor, label: Label | None, slots: Tensor) -> tuple[Tensor, Label | None]:
         # An initial draft ignores the pattern; a forced entry is token 0 for certain.
@@ -133,8 +137,9 @@ class ColumnSampler(Sampler):
 
     reads_text = False
 
-    def view(self, model: Any, device: torch.device) -> ColumnView:
-        return ColumnView(model, self.window_of(model), device)
+    def plan(self, run: Run) -> None:
+        super().plan(run)
+        run.view = ColumnView(run.model, run.window)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         valid, size = getattr(model, "valid", None), (model.grid.num_tokens, model.grid.codebooks)

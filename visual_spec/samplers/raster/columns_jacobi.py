@@ -119,9 +119,8 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
 
     def prepare(self, run: Run) -> Any:
         if self.config.acceptance != "identical":
-            return self.labelled(run)
-        window = self.width(run.model)
-        state = IdenticalColumnState.begin(run, scratch=window, window=window)
+            return self.labelled(run, run.window)
+        state = IdenticalColumnState.begin(run, scratch=run.window, window=run.window)
         first = run.view.first(run.cache.logits)
         law = run.view.laws(run.law, first, torch.zeros_like(state.lengths)[:, None], run.guided)
         self._enter(run, state, law, state.lengths[:, None] - 1)

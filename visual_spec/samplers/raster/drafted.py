@@ -114,12 +114,12 @@ class DraftedSampler(ChainSampler):
         """The most drafts of a step, at most those that fit the grid."""
         return max(1, min(self.config.num_drafts, model.grid.num_tokens - 1))
 
-    def window_of(self, model: Any) -> int:
-        return self.num_drafts(model) + 1
+    def plan(self, run: Run) -> None:
+        super().plan(run)
+        run.window = self.num_drafts(run.model) + 1
 
     def prepare(self, run: Run) -> DraftedState:
-        window = self.window_of(run.model)
-        return begin_drafted(run, window, window)
+        return begin_drafted(run, run.window, run.window)
 
     def propose(self, run: Run, state: DraftedState) -> Draft:
         """Draft up to `num_drafts` slots, one drafter call each."""
@@ -128,8 +128,8 @@ class DraftedSampler(ChainSampler):
         stream, round = (TOKEN, 0) if self.keeps == IDENTICAL else (DRAFT, state.round + 1)
         going = state.lengths < run.num_tokens  # [B], rows that still draft
         tokens, laws, drafted = [], [], []
-        logits = catch_up(run, state, self.window_of(run.model))  # [R, 1, V], or [R, 1, K, V]
-        for index in range(self.num_drafts(run.model)):
+        logits = catch_up(run, state, run.window)  # [R, 1, V], or [R, 1, K, V]
+        for index in range(run.window - 1):
             slots = state.lengths[:, None] + index  # [B, 1]
             if index:
                 fed = view.fed(tokens[-1], slots - 1)

@@ -8,9 +8,8 @@ default, needs no labels and has a file of its own, `jacobi_identical`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ from visual_spec.samplers.core.drafts import (
 )
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.raster import jacobi_identical
 from visual_spec.samplers.raster.jacobi_identical import (
     CHOSEN,
@@ -43,12 +41,16 @@ from visual_spec.samplers.raster.jacobi_identical import (
     repaired,
 )
 
+if TYPE_CHECKING:
+    from visual_spec.samplers.core.verification import Verdict
+
 
 @dataclass
 class JacobiState(State):
     """A batch between two calls. `tokens` holds drafts for the W - 1 slots after the committed tokens.
 
     Attributes:
+        window: W, the slots that a call scores.
         label: the laws that the drafts were drawn from.
         inputs: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any; with "repaired"
             and "chosen" drafts.
@@ -56,6 +58,7 @@ class JacobiState(State):
         fed: long [B], the number of leading slots that the drafter has been fed in final form.
     """
 
+    window: int = 1
     label: Label | None = None
     inputs: Tensor | None = None
     drafter_cache: DecodeState | None = None
@@ -147,12 +150,13 @@ class SpeculativeJacobiSampler(ChainSampler):
 
                 OrderedSampler().check(drafter, law, batch_size, {})
 
-    def width(self, model: Any) -> int:
-        """The most slots that a call drafts and scores: the window, or the grid if it is smaller."""
-        return min(widest(self.config.window, self.fixed_width), model.grid.num_tokens)
+    def plan(self, run: Run) -> None:
+        super().plan(run)
+        run.window = min(widest(self.config.window, run.fixed_width), run.model.grid.num_tokens)
+        if self.config.window == AUTO and run.fixed_width is None:
+            from visual_spec.samplers.raster.window import adaptive  # where it is asked for
 
-    def window_of(self, model: Any) -> int:
-        return self.width(model)
+            run.pace = adaptive
 
     @property
     def redrafting(self) -> Redrafting:
@@ -170,18 +174,10 @@ class SpeculativeJacobiSampler(ChainSampler):
     def needs_laws(self) -> bool:
         return self.config.initial_draft == LAST_LAW
 
-    def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
-        if self.config.window != AUTO or run.fixed_width is not None:
-            return advance
-        from visual_spec.samplers.raster.window import WindowPolicy, adaptive  # where it is asked for
-
-        policy = WindowPolicy.of(run.model, (run.batch_size, run.law_given.guided, str(run.device)))
-        return adaptive(advance, state, policy, run.num_tokens)
-
     def prepare(self, run: Run) -> Any:
         if self.config.acceptance == "identical":
-            return jacobi_identical.prepare(self.config, run, self.width(run.model))
-        return self.labelled(run)
+            return jacobi_identical.prepare(self.config, run)
+        return self.labelled(run, run.window)
 
     def step(self, run: Run, state: Any) -> None:
         if self.config.acceptance == "identical":
@@ -191,13 +187,10 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     # -- the published family: every draft has a label
 
-    def labelled(self, run: Run) -> Any:
-        """Return the state after the prefill, with labelled drafts."""
-        window, drafts = (
-            self.width(run.model),
-            self.config.get("drafts"),
-        )  # a subclass may have no such setting
-        state = self.state_kind.begin(run, scratch=window)
+    def labelled(self, run: Run, window: int) -> Any:
+        """Return the state after the prefill, with labelled drafts in a window."""
+        drafts = self.config.get("drafts")  # a subclass may have no such setting
+        state = self.state_kind.begin(run, scratch=window, window=window)
         if drafts in (REPAIRED, CHOSEN):
             state.inputs = torch.full_like(state.tokens, UNKNOWN)
         if drafts == CHOSEN:
@@ -212,8 +205,7 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     def propose(self, run: Run, state: JacobiState) -> Draft:
         """Return the drafts of the last call, with others in place of stale ones where a second source is asked for."""
-        window = self.width(run.model)
-        slots = state.next_slots(window - 1)
+        slots = state.next_slots(state.window - 1)
         carried = Draft(run.view.read(state.tokens, slots), state.label, "last call")
         if state.inputs is None:
             return carried
@@ -222,7 +214,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         if state.drafter_cache is not None:
             from visual_spec.samplers.raster.redrafting import Chosen, redrafted  # where there is a drafter
 
-            source = Chosen(run, state, slots, window, self.config.coupling == "gumbel", None)
+            source = Chosen(run, state, slots, state.window, self.config.coupling == "gumbel", None)
             draft = redrafted(state, slots, carried, count, source)
             run.lap("draft")
         else:
@@ -279,7 +271,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             drawn: long [B, width], draws from the laws that a kernel has already made.
         """
         view = run.view
-        slots = state.next_slots(self.width(run.model) - 1)
+        slots = state.next_slots(state.window - 1)
         # The position that scored a slot.
         source = advance[:, None] + torch.arange(slots.shape[1], device=slots.device)
         # If the last column is forced and the next is not, "last_law" drafts token 0 with certainty: a poor draft,

@@ -30,7 +30,6 @@ from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.drafts import LAST_LAW, UNIFORM, Draft, copied_slots, uniform_tokens
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.core.verification import draw_near, draw_tokens
 
 CARRIED: Final = "carried"
 REPAIRED: Final = "repaired"
@@ -71,8 +70,9 @@ class IdenticalState(State):
     steady: Tensor | None = None
 
 
-def prepare(settings: Any, run: Run, window: int) -> IdenticalState:
+def prepare(settings: Any, run: Run) -> IdenticalState:
     """Return the state after the prefill. `settings`: a configuration of `SpeculativeJacobiSampler`."""
+    window = run.window
     state = IdenticalState.begin(run, scratch=window, window=window)
     if settings.drafts != CARRIED:
         state.inputs = torch.full_like(state.tokens, UNKNOWN)
@@ -97,9 +97,7 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
     width = min(state.width or state.window, state.window)
     if settings.window is None and run.fixed_width is None:
         width = min(width, window_of_rows(len(state.lengths) * (2 if run.guided else 1)))
-    slots = state.lengths[:, None] + torch.arange(
-        width, device=run.device
-    )  # [B, W], the slots that are scored
+    slots = state.next_slots(width)  # [B, W], the slots that are scored
     at = slots - 1  # each is predicted after the token before it
     fed = state.tokens.gather(1, at)  # the newest token, then drafts
     if state.drafter_cache is not None:
@@ -118,10 +116,7 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
     logits = run.score(state.cache, fed, at)  # [R, W, V]
     run.lap("model")
     state.round += 1
-    if run.unit is None:
-        drawn, near = draw_tokens(run.law, run.noise, logits, slots, run.guided), None
-    else:
-        drawn, near = draw_near(run.law, run.noise, logits, slots, run.guided, run.unit)
+    drawn, near = run.draw(logits, slots)  # [B, W] each
     # A draw counts if all drafts before it are the tokens that were drawn there.
     kept = (drawn[:, :-1] == fed[:, 1:]).long().cumprod(1).sum(1)
 
@@ -152,7 +147,7 @@ def enter(initial: str, run: Run, state: IdenticalState, logits: Tensor, newest:
     """
     if state.window == 1:
         return
-    slots = state.lengths[:, None] + torch.arange(state.window - 1, device=run.device)
+    slots = state.next_slots(state.window - 1)
     if state.picture is not None:
         drafts = state.picture.gather(1, slots)
     elif initial == UNIFORM:
@@ -196,8 +191,45 @@ def repaired(
             neighbours.
         young: bool [B, W], the drafts at `at` for which copies may stand in; None: all.
     """
+    back = grid.width if grid.frames == 1 else grid.height * grid.width
+    if not on_host(fed):
+        return _repaired_at_once(tokens, inputs, lengths, fed, at, count, back, picture, young)
+    fed, replaced = fed.clone(), torch.zeros_like(fed[:, 1 : count + 1], dtype=torch.bool)
+    for row, (committed, newest) in enumerate(zip(lengths.tolist(), at[:, 0].tolist(), strict=True)):
+        text, new = tokens[row].numpy(), fed[row].numpy()
+        shown = None if picture is None else picture[row].numpy()
+        # Of every committed token that has both neighbours: the token before it, and the far one.
+        known = max(committed - back, 0)
+        beside, beyond = text[back - 1 : back - 1 + known], text[:known]
+        for place, last in enumerate(inputs[row, newest : newest + replaced.shape[1]].tolist()):
+            slot, before = newest + 1 + place, new[place]
+            if before == last:
+                continue  # not stale
+            far = max(slot - back, 0)
+            if shown is not None and shown[slot - 1] == before and shown[far] == text[far]:
+                new[place + 1], replaced[row, place] = shown[slot], True
+            elif slot >= back and (young is None or young[row, place + 1]):
+                alike = ((beside == before) & (beyond == text[far])).nonzero()[0]
+                if len(alike):
+                    new[place + 1], replaced[row, place] = text[back + alike[-1]], True
+    inputs.scatter_(1, at, fed)
+    return fed, replaced
+
+
+def _repaired_at_once(
+    tokens: Tensor,
+    inputs: Tensor,
+    lengths: Tensor,
+    fed: Tensor,
+    at: Tensor,
+    count: int,
+    back: int,
+    picture: Tensor | None,
+    young: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As `repaired`, by operations that depend on no token. `back`: slots from a token to its far neighbour."""
     slots, drafts = at[:, 1 : count + 1], fed[:, 1 : count + 1, None]  # [B, n], [B, n, 1]
-    size, back = tokens.shape[1], grid.width if grid.frames == 1 else grid.height * grid.width
+    size = tokens.shape[1]
     far = (slots - back).clamp(min=0)
     # [B, n], [B, S]: the far neighbours of the slots, and of the committed tokens; one that is not there equals none.
     above = tokens.gather(1, far)
@@ -218,12 +250,10 @@ def repaired(
     wanted.append(inputs.gather(1, slots - 1)[..., None])
     numbers, before = torch.cat(ranked, 2), torch.cat(wanted, 2)  # [B, n, S + 1]
     # Each slot's choice depends on the one before it. All are made at once, again and again: after i rounds the first i
-    # stand. Where the host can look, it ends as soon as nothing changes.
+    # stand.
     found = drafts[..., 0]
     for _ in range(slots.shape[1]):
         found = torch.where(before == fed[:, : slots.shape[1], None], numbers, drafts).amax(2)  # [B, n]
-        earlier, fed = fed, torch.cat([fed[:, :1], found & (_HALF - 1), fed[:, slots.shape[1] + 1 :]], 1)
-        if on_host(fed) and torch.equal(earlier, fed):
-            break
+        fed = torch.cat([fed[:, :1], found & (_HALF - 1), fed[:, slots.shape[1] + 1 :]], 1)
     inputs.scatter_(1, at, fed)
     return fed, (found >= _HALF) & (found < (size + 1) * _HALF)

@@ -21,7 +21,7 @@ from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import LEFT, copied_tokens
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise
-from visual_spec.samplers.core.verification import draw_tokens
+from visual_spec.samplers.core.state import draw_tokens
 from visual_spec.samplers.raster.jacobi_identical import UNKNOWN, repaired
 
 _EVERY_SLOT = 2**62  # the grid is unknown, so no slot counts as past it

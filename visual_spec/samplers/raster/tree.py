@@ -25,9 +25,8 @@ from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_draf
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.state import Run, draw_near
 from visual_spec.samplers.core.trace import IDENTICAL
-from visual_spec.samplers.core.verification import draw_near
 from visual_spec.samplers.raster.drafted import DraftedState, begin_drafted
 from visual_spec.samplers.raster.siblings import final_noise, verify_siblings, without
 
@@ -207,8 +206,8 @@ class TreeSampler(Sampler):
                 f"pass a width of at most {model.vocab_size}."
             )
 
-    def window_of(self, model: Any) -> int:
-        return max(self.num_scored, self.config.depth + 1)
+    def plan(self, run: Run) -> None:
+        run.window = max(self.num_scored, self.config.depth + 1)
 
     def prepare(self, run: Run) -> DraftedState:
         if self.num_scored > run.cache.window:

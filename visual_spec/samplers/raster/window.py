@@ -19,7 +19,7 @@ import numpy as np
 
 from visual_spec.models.core.protocol import owner_of
 from visual_spec.samplers.core.checks import WIDTHS
-from visual_spec.samplers.core.state import HostCopy
+from visual_spec.samplers.core.state import HostCopy, Run
 
 logger = logging.getLogger("visual_spec")
 START = 8  # the window of the first calls: small, as a wide one is dear where tokens cannot be guessed
@@ -140,18 +140,17 @@ class WindowPolicy:
 
 def adaptive(
     advance: Callable[[], None],
+    run: Run,
     state: Any,
-    policy: WindowPolicy,
-    num_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Callable[[], None]:
-    """Return `advance`, one step on `state`, with a policy that chooses the window of every call.
+    """Return `advance`, one step on `state`, with the policy of the model that chooses the window of every call.
 
     Args:
         state: has `width`, which is set, and `lengths`, long `[B]`, which `advance` increases.
-        num_tokens: number of slots of a picture.
         clock: seconds. On CUDA a step waits for the previous call, so the time of a call is known one call late.
     """
+    policy = WindowPolicy.of(run.model, (run.batch_size, run.law_given.guided, str(run.device)))
     on_host, widths = HostCopy(), deque()
     state.width = policy.choose()
 
@@ -159,7 +158,7 @@ def adaptive(
         before, start = state.lengths.clone(), clock()  # clone: a recorded step changes it in place
         widths.append(state.width)
         advance()
-        whole = state.lengths < num_tokens
+        whole = state.lengths < run.num_tokens
         committed = on_host((state.lengths - before) * whole)
         if committed is not None:
             numbers = committed.numpy()

@@ -289,23 +289,19 @@ class ScaleWiseSampler(Sampler):
         check_stages(model, parts["tokenizer"], law)
         drawn_stages(self, model)
 
-    def serve(self, model: Any, law: TokenLaw, keys: Tensor) -> Any:
-        return drawn_stages(self, model)  # of the scales that the schedule draws
-
-    def num_slots(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
-        return first_slots(parts["tokenizer"])[model[-1].scales.stop]
+    def plan(self, run: Run) -> None:
+        run.model = drawn_stages(self, run.model)  # of the scales that the schedule draws
+        run.num_tokens = first_slots(run.parts["tokenizer"])[run.model[-1].scales.stop]
 
     def planned_calls(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
         return model[-1].scales.stop
 
-    def prefill(
-        self, model: Sequence[Stage], condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
-    ) -> Any:
-        count = len(parts["tokenizer"].scales)
+    def prefill(self, run: Run) -> Any:
+        count = len(run.parts["tokenizer"].scales)
         shared = self.config.measure and not self.schedule.leaves_out(count)
         # A measuring model keeps its cache to the end, unless it measures with another one.
-        served = model if shared else of_one_model(model, 0)
-        return prefill(served, condition, law.guided, batch_size, [], self.schedule.at(count))
+        served = run.model if shared else of_one_model(run.model, 0)
+        return prefill(served, run.condition, run.guided, run.batch_size, [], self.schedule.at(count))
 
     def progress(self, run: Run, state: ScaleDecodeState) -> Tensor:
         return state.canvas
