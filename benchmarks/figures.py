@@ -137,26 +137,6 @@ def demo_table(document: dict[str, Any]) -> str:
     return table("prompt|calls|tokens per call|seconds|speed-up|same pixels", rows, "lrrrrl")
 
 
-def grpo_table(document: dict[str, Any]) -> str:
-    """Before and after, then the curve in parts of ten steps."""
-    ends = []
-    for name in ("before", "after"):
-        row = document[name]
-        cells = [share(row["all_correct"]), share(row["mean_attribute"])]
-        ends.append([name, *cells, f"{row['nats']:.0f}", f"{row['calls']:.1f}"])
-    header = "weights|whole prompts|attributes right|nats a picture|calls a picture"
-    curve, rows = document["curve"], []
-    for start in range(0, len(curve), 10):
-        some = curve[start : start + 10]
-        means = {name: sum(row[name] for row in some) / len(some) for name in some[0]}
-        drawn, trained = means["drawing"], means["training"]
-        cells = [f"{means['reward']:.3f}", f"{100 * means['whole']:.1f}", f"{100 * means['clipped']:.1f}"]
-        cells += [f"{means['calls']:.1f}", f"{drawn:.1f}", f"{trained:.1f}"]
-        rows.append([f"{start + 1}-{start + len(some)}", *cells])
-    titles = "steps|mean reward|whole prompts, %|ratios clipped, %|calls a picture|processor seconds drawing"
-    return table(header, ends, "lrrrr") + "\n\n" + table(f"{titles}|training", rows, "lrrrrrr")
-
-
 def grpo_times_table(document: dict[str, Any]) -> str:
     steps, rows = document["steps"], []
     for way in ("plain", "default"):
@@ -236,13 +216,6 @@ FIGURES = {
         drafts=False,
         timed=True,
         copies={"comparison.png": "docs/demo.png", "comparison.json": "benchmarks/results/things-demo.json"},
-    ),
-    "things-grpo": Figure(
-        "examples/grpo.py --output_dir {folder}",
-        grpo_table,
-        models=("things",),
-        drafts=False,
-        copies={"grpo.json": "benchmarks/results/things-grpo.json"},
     ),
     "things-grpo-times": Figure(
         "examples/grpo.py --output_dir {folder} --time",
