@@ -2,14 +2,19 @@
 
 python benchmarks/windows.py --batch 1 4 8 --prompts 24 --out benchmarks/results/shapes-times.json
 python benchmarks/windows.py --dtype bfloat16 --exact-width --batch 1 --prompts 12
+python benchmarks/windows.py --model things --batch 1 4 8 16 32 64 --rounds 3 --default-only
 
 All rows draw the same pictures in float32; the share of equal ones is printed. `--busy` runs another process beside.
+Beside the total, the medians over batches of the time on the clock and of the processor's are given, and of the ratios
+of both to plain decoding's of the same batch: they hold on a machine that others use, too.
 """
 
 import argparse
 import multiprocessing
+import statistics
 import time
 from itertools import product
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ import torch
 
 from visual_spec.data.captions import captions_of
 from visual_spec.eval.draws import seeded
+from visual_spec.eval.machine import environment
 from visual_spec.files.documents import json_text, write_json
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -31,27 +37,40 @@ def keep_a_core_busy() -> None:
 
 
 def measure(pipe: ImagePipeline, samplers: dict[str, Any], prompts: list[str], batch: int) -> dict[str, Any]:
-    """Total seconds, tokens per call and equal pictures of every sampler, over all prompts in batches."""
-    rows = {name: {"seconds": 0.0, "calls": 0, "tokens": 0, "equal": 0} for name in samplers}
-    for start in range(-batch, len(prompts), batch):  # the first batch warms up
-        some = prompts[max(start, 0) :][:batch]
-        plain = None
+    """Seconds, tokens per call and equal pictures of every sampler, over all prompts in batches.
+
+    A row holds: seconds a picture (of all batches together), speed-up (of these totals), the medians over batches of
+    seconds on the clock and of the processor, of a picture, and those of plain decoding's over them.
+    """
+    rows: dict[str, dict[str, Any]] = {
+        name: {"clock": [], "processor": [], "calls": 0, "tokens": 0, "equal": 0} for name in samplers
+    }
+    for start in (None, *range(0, len(prompts), batch)):
+        some, plain = prompts[:2] if start is None else prompts[start:][:batch], None  # the first warms up
         for name, pipe.sampler in samplers.items():
-            seeds = seeded(start, len(some))
-            began = time.perf_counter()
+            seeds = seeded(start or 0, len(some))
+            began, worked = time.perf_counter(), time.process_time()
             drawn = pipe(some, generator=seeds, output_type="latent")
-            seconds = time.perf_counter() - began
+            seconds, processor = time.perf_counter() - began, time.process_time() - worked
             plain = drawn.images if plain is None else plain
-            if start >= 0:
-                rows[name]["seconds"] += seconds
+            if start is not None:
+                rows[name]["clock"].append(seconds / len(some))
+                rows[name]["processor"].append(processor / len(some))
                 rows[name]["calls"] += int(drawn.trace.target_calls.sum())
                 rows[name]["tokens"] += drawn.images.numel()
                 rows[name]["equal"] += int((drawn.images == plain).flatten(1).all(1).sum())
-    first = next(iter(rows.values()))["seconds"]
+    first = next(iter(rows.values()))
     return {
         name: {
-            "seconds a picture": round(row["seconds"] / len(prompts), 4),
-            "speed-up": round(first / row["seconds"], 3),
+            "seconds a picture": round(statistics.mean(row["clock"]), 4),
+            "speed-up": round(sum(first["clock"]) / sum(row["clock"]), 3),
+            **{
+                f"{kind} time": {
+                    "median seconds a picture": round(statistics.median(row[kind]), 4),
+                    "median speed-up": round(statistics.median(map(truediv, first[kind], row[kind])), 3),
+                }
+                for kind in ("clock", "processor")
+            },
             "tokens per call": round(row["tokens"] / row["calls"], 2),
             "equal pictures": row["equal"],
         }
@@ -66,7 +85,9 @@ def main() -> None:
     parser.add_argument("--model", default="shapes", help="name or folder")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--rounds", type=int, help="batches of each size, in place of --prompts")
     parser.add_argument("--windows", type=int, nargs="*", default=[8, 16, 32, 64])
+    parser.add_argument("--default-only", action="store_true", help="no other window, and not auto")
     parser.add_argument(
         "--drafts", choices=("carried", "repaired", "chosen"), nargs="+", help="default: repaired"
     )
@@ -80,7 +101,8 @@ def main() -> None:
     pipe = ImagePipeline.from_pretrained(given.model, torch_dtype=getattr(torch, given.dtype))
     pipe.set_progress_bar_config(disable=True)
     samplers: dict[str, Any] = {"plain": AutoregressiveSampler()}
-    for drafts, width in product(given.drafts or [None], [*given.windows, "auto", None]):
+    widths = [*given.windows, "auto", None]
+    for drafts, width in product(given.drafts or [None], [None] if given.default_only else widths):
         name = ("default" if width is None else f"window {width}") + (f", {drafts}" if given.drafts else "")
         samplers[name] = SpeculativeJacobiSampler(width, drafts=drafts)
     if given.exact_width:
@@ -94,18 +116,18 @@ def main() -> None:
     if given.busy:
         other.start()
     record = {
-        "dtype": given.dtype,
-        "threads": torch.get_num_threads(),
+        **environment(torch.device("cpu"), pipe.transformer.dtype),
+        "model": given.model,
         "busy": given.busy,
-        "prompts": given.prompts,
+        "prompts": given.prompts if given.rounds is None else f"{given.rounds} batches of each size",
     }
     for batch in given.batch:
-        record[f"batch {batch}"] = measure(
-            pipe, samplers, captions_of(pipe).held_out_prompts(given.prompts), batch
-        )
+        count = given.prompts if given.rounds is None else given.rounds * batch
+        prompts = captions_of(pipe).held_out_prompts(count)
+        record[f"batch {batch}"] = measure(pipe, samplers, prompts, batch)
         print(json_text({f"batch {batch}": record[f"batch {batch}"]}, indent=1), flush=True)
-    if given.out:
-        write_json(given.out, record, indent=1)
+        if given.out:  # after each size: what was measured stays
+            write_json(given.out, record, indent=1, overwrite=True)
 
 
 if __name__ == "__main__":

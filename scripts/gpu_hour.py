@@ -57,6 +57,9 @@ def _jobs() -> list[Job]:
     """In the order of what they are worth."""
     jobs = [Job("tests", 420, ("-m", "pytest", "-q", "-m", "gpu", "tests", f"--junitxml={OUT}"))]
     shapes = "--model shapes --samplers speculative-jacobi --windows 16 32 64"
+    things = (
+        "--model things --samplers speculative-jacobi"  # with the window that is the default of each batch
+    )
     scales = "--model shapes_var --samplers scale-wise:num_draft_scales=7"
     scales += " scale-wise:num_draft_scales=all,cache_share=0.1"
     tunes = "--model tunes --masked tunes_masked --samplers column-jacobi:window=4 drafted-columns"
@@ -68,6 +71,7 @@ def _jobs() -> list[Job]:
         ("shapes_var", scales, "bfloat16", 1),
         ("tunes", tunes, "float32", 1),
         ("shapes", shapes, "bfloat16", 64),
+        *(("things", things, "bfloat16", batch) for batch in (1, 16, 32, 64)),
         ("shapes_var", scales, "bfloat16", 64),
         ("tunes", tunes, "float32", 64),
         ("motion", clips, "float32", 1),
@@ -75,16 +79,18 @@ def _jobs() -> list[Job]:
         options = f"{options} --dtype {dtype} --batch-sizes {batch} --skip-uncached"
         jobs.append(_bench(f"bench-{name}-{dtype}-{batch}", 120, options))
     random = "benchmarks.sizes.official --dtype bfloat16 --batch-sizes"
-    windows = {1: "16 32 64", 8: "8 16 32", 64: "4 8"}
+    windows = {1: "16 32 64", 8: "8 16 32", 64: "4 8", 16: "8 16", 32: "4 8"}
     for batch, model in product(windows, ("llamagen-xl-t2i", "janus-pro-7b")):
         options = f"{random} {batch} --model {model} --samplers speculative-jacobi --windows {windows[batch]}"
         jobs.append(_script(f"bench-{model}-{batch}", 240, f"{options} --slots 16"))
     parts = ("0", "8", "6", "all,cache_share=0.1", "8,cache_share=0.1")
     samplers = " ".join(f"scale-wise:num_draft_scales={part}" for part in parts)
-    for batch in windows:
+    for batch in (1, 8, 64):
         options = f"{random} {batch} --model var-d30+var-d16 --samplers {samplers}"
         jobs.append(_script(f"bench-var-d30-{batch}", 120, options))
         jobs.append(_script(f"musicgen-medium-{batch}", 120, f"benchmarks.sizes music --batch {batch}"))
+    few_bits = "benchmarks.quantised --device cuda --prompts 0 --models XL 3B"
+    jobs.append(_script("weights-in-few-bits", 300, few_bits))
     jobs.append(_script("kernels", 120, "bench_kernels.py --window 1 32"))
     jobs.append(_script("kernels-64", 120, "bench_kernels.py --vocab 16384 --window 1 32 --batch 64"))
     for model, text, graph in product(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -37,4 +38,17 @@ def test_unused_memory_that_pytorch_holds_is_free(monkeypatch):
     for name, value in [("memory_reserved", 70), ("memory_allocated", 50), ("mem_get_info", (1000, 5000))]:
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert offload.free_bytes(torch.device("cuda")) == 1020
-    assert offload.free_bytes(torch.device("cpu")) is None
+    assert offload.free_bytes(torch.device("meta")) is None
+
+
+def test_on_the_host_a_batch_has_to_fit_what_is_available(monkeypatch):
+    """Before any of it is taken: systems hand out memory that they do not have, and end the process later."""
+    available = psutil.virtual_memory().available
+    free = offload.free_bytes(torch.device("cpu"))
+    assert free is not None and 0.5 * available < free < 2 * available
+    many = 10**9
+    with pytest.raises(
+        ValueError, match=r"cache of 1000000000 samples takes .* GB, cpu has .* GB free; pass at most"
+    ):
+        offload.check_cache_fits(2**20, many, torch.device("cpu"))
+    offload.check_cache_fits(2**20, 4, torch.device("cpu"))

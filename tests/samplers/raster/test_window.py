@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.helpers.columns import MODEL as COLUMNS
 from tests.helpers.tiny import seeded, tiny_pipeline
+from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run
@@ -172,10 +173,27 @@ def test_tokens_are_those_of_plain_sampling(monkeypatch, prices, guidance_scale)
 
 
 @pytest.mark.parametrize(
-    ("rows", "window"), [(1, 32), (4, 32), (5, 16), (8, 16), (9, 8), (16, 8), (17, 4), (32, 4), (500, 4)]
+    ("rows", "window"),
+    [(1, 32), (4, 32), (5, 16), (8, 16), (9, 8), (16, 8), (17, 4), (32, 4), (33, 1), (500, 1)],
 )
-def test_without_a_window_a_call_has_128_positions_at_most_or_4_a_row(rows, window):
+def test_without_a_window_a_call_has_128_positions_at_most_or_on_a_gpu_4_a_row(rows, window):
     assert window_of_rows(rows) == window
+    assert window_of_rows(rows, "cuda") == max(window, 4)
+
+
+@pytest.mark.parametrize("drafts", ["carried", "repaired", "chosen"])
+def test_a_large_batch_decodes_plainly_until_rows_leave(monkeypatch, drafts):
+    monkeypatch.setattr(jacobi_identical, "_POSITIONS", 12)  # of three rows
+    pipe = tiny_pipeline(AutoregressiveSampler())
+    pipe.drafter = EagleDrafter.for_target(pipe.transformer).eval()
+    asked: Any = dict(output_type="latent", guidance_scale=1.0)
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(5)]
+    plain = pipe(prompts, generator=seeded(1, 2, 3, 4, 5), **asked).images
+    pipe.sampler = SpeculativeJacobiSampler(drafts=drafts)
+    many = pipe(prompts, generator=seeded(1, 2, 3, 4, 5), **asked)
+    assert torch.equal(many.images, plain) and many.trace.target_calls.tolist() == [16] * 5
+    few = pipe(prompts[:3], generator=seeded(1, 2, 3), **asked)
+    assert torch.equal(few.images, plain[:3]) and few.trace.target_calls.max() < 16
 
 
 @pytest.mark.parametrize(("guidance_scale", "windows"), [(1.0, {8, 16, 32}), (3.0, {4, 8, 16, 32})])

@@ -118,6 +118,22 @@ class Places:
         return held[0][:, :, : self.size], held[1][:, :, : self.size]
 
 
+def repeats(*parts: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return which rows of a prompt to run, and which of these stands for each row, where neighbours are equal.
+
+    Samples of one prompt, and unconditional rows, have the same keys and values, which are then computed once. None
+    where all neighbours differ, and on a device, where looking would stall it.
+
+    Args:
+        parts: all that a row of the prompt holds, each [R, ...].
+    """
+    if len(parts[0]) < 2 or torch.compiler.is_compiling() or not all(map(on_host, parts)):
+        return None
+    new = torch.ones(len(parts[0]), dtype=torch.bool)
+    new[1:] = torch.stack([(part[1:] != part[:-1]).flatten(1).any(1) for part in parts]).any(0)
+    return None if new.all() else (new.nonzero()[:, 0], new.cumsum(0) - 1)
+
+
 class StaticCache:
     """Slots that are allocated once, written by slot and masked by position.
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -137,7 +138,12 @@ def diffusers_hooks(module: Any) -> list[Any]:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that PyTorch can still allocate, including those it holds unused; None elsewhere."""
+    """Return the bytes that PyTorch can still allocate: of a GPU, with those it holds unused, or of this machine.
+
+    None elsewhere.
+    """
+    if device.type == "cpu":
+        return psutil.virtual_memory().available
     if device.type != "cuda":
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

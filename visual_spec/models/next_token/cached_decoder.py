@@ -22,7 +22,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.kernels.window_attention import takes
-from visual_spec.models.core.cache import on_host, seen_causally, seen_in_order, seen_in_tree, seen_up_to
+from visual_spec.models.core.cache import (
+    on_host,
+    repeats,
+    seen_causally,
+    seen_in_order,
+    seen_in_tree,
+    seen_up_to,
+)
 from visual_spec.models.core.offload import check_cache_fits, loads_groups
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster, wide
 from visual_spec.models.core.transformers_attention import window_calls
@@ -260,17 +267,27 @@ class CachedDecoder:
         else:
             cache = held.cache
             cache.clear()
-        places = torch.arange(length, device=self.device).expand(rows, -1)
+        axis = positions.dim() - 2  # of the rows
+        shared = repeats(ids, mask, positions.movedim(axis, 0)) if held is None else None
+        whole_mask = mask
+        if shared is not None:
+            ids, mask = ids[shared[0]], mask[shared[0]]
+            positions = positions.index_select(axis, shared[0])
+        places = torch.arange(length, device=self.device).expand(len(ids), -1)
         # Padding sees itself, because attention over no position gives nan.
         embeddings, seen = self.of_text(ids), seen_causally(mask)
         hidden = self._forward(cache, embeddings, positions, places, seen, mask, **self.of_prompt(ids))
         features = hidden[:, -1:]
+        logits = self._logits(features)[:, 0]
+        if shared is not None:
+            cache.select(shared[1])
+            logits, features = logits[shared[1]], features[shared[1]]
         return CachedState(
-            logits=self._logits(features)[:, 0],
+            logits=logits,
             guided=guided,
             window=window,
             cache=cache,
-            prompt_mask=mask,
+            prompt_mask=whole_mask,
             start=start,
             features=features,
         )

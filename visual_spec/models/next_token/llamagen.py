@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.kernels.launch import fused
-from visual_spec.models.core.cache import StaticCache, seen_causally, seen_in_order, seen_in_tree
+from visual_spec.models.core.cache import StaticCache, repeats, seen_causally, seen_in_order, seen_in_tree
 from visual_spec.models.core.offload import check_cache_fits, decodes
 from visual_spec.models.core.protocol import (
     ANY_ORDER,
@@ -284,16 +284,26 @@ class LlamaGenTransformer(SavedModel):
     ) -> LlamaGenState:
         """Run the prefix of a checked condition, see `PromptModel`; `side` as in `prefill`."""
         hidden, prefix_mask, cache, table = self._begin(prompt, guided, window, held)
-        rows, prefix, _ = hidden.shape
-        cache.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
+        (rows, prefix, _), own, words = hidden.shape, cache, prefix_mask
+        plain = side is None and held is None and type(cache) is StaticCache
+        shared = repeats(hidden, prefix_mask) if plain else None
+        if shared is not None:
+            hidden, words, rows = hidden[shared[0]], words[shared[0]], len(shared[0])
+            layers, _, heads, _, size = cache.keys.shape
+            own = StaticCache.allocate(hidden, (layers, rows, heads, prefix, size))
+        own.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
         turns = turns_of(self.unturned(table).expand(1, prefix, -1, -1))
-        mask = None if self._reads_windows(hidden) else seen_causally(prefix_mask)[:, None]
-        features, hidden = self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask), side)
+        mask = None if self._reads_windows(hidden) else seen_causally(words)[:, None]
+        features, hidden = self.run(hidden, own, Shared(turns, own.places, mask, words), side)
         features = features[:, -1:]
         first = torch.zeros(
             1, self.num_answers, dtype=torch.long, device=hidden.device
         )  # the last position answers
         logits = self.logits(features, hidden[:, -1:], first)[:, 0]
+        if shared is not None:
+            cache.keys[..., :prefix, :] = own.keys[:, shared[1]]
+            cache.values[..., :prefix, :] = own.values[:, shared[1]]
+            logits, features = logits[shared[1]], features[shared[1]]
         return LlamaGenState(logits, guided, window, cache, table, prefix_mask, features, side)
 
     def _begin(

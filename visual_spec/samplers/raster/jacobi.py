@@ -81,7 +81,8 @@ class SpeculativeJacobiSampler(ChainSampler):
     Args:
         window: slots scored by one call, at least 1; or "auto" with acceptance "identical": the window with the most
             tokens per second on this machine, by measured calls (`visual_spec.samplers.raster.window`). None: 32; with
-            acceptance "identical" fewer in batches, so that a call has at most 128 positions in all rows, or 4 slots.
+            acceptance "identical" fewer in batches, so that a call has at most 128 positions in all rows; in more than
+            32 rows 4 slots on a GPU, and 1 on a processor, where no more would pay.
         coupling: how the drafts of a slot in successive rounds depend on each other: "gumbel", "independent" or
             "maximal".
         acceptance: "identical" (needs coupling "gumbel"), "exact", "grouped", "clustered" or "lantern".
