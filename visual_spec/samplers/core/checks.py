@@ -242,14 +242,18 @@ class CheckedLaw:
         """Continue with the samples long [N] only. Messages keep the original numbers of the samples."""
         self._samples = samples if self._samples is None else self._samples[samples]
 
-    def __call__(self, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
+    def __call__(
+        self, logits: Tensor, slots: Tensor, guided: bool, numbers: LawNumbers | None = None
+    ) -> Tensor:
         """Return log-probabilities [B, W, V] from logits [R, W, V] that predict `slots` [B, W].
+
+        `numbers`: of the law, where the caller knows them, and has looked at the shape of the logits.
 
         Raises:
             ValueError: logits of another shape, see `check_returned`.
             FloatingPointError: logits are nan, +inf, or only -inf (unless deferred); names sample, position and slot.
         """
-        numbers = self.numbers(logits, slots, guided)
+        numbers = numbers or self.numbers(logits, slots, guided)
         # One look for all: few models forbid tokens by logits of -inf.
         finite = not self.deferred and math.isfinite(float(logits.sum()))
         if not finite:

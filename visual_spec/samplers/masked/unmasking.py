@@ -253,7 +253,7 @@ class Unmasking:
             law.remember(~finite, checked)
             sure = log_probs if choice.filtered_score else log_probs + log_kept
             return drawn, None if score is None else sure if score == "log_probability" else sure.exp(), None
-        target = law(logits, checked, guided)  # [B, L, V]
+        target = law(logits, checked, guided, numbers)  # [B, L, V]
         if choice.greedy:
             # By the logits themselves: a low temperature rounds the likeliest tokens to the same probability.
             drawn = law_reference(logits, checked, numbers._replace(temperature=0.0)).argmax(-1)

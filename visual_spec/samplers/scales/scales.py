@@ -217,7 +217,15 @@ class ScaleWiseSampler(Sampler):
         canvas = tokenizer.begin(run.batch_size, run.device, run.cache.logits.dtype)
         schedule = self.schedule.at(len(tokenizer.scales))
         plan = planned(run, tokenizer, schedule, self.config.ramp)
-        state = ScaleDecodeState(run.cache, canvas, plan, schedule, self._reference(run, canvas, schedule))
+        reference = None
+        if self.config.measure:  # the first model, if there is anything to measure
+            first = of_one_model(run.model, 0)[-1]
+            start = min(first.scales.stop, schedule.first_change)
+            shared = not self.schedule.leaves_out(len(tokenizer.scales))
+            reference = Reference(
+                first, start, canvas.new_zeros(run.batch_size), run.cache if shared else None
+            )
+        state = ScaleDecodeState(run.cache, canvas, plan, schedule, reference)
         state.cache_bytes.append(run.cache.cache_bytes)
         state.forwards.append((plan[0].num_layers, range(1), run.cache.guided))
         self._draw(run, state, run.cache.logits)
@@ -251,7 +259,7 @@ class ScaleWiseSampler(Sampler):
         slots = here.slots.expand(run.batch_size, -1)
         check_returned(logits, len(slots), state.cache.guided, slots.shape[1], here.vocab_size)
         run.law.law = here.law
-        target = stage_law(logits, slots, run.law, here.stage)  # [B, n * n, V]
+        target = stage_law(logits, slots, run.law, here.stage, here.numbers)  # [B, n * n, V]
         if self.config.smooth:
             self._draw_smoothly(run, state, target, slots)
         else:
@@ -273,15 +281,6 @@ class ScaleWiseSampler(Sampler):
         codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook
         codes = codes.reshape(run.batch_size, area_of(side), -1).mT  # [B, D, n * n]
         state.canvas = tokenizer.accumulate_codes(state.canvas, scale, codes.unflatten(2, shape_of(side)))
-
-    def _reference(self, run: Run, canvas: Tensor, schedule: ScaleSchedule) -> Reference | None:
-        """The first model, if the sampler measures, and if there is anything to measure."""
-        if not self.config.measure:
-            return None
-        first = of_one_model(run.model, 0)[-1]
-        start = min(first.scales.stop, schedule.first_change)
-        shared = not self.schedule.leaves_out(len(run.parts["tokenizer"].scales))
-        return Reference(first, start, canvas.new_zeros(run.batch_size), run.cache if shared else None)
 
     # -- before and after
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.law import LawNumbers
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of
 from visual_spec.models.core.settings import Within, read_fields, whole
 from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_guided, check_returned
@@ -130,10 +131,15 @@ def of_one_model(stages: Sequence[Stage], number: int) -> list[Stage]:
     return list(takewhile(lambda stage: stage.model is stages[number].model, stages[number:]))
 
 
-def stage_law(logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage) -> Tensor:
-    """Return the log-probabilities [B, N, V] that a stage draws from, given logits [R, N, V]."""
-    guided = checked.law.guided
-    law = checked(logits if guided else logits[: len(slots)], slots, guided)
+def stage_law(
+    logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage, numbers: LawNumbers
+) -> Tensor:
+    """Return the log-probabilities [B, N, V] that a stage draws from, given logits [R, N, V].
+
+    `numbers`: of the law of `checked`.
+    """
+    used = logits if numbers.guided else logits[: len(slots)]
+    law = checked(used, slots, numbers.guided, numbers)
     return law if stage.late_temperature == 1 else (law / stage.late_temperature).log_softmax(-1)
 
 
@@ -175,7 +181,7 @@ class ScalePlan:
         stage: who draws it.
         entering: the stages of a model that takes over at this scale; none: the model before goes on.
         guided: whether the schedule guides it.
-        law: of its tokens, with the guidance of this scale.
+        law, numbers: of its tokens, with the guidance of this scale.
         ratio: from 0, the first scale, to 1, the last.
         grown: the share of the guidance at this scale.
         slots: long [n * n].
@@ -186,6 +192,7 @@ class ScalePlan:
     entering: Sequence[Stage]
     guided: bool
     law: TokenLaw
+    numbers: LawNumbers
     ratio: float
     grown: float
     slots: Tensor
@@ -200,16 +207,18 @@ def planned(run: Run, tokenizer: ScaleTokenizer, schedule: ScaleSchedule, ramp: 
         enters = number > 0 and stage.model is not run.model[number - 1].model
         for scale in stage.scales:
             guided, ratio, law = schedule.guides(scale), scale / last, stage.law or run.law_given
-            grown = ratio if ramp else 1.0
+            grown, vocab_size = ratio if ramp else 1.0, stage.model.vocab_size
+            law = law_at_scale(law if guided else replace(law, guidance_scale=1.0), grown)
             plan[scale] = ScalePlan(
                 stage,
                 of_one_model(run.model, number) if enters and scale == stage.scales.start else (),
                 guided,
-                law_at_scale(law if guided else replace(law, guidance_scale=1.0), grown),
+                law,
+                law.numbers(law.guided, vocab_size),
                 ratio,
                 grown,
                 torch.arange(starts[scale], starts[scale + 1], device=run.device),
-                stage.model.vocab_size,
+                vocab_size,
                 getattr(stage.model, "num_layers", 1),
             )
     return plan
@@ -242,14 +251,15 @@ class Reference:
         if scale >= self.stage.scales.stop:
             # A refiner that learned guided laws draws without guidance, but the first model's law is guided.
             own = replace(own, guidance_scale=(self.stage.law or usual).guidance_scale)
-        run.law.law = law_at_scale(own, here.grown)
+        run.law.law = law = law_at_scale(own, here.grown)
         if self.cache is None:
             self.cache = prefill(run.model, run.condition, usual.guided, run.batch_size, maps)
             logits = self.cache.logits
         else:
             logits = self.stage.model(self.cache, maps[-1], scale)
         check_returned(logits, len(slots), self.cache.guided, slots.shape[1], here.vocab_size)
-        other = stage_law(logits, slots, run.law, here.stage)
+        numbers = law.numbers(law.guided, here.vocab_size)
+        other = stage_law(logits, slots, run.law, here.stage, numbers)
         self.moved = self.moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
 
 
