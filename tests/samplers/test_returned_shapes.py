@@ -58,6 +58,7 @@ EVERY = pytest.mark.parametrize(
 ONE_AT_A_TIME = {
     ("multiscale", "small model"),
     ("continuous", "model"),
+    ("reusing-continuous", "model"),
     ("speculative-continuous", "drafter"),
     ("head-speculation", "model"),
     ("reusing-continuous", "model"),
