@@ -13,9 +13,12 @@ from transformers.generation.streamers import BaseStreamer
 
 import visual_spec
 from tests.models.next_token.tiny_languages import CLASSES, CODES, END, language_model, texts
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token import cached_decoder, code_language
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.codes import generate_codes
+from visual_spec.prototype.block_drafts.drafter import BlockDrafter
+from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
@@ -569,3 +572,60 @@ def test_a_sampler_that_keeps_the_law_alone_draws_by_keys():
     want = theirs(LLAMA, PROMPTS, do_sample=True)
     torch.manual_seed(4)
     assert not torch.equal(ours(LLAMA, PROMPTS, SAMPLERS["exact"], do_sample=True), want)
+
+
+def block_drafter(corrects: bool, guided: bool) -> Any:
+    """A drafter of blocks for `LLAMA`, with seeded weights."""
+    stage = CodeLanguageModel(LLAMA, CODES, END, new_tokens=1)
+    text = Prompt(PROMPTS["input_ids"], PROMPTS["attention_mask"])
+    state = stage.prefill(ImagePrompt(text, text), batch_size=3, guided=guided, window=1)
+    made = BlockDrafter.for_target(stage, state, corrects=corrects, block_size=6, layers=2)
+    made.to(state.features.dtype)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return made.eval()
+
+
+@pytest.mark.parametrize("settings", ["nothing", "all"])
+@pytest.mark.parametrize("corrects", [True, False], ids=["corrector", "layout"])
+def test_a_block_drafter_changes_no_token_of_a_batch_or_of_a_stream(corrects, settings, tmp_path):
+    drafter = block_drafter(corrects, "guidance_scale" in SETTINGS[settings])
+    drafter.save_pretrained(tmp_path)
+    drafter = BlockDrafter.from_pretrained(tmp_path)
+
+    class Heard(BaseStreamer):
+        ids: list[int] = []
+
+        def put(self, value: Tensor) -> None:
+            self.ids += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ids.append(-1)
+
+    want = ours(LLAMA, PROMPTS, "autoregressive", do_sample=True, generator=seeds(3), **given(settings))
+    visual_spec.accelerate(LLAMA, BlockDraftSampler(6), codes=CODES, end=END, drafter=drafter)
+    try:
+        asked = dict(do_sample=True, max_new_tokens=24)
+        assert torch.equal(LLAMA.generate(**PROMPTS, **asked, generator=seeds(3), **given(settings)), want)
+        trace = LLAMA.last_trace
+        assert trace.identical and int(trace.target_calls.max()) <= 24
+        one = {name: part[:1] for name, part in PROMPTS.items()}
+        rest = {n: part[:1] if isinstance(part, Tensor) else part for n, part in given(settings).items()}
+        streamer = Heard()
+        ids = LLAMA.generate(**one, **asked, generator=seeds(1), streamer=streamer, **rest)
+        assert streamer.ids == [*ids[0].tolist(), -1]
+    finally:
+        visual_spec.restore(LLAMA)
+
+
+def test_a_drafter_is_refused_where_the_sampler_takes_none():
+    with pytest.raises(TypeError, match="takes no drafter; pass BlockDraft"):
+        visual_spec.accelerate(LLAMA, codes=CODES, drafter=object())
+    with pytest.raises(ValueError, match="a BlockDrafter trained for it"):
+        visual_spec.accelerate(LLAMA, BlockDraftSampler(), codes=CODES)
+
+
+def seeds(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(count)]

@@ -55,6 +55,7 @@ class CachedState(DecodeState):
         start: long [R], the position of the picture's first token.
         features: [R, W, dim], the head's input in the last call (prefill: W = 1).
         tree_size: nodes of the last tree call if it fed row ends, else 0.
+        tapped: [R, W, len(taps) * dim], what the layers `taps` read in the last call (prefill: W = T), else None.
     """
 
     cache: SlotCache
@@ -62,18 +63,21 @@ class CachedState(DecodeState):
     start: Tensor
     features: Tensor
     tree_size: int = 0
+    tapped: Tensor | None = None
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples)
         self.cache.select(rows)
         self.logits, self.prompt_mask = self.logits[rows], self.prompt_mask[rows]
         self.start, self.features = self.start[rows], self.features[rows]
+        self.tapped = None if self.tapped is None else self.tapped[rows]
 
     def buffers(self) -> list[Tensor]:
         return [*self.cache.buffers(), self.prompt_mask, self.start]
 
     def narrow(self, width: int) -> None:
         self.features = self.features[:, :width]
+        self.tapped = None if self.tapped is None else self.tapped[:, :width]
 
 
 def consecutive(ids: list[int]) -> slice | Tensor:
@@ -114,6 +118,7 @@ class CachedDecoder:
     # (long [V]), and in which precision. None: it draws otherwise.
     plain_draws: tuple[int, Tensor, torch.dtype] | None = None
     draws_pairs = False  # whether it then draws the unconditional rows too
+    taps: tuple[int, ...] = ()  # layers whose inputs a state hands out as `tapped`, for a drafter
 
     def __init__(
         self,
@@ -277,6 +282,7 @@ class CachedDecoder:
         # Padding sees itself, because attention over no position gives nan.
         embeddings, seen = self.of_text(ids), seen_causally(mask)
         hidden = self._forward(cache, embeddings, positions, places, seen, mask, **self.of_prompt(ids))
+        hidden, tapped = self._apart(hidden)
         features = hidden[:, -1:]
         logits = self._logits(features)[:, 0]
         if shared is not None:
@@ -290,6 +296,7 @@ class CachedDecoder:
             prompt_mask=whole_mask,
             start=start,
             features=features,
+            tapped=tapped,
         )
 
     def _allocate(self, rows: int, batch_size: int, length: int, window: int) -> SlotCache:
@@ -323,11 +330,12 @@ class CachedDecoder:
             visible = None if visible is None else visible.repeat(2, 1, 1)
             seen = None if seen is None else seen.repeat(2, 1, 1)
         if visible is not None:
-            state.features = self._tree(state, tokens, slots, visible)
+            hidden = self._tree(state, tokens, slots, visible)
         elif seen is not None:
-            state.features = self._ordered(state, tokens, slots, seen)
+            hidden = self._ordered(state, tokens, slots, seen)
         else:
-            state.features = self._window(state, tokens, slots)
+            hidden = self._window(state, tokens, slots)
+        state.features, state.tapped = self._apart(hidden)
         return self._logits(state.features)
 
     @torch.no_grad()
@@ -438,7 +446,9 @@ class CachedDecoder:
         prefix_mask: Tensor | None,
         **more: Any,
     ) -> Tensor:
-        """Return the decoder output [R, W, dim]; bool `visible [R, W, S]` masks the places that each position sees.
+        """Return the decoder output [R, W, dim], behind it what was tapped (`_joined`).
+
+        Bool `visible [R, W, S]` masks the places that each position sees.
 
         With `prefix_mask` [R, T], these are the places up to the own one, and of the prefix those that it shows: then
         a GPU needs no mask.
@@ -450,9 +460,25 @@ class CachedDecoder:
         inputs[cache_argument(self.decoder)] = cache
         if prefix_mask is not None and takes(embeddings, self._head_dim):
             with window_calls(self.decoder, places, prefix_mask) as masks:
-                return self.decoder(**inputs, **masks).last_hidden_state
+                return self._joined(**inputs, **masks)
         mask = attention_mask(visible[:, None], embeddings, self._attention)
-        return self.decoder(**inputs, attention_mask=mask).last_hidden_state
+        return self._joined(**inputs, attention_mask=mask)
+
+    def _joined(self, **inputs: Any) -> Tensor:
+        """Call the decoder: its output, and behind it what is tapped, [R, W, (1 + len(taps)) * dim]."""
+        if not self.taps:
+            return self.decoder(**inputs).last_hidden_state
+        output = self.decoder(**inputs, output_hidden_states=True)
+        return torch.cat(
+            [output.last_hidden_state, *(output.hidden_states[layer] for layer in self.taps)], -1
+        )
+
+    def _apart(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the decoder's output, and what was tapped."""
+        if not self.taps:
+            return hidden, None
+        size = hidden.shape[-1] // (1 + len(self.taps))
+        return hidden[..., :size], hidden[..., size:]
 
     def _logits(self, features: Tensor) -> Tensor:
         return wide(self.score(features))

@@ -171,13 +171,9 @@ class CodeLanguageModel(CachedDecoder):
         if len(kinds) > 1:  # one for each kind of layer
             full = attention_mask(visible[:, None], embeddings, self._attention)
             mask = {"full_attention": full, "sliding_attention": mask}
-        return self.decoder(
-            inputs_embeds=embeddings,
-            position_ids=positions,
-            use_cache=True,
-            attention_mask=mask,
-            **{cache_argument(self.decoder): cache},
-        ).last_hidden_state
+        inputs: dict[str, Any] = {cache_argument(self.decoder): cache}
+        inputs |= dict(inputs_embeds=embeddings, position_ids=positions, use_cache=True, attention_mask=mask)
+        return self._joined(**inputs)
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -63,7 +63,7 @@ class CodeAdapter(Adapter):
     takes = ("causal language models with codes=(first, last + 1)",)
     calls = (RASTER,)
     fast_sampler = "speculative-jacobi:window=auto"
-    options = ("codes", "end")
+    options = ("codes", "end", "drafter")
 
     def models(self, thing: Any) -> list[Any]:
         model = unwrapped(thing)
@@ -74,12 +74,15 @@ class CodeAdapter(Adapter):
         writes = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         return [model] if writes and {"PreTrainedModel", "GenerationMixin"} <= names else []
 
-    def accelerate(self, thing: Any, sampler: Any, *, codes: Any = None, end: int | None = None) -> Any:
-        """Write codes with a sampler of next-token models without a drafter.
+    def accelerate(
+        self, thing: Any, sampler: Any, *, codes: Any = None, end: int | None = None, drafter: Any = None
+    ) -> Any:
+        """Write codes with a sampler of next-token models.
 
         Args:
             codes: (first, last + 1), the ids of the codes, or a list of such ranges.
             end: the id that ends a text; None: every text has `max_new_tokens` codes.
+            drafter: what a sampler drafts with that asks for one, a `BlockDrafter` for `BlockDraftSampler`.
 
         Raises:
             TypeError: no codes, or a sampler that does not fit.
@@ -88,7 +91,12 @@ class CodeAdapter(Adapter):
         (model,) = self.models(thing)
         _check_codes(model, codes)
         check_sampler(sampler, self.calls)
-        check_needs(sampler, None, "of which a language model takes none here; name another sampler")
+        fitting = "a BlockDrafter trained for it (python -m visual_spec.training.block_drafter)"
+        check_needs(sampler, drafter, fitting)
+        if drafter is not None and not sampler.needs_drafter:
+            raise TypeError(
+                f"{type(sampler).__name__} takes no drafter; pass BlockDraftSampler() for a BlockDrafter."
+            )
         if not sampler.reads_text:
             raise TypeError(
                 f"{type(sampler).__name__} decodes no texts that end early; pass 'speculative-jacobi' or "
@@ -100,7 +108,9 @@ class CodeAdapter(Adapter):
             warnings.warn(f"{type(model).__name__} is left as it is: {reason}.", stacklevel=3)
             return thing
         generate = functools.partial(by_name, generate_codes, model)
-        hang(model, sampler=sampler, codes=codes, end=end, last_trace=None, generate=generate)
+        hang(
+            model, sampler=sampler, codes=codes, end=end, drafter=drafter, last_trace=None, generate=generate
+        )
         return thing
 
     def expects(self, model: Any) -> str:
@@ -131,6 +141,7 @@ def generate_codes(
     callback: Callable[[int, Tensor], None] | None = None,
     streamer: Any = None,
     sampler: Any = None,
+    drafter: Any = None,
     **settings: Any,
 ) -> Any:
     """Write codes with a causal language model.
@@ -148,7 +159,8 @@ def generate_codes(
             (`visual_spec.pipelines.accelerate.drawn_noise`), if the sampler is one that keeps tokens.
         callback: called after every target call, as (index, committed tokens [B]).
         streamer: of transformers; gets the prompt and then the tokens, as they are committed.
-        sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
+        sampler, drafter: in place of `model.sampler` and its drafter, for this call; then the model need not be
+            accelerated.
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, repetition_penalty,
             no_repeat_ngram_size, max_new_tokens or max_length, min_new_tokens or min_length, eos_token_id (the end),
             pad_token_id, num_return_sequences, return_dict_in_generate. What `generate` takes beside these has to be
@@ -209,8 +221,11 @@ def generate_codes(
     given, pad = input_ids.repeat_interleave(count, 0), config.pad_token_id
     live, sampler = LiveStream(streamer, given), model.sampler if sampler is None else sampler
     noise = noise_of(stage, sampler, law, generator, given)
+    parts: dict[str, Any] = dict(generator=noise, batch_size=len(given), callback=callback)
+    if sampler.needs_drafter:
+        parts["drafter"] = own.get("drafter") if drafter is None else drafter
     with live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], pad)):
-        result = sampler(stage, condition, law=law, generator=noise, batch_size=len(given), callback=callback)
+        result = sampler(stage, condition, law=law, **parts)
     tell(model, hung, last_trace=result.trace)
     texts = stage.texts(result.tokens, pad).to(given.device)
     if isinstance(noise, DrawnNoise):

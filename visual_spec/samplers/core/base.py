@@ -95,7 +95,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     law_names: ClassVar[tuple[str, ...]] = ()
     counts_prefill: ClassVar[bool] = True
     records_steps: bool = True
-    reads_text: ClassVar[bool] = False
+    reads_text: bool = False
     gives_logprobs: ClassVar[bool] = False
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:

@@ -156,7 +156,7 @@ def check_text_law(sampler: Any, model: Any, law: Any) -> None:
         return
     given = f"history={law.history!r}, end={law.end!r}"
     name = type(sampler).__name__
-    if not sampler.reads_text or sampler.needs_drafter:
+    if not sampler.reads_text:
         raise ValueError(
             f"{name} decodes no laws that read the tokens before the slot ({given}); use AutoregressiveSampler or "
             "SpeculativeJacobiSampler without a drafter."

@@ -132,6 +132,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             )
         if drafts in (PICTURED, CHOSEN):
             self.takes, self.needs_drafter = ("codebook", "drafter", "drafter_condition"), True
+            self.reads_text = False
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
