@@ -171,3 +171,14 @@ def test_what_it_cannot_draw_is_refused(folder):
     ):
         with pytest.raises(kind, match=message):
             pipe(**settings)
+
+
+def test_log_probabilities_change_nothing(folder):
+    pipe = load(folder)
+    plain, found = (
+        pipe(PROMPTS, output_type="latent", generator=seeded(1, 2), **more)
+        for more in ({}, {"output_logprobs": True})
+    )
+    assert torch.equal(found.tokens, plain.tokens) and plain.trace.logprobs is None
+    assert found.trace.logprobs.shape == found.trace.model_logprobs.shape == found.tokens.shape
+    assert found.trace.logprobs.isfinite().all() and (found.trace.model_logprobs < 0).any()

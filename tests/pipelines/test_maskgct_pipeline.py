@@ -206,3 +206,18 @@ def test_samplers_and_components_that_do_not_fit_are_refused(pipe, official):
         MaskgctPipeline(**parts | {"acoustic_rest": pipe.acoustic_first})
     with pytest.raises(ValueError, match="speech_encoder"):
         MaskgctPipeline.from_official(official, speech_encoder(), num_heads=HEADS)
+
+
+def test_both_stages_keep_log_probabilities(pipe):
+    asked: dict[str, Any] = dict(
+        **given_prompt(), audio_length_in_s=[20 / 4000, 13 / 4000], output_type="latent"
+    )
+    plain = pipe(PHONE_IDS, BEFORE, **asked, generator=seeded(1, 2))
+    output = pipe(PHONE_IDS, BEFORE, **asked, generator=seeded(1, 2), output_logprobs=True)
+    assert torch.equal(output.codes, plain.codes) and plain.trace.logprobs is None
+    for trace in (output.trace, output.acoustic_trace):
+        drawn = (trace.entry_call >= 0).view(trace.logprobs.shape)
+        for values in (trace.logprobs, trace.model_logprobs):
+            assert (values[drawn] <= 0).all() and values[~drawn].isnan().all() and bool((~drawn).any())
+    assert output.trace.logprobs.shape == output.semantic_codes.shape
+    assert output.acoustic_trace.logprobs.shape == output.codes.transpose(1, 2).shape

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.helpers.sampler_kinds import CHANGED, KINDS, LAW, REFUSED, REFUSED_BY, decode
 from tests.helpers.sampler_settings import settings_of
 from visual_spec.models.core.settings import in_groups, of_settings, one_by_one
+from visual_spec.samplers.core.acceptance import RELAXED
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.registry import (
@@ -163,6 +164,33 @@ def test_a_sampler_holds_no_tensors_and_no_state(entry):
     assert not any(isinstance(value, Tensor) for value in vars(sampler).values())
     assert not hasattr(sampler, "state")
     assert same_tokens(decode(entry, sampler).tokens, first.tokens)
+
+
+def _set_in(sampler: Any) -> list[str]:
+    return [name for name, value in sampler.config.items() if value is True]
+
+
+@EVERY
+@pytest.mark.parametrize("settings", ["defaults", "changed"])
+def test_log_probabilities_change_nothing_and_cost_no_call(entry, settings):
+    """Of each token that a call drew. Tests of each kind compute them anew."""
+    sampler = sampler_class(entry)() if settings == "defaults" else changed(entry)
+    if entry.calls == "columns" and sampler.needs_codebook:
+        relaxation = {**sampler.config.relaxation, "code_distance": None}
+        sampler = type(sampler).from_config(sampler.config, relaxation=relaxation)
+    if not sampler.gives_logprobs:
+        with pytest.raises(ValueError, match=f"output_logprobs of a {entry.class_name}"):
+            decode(entry, sampler, output_logprobs=True)
+        return
+    plain, result = decode(entry, sampler), decode(entry, sampler, output_logprobs=True)
+    assert same_tokens(result.tokens, plain.tokens)
+    assert torch.equal(result.trace.target_calls, plain.trace.target_calls)
+    for found in (result.trace.logprobs, result.trace.model_logprobs):
+        assert found.shape == result.tokens.shape and found.dtype == torch.float32
+        assert found.isfinite().all() and (found <= 0).all() and (found < 0).any()
+    moved = sampler.config.get("acceptance") in RELAXED or bool({"greedy", "smooth"} & set(_set_in(sampler)))
+    assert result.trace.logprobs_law == ("target" if moved else "drawn")
+    assert plain.trace.logprobs is plain.trace.model_logprobs is plain.trace.logprobs_law is None
 
 
 @EVERY

@@ -144,7 +144,7 @@ class Undecided:
 
 
 def watch(monkeypatch: Any, sampler: Any, model: Any, condition: Any, law: TokenLaw, **parts: Any) -> None:
-    """Decode for three calls, of which all but the first are watched."""
+    """Decode for three calls, of which all but the first are watched, with log-probabilities where there are any."""
     monkeypatch.setattr(base, "HostCopy", Undecided)
     monkeypatch.setattr(base, "wants_graph", lambda *_: False)  # what graphs record is run as it is
     watched: list[NoHost] = []
@@ -166,6 +166,7 @@ def watch(monkeypatch: Any, sampler: Any, model: Any, condition: Any, law: Token
                 generator=generator,
                 batch_size=3,
                 callback=look,
+                **({"output_logprobs": True} if sampler.gives_logprobs else {}),
                 **parts,
             )
     finally:

@@ -109,8 +109,6 @@ def sample_set(args: argparse.Namespace, *, drawn_here: bool = True) -> SampleSe
         pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
         if args.negative_prompt is not None:
             check_taken(pipe, args.model, ("negative_prompt",))
-        if args.logprobs and not hasattr(pipe, "check_logprobs"):
-            raise ValueError(f"--logprobs of {args.model}: a {type(pipe).__name__} keeps none; leave it out.")
         prompts = prompts or read_prompts(args.prompts, class_names(pipe))
     elif prompts is None and args.num is None:
         raise ValueError(f"--prompts {args.prompts} with --engine ray: say how many samples by --num")

@@ -77,8 +77,9 @@ def draw(
     trace = output.trace
     if trace.peak_memory is not None:
         more["peak_memory"] = np.array(trace.peak_memory)
+    lossy = ("logprobs",) if trace.logprobs_law == "target" else ()  # its tokens do not follow that law
     for name in ("head_calls", "logprobs", "model_logprobs"):
-        if getattr(trace, name, None) is not None:
+        if name not in lossy and getattr(trace, name, None) is not None:
             more[name] = getattr(trace, name).cpu().numpy()
     own = trace.beside(trace.law_settings)
     nothing = np.full(len(prompts), np.nan)

@@ -180,6 +180,7 @@ class AmusedImagePipeline(TokenImagePipeline):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        output_logprobs: bool = False,
     ) -> ImagePipelineOutput:
         """Draw. All but these is as in `MaskedImagePipeline.__call__`.
 
@@ -199,6 +200,7 @@ class AmusedImagePipeline(TokenImagePipeline):
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(range(prompts), num_images_per_prompt, law, generator, output_type)
         self.check_repainting(image, mask, strength, prompts)
+        self.check_logprobs(output_logprobs)
         model = self.sized(height, width)
         with self.running():
             condition = self.make_condition(
@@ -209,6 +211,8 @@ class AmusedImagePipeline(TokenImagePipeline):
             )
             known = self.known_tokens(image, mask, strength, generator, prompts, num_images_per_prompt)
             count = prompts * num_images_per_prompt
-            result = self.draw_tokens(model, condition, count, law, generator, listener, known)
+            result = self.draw_tokens(
+                model, condition, count, law, generator, listener, known, output_logprobs
+            )
             images = self.decode_tokens(result.tokens, output_type)
         return self.make_output(images, result, return_dict)

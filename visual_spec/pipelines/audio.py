@@ -428,6 +428,7 @@ class AudioPipeline(ReadsText):
         top_k: int | None = None,
         top_p: float | None = None,
         guidance_until: int | None = None,
+        output_logprobs: bool = False,
     ) -> AudioPipelineOutput:
         """Play.
 
@@ -462,6 +463,8 @@ class AudioPipeline(ReadsText):
                 It returns None, or `kwargs` unchanged. After `pipe._interrupt = True` the call ends, with the leading
                 frames that all clips have; a masked model has none of an unfinished window.
             callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", columns committed [B].
+            output_logprobs: keep the log-probability of each code, `trace.logprobs` and `trace.model_logprobs`, by
+                column as the trace [B, S, K] (of a masked model by frame); of a longer clip, window after window.
 
         Raises:
             ValueError, TypeError: bad input, before any computation.
@@ -478,6 +481,7 @@ class AudioPipeline(ReadsText):
         )
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(texts, num_waveforms_per_prompt, law, generator, output_type)
+        self.check_logprobs(output_logprobs)
         if not (math.isfinite(stretch_in_s) and stretch_in_s > 0):
             raise ValueError(f"stretch_in_s={stretch_in_s}; pass the seconds that are made audible at once.")
         if melody_features is not None:
@@ -495,7 +499,9 @@ class AudioPipeline(ReadsText):
                 stretch = max(1, round(stretch_in_s * self.frame_rate))
                 play = None if callback_on_audio is None else functools.partial(callback_on_audio, self)
                 stream = WaveStream(self._codec, self.channels, total, stretch, play)
-            codes, trace = self.draw_codes(plan, condition, known, law, generator, listener, stream)
+            codes, trace = self.draw_codes(
+                plan, condition, known, law, generator, listener, stream, output_logprobs
+            )
             waves: Any = codes if output_type == "latent" or stream is None else stream.waves()
         made: Any = (waves.numpy() if output_type == "np" else waves, self.sampling_rate, codes, trace)
         return AudioPipelineOutput(*made) if return_dict else made
@@ -509,6 +515,7 @@ class AudioPipeline(ReadsText):
         generator: Any,
         listener: StepListener,
         stream: WaveStream | None = None,
+        output_logprobs: bool = False,
     ) -> tuple[Tensor, DecodeTrace]:
         """Let the sampler decode window after window, beside a progress bar. Returns codes [B, K, T] and the trace.
 
@@ -517,6 +524,7 @@ class AudioPipeline(ReadsText):
             known: codes [B, K, P] of a clip to go on from; P = 0 without one.
             listener: what tells the callback about steps.
             stream: what makes waves of the columns as they come.
+            output_logprobs: as of the sampler.
         """
         made = {frames: self._window(*frames) for frames in set(plan)}
         windows = [made[frames] for frames in plan]
@@ -536,6 +544,7 @@ class AudioPipeline(ReadsText):
                 listener=lambda step, lengths: listener(step, lambda: int(lengths.min()), lengths=lengths),
                 law=law,
                 generator=generator,
+                **({"output_logprobs": True} if output_logprobs else {}),
             )
         self.last_trace = trace
         return codes, trace

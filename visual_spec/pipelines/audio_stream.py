@@ -208,7 +208,7 @@ def decode_windows(
         stream: gets the codes after every window; if it has a listener, it gets columns as soon as they are committed.
         listener: called as (call_index, lengths [B]) after every target call, both over all windows; returns `STOP` to
             end the decode.
-        settings: law and generator, as for `sampler.__call__`.
+        settings: law, generator and output_logprobs, as for `sampler.__call__`.
 
     Returns:
         Codes [B, K, T], which begin with `codes`, and one trace of all windows. If the listener ends the decode, T is
@@ -241,9 +241,10 @@ def decode_windows(
             if stream is not None:
                 stream(codes[..., stream.received :])
             if isinstance(model, MagnetModel):  # its trace also counts the frames that were kept
-                trace = replace(
-                    trace, commit_call=trace.commit_call[:, kept:], entry_call=trace.entry_call[:, kept:]
-                )
+                names = ("commit_call", "entry_call", "logprobs", "model_logprobs")
+                by_frame = {name: getattr(trace, name) for name in names}
+                new = {name: part[:, kept:] for name, part in by_frame.items() if part is not None}
+                trace = replace(trace, **new)
             traces.append(trace)
             if trace.stopped:
                 if stream is not None:

@@ -21,6 +21,7 @@ from visual_spec.pipelines.saved_index import LoadsPipelines
 from visual_spec.pipelines.steps import ONLY_CHECKED, Checked, Streams
 from visual_spec.records import AsSaved, PipelineFacts
 from visual_spec.samplers.core.base import Sampler
+from visual_spec.samplers.core.checks import check_logprobs
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import check_generators
 from visual_spec.samplers.core.trace import IDENTICAL, PLAIN
@@ -380,6 +381,11 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
         if output_type not in self._output_types:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(self._output_types)}.")
         check_generators(generator, len(source) * each, self._sample)
+
+    def check_logprobs(self, asked: bool) -> None:
+        """Refuse `output_logprobs` of a sampler that does not keep them; ValueError."""
+        if asked:
+            check_logprobs(self.sampler)
 
     @contextmanager
     def running(self) -> Generator[None]:

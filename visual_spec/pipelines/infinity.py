@@ -212,9 +212,10 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        output_logprobs: bool = False,
     ) -> ImagePipelineOutput:
         """Draw. Prompts, features, generators and errors are as for `ImagePipeline.__call__`, output and callbacks as
-        for `ScaleImagePipeline.__call__`, with bits for tokens.
+        for `ScaleImagePipeline.__call__`, with bits for tokens; `output_logprobs` too.
 
         Args:
             guidance_scale, temperature: a number, or one for each scale (`cfg` and `tau` of the official code).
@@ -235,11 +236,12 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         )
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ("canvas",))
         self.check_inputs(texts, num_images_per_prompt, laws, generator, output_type)
+        self.check_logprobs(output_logprobs)
         stages, count = self.stages(laws), len(texts) * num_images_per_prompt
         with self.running():
             condition = as_condition(*self.encode_prompt(texts, num_images_per_prompt=num_images_per_prompt))
             self.transformer.check_condition(condition, count)
-            result = self.draw_scales(stages, condition, count, laws, generator, listener)
+            result = self.draw_scales(stages, condition, count, laws, generator, listener, output_logprobs)
             images = self.decode_canvas(result.canvas, output_type)
         made: Any = (images, result.tokens, result.trace)
         return ImagePipelineOutput(*made) if return_dict else made

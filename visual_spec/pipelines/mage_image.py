@@ -96,6 +96,7 @@ class MageImagePipeline(TokenImagePipeline):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        output_logprobs: bool = False,
     ) -> ImagePipelineOutput:
         """Draw; all else is as in `MaskedImagePipeline.__call__`, but there is no guidance.
 
@@ -111,9 +112,10 @@ class MageImagePipeline(TokenImagePipeline):
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs([None], count, law, generator, output_type)
         self.check_repainting(image, mask, strength, 1)
+        self.check_logprobs(output_logprobs)
         model = self.sized(height, width)
         with self.running():
             known = self.known_tokens(image, mask, strength, generator, 1, count)
-            result = self.draw_tokens(model, None, count, law, generator, listener, known)
+            result = self.draw_tokens(model, None, count, law, generator, listener, known, output_logprobs)
             images = self.decode_tokens(result.tokens, output_type)
         return self.make_output(images, result, return_dict)

@@ -50,6 +50,7 @@ from visual_spec.pipelines.steps import (
     planned_steps,
 )
 from visual_spec.samplers.core.base import Sampler
+from visual_spec.samplers.core.checks import check_logprobs
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import DecodeTrace
 from visual_spec.samplers.masked.presets import PRESETS
@@ -363,6 +364,7 @@ class MaskgctPipeline(VisualPipeline):
         return_dict: bool = True,
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        output_logprobs: bool = False,
     ) -> SpeechPipelineOutput:
         """Speak.
 
@@ -386,6 +388,9 @@ class MaskgctPipeline(VisualPipeline):
                 returns None, or `kwargs` unchanged. After `pipe._interrupt = True` the call ends, with clips of no
                 length.
             callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", codes committed [B].
+            output_logprobs: keep the log-probability of each code in both traces: semantic [B, S], acoustic
+                [B, T, K]; nan after the end of a clip. `model_logprobs` are under the guided networks: guidance moves
+                features, no law.
 
         Raises:
             ValueError, TypeError: bad input, before any decoding.
@@ -406,6 +411,9 @@ class MaskgctPipeline(VisualPipeline):
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(rows, 1, law, generator, output_type)
         check_sampler(self.acoustic_sampler, self.calls)
+        if output_logprobs:
+            check_logprobs(self.sampler)
+            check_logprobs(self.acoustic_sampler)
         with self.running():
             semantic, heard = self._prompts(
                 len(rows), prompt_audio, sampling_rate, prompt_semantic, prompt_acoustic
@@ -415,7 +423,7 @@ class MaskgctPipeline(VisualPipeline):
             condition = SemanticCondition(said, semantic, lengths, guidance, guidance_rescale)
             laws = law, TokenLaw(**acoustic)
             trace, semantic, codes, frames, acoustic_trace = self.draw_codes(
-                condition, heard, laws, generator, listener
+                condition, heard, laws, generator, listener, output_logprobs
             )
             audios = codes if output_type == "latent" else self._waves(codes, frames, output_type)
         made: Any = (audios, self.sampling_rate, codes, trace, frames, semantic, acoustic_trace)
@@ -428,6 +436,7 @@ class MaskgctPipeline(VisualPipeline):
         laws: tuple[TokenLaw, TokenLaw],
         generator: Any,
         listener: StepListener,
+        output_logprobs: bool = False,
     ) -> tuple[DecodeTrace, Tensor, Tensor, list[int], DecodeTrace | None]:
         """Decode semantic codes, and acoustic ones of them, beside progress bars.
 
@@ -435,6 +444,7 @@ class MaskgctPipeline(VisualPipeline):
             heard: the acoustic codes [P, K] of each prompt.
             laws: of both stages.
             listener: what tells the callback about steps.
+            output_logprobs: as of the samplers.
 
         Returns:
             The trace of the semantic codes, these [B, S], the acoustic ones [B, K, T], the frames of each clip, and the
@@ -448,7 +458,7 @@ class MaskgctPipeline(VisualPipeline):
         self._guidance_scale = condition.guidance_scale
         stages = (first_stage, (second, decoder, laws[1]))
         self._num_timesteps = sum(planned_steps(sampler, one, {}, longest) for sampler, one, _ in stages)
-        result = self._decode_stage(*first_stage, condition, generator, listener, 0)
+        result = self._decode_stage(*first_stage, condition, generator, listener, 0, output_logprobs)
         self.last_trace = trace = result.trace
         semantic, acoustic_trace, frames = result.tokens, None, [0] * count
         books = self.acoustic_rest.config["codebooks"]
@@ -458,7 +468,9 @@ class MaskgctPipeline(VisualPipeline):
             whole = [torch.cat(pair) for pair in zip(condition.prompts, rows, strict=True)]
             sounds = AcousticCondition(whole, heard, condition.guidance_scale, condition.guidance_rescale)
             decoder, first = self._acoustic_decoder(max(sounds.lengths)), int(trace.target_calls.max())
-            result = self._decode_stage(second, decoder, laws[1], sounds, generator, listener, first)
+            result = self._decode_stage(
+                second, decoder, laws[1], sounds, generator, listener, first, output_logprobs
+            )
             acoustic_trace = result.trace
             if not acoustic_trace.stopped:
                 codes, frames = result.tokens.transpose(1, 2), sounds.lengths
@@ -485,6 +497,7 @@ class MaskgctPipeline(VisualPipeline):
         generator: Any,
         listener: StepListener,
         first: int,
+        output_logprobs: bool,
     ) -> Any:
         """Run one stage, whose calls count on from `first`."""
         frames, count = decoder.grid.width, len(condition.prompts)
@@ -503,6 +516,7 @@ class MaskgctPipeline(VisualPipeline):
                 generator=generator,
                 callback=progress,
                 known_tokens=known,
+                **({"output_logprobs": True} if output_logprobs else {}),
             )
             progress.finish()
         return result

@@ -80,6 +80,7 @@ class NextScalePipeline(VisualPipeline):
         laws: Sequence[TokenLaw],
         generator: Any,
         listener: StepListener,
+        output_logprobs: bool = False,
     ) -> Any:
         """Let the sampler draw scale after scale, beside a progress bar. Returns its result: canvas, tokens and trace.
 
@@ -88,6 +89,7 @@ class NextScalePipeline(VisualPipeline):
             condition: of `count` rows.
             laws: one for all scales, or one for each.
             listener: what tells the callback about scales.
+            output_logprobs: as of the sampler.
         """
         tokenizer = self._at_scales(self.vq_model)
         drawn = tokenizer.scales[: drawn_stages(self.sampler, stages)[-1].scales.stop]
@@ -113,6 +115,7 @@ class NextScalePipeline(VisualPipeline):
                 generator=generator,
                 batch_size=count,
                 callback=after_scale,
+                **({"output_logprobs": True} if output_logprobs else {}),
             )
         self.last_trace = result.trace
         return result

@@ -423,6 +423,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        output_logprobs: bool = False,
     ) -> ImagePipelineOutput:
         """Draw. All but these is as for `ClassImagePipeline.__call__`.
 
@@ -437,6 +438,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
                 the pictures and the tokens of the scales so far.
             callback_on_step_end_tensor_inputs: tensors that it gets: "canvas" (default), and "tokens" [B, L] of the
                 scales so far, of which `pipe.decode_tokens` makes pictures.
+            output_logprobs: keep the log-probability of each token, [B, L] (`ScaleTrace`).
 
         Returns:
             Pictures; tokens [B, L], all maps that are drawn, coarse to fine, each in raster order; and the trace, a
@@ -451,10 +453,13 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         self.check_inputs(ids, each, law, generator, output_type)
         if height is not None or width is not None:
             self._check_size(height, width)
+        self.check_logprobs(output_logprobs)
         stages = self.stages(num_draft_scales, law=law)
         with self.running():
             condition = torch.tensor(ids, device=self._execution_device).repeat_interleave(each)
-            result = self.draw_scales(stages, condition, len(condition), [law], generator, listener)
+            result = self.draw_scales(
+                stages, condition, len(condition), [law], generator, listener, output_logprobs
+            )
             images = self.decode_canvas(result.canvas, output_type)
         made: Any = (images, result.tokens, result.trace)
         return ImagePipelineOutput(*made) if return_dict else made

@@ -138,14 +138,6 @@ class TokenImagePipeline(VisualPipeline):
 
         return known_tokens(self, image, mask, strength, generator, count=count, each=each)
 
-    def check_logprobs(self, asked: bool) -> None:
-        """Refuse `output_logprobs` of a sampler that does not keep them; ValueError."""
-        if asked and not getattr(self.sampler, "gives_logprobs", False):
-            raise ValueError(
-                f"output_logprobs of a {type(self.sampler).__name__}; use AutoregressiveSampler, "
-                "SpeculativeJacobiSampler or DraftedSampler, or leave it out."
-            )
-
     def draw_tokens(
         self,
         model: Any,
@@ -170,7 +162,7 @@ class TokenImagePipeline(VisualPipeline):
         if known_tokens is not None:
             parts["known_tokens"] = known_tokens
             known = int((known_tokens != open_id(model)).sum())
-        # Samplers that do not decode slot by slot need not know the word.
+        # A sampler that is not ours need not know the word.
         asked = {"output_logprobs": True} if output_logprobs else {}
 
         def listen(step: int, lengths: Tensor) -> Any:

@@ -34,6 +34,10 @@ def joined_traces(traces: list[DecodeTrace]) -> DecodeTrace:
             merged["moved_mass"] = first.moved_mass + trace.moved_mass
         if first.near_ties is not None and trace.near_ties is not None:
             merged["near_ties"] = first.near_ties + trace.near_ties
+        for name in ("logprobs", "model_logprobs"):
+            before, after = getattr(first, name), getattr(trace, name)
+            if before is not None and after is not None:
+                merged[name] = torch.cat([before, after], 1)
         if (entered := getattr(trace, "entry_call", None)) is not None:  # of a `MaskedTrace`
             merged["entry_call"] = torch.cat([first.entry_call, _later(entered, calls)], 1)
         first = dataclasses.replace(first, **merged)

@@ -63,6 +63,7 @@ def custom_generate(
     image_sizes: Any = None,
     codes: Any = None,
     end: int | None = None,
+    output_logprobs: bool | None = None,
     **given: Any,
 ) -> Any:
     """Decode for `model.generate(**inputs, custom_generate=visual_spec.custom_generate)`.
@@ -75,6 +76,7 @@ def custom_generate(
         image_guidance_scale: in place of `guidance_scale`; for Janus, whose `generate` drops that on the way here.
         generator, callback, drafter, layout, image_sizes: as in `generate_images`.
         codes, end: of a language model, as in `visual_spec.accelerate`.
+        output_logprobs: as in `generate_images`.
         given: what `generate` hands on: the mask, the generation config, and what else the processor made.
 
     Returns:
@@ -99,7 +101,7 @@ def custom_generate(
     own = dict(
         generator=generator, callback=callback, drafter=drafter, layout=layout, image_sizes=image_sizes
     )
-    own |= dict(codes=codes, end=end)
+    own |= dict(codes=codes, end=end, output_logprobs=output_logprobs)
     own |= dict(window=window, sampler=sampler, image_guidance_scale=image_guidance_scale)
     return generate(input_ids, model=model, **own, **given)
 

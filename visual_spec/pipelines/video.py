@@ -109,6 +109,7 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         top_k: int | None = None,
         top_p: float | None = None,
         guidance_until: int | None = None,
+        output_logprobs: bool = False,
     ) -> VideoPipelineOutput:
         """Draw. All but these is as for `ImagePipeline.__call__`.
 
@@ -129,6 +130,7 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         )
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(texts, num_videos_per_prompt, law, generator, output_type)
+        self.check_logprobs(output_logprobs)
         model = self.sized(height, width)
         if num_frames is not None:
             whole("num_frames", num_frames, Within(1, self.num_frames), f"; without it, {self.num_frames}")
@@ -136,6 +138,8 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         count = len(texts) * num_videos_per_prompt
         with self.running():
             condition = as_condition(*self.encode_prompt(texts, num_videos_per_prompt=num_videos_per_prompt))
-            result = self.draw_tokens(model, condition, count, law, generator, listener)
+            result = self.draw_tokens(
+                model, condition, count, law, generator, listener, output_logprobs=output_logprobs
+            )
             frames = self.decode_tokens(result.tokens, output_type)
         return self.make_output(frames, result, return_dict)

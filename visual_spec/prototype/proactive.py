@@ -256,6 +256,8 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
 
         rest = torch.arange(depth + 1, window, device=run.device).expand(len(slots), -1)
         along = torch.cat([*walk.nodes, rest], 1)  # [B, W]
+        if run.keeps_scores:
+            run.scored = rows_of(logits, along.repeat(len(logits) // len(slots), 1)), slots
         run.model.keep(state.cache, along, slots - 1)
         near = None
         if run.unit is not None:

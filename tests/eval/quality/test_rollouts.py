@@ -15,6 +15,7 @@ from tests.helpers.tiny import tiny_pipeline
 from visual_spec.cli import main
 from visual_spec.eval.quality.sample_set import sample
 from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.samplers.orders.zipar import ZipARSampler
 
 # Rank 1 is killed once, where it has written its second batch's file and not yet given it its name.
 KILLED = """
@@ -95,16 +96,17 @@ def test_a_set_without_them_is_another_one(tmp_path):
         sample(rollouts(tmp_path))
 
 
-def test_a_sampler_that_keeps_none_is_refused_before_anything_is_drawn(tmp_path):
+def test_a_sampler_that_keeps_none_is_refused_before_anything_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(ZipARSampler, "gives_logprobs", False)
     with pytest.raises(ValueError, match="output_logprobs of a"):
         sample(rollouts(tmp_path / "x", text="zipar"))
     assert not (tmp_path / "x").exists()
 
 
 def test_the_command_refuses_a_pipeline_that_keeps_none(tmp_path, capsys):
-    asked = ["sample", "--model", "shapes_var", "--prompts", "classes", "--num", "1", "--logprobs"]
+    asked = ["sample", "--model", "shapes_mar", "--prompts", "classes", "--num", "1", "--logprobs"]
     assert main([*asked, "--out", str(tmp_path / "x")]) == 2
-    assert "--logprobs of shapes_var" in capsys.readouterr().err
+    assert "output_logprobs of a ContinuousSampler, whose tokens are vectors" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
@@ -140,6 +142,7 @@ RAY = """
 import os, sys
 import ray
 from visual_spec.eval.quality.ray_engine import Rollouts
+from visual_spec.samplers.orders.zipar import ZipARSampler
 
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 rows = [{"prompt": prompt, "seed": seed} for seed in range(4) for prompt in ("a red circle", "a blue square")]

@@ -6,6 +6,7 @@ have a CUDA device and no numbers.
 """
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -131,6 +132,27 @@ def test_recorded_calls_give_the_same_tokens_and_are_recorded_once(recordings, n
     assert len(recordings) == 2  # of calls, and of the prefill
     draw(sampler, model, 3, TokenLaw(guidance_scale=2.0, top_k=8))
     assert len(recordings) == 3  # of another law
+
+
+@pytest.mark.parametrize("name", [*SAMPLERS, *COLUMN_SAMPLERS])
+def test_recorded_calls_keep_log_probabilities(recordings, monkeypatch, name):
+    """Also of the second and third decode, which find the recording; a decode without them has one of its own."""
+    if name in SAMPLERS:
+        sampler, draws = SAMPLERS[name], functools.partial(draw, model=tiny_transformer())
+    else:
+        monkeypatch.setattr(TabularColumnState, "buffers", lambda state: [state.tokens, state.tables])
+        sampler, draws = COLUMN_SAMPLERS[name], draw_columns
+    plain = type(sampler).from_config(sampler.config, graph=False)
+    draws(sampler, seed=7)
+    before = len(recordings)
+    for seed in (3, 40, 500):
+        found, eager = (draws(one, seed=seed, output_logprobs=True).trace for one in (sampler, plain))
+        assert "step" in found.phase_seconds and "step" not in eager.phase_seconds
+        assert found.logprobs.isfinite().all() and (found.logprobs < 0).any()
+        # Rows that end stay in a recorded batch: products of another width round otherwise.
+        for name in ("logprobs", "model_logprobs"):
+            torch.testing.assert_close(getattr(found, name), getattr(eager, name), rtol=0, atol=1e-5)
+    assert len(recordings) > before
 
 
 @pytest.mark.parametrize("name", COLUMN_SAMPLERS)

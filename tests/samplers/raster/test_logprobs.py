@@ -9,8 +9,9 @@ from tests.helpers import columns
 from tests.helpers.tiny import tiny_pipeline
 from visual_spec.pipelines.texts import as_condition
 from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
+from visual_spec.prototype.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.core.history import NoRepeatNgram, NotBefore, RepetitionPenalty
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.orders.any_order import AnyOrderSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
@@ -30,6 +31,12 @@ SAMPLERS = [
     SpeculativeJacobiSampler(window=4, acceptance="exact", coupling="independent"),
     DraftedSampler(3),
     DraftedSampler(3, acceptance="exact"),
+    DraftedSampler(3, acceptance="block"),
+    TreeSampler(3, 3),
+    TreeSampler(3, 3, acceptance="identical"),
+    TreeSampler(3, 3, 6, "top-k"),
+    ProactiveJacobiSampler(4, 3),
+    ProactiveJacobiSampler(5, 2, 1, "gumbel", "identical"),
 ]
 LAWS = [
     TokenLaw(guidance_scale=1.0),
@@ -91,19 +98,67 @@ def test_they_are_those_of_a_teacher_forced_pass(sampler, law):
     assert torch.equal(result.tokens, plain.tokens)
     assert torch.equal(trace.target_calls, plain.trace.target_calls)  # no call is added
     under, own = expected(result.tokens, condition, law)
+    assert trace.logprobs_law == "drawn"
     torch.testing.assert_close(trace.logprobs, under, rtol=0, atol=2e-5)
     torch.testing.assert_close(trace.model_logprobs, own, rtol=0, atol=2e-5)
     assert plain.trace.logprobs is None and plain.trace.model_logprobs is None
 
 
-def test_a_lossy_sampler_gives_those_of_the_model_only():
-    sampler = SpeculativeJacobiSampler(
-        window=4, acceptance="grouped", relaxation={"code_distance": None}, coupling="independent"
-    )
-    result, condition = drawn(sampler, LAWS[0], output_logprobs=True)
-    assert result.trace.logprobs is None
-    _, own = expected(result.tokens, condition, LAWS[0])
+GROUPED: Any = dict(acceptance="grouped", relaxation={"code_distance": None})
+LOSSY = [
+    SpeculativeJacobiSampler(window=4, coupling="independent", **GROUPED),
+    DraftedSampler(3, **GROUPED),
+    TreeSampler(3, 3, **GROUPED),
+    TreeSampler(3, 3, 6, "top-k", "lantern", relaxation={"delta": 0.3, "neighbours": 3}),
+]
+
+
+@pytest.mark.parametrize("law", LAWS[:3], ids=["plain", "cut", "until"])
+@pytest.mark.parametrize("sampler", LOSSY, ids=lambda one: f"{type(one).__name__}{dict(one.config)}"[:60])
+def test_a_lossy_sampler_gives_those_of_the_law_that_it_leaves_and_says_so(sampler, law):
+    more = {"codebook": torch.randn(12, 4)} if sampler.needs_codebook else {}
+    result, condition = drawn(sampler, law, output_logprobs=True, **more)
+    assert result.trace.logprobs_law == "target" and not result.trace.lossless
+    under, own = expected(result.tokens, condition, law)
+    torch.testing.assert_close(result.trace.logprobs, under, rtol=0, atol=2e-5)
     torch.testing.assert_close(result.trace.model_logprobs, own, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("sampler", [one for one in SAMPLERS if one.reads_text and not one.needs_drafter])
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_laws_that_read_the_text(sampler, guidance):
+    """Repetition, n-grams, and an end that some pictures reach: by a loop over texts, from raw logits."""
+    end, rules = 3, (RepetitionPenalty(1.8), NoRepeatNgram(2), NotBefore(3, 4))
+    law = TokenLaw(guidance, temperature=0.8, top_k=4, history=rules, end=end)
+    result, condition = drawn(sampler, law, output_logprobs=True)
+    plain, trace = drawn(sampler, law)[0], result.trace
+    assert torch.equal(result.tokens, plain.tokens)
+    assert torch.equal(trace.target_calls, plain.trace.target_calls)
+    texts = [row[: row.index(end) + 1] if end in row else row for row in result.tokens.tolist()]
+    assert any(text[-1] == end for text in texts)
+    whole = [torch.full(result.tokens.shape, torch.nan) for _ in range(2)]
+    with torch.no_grad():
+        cond, uncond = (
+            PIPE.transformer.teacher_forced(result.tokens, condition, torch.full((5,), dropped))
+            for dropped in (False, True)
+        )
+    for row, text in enumerate(texts):
+        for slot, token in enumerate(text):
+            scores = uncond[row, slot] + guidance * (cond[row, slot] - uncond[row, slot])
+            for seen in set(text[:slot]):
+                scores[seen] *= 1.8 if scores[seen] < 0 else 1 / 1.8
+            for first, second in zip(text[: slot - 1], text[1:slot], strict=False):
+                if slot and first == text[slot - 1]:
+                    scores[second] = -torch.inf
+            if slot < 4:
+                scores[end] = -torch.inf
+            scores = scores / 0.8
+            scores[scores < scores.topk(4).values[-1]] = -torch.inf
+            whole[0][row, slot] = scores.log_softmax(-1)[token]
+            whole[1][row, slot] = cond[row, slot].log_softmax(-1)[token]
+    same: dict[str, Any] = dict(rtol=0, atol=2e-5, equal_nan=True)
+    torch.testing.assert_close(trace.logprobs, whole[0], **same)
+    torch.testing.assert_close(trace.model_logprobs, whole[1], **same)
 
 
 def test_pipelines_take_the_word():
@@ -158,11 +213,3 @@ def test_each_token_of_a_column_has_its_own(sampler, pattern, law):
     tolerant: dict[str, Any] = dict(rtol=0, atol=2e-5, check_dtype=False)
     torch.testing.assert_close(result.trace.model_logprobs, own, **tolerant)
     torch.testing.assert_close(result.trace.logprobs, under, **tolerant)
-
-
-@pytest.mark.parametrize("sampler", [TreeSampler(), AnyOrderSampler()], ids=lambda one: type(one).__name__)
-def test_others_are_refused_before_anything_is_drawn(sampler):
-    pipe = tiny_pipeline()
-    pipe.sampler, pipe.drafter = sampler, pipe.transformer
-    with pytest.raises(ValueError, match=f"output_logprobs of a {type(sampler).__name__}"):
-        pipe(PROMPTS, output_logprobs=True)

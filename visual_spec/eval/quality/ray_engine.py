@@ -152,7 +152,7 @@ class Rollouts:
         output = self.pipe([str(prompt) for prompt in rows["prompt"]], **asked, **self.law)
         drawn = {"tokens": output.tokens.cpu().numpy().astype(np.int32)}
         for name in ("logprobs", "model_logprobs"):
-            if getattr(output.trace, name) is not None:
+            if name != "logprobs" or output.trace.logprobs_law == "drawn":
                 drawn[name] = getattr(output.trace, name).cpu().numpy()
         if self.pictures:
             drawn["image"] = show(self.pipe, drawn["tokens"])

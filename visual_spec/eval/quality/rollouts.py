@@ -5,8 +5,9 @@
                                    model_logprobs   float32 [N, L], under the model without guidance, at temperature 1
                                    index, seed      int64 [N]
 
-`logprobs` is missing where the sampler is lossy: its law is not known. The metadata hold one entry, `facts`, which is
-JSON: `prompts`, in order, and `run`, all that fixes the samples (run.json), the fingerprint of the weights among it.
+`logprobs` is missing where a lossy rule tests drafts: the law of its tokens is not known. The metadata hold one entry,
+`facts`, which is JSON: `prompts`, in order, and `run`, all that fixes the samples (run.json), the fingerprint of the
+weights among it.
 """
 
 from __future__ import annotations

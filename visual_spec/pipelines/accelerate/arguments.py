@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from visual_spec.samplers.core.checks import check_logprobs
 from visual_spec.samplers.core.state import WATCHER
 
 # Arguments and settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed, by
@@ -186,13 +187,34 @@ def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) ->
     )
 
 
-def returned(sequences: Tensor, config: Any, kind: str = "GenerateDecoderOnlyOutput") -> Any:
-    """What `generate` returns: the sequences, or an output of transformers with them if the config asks for one."""
+def logprobs_asked(sampler: Any, asked: bool) -> dict[str, bool]:
+    """What a call of a sampler takes for `output_logprobs`; refused of one that does not keep them (ValueError)."""
+    if not asked:
+        return {}
+    check_logprobs(sampler)
+    return {"output_logprobs": True}
+
+
+def returned(
+    sequences: Tensor,
+    config: Any,
+    trace: Any,
+    kind: str = "GenerateDecoderOnlyOutput",
+    drawn: int | None = None,
+) -> Any:
+    """What `generate` returns: the sequences, or an output of transformers with them if the config asks for one.
+
+    The output also has `logprobs` and `model_logprobs` of the trace, if asked for, of the first `drawn` tokens.
+    """
     if not config.return_dict_in_generate:
         return sequences
     from transformers.generation import utils
 
-    return getattr(utils, kind)(sequences=sequences)
+    output = getattr(utils, kind)(sequences=sequences)
+    for name in ("logprobs", "model_logprobs"):
+        if (values := getattr(trace, name)) is not None:
+            output[name] = values[:, :drawn]
+    return output
 
 
 class LiveStream:

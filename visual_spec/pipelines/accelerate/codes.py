@@ -32,6 +32,7 @@ from visual_spec.pipelines.accelerate.adapter import (
 from visual_spec.pipelines.accelerate.arguments import (
     LiveStream,
     by_name,
+    logprobs_asked,
     noise_of,
     read_request,
     returned,
@@ -142,6 +143,7 @@ def generate_codes(
     streamer: Any = None,
     sampler: Any = None,
     drafter: Any = None,
+    output_logprobs: bool = False,
     **settings: Any,
 ) -> Any:
     """Write codes with a causal language model.
@@ -161,6 +163,9 @@ def generate_codes(
         streamer: of transformers; gets the prompt and then the tokens, as they are committed.
         sampler, drafter: in place of `model.sampler` and its drafter, for this call; then the model need not be
             accelerated.
+        output_logprobs: keep the log-probability of each drawn token: `model.last_trace.logprobs` under the law that it
+            was drawn from, `model_logprobs` under the model without guidance, both over the codes and the end. With
+            return_dict_in_generate the output has them, too, [B, N], nan after an end.
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, repetition_penalty,
             no_repeat_ngram_size, max_new_tokens or max_length, min_new_tokens or min_length, eos_token_id (the end),
             pad_token_id, num_return_sequences, return_dict_in_generate. What `generate` takes beside these has to be
@@ -222,6 +227,7 @@ def generate_codes(
     live, sampler = LiveStream(streamer, given), model.sampler if sampler is None else sampler
     noise = noise_of(stage, sampler, law, generator, given)
     parts: dict[str, Any] = dict(generator=noise, batch_size=len(given), callback=callback)
+    parts |= logprobs_asked(sampler, output_logprobs)
     if sampler.needs_drafter:
         parts["drafter"] = own.get("drafter") if drafter is None else drafter
     with live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], pad)):
@@ -231,7 +237,7 @@ def generate_codes(
     if isinstance(noise, DrawnNoise):
         noise.rewind(texts.shape[1])
     live.end(texts)
-    return returned(torch.cat([given, texts], 1), config)
+    return returned(torch.cat([given, texts], 1), config, result.trace, drawn=texts.shape[1])
 
 
 def _with_rules(

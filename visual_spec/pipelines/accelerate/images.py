@@ -39,6 +39,7 @@ from visual_spec.pipelines.accelerate.adapter import (
 from visual_spec.pipelines.accelerate.arguments import (
     LiveStream,
     bound_arguments,
+    logprobs_asked,
     noise_of,
     read_request,
     returned,
@@ -122,6 +123,7 @@ def generate_images(
     streamer: Any = None,
     stream_tokens: int | None = None,
     sampler: Any = None,
+    output_logprobs: bool = False,
     **inputs: Any,
 ) -> Any:
     """Draw pictures with an accelerated model.
@@ -139,6 +141,9 @@ def generate_images(
             (`visual_spec.pipelines.accelerate.arguments.LiveStream`).
         stream_tokens: how many tokens after the prompt the streamer gets at most; None: all.
         sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
+        output_logprobs: keep the log-probability of each drawn token: `model.last_trace.logprobs` under the law that it
+            was drawn from, `model_logprobs` under the model without guidance, both over the tokens of pictures. With
+            return_dict_in_generate the output has them, too, [B, L] in the order of drawing.
         inputs: what else the processor makes (`image_sizes`, `image_grid_thw`, `images_per_sample`, `pixel_values`),
             `layout` for Lumina-mGPT, and settings of `generate`: do_sample, temperature, top_k, top_p,
             guidance_scale, num_return_sequences, return_dict_in_generate. The picture decides about the length. What
@@ -178,6 +183,7 @@ def generate_images(
     start = input_ids.shape[1] if stage.returns_prompt else 0
     live = LiveStream(streamer, input_ids.repeat_interleave(count, 0), stream_tokens)
     traces, sampler = [], model.sampler if sampler is None else sampler
+    kept = logprobs_asked(sampler, output_logprobs)
     while True:
         more = {} if helper is None else {"drafter": helper[0], "drafter_condition": helper[1]}
         noise = noise_of(stage, sampler, law, generator, condition.prompt.ids)
@@ -189,6 +195,7 @@ def generate_images(
                 generator=noise,
                 batch_size=len(condition.prompt.ids),
                 callback=callback,
+                **kept,
                 **more,
             )
         traces.append(result.trace)
@@ -201,14 +208,15 @@ def generate_images(
         helper = None if helper is None else helper[0].next_stage(helper[1], result.tokens)
     from visual_spec.pipelines.traces import joined_traces
 
-    tell(model, hung, last_trace=joined_traces(traces))
+    trace = joined_traces(traces)
+    tell(model, hung, last_trace=trace)
     ids = stage.output(condition, result.tokens)
     if (
         passed.get("pixel_values") is not None
     ):  # `generate` returns the placeholders of pictures, not their tokens
         ids[:, : input_ids.shape[1]] = input_ids.to(ids.device).repeat_interleave(count, 0)
     live.end(ids[:, start:])
-    return returned(ids, config)
+    return returned(ids, config, trace)
 
 
 def _known(stage: CachedDecoder, condition: ImagePrompt, start: int, tokens: Tensor, ready: int) -> Tensor:

@@ -33,7 +33,13 @@ from visual_spec.pipelines.accelerate.adapter import (
     tell,
     unwrapped,
 )
-from visual_spec.pipelines.accelerate.arguments import LiveStream, by_name, read_request, returned
+from visual_spec.pipelines.accelerate.arguments import (
+    LiveStream,
+    by_name,
+    logprobs_asked,
+    read_request,
+    returned,
+)
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.samplers.registry import COLUMNS, check_sampler
 
@@ -99,6 +105,7 @@ def generate_audio(
     drafter: Any = None,
     streamer: Any = None,
     sampler: Any = None,
+    output_logprobs: bool = False,
     **settings: Any,
 ) -> Any:
     """Play with an accelerated model.
@@ -118,6 +125,9 @@ def generate_audio(
         streamer: of transformers; gets the codes as they are committed, in the order of `generate`: long [B * K, 1] or
             more steps that are known, then [B * K] a step, with the special id where a codebook waits.
         sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
+        output_logprobs: keep the log-probability of each drawn token: `model.last_trace.logprobs` under the law that it
+            was drawn from, `model_logprobs` under the model without guidance, both over the codes. With
+            return_dict_in_generate the output has them, too, by column [B, S, K], 0 where a codebook waits.
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, max_new_tokens or max_length (in
             steps: a clip of T frames takes T + lag of them, and one for the empty step in front), num_return_sequences,
             return_dict_in_generate. Without a length, as many steps as `generate` takes. What it takes beside these has
@@ -176,21 +186,24 @@ def generate_audio(
         steps = _delayed(model, columns.codes(tokens, condition), length)[1]
         return steps[:, start.shape[1] : 1 + columns.first_step + ready]
 
+    sampler = model.sampler if sampler is None else sampler
+    kept = logprobs_asked(sampler, output_logprobs)
     with live.watching(steps_of):
-        result = (model.sampler if sampler is None else sampler)(
+        result = sampler(
             columns,
             condition,
             law=law,
             generator=generator,
             batch_size=len(condition.features),
             callback=callback,
+            **kept,
             **drafts,
         )
     drawn = columns.codes(result.tokens, condition)
     tell(model, hung, last_trace=result.trace, last_codes=drawn)
     waves = decode_codes(model.audio_encoder, drawn, columns.num_channels)
     live.end(steps_of(result.tokens, columns.grid.width))
-    return returned(waves, config, "GenerateEncoderDecoderOutput")
+    return returned(waves, config, result.trace, "GenerateEncoderDecoderOutput")
 
 
 def _known_codes(

@@ -123,6 +123,7 @@ class SelfSpeculativeMaskedSampler(Sampler):
     keeps = LOSSY  # beside one token a call: its law is the layer's
     counts_prefill = False
     records_steps = False
+    gives_logprobs = True
 
     @register_to_config
     def __init__(
@@ -170,6 +171,7 @@ class SelfSpeculativeMaskedSampler(Sampler):
         draft = with_bonus(self._draft(run, state, places[:, :-1]))
         at = (places - group.start[:, None]).clamp(max=width - 1)
         logits = _at(self._logits(run, state), at)  # [R, N + 1, V]
+        run.scored = logits, places
         run.lap("model")
         verdict = verify(
             run.law,

@@ -102,6 +102,10 @@ class VectorSampler(Sampler):
     on the grid; without it they stand in raster order.
     """
 
+    no_logprobs = (
+        "whose tokens are vectors: they have a density, and what makes them tells no more than samples"
+    )
+
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         off = TokenLaw()
         for name in ("top_k", "top_p", "allowed", "guidance_until"):

@@ -169,6 +169,9 @@ class ChunkWiseSampler(Sampler):
     the chunks that the smaller model drew.
     """
 
+    no_logprobs = (
+        "whose tokens are vectors: they have a density, and what makes them tells no more than samples"
+    )
     takes = ("num_frames", "height", "width", "context", "draft_model", "reward", "threshold")
     law_names = ("chunk", "steps", "shift", "first_steps")
     keeps = LOSSY  # a law of its own

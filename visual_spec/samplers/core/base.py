@@ -31,6 +31,7 @@ from visual_spec.samplers.core.acceptance import IDENTICAL as IDENTICAL_RULE
 from visual_spec.samplers.core.checks import (
     CheckedLaw,
     check_guided,
+    check_logprobs,
     check_parts,
     check_request,
     check_text_law,
@@ -86,6 +87,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         records_steps: whether the setting `graph` records whole steps; else the method records what it says.
         reads_text: whether the method decodes laws that read the tokens before the slot, and ends that come early.
         gives_logprobs: whether it keeps log-probabilities, see `output_logprobs`.
+        no_logprobs: else why not.
     """
 
     config_name = "sampler_config.json"
@@ -97,6 +99,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     records_steps: bool = True
     reads_text: bool = False
     gives_logprobs: ClassVar[bool] = False
+    no_logprobs: ClassVar[str] = "which does not keep them"
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         """As usual; settings that moved make an object of the class that has them now, and warn."""
@@ -166,6 +169,27 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Make one call of the model and update `state`, without host synchronisation on CUDA."""
         raise NotImplementedError
 
+    def advance(self, run: Run, state: Any) -> None:
+        """Make one call, `step`, and keep the log-probabilities of what it commits where they are asked for."""
+        if not run.keeps_scores:
+            return self.step(run, state)
+        from visual_spec.samplers.core.logprobs import keep  # where it is asked for
+
+        before = self.committed(run, state)
+        self.step(run, state)
+        if run.scored is not None:  # else the method has written them
+            keep(run, state, self.committed(run, state) & ~before)
+
+    def prepared(self, run: Run, output_logprobs: bool = False) -> Any:
+        """Return the state after the prefill, which keeps log-probabilities where they are asked for."""
+        run.keeps_scores = output_logprobs
+        state = self.prepare(run)
+        if output_logprobs and state.logprobs is None:  # else the method writes them itself
+            from visual_spec.samplers.core.logprobs import begin
+
+            begin(run, state, self.committed(run, state) if self.counts_prefill else None)
+        return state
+
     # -- what a method may override
 
     @property
@@ -206,6 +230,12 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Whether the measured divergence is only a lower bound, as under an unbounded relaxed rule on one draft."""
         return self.config.get("acceptance") in RELAXED and not self.relaxation.bounded
 
+    @property
+    def logprobs_law(self) -> str:
+        """What the tokens are to the law of their log-probabilities, see `DecodeTrace.logprobs_law`."""
+        moved = self.config.get("acceptance") in RELAXED or self.config.get("greedy")
+        return "target" if moved else "drawn"
+
     measures_at_most: ClassVar[bool] | property = False  # whether it is only an upper bound
 
     @property
@@ -227,19 +257,6 @@ class Sampler(SchedulerMixin, ConfigMixin):
         from visual_spec.samplers.core.relaxed import rule_of  # with its tables and kernels
 
         return rule_of(self.relaxation, parts.get("codebook"), device)
-
-    def check_logprobs(self, reads_text: bool) -> None:
-        """Refuse `output_logprobs` where they are not kept.
-
-        Raises:
-            ValueError: says where they are.
-        """
-        if self.gives_logprobs and not reads_text:
-            return
-        raise ValueError(
-            f"output_logprobs of a {type(self).__name__}: kept by AutoregressiveSampler, SpeculativeJacobiSampler, "
-            "DraftedSampler and those of columns, under laws that do not read the text."
-        )
 
     def planned_calls(self, model: Any, parts: dict[str, Any]) -> int | None:
         """Return how often the callback of a decode is called, where settings say it; None: until all is complete."""
@@ -369,27 +386,25 @@ class Sampler(SchedulerMixin, ConfigMixin):
         whole("batch_size", batch_size)
         check_parts(self, parts)
         check_text_law(self, model, law)
+        if output_logprobs:
+            check_logprobs(self)
         self.check(model, law, batch_size, parts)
         own: Any = generator if hasattr(generator, "keyed") else None  # noise in place of generators
         keys, watch = draw_keys(generator, batch_size), Stopwatch()
         # What reads the text may be any function of it, on the host; so may noise that is no function of keys.
         reads_text = getattr(law, "reads_text", False)
-        if output_logprobs:
-            self.check_logprobs(reads_text)
-        recordable = own is None and self.records_steps and not (reads_text or output_logprobs)
+        recordable = own is None and self.records_steps and not reads_text
         if recordable and wants_graph(self.config.get("graph", False), model):
             from visual_spec.samplers.core.graph import begin_recorded  # on a GPU only
 
             prefills = type(self).prefill is Sampler.prefill
-            run, state, advance = begin_recorded(self, model, condition, law, keys, watch, parts, prefills)
+            run, state, advance = begin_recorded(
+                self, model, condition, law, keys, watch, parts, prefills, output_logprobs
+            )
         else:
             run = self.begin(model, condition, law, keys, watch, noise=own, **parts)
-            state = self.prepare(run)
-            advance = partial(self.step, run, state)
-        if output_logprobs:
-            from visual_spec.samplers.core.logprobs import recording  # where it is asked for
-
-            advance = recording(advance, run, state, lossless=self.lossless)
+            state = self.prepared(run, output_logprobs)
+            advance = partial(self.advance, run, state)
         if run.pace is not None:
             advance = run.pace(advance, run, state)
         return decode(self, run, state, advance, callback)
@@ -487,7 +502,9 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than plain decoding's
         trace |= dict(low_precision=run.low_precision, scales_by_batch=scales_by_batch(run.model))
         trace |= dict(exact_width=run.fixed_width is not None if "exact_width" in sampler.config else None)
-    for name, here in counted(state).items():
+    counts = counted(state)
+    trace |= {"logprobs_law": sampler.logprobs_law} if "logprobs" in counts else {}
+    for name, here in counts.items():
         whole = active.whole(name, here).cpu()
         trace[name] = whole[:, : run.num_tokens].clone() if name.endswith("logprobs") else whole
     return sampler.result(run, state, tokens, trace)

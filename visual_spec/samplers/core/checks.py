@@ -167,6 +167,13 @@ def check_text_law(sampler: Any, model: Any, law: Any) -> None:
         raise ValueError(f"end={law.end}; pass a token of the vocabulary of {model.vocab_size}.")
 
 
+def check_logprobs(sampler: Any) -> None:
+    """Refuse `output_logprobs` of a sampler that does not keep them."""
+    if not getattr(sampler, "gives_logprobs", False):
+        why = getattr(sampler, "no_logprobs", "which does not keep them")
+        raise ValueError(f"output_logprobs of a {type(sampler).__name__}, {why}; leave it out.")
+
+
 def check_allowed(law: TokenLaw, vocab_size: int) -> None:
     """Refuse a law that allows ids outside the vocabulary."""
     if law.allowed is not None and law.allowed[1] > vocab_size:

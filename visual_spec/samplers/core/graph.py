@@ -90,6 +90,7 @@ def begin_recorded(
     watch: Stopwatch,
     parts: dict[str, Any],
     prefills: bool,
+    output_logprobs: bool = False,
 ) -> tuple[Any, Any, Callable[[], None]]:
     """Begin a decode of a sampler whose steps are recorded, where they can be.
 
@@ -99,7 +100,7 @@ def begin_recorded(
     strict = sampler.config.graph is True
     # What a recording depends on. Only the prefill uses `drafter_condition`.
     others = [part for name, part in parts.items() if name != "drafter_condition"]
-    key: Any = (type(sampler), repr(sorted(sampler.config.items())), law, len(keys), *others)
+    key: Any = (type(sampler), repr(sorted(sampler.config.items())), law, len(keys), output_logprobs, *others)
     prefill = None
 
     def by_recording(run: Any) -> Any:
@@ -112,14 +113,14 @@ def begin_recorded(
 
     instead = by_recording if prefills and can_record_prefill(model) else None
     run = sampler.begin(model, condition, law, keys, watch, prefill=instead, **parts)
-    state = sampler.prepare(run)
+    state = sampler.prepared(run, output_logprobs)
     if not strict and not can_record(state):
-        return run, state, partial(sampler.step, run, state)
+        return run, state, partial(sampler.advance, run, state)
     # The recording outlives this decode. Of the prefill it reads only what the state holds.
     lasting = replace(run, condition=None, cache=None)
 
     def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
-        sampler.step(replace(lasting, cache=state.cache, law=law, noise=noise), state)
+        sampler.advance(replace(lasting, cache=state.cache, law=law, noise=noise), state)
 
     state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
     run.noise.keep = 0  # later decodes write their keys over these

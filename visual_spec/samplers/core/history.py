@@ -165,12 +165,14 @@ class PrefixState(DecodeState):
         tokens: long [B, L + window], what was fed, by slot.
         prompt: long [B, P], ids of the prompt.
         real: bool [B, P], false at its padding.
+        raw: [R, W, V], the model's logits of the last call.
     """
 
     inner: Any
     tokens: Tensor
     prompt: Tensor
     real: Tensor
+    raw: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -183,6 +185,7 @@ class PrefixState(DecodeState):
 
     def narrow(self, width: int) -> None:
         self.inner.narrow(width)
+        self.raw = None if self.raw is None else self.raw[:, :width]
 
 
 class PrefixModel:
@@ -235,7 +238,7 @@ class PrefixModel:
 
     def scores(self, state: PrefixState, logits: Tensor, predicted: Tensor) -> Tensor:
         """Return scores [B, W, V] of the slots `predicted` [B, W], from logits [R, W, V]."""
-        law, stops = self.law, self.stops(predicted)
+        law, stops, state.raw = self.law, self.stops(predicted), logits
         check_returned(logits, predicted.shape[0], law.guided, predicted.shape[1], self.vocab_size)
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if law.guided:

@@ -2,59 +2,63 @@
 
 For those who train on what a model draws: `logprobs` under the law that the tokens were drawn from (guidance,
 temperature, top-k and top-p included), `model_logprobs` under the model itself, without any of these. Of columns each
-token has its own; tokens that the pattern forces have 0.
+token has its own; tokens that the pattern forces have 0. Nothing waits for the host, so graphs record it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.models.core.protocol import wide
-from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.state import Run
 
 
-def recording(advance: Callable[[], None], run: Run, state: State, *, lossless: bool) -> Callable[[], None]:
-    """Return `advance`, one step on `state`, that also keeps the log-probabilities of what it commits.
-
-    Args:
-        lossless: else tokens do not follow the law, and `logprobs` stays None.
-    """
-    run.keeps_scores = True
-    nothing = torch.full(state.tokens.shape, torch.nan, device=run.device)
-    state.model_logprobs, state.logprobs = nothing, nothing.clone() if lossless else None
-    first = state.lengths[:, None] - 1
-    _keep(run, state, run.view.first(run.cache.logits), first, first[:, 0])
-
-    def recorded() -> None:
-        before = state.lengths.clone()
-        advance()
-        _keep(run, state, *run.scored, before)
-
-    return recorded
+def begin(run: Run, state: Any, committed: Tensor | None) -> None:
+    """Give a state its log-probabilities, and write those of what the prefill `committed`, bool [B, L], if anything."""
+    state.logprobs, state.model_logprobs = (
+        torch.full(state.tokens.shape, torch.nan, device=run.device) for _ in range(2)
+    )
+    if committed is None:
+        return
+    if run.scored is None:
+        first = torch.zeros_like(state.target_calls)[:, None]
+        first += 0 if state.known is None else state.known[:, None]
+        run.scored = run.view.first(run.cache.logits), first
+    keep(run, state, committed)
 
 
-def _keep(run: Run, state: Any, logits: Tensor, slots: Tensor, before: Tensor) -> None:
-    """Write what a call committed.
+def keep(run: Run, state: Any, new: Tensor) -> None:
+    """Write what the last call committed.
 
     Args:
-        logits: [R, W, V] of the slots long [B, W].
-        before: long [B], the committed slots before the call.
+        new: bool [B, L], the slots.
     """
-    new = (slots >= before[:, None]) & (slots < state.lengths[:, None])
-    view, tokens = run.view, run.view.read(state.tokens, slots)  # entries long [B, N * K], K codebooks a slot
-    new = new.repeat_interleave(view.codebooks, 1)
-    laws = {"logprobs": run.law, "model_logprobs": _unguided}
-    for name, law in laws.items():
-        if (kept := getattr(state, name)) is not None:
-            table = view.laws(law, logits, slots, run.guided)  # [B, N * K, V]
-            values = table.gather(-1, tokens[..., None])[..., 0].to(kept.dtype)
-            view.write(kept, slots, torch.where(new, values, view.read(kept, slots)))
+    assert run.scored is not None
+    logits, slots = run.scored  # [R, N, V], [B, N]
+    size = new.shape[1]
+    new = F.pad(new & (state.commit_call[:, :size] >= 0), (0, 1)).gather(1, slots.clamp(max=size))
+    view, raw = run.view, getattr(state.cache, "raw", None)
+    new, tokens = new.repeat_interleave(view.codebooks, 1), view.read(state.tokens, slots)  # [B, N * K]
+    # Of the last slots, as `logits`.
+    raw = logits if raw is None else raw[:, -logits.shape[1] :]
+    for kept, law, given, guided in (
+        (state.logprobs, run.law, logits, run.guided),
+        (state.model_logprobs, own_law, raw[: len(slots)], False),
+    ):
+        values = view.laws(law, given, slots, guided).gather(-1, tokens[..., None])[..., 0]
+        view.write(kept, slots, torch.where(new, values.to(kept.dtype), view.read(kept, slots)))
 
 
-def _unguided(logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
-    """The model's own law, log-probabilities [B, N, V], of logits [R, N, V]."""
-    return wide(logits[: len(slots)]).log_softmax(-1)
+def keep_entries(kept: Tensor, laws: Tensor, tokens: Tensor, new: Tensor) -> None:
+    """Write those of tokens long [B, N] under laws [B, N, V] into `kept [B, N]`, where bool [B, N] `new` is true."""
+    values = laws.gather(-1, tokens.clamp(max=laws.shape[-1] - 1)[..., None])[..., 0]
+    kept.copy_(torch.where(new, values.to(kept.dtype), kept))
+
+
+def own_law(logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
+    """The model's own law, log-probabilities [B, N, V], of its logits [B, N, V]."""
+    return wide(logits).log_softmax(-1)

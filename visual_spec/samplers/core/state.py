@@ -167,7 +167,8 @@ class Run:
         rule: the rule that tests drafts, with its tables.
         low_precision: the type below float32 that the model computes in (`low_precision_of`), or None.
         unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
-        keeps_scores: whether `scored` is kept, the logits [R, W, V] of the last call, and their slots [B, W].
+        keeps_scores: whether log-probabilities are kept. A call then leaves `scored`, logits [R, W, V] of the target
+            and their slots [B, W], among which are all that it commits; or the method writes them itself.
     """
 
     model: Any
@@ -194,7 +195,7 @@ class Run:
     low_precision: str | None = None
     unit: float | None = None
     keeps_scores: bool = False
-    scored: tuple[Tensor, Tensor] = field(init=False)
+    scored: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def filled(self, cache: Any) -> None:
         """Go on from the model's state after the prefill."""

@@ -95,10 +95,12 @@ class DecodeTrace:
             products, such as a model's own `generate`; None where they are not counted. The first slot is not
             counted: its logits equal plain decoding's.
         known: long [B], tokens that were known before the decode; None: none.
-        logprobs: float32 [B, L], of columns [B, S, K]: log-probability of each token under the law that it was drawn
-            from (guidance, temperature, top-k and top-p included); nan at slots that no call committed. None where
-            `output_logprobs` was not asked for, and of a lossy sampler, whose tokens follow no law that is known.
+        logprobs: float32 [B, L], of columns [B, S, K]: log-probability of each token under the law of its slot
+            (guidance, temperature, top-k and top-p included), given what the call saw that committed it; nan at slots
+            that no call committed. None where `output_logprobs` was not asked for.
         model_logprobs: float32, the same under the model itself, without guidance, at temperature 1.
+        logprobs_law: "drawn" where the tokens were drawn from the law of `logprobs`; "target" of a lossy rule, which
+            moves mass away from it: then `logprobs` are those of plain decoding's law. None without `logprobs`.
         exact_width: whether all calls had one width, so that rounding decides nothing between samplers with that
             setting; None of a sampler without the setting.
         quantised: types of quantised weights of the model, such as "Int8Tensor": the target is the quantised model, and
@@ -127,6 +129,7 @@ class DecodeTrace:
     known: Tensor | None = None
     logprobs: Tensor | None = None
     model_logprobs: Tensor | None = None
+    logprobs_law: str | None = None
     law_settings: Mapping[str, Any] = field(default_factory=dict)
     plain_settings: Mapping[str, Any] = field(default_factory=dict)
 

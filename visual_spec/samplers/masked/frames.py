@@ -106,6 +106,7 @@ class FramesState:
         drawing: its masked decode.
         round: index of the batch's last call, -1 before the first.
         meter: as in `MaskedRunState`.
+        logprobs, model_logprobs: float32 [B, L], see `core.logprobs`; None where nobody asked.
     """
 
     cache: Any
@@ -122,6 +123,8 @@ class FramesState:
     frame: int = 0
     drawing: MaskedRunState | None = None
     round: int = -1
+    logprobs: Tensor | None = None
+    model_logprobs: Tensor | None = None
 
     @property
     def commit_call(self) -> Tensor:
@@ -166,6 +169,7 @@ class FrameMaskedSampler(Sampler):
     keeps = LOSSY
     counts_prefill = False
     records_steps = False
+    gives_logprobs = True
 
     @register_to_config
     def __init__(
@@ -247,6 +251,9 @@ class FrameMaskedSampler(Sampler):
         loop.step(replace(run, model=state.view, parts={}), drawing)
         tokens, kept = drawing.tokens[..., 0], drawing.entry_call[..., 0] == drawing.round
         state.tokens[:, state.places] = tokens
+        for name in ("logprobs", "model_logprobs"):
+            if (whole := getattr(state, name)) is not None:
+                whole[:, state.places] = getattr(drawing, name)[..., 0]
         entries = state.entry_call[:, state.places]
         state.entry_call[:, state.places] = torch.where(kept, state.target_calls[:, None], entries)
         state.target_calls += drawing.target_calls - before
@@ -276,6 +283,10 @@ class FrameMaskedSampler(Sampler):
             first=state.places.start,
             meter=state.meter,
         )
+        if run.keeps_scores:
+            from visual_spec.samplers.core import logprobs  # where they are asked for
+
+            logprobs.begin(run, state.drawing, None)
 
     def _history(self, run: Run) -> Tensor:
         """Return which places of every written frame are hidden, bool [B, N]."""
@@ -297,7 +308,8 @@ class FrameMaskedSampler(Sampler):
 
     def result(self, run: Run, state: FramesState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         back = state.order.argsort()
-        tokens, trace["commit_call"] = tokens[:, back], trace["commit_call"][:, back.cpu()]
+        tokens, names = tokens[:, back], ("commit_call", "logprobs", "model_logprobs")
+        trace |= {name: trace[name][:, back.cpu()] for name in names if name in trace}
         whole = FrameTrace(
             **trace,
             entry_call=state.entry_call[:, back, None].cpu(),

@@ -84,6 +84,7 @@ class MaskedSampler(Sampler):
     keeps = LOSSY
     counts_prefill = False
     records_steps = False
+    gives_logprobs = True
 
     @register_to_config
     def __init__(
@@ -173,6 +174,8 @@ class MaskedSampler(Sampler):
 
     def result(self, run: Run, state: MaskedRunState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         rescored = [step + 1 < steps for _, step, steps in state.plan]
+        if state.logprobs is not None and run.model.grid.codebooks == 1:
+            trace |= {name: trace[name][..., 0] for name in ("logprobs", "model_logprobs")}
         whole = MaskedTrace(
             **trace,
             entry_call=state.entry_call.cpu(),

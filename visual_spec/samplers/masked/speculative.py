@@ -139,6 +139,7 @@ class SpeculativeMaskedSampler(ChainSampler):
 
     takes = ()
     law_names = ("order",)
+    gives_logprobs = True
 
     @register_to_config
     def __init__(

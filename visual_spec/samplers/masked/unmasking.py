@@ -47,6 +47,7 @@ class MaskedRunState:
         conditional: makes a state of the model without unconditional rows, for calls that need none; None: all do.
         round: index of the last call, -1 before the first.
         stage: state of the codebook that is being decoded.
+        logprobs, model_logprobs: float32 [B, L, K], see `core.logprobs`; None where nobody asked.
     """
 
     cache: Any
@@ -62,6 +63,8 @@ class MaskedRunState:
     conditional: Callable[[], Any] | None
     round: int = -1
     stage: CodebookStage | None = None
+    logprobs: Tensor | None = None
+    model_logprobs: Tensor | None = None
 
     @property
     def commit_call(self) -> Tensor:
@@ -189,6 +192,7 @@ class Unmasking:
 
         # Draw the hidden tokens, and score the units [B, U].
         drawing = stage.unknown & spans.spread(stage.hidden)  # [B, L]
+        own = logits
         if self.by_step.credit:
             logits = self._credited(stage.laws[step], stage, logits, drawing)
         drawn, score, read = self._draw(run, stage, logits, drawing)
@@ -212,12 +216,31 @@ class Unmasking:
             stays = self._refused(stage, scores, drawing, spans, read, last)
         kept = drawing & spans.spread(stage.hidden & ~stays)
         state.entry_call[..., codebook].masked_fill_(kept, state.round)
+        if state.logprobs is not None:
+            self._keep_logprobs(run, state, stage, logits, own, kept)
         tokens.masked_fill_(drawing & ~kept, run.model.mask_id)
         stage.hidden, stage.scores = stays, scores
         run.lap("verify")
         if state.meter is not None:
             state.meter.measure(run, state, cache, logits, kept)
             run.lap(MEASURE)
+
+    def _keep_logprobs(
+        self, run: Run, state: MaskedRunState, stage: CodebookStage, logits: Tensor, own: Tensor, kept: Tensor
+    ) -> None:
+        """Write the log-probabilities of the kept tokens, bool [B, L], from logits of the call, [R, L, V].
+
+        `own`: the model's, without what tokens earned.
+        """
+        from visual_spec.samplers.core.logprobs import keep_entries, own_law  # where they are asked for
+
+        assert state.logprobs is not None and state.model_logprobs is not None
+        tokens = state.tokens[..., stage.codebook]
+        slots = torch.where(kept, stage.entries, run.law.num_tokens)
+        laws = run.law(logits, slots, stage.guided[stage.step])
+        keep_entries(state.logprobs[..., stage.codebook], laws, tokens, kept)
+        laws = own_law(own[: len(tokens)], slots, False)
+        keep_entries(state.model_logprobs[..., stage.codebook], laws, tokens, kept)
 
     def _draw(
         self, run: Run, stage: CodebookStage, logits: Tensor, drawing: Tensor
@@ -359,7 +382,9 @@ class MaskedTrace(DecodeTrace):
     """A `DecodeTrace` of a masked decode. There is no prefill: call 0 is the first forward of the model.
 
     `commit_call` is the call at which the last codebook of a slot was kept, 0 for given slots. `tokens_per_call` counts
-    decoded slots.
+    decoded slots. `logprobs` are of a token given what was visible at the call that kept it. Which tokens a call keeps,
+    a choice by confidence, has a probability of its own that is in none of them: the sum is the log-probability of a
+    sample only in a fixed order.
 
     Attributes:
         entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.

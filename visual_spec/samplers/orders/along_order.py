@@ -47,11 +47,13 @@ class AlongOrderState(DecodeState):
         inner: the any-order model's own state.
         order: long [B, L + window], the slot at each place; places past the grid are their own slots.
         rank: long [B, L], the place of each slot.
+        raw: [R, W, V], the logits of the last call before a ramp of guidance.
     """
 
     inner: Any
     order: Tensor
     rank: Tensor
+    raw: Tensor | None = None
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples)
@@ -117,7 +119,9 @@ class AlongOrder(nn.Module):
         places = torch.arange(self.first, device=device).expand(batch_size, -1)
         levels = torch.full_like(places, self.first) if self.ends_group else places
         logits = self._ramped(inner.logits, levels, guided)
-        state = AlongOrderState(logits, guided, window, inner, order.to(device), rank.to(device))
+        state = AlongOrderState(
+            logits, guided, window, inner, order.to(device), rank.to(device), inner.logits
+        )
         if self.known is not None and self.known_tokens is not None:
             known = self.known.to(device)[:, None]
             fed = torch.arange(int(known.max()), device=device).expand(batch_size, -1)  # [B, F]
@@ -154,7 +158,7 @@ class AlongOrder(nn.Module):
         seen = state.rank[:, None] < known[..., None]  # [B, W, L]
         more: Any = {"together": True} if together else {}
         logits = self.model(state.inner, tokens, state.order.gather(1, places), seen=seen, **more)
-        check_returned(logits, len(places), state.guided, places.shape[1], self.vocab_size)
+        state.raw = check_returned(logits, len(places), state.guided, places.shape[1], self.vocab_size)
         return self._ramped(logits, places if levels is None else levels, state.guided)
 
     def _ramped(self, logits: Tensor, places: Tensor, guided: bool) -> Tensor:
@@ -187,6 +191,7 @@ class AlongOrderSampler(Sampler):
 
     takes: tuple[str, ...] = ("known_tokens",)
     law_names = ("order", "guidance_start")
+    gives_logprobs = True
 
     def law_settings_in(self, run: Run) -> dict[str, Any]:
         start, scale = self.config.guidance_start, run.law_given.guidance_scale
@@ -245,6 +250,8 @@ class AlongOrderSampler(Sampler):
         """Return the state after the prefill, of a class `kind`: known tokens stand, the place after them is drawn."""
         known = None if run.model.known is None else run.model.known.to(run.device)
         state = kind.begin(run, scratch, known=known, **more)
+        slots = torch.arange(run.model.first, device=run.device).expand(run.batch_size, -1)
+        run.scored = run.cache.logits, slots if known is None else known[:, None] + slots
         if known is not None:
             stands = torch.arange(run.num_tokens, device=run.device) < known[:, None]
             held = run.model.known_tokens.to(run.device)
@@ -288,8 +295,9 @@ def placed_in_grid(
     Args:
         order: long [B, L], the slot at each place.
         tokens: long [B, L], by place.
-        trace: the fields of the trace; `commit_call` is by place.
+        trace: the fields of the trace; `commit_call` and log-probabilities are by place.
     """
-    order, calls = order.to(tokens.device), trace["commit_call"]
-    trace["commit_call"] = torch.empty_like(calls).scatter_(1, order.cpu(), calls)
+    order, names = order.to(tokens.device), ("commit_call", "logprobs", "model_logprobs")
+    for name, values in {name: trace[name] for name in names if name in trace}.items():
+        trace[name] = torch.empty_like(values).scatter_(1, order.cpu(), values)
     return SampleResult(torch.empty_like(tokens).scatter_(1, order, tokens), kind(**trace))

@@ -185,6 +185,7 @@ class AnyOrderSampler(AlongOrderSampler):
             state.cache, inputs, places, places.clamp(max=now), level.expand_as(places), run.model.grouped
         )[:, fed.shape[1] :]
         run.lap("model")
+        run.scored = logits, asked
         tokens = draw_tokens(run.law, run.noise, logits, asked, run.guided)
         state.tokens.scatter_(1, asked, tokens)
         state.commit_call.scatter_(1, asked, call)

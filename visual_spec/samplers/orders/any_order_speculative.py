@@ -102,6 +102,7 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
         run.lap("model")
         state.round += 1
         tokens, near = run.draw(logits[:, :1], first)
+        run.scored = logits, places[:, 1:]
         state.tokens.scatter_(1, first, tokens)
         state.commit(first, torch.ones_like(state.lengths), run.num_tokens, near)
         run.lap("verify")

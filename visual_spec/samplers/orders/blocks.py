@@ -104,8 +104,6 @@ class BlockJacobiSampler(ColumnJacobiSampler):
         acceptance: "identical" (needs coupling "gumbel") or "exact".
     """
 
-    gives_logprobs = False  # its slots stand in another order than the steps of a call
-
     @register_to_config
     def __init__(
         self,
@@ -139,7 +137,9 @@ class BlockJacobiSampler(ColumnJacobiSampler):
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         at, size = run.model.slots.flatten(), run.model.grid.codebooks
         calls = trace["commit_call"].repeat_interleave(size, 1)
-        trace = trace | {"commit_call": torch.empty_like(calls).index_copy_(1, at.cpu(), calls)}
+        by_place = {name: trace[name].flatten(1) for name in ("logprobs", "model_logprobs") if name in trace}
+        for name, values in ({"commit_call": calls} | by_place).items():
+            trace[name] = torch.empty_like(values).index_copy_(1, at.cpu(), values)
         by_slot = tokens.flatten(1)
         return SampleResult(torch.empty_like(by_slot).index_copy_(1, at, by_slot), DecodeTrace(**trace))
 

@@ -50,6 +50,7 @@ class OrderedSampler(Sampler):
 
     law_names = ("order",)
     keeps = LOSSLESS
+    gives_logprobs = True
 
     @property
     def law_settings(self) -> dict[str, Any]:
@@ -120,6 +121,7 @@ class OrderedSampler(Sampler):
             drawn = draw_tokens(run.law, run.noise, run.cache.logits[:, 1:], rest, run.guided)
             state.tokens.scatter_(1, rest, drawn)
             state.lengths = state.lengths + len(first) - 1
+            run.scored = run.cache.logits, first.expand(len(state.tokens), -1)
         run.lap("verify")
         return state
 
@@ -130,6 +132,7 @@ class OrderedSampler(Sampler):
         logits = self._score(run, state, step)  # [R, P, V]
         run.lap("model")
         emitted = step.emitted.expand(len(state.tokens), -1)  # [B, P]
+        run.scored = logits, emitted
         drawn = draw_tokens(run.law, run.noise, logits, emitted, run.guided)
         state.tokens.scatter_(1, emitted, drawn)
         state.commit_call.index_fill_(1, step.emitted, int(state.round))
@@ -152,10 +155,10 @@ class OrderedSampler(Sampler):
         return check_returned(logits, size, run.guided, len(step.slots), run.model.vocab_size)[:, answers]
 
     def committed(self, run: Run, state: OrderedState) -> Tensor:
-        steps = self.order_for(run.model).steps[: int(state.round) + 1]
-        done = torch.zeros(run.num_tokens, dtype=torch.bool)
-        done[torch.cat([step.emitted for step in steps])] = True
-        return done.to(run.device).expand(len(state.tokens), -1)
+        steps = steps_on(self.name_for(run.model), run.model.grid, run.device)[: int(state.round) + 1]
+        done = torch.zeros(run.num_tokens, dtype=torch.bool, device=run.device)
+        done.index_fill_(0, torch.cat([step.emitted for step in steps]), True)
+        return done.expand(len(state.tokens), -1)
 
 
 def whole_picture(run: Run, first: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ class RowSampler(Sampler):
     """
 
     keeps = LOSSY
+    gives_logprobs = True
 
     def order(self, grid: TokenGrid) -> RowOrder:
         """Return the decoding order for this grid."""
@@ -100,6 +101,7 @@ class RowSampler(Sampler):
         logits = run.model(state.cache, fed, plan.slots, seen=plan.seen, predicted=plan.predicted)
         run.lap("model")
         state.round += 1
+        run.scored = logits, plan.predicted
         return plan, run.law(logits, plan.predicted, run.guided)
 
     def progress(self, run: Run, state: RowState) -> Tensor:

@@ -153,7 +153,7 @@ class TreeSampler(Sampler):
     """
 
     takes = ("drafter", "drafter_condition", "codebook")
-    needs_drafter = True
+    needs_drafter = gives_logprobs = True
 
     @register_to_config
     def __init__(
@@ -235,6 +235,8 @@ class TreeSampler(Sampler):
             _, near = draw_near(run.law, run.noise, logits, slots, run.guided, run.unit)
             near = near.gather(1, path.nodes)
         slots = state.next_slots(depth + 1)  # [B, D + 1]
+        if run.keeps_scores:
+            run.scored = rows_of(logits, path.nodes.repeat(len(logits) // len(slots), 1)), slots
         run.model.keep(state.cache, path.nodes, slots - 1)
         if hasattr(run.drafter, "observe"):
             features = state.cache.features  # [R, N, dim]

@@ -70,6 +70,7 @@ class ScaleDecodeState:
         forwards: so far, see `layer_places`.
         cache_bytes: of every model so far.
         round: index of the last scale.
+        logprobs, model_logprobs: float32 [B, slots so far], see `core.logprobs`; None where nobody asked.
     """
 
     cache: Any
@@ -82,6 +83,8 @@ class ScaleDecodeState:
     forwards: list[tuple[int, range, bool]] = field(default_factory=list)
     cache_bytes: list[int] = field(default_factory=list)
     round: int = -1
+    logprobs: Tensor | None = None
+    model_logprobs: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -126,6 +129,7 @@ class ScaleWiseSampler(Sampler):
     """
 
     takes = ("tokenizer",)
+    gives_logprobs = True
     law_names = ("ramp", "scales", "num_draft_scales")
     flat_settings: ClassVar[dict[str, Sequence[str]]] = {"schedule": ("preset", *ScaleSchedule.names())}
 
@@ -157,6 +161,11 @@ class ScaleWiseSampler(Sampler):
         return IDENTICAL if self.schedule.empty and not self.config["smooth"] else LOSSY
 
     @property
+    def logprobs_law(self) -> str:
+        """The heaviest code of a mixture is no draw."""
+        return "target" if self.config["smooth"] else "drawn"
+
+    @property
     def law_settings(self) -> dict[str, Any]:
         """As of `Sampler`; of `num_draft_scales`, 0: two models that share the scales have no law in common."""
         alone = self.config["num_draft_scales"] == 0
@@ -176,6 +185,7 @@ class ScaleWiseSampler(Sampler):
         generator: torch.Generator | Sequence[torch.Generator] | CounterNoise | None = None,
         batch_size: int = 1,
         callback: ScaleCallback | None = None,
+        output_logprobs: bool = False,
         **parts: Any,
     ) -> ScaleResult:
         """Decode a batch.
@@ -191,6 +201,7 @@ class ScaleWiseSampler(Sampler):
             callback: called after every scale with its index and the canvas [B, D, h, w] so far, which
                 `tokenizer.decode_canvas` turns into progressive pictures. If it returns a canvas, the decode goes on
                 from that one; if it returns `STOP`, it ends there, with the tokens of the scales so far.
+            output_logprobs: as of `Sampler`.
             parts: `tokenizer`, a `ScaleTokenizer`, which turns the tokens so far into the input map of the next scale.
 
         Raises:
@@ -205,7 +216,7 @@ class ScaleWiseSampler(Sampler):
             check_alone(self)
             model = [Stage(at_scales(model, scales), range(len(parts["tokenizer"].scales)))]
         request: dict[str, Any] = dict(law=law, generator=generator, batch_size=batch_size, callback=callback)
-        result = super().__call__(list(model), condition, **request, **parts)
+        result = super().__call__(list(model), condition, output_logprobs=output_logprobs, **request, **parts)
         assert isinstance(result, ScaleResult)
         return result
 
@@ -265,6 +276,14 @@ class ScaleWiseSampler(Sampler):
         else:
             state.parts.append(run.noise.categorical(target, slots, TOKEN))
             state.canvas = tokenizer.accumulate(state.canvas, scale, state.parts[-1])
+        if run.keeps_scores:
+            from visual_spec.samplers.core.logprobs import own_law  # where they are asked for
+
+            laws = {"logprobs": target, "model_logprobs": own_law(logits[: len(slots)], slots, False)}
+            for name, law in laws.items():
+                drawn = law.gather(-1, state.parts[-1][..., None])[..., 0].float()
+                before = [] if getattr(state, name) is None else [getattr(state, name)]
+                setattr(state, name, torch.cat([*before, drawn], 1))
         run.lap("verify")
         if state.reference is not None and scale >= state.reference.first:
             state.reference.measure(run, state.maps, here, scale, target)

@@ -23,6 +23,9 @@ class ScaleTrace(DecodeTrace):
     and the first model's guidance. `divergence` is the mean over the slots after the first model's stages. `moved_mass`
     is their sum; its mean over samples bounds the distance between the laws of whole pictures.
 
+    `logprobs` are under the law of the stage that drew a token, `model_logprobs` under its model: of several (CoDe) the
+    one that drew the scale.
+
     With a schedule that leaves something out, the mean and the sum are over the slots from the first scale on that it
     changes: guided and whole there. Scales that are not drawn have no law, and are in no figure.
 
