@@ -110,6 +110,35 @@ def times_table(document: dict[str, Any]) -> str:
     return table("batch|sampler|seconds a picture|speed-up|tokens per call|equal pictures", rows, "rlrrrr")
 
 
+def batches_table(document: dict[str, Any]) -> str:
+    """The default beside plain decoding, by batch; times of the processor, and medians of the ratios of both clocks."""
+    rows = []
+    for size in sorted(int(key.removeprefix("batch ")) for key in document if key.startswith("batch ")):
+        plain, default = document[f"batch {size}"].values()
+        cells = [f"{row['processor time']['median seconds a picture']:.3f}" for row in (plain, default)]
+        cells += [f"{default[f'{kind} time']['median speed-up']:.2f}x" for kind in ("processor", "clock")]
+        equal = f"{default['equal pictures']} of {plain['equal pictures']}"
+        rows.append([str(size), *cells, f"{default['tokens per call']:.2f}", equal])
+    header = "batch|plain, s|default, s|speed-up|on the clock|tokens per call|equal pictures"
+    return table(header, rows, "rrrrrrr")
+
+
+def bits_table(document: dict[str, Any]) -> str:
+    """Weights in few bits beside 16, a row for each model and kind of weights."""
+    rows = []
+    for row in document["rows"]:
+        held, peak = (row[f"memory {when}"] / 1e6 for when in ("with the model", "at most in calls"))
+        cells = [f"{row['weight bytes'] / 1e6:.1f}", f"{held:.0f}", f"{peak:.0f}"]
+        for slots in (1, 16):
+            ratio = row[f"processor speed-up over bfloat16, {slots} slots"]
+            cells += [f"{row[f'processor ms, {slots} slots']:.1f} ({ratio:.2f}x)"]
+        equal = f"{row['equal to plain']} of {row['pictures']}" if "pictures" in row else ""
+        size = f"{row['parameters'] / 1e6:.1f} M"
+        rows.append([row["model"], size, row["type"] or row["weights"], *cells, equal])
+    header = "model|numbers|weights|weights, MB|held, MB|at most, MB|1 slot, ms|16 slots, ms|as plain"
+    return table(header, rows, "lrlrrrrrr")
+
+
 def prompts_table(document: dict[str, Any]) -> str:
     rows = document["comparison"]
     plain, fast = ([row[name] for row in rows] for name in ("plain_seconds", "seconds"))
@@ -172,8 +201,22 @@ FIGURES = {
     "shapes-times": Figure(
         "benchmarks/windows.py --batch 1 --prompts 24 --windows 16 --out {out}", times_table, timed=True
     ),
-    "shapes-batches": Figure(
-        "benchmarks/windows.py --batch 1 2 4 8 --prompts 32 --windows --out {out}", times_table, timed=True
+    **{
+        f"{name}-batches": Figure(
+            f"benchmarks/windows.py --model {name} --batch 1 4 8 16 32 64 --rounds 3 --prompts 128 --default-only "
+            "--out {out}",
+            batches_table,
+            models=(name,),
+            timed=True,
+        )
+        for name in ("shapes", "things")
+    },
+    "weights-in-few-bits": Figure(
+        "benchmarks/quantised.py --models B shapes things --rounds 7 --prompts 4 --out {out}",
+        bits_table,
+        models=("shapes", "things"),
+        drafts=False,
+        timed=True,
     ),
     "shapes-calls": Figure(
         "benchmarks/second_sources.py --prompts 200 --first 200 --batch-size 10 --out {out}", calls_table

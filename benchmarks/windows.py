@@ -2,7 +2,7 @@
 
 python benchmarks/windows.py --batch 1 4 8 --prompts 24 --out benchmarks/results/shapes-times.json
 python benchmarks/windows.py --dtype bfloat16 --exact-width --batch 1 --prompts 12
-python benchmarks/windows.py --model things --batch 1 4 8 16 32 64 --rounds 3 --default-only
+python benchmarks/windows.py --model things --batch 1 4 8 16 32 64 --rounds 3 --prompts 128 --default-only
 
 All rows draw the same pictures in float32; the share of equal ones is printed. `--busy` runs another process beside.
 Beside the total, the medians over batches of the time on the clock and of the processor's are given, and of the ratios
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--model", default="shapes", help="name or folder")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--rounds", type=int, help="batches of each size, in place of --prompts")
+    parser.add_argument("--rounds", type=int, help="batches of each size, of --prompts at most")
     parser.add_argument("--windows", type=int, nargs="*", default=[8, 16, 32, 64])
     parser.add_argument("--default-only", action="store_true", help="no other window, and not auto")
     parser.add_argument(
@@ -119,10 +119,11 @@ def main() -> None:
         **environment(torch.device("cpu"), pipe.transformer.dtype),
         "model": given.model,
         "busy": given.busy,
-        "prompts": given.prompts if given.rounds is None else f"{given.rounds} batches of each size",
+        "prompts": given.prompts,
+        "rounds": given.rounds,
     }
     for batch in given.batch:
-        count = given.prompts if given.rounds is None else given.rounds * batch
+        count = given.prompts if given.rounds is None else min(given.prompts, given.rounds * batch)
         prompts = captions_of(pipe).held_out_prompts(count)
         record[f"batch {batch}"] = measure(pipe, samplers, prompts, batch)
         print(json_text({f"batch {batch}": record[f"batch {batch}"]}, indent=1), flush=True)

@@ -1,5 +1,6 @@
 """The chosen window is the one with the most tokens a second; the tokens are plain sampling's whatever it is."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,19 @@ def test_a_large_batch_decodes_plainly_until_rows_leave(monkeypatch, drafts):
     assert torch.equal(many.images, plain) and many.trace.target_calls.tolist() == [16] * 5
     few = pipe(prompts[:3], generator=seeded(1, 2, 3), **asked)
     assert torch.equal(few.images, plain[:3]) and few.trace.target_calls.max() < 16
+
+
+@pytest.mark.parametrize("drafts", ["carried", "repaired", "chosen"])
+def test_windows_after_plain_calls_draw_the_same(monkeypatch, drafts):
+    """As when rows leave a large batch: plain calls have drafted nothing for the windows that follow."""
+    pipe = tiny_pipeline(AutoregressiveSampler())
+    pipe.drafter = EagleDrafter.for_target(pipe.transformer).eval()
+    asked: Any = dict(prompt=PROMPTS[0], num_images_per_prompt=3, output_type="latent")
+    plain = pipe(generator=seeded(1, 2, 3), **asked).images
+    widths = itertools.cycle([1, 1, 4, 8])
+    monkeypatch.setattr(jacobi_identical, "window_of_rows", lambda *_: next(widths))
+    pipe.sampler = SpeculativeJacobiSampler(drafts=drafts)
+    assert torch.equal(pipe(generator=seeded(1, 2, 3), **asked).images, plain)
 
 
 @pytest.mark.parametrize(("guidance_scale", "windows"), [(1.0, {8, 16, 32}), (3.0, {4, 8, 16, 32})])

@@ -98,6 +98,7 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
     if settings.window is None and run.fixed_width is None:
         rows = len(state.lengths) * (2 if run.guided else 1)
         width = min(width, window_of_rows(rows, run.device.type))
+    plain = width == 1 and settings.window is None  # no draft is tested, now or in the next calls
     slots = state.next_slots(width)  # [B, W], the slots that are scored
     at = slots - 1  # each is predicted after the token before it
     fed = state.tokens.gather(1, at)  # the newest token, then drafts
@@ -108,7 +109,7 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
         draft = redrafted(state, at[:, 1:], Draft(fed[:, 1:], None, "last call"), settings.redrafts, source)
         fed = torch.cat([fed[:, :1], draft.tokens], 1)
         run.lap("draft")
-    elif state.inputs is not None:
+    elif state.inputs is not None and not plain:
         grid, picture = run.model.grid, state.picture
         young = None if state.steady is None else state.steady.gather(1, at) == 0
         count = settings.redrafts
@@ -129,7 +130,8 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
         state.steady.scatter_(1, slots, torch.where(same, age, 0))
     state.tokens.scatter_(1, slots, drawn)
     state.commit(slots, kept + 1, run.num_tokens, near)
-    enter(settings.initial_draft, run, state, logits[:, -1:], slots[:, -1:])
+    if not plain:
+        enter(settings.initial_draft, run, state, logits[:, -1:], slots[:, -1:])
     run.lap("verify")
 
 
