@@ -329,6 +329,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         if end is None:  # else rows end when they end
             planned = self.planned_calls(run.model, parts)
             run.num_calls = None if planned is None else planned - self.counts_prefill
+        if hasattr(run.model, "__dict__"):  # else several models, of which the method tells
+            run.quantised = quantised_as(*modules_of(run.model))
         # The prefill. A model shows only while it runs what it computes in, so that of a new one is watched.
         verifies = "acceptance" in self.config
         is_new = verifies and not was_watched(run.model)
@@ -497,8 +499,7 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         at_most=sampler.measures_at_most,
         stopped=stopped,
     )
-    if hasattr(run.model, "__dict__"):  # else several models, of which the method tells
-        trace["quantised"] = quantised_as(*modules_of(run.model))
+    trace["quantised"] = run.quantised
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than plain decoding's
         trace |= dict(low_precision=run.low_precision, scales_by_batch=scales_by_batch(run.model))
         trace |= dict(exact_width=run.fixed_width is not None if "exact_width" in sampler.config else None)

@@ -166,6 +166,7 @@ class Run:
         lap: attributes the time since the last lap to the phase that it is given.
         rule: the rule that tests drafts, with its tables.
         low_precision: the type below float32 that the model computes in (`low_precision_of`), or None.
+        quantised: types of quantised weights of the model (`quantised_as`), or None.
         unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
         keeps_scores: whether log-probabilities are kept. A call then leaves `scored`, logits [R, W, V] of the target
             and their slots [B, W], among which are all that it commits; or the method writes them itself.
@@ -193,6 +194,7 @@ class Run:
     lap: Callable[[str], None] = lambda phase: None
     rule: AcceptanceRule = EXACT
     low_precision: str | None = None
+    quantised: str | None = None
     unit: float | None = None
     keeps_scores: bool = False
     scored: tuple[Tensor, Tensor] | None = field(default=None, init=False)
