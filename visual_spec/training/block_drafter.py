@@ -18,7 +18,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.settings import Count, read_fields
-from visual_spec.prototype.block_drafts.drafter import BlockDrafter, BlockState
+from visual_spec.prototype.block_drafts.drafter import BlockDrafter, BlockDrafterState
 from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.training.loop import (
@@ -63,7 +63,7 @@ class BlockTraining:
         read_fields(self)
 
 
-class _Watched(BlockState):
+class _Watched(BlockDrafterState):
     """A state whose samples all stay to the end, so that notes of all have one length."""
 
     select = DecodeState.select
@@ -86,7 +86,7 @@ class Recorder:
     def to(self, *args: Any, **kwargs: Any) -> Recorder:
         return self
 
-    def follow(self, model: Any, state: Any, **settings: Any) -> BlockState:
+    def follow(self, model: Any, state: Any, **settings: Any) -> BlockDrafterState:
         made = self.drafter.follow(model, state, **settings)
         self.state, self.shown = _Watched(**vars(made)), []
         self.prompt_reads: Tensor | None = getattr(getattr(state, "inner", state), "tapped", None)
@@ -97,7 +97,7 @@ class Recorder:
         self.features = own.features.new_zeros(len(own.features), slots, own.features.shape[-1])
         return self.state
 
-    def observe(self, state: BlockState, target: Any, slots: Tensor) -> None:
+    def observe(self, state: BlockDrafterState, target: Any, slots: Tensor) -> None:
         self.drafter.observe(state, target, slots)
         own = getattr(target, "inner", target)
         read = own.features if not self.taps or getattr(own, "tapped", None) is None else own.tapped
@@ -107,7 +107,9 @@ class Recorder:
             at = slots.repeat(len(values) // len(slots), 1)[..., None].expand_as(values)
             buffer.scatter_(1, at, values)
 
-    def draft(self, state: BlockState, tokens: Tensor, fed: Tensor, slots: Tensor, draw: Any) -> Tensor:
+    def draft(
+        self, state: BlockDrafterState, tokens: Tensor, fed: Tensor, slots: Tensor, draw: Any
+    ) -> Tensor:
         at = slots[:, :-1, None]
         old = (
             None
@@ -158,7 +160,7 @@ def block_loss(notes: Recorder, chosen: Tensor, calls: Tensor, temperature: floa
     ]
     tokens, fed, at = (torch.stack([part[index] for part in shown]) for index in range(3))
     old = None if shown[0][3] is None else torch.stack([part[3] for part in shown]).to(reads.dtype)
-    here = BlockState(**parts)
+    here = BlockDrafterState(**parts)
     logits = drafter.logits(here, drafter.hidden(here, tokens, fed, at[:, :-1], old))
     with torch.no_grad():
         wanted = []

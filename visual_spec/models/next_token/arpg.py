@@ -39,7 +39,7 @@ PRESETS: dict[str, dict[str, int]] = {
 _GUIDANCE = {1024: 5.0, 1280: 6.0, 1536: 7.5}  # of the public code's figures, by width
 
 
-class CrossAttention(nn.Module):
+class ARPGCrossAttention(nn.Module):
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -58,7 +58,7 @@ class CrossBlock(nn.Module):
 
     def __init__(self, dim: int, heads: int, eps: float):
         super().__init__()
-        self.attn, self.ffn = CrossAttention(dim, heads), FeedForward(dim, feed_forward_width(dim))
+        self.attn, self.ffn = ARPGCrossAttention(dim, heads), FeedForward(dim, feed_forward_width(dim))
         self.attn_norm, self.ffn_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, turns: Turns, mask: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from visual_spec.models.next_token.cached_decoder import CachedDecoder, CachedSt
 
 
 @dataclass
-class SpeechState(CachedState):
+class SpeechCodeState(CachedState):
     """One batch during decoding.
 
     Attributes:
@@ -49,7 +49,7 @@ class SpeechLanguageModel(CachedDecoder):
         prompt: [R, T, C'], what the decoder reads, left-padded. Rows of guidance come after the others.
         text: long [B, P], the codes that laws with a history count before the first one.
         new_tokens: L, most codes.
-        beside: see `SpeechState`; None: nothing is added.
+        beside: see `SpeechCodeState`; None: nothing is added.
         project: what the decoder reads [R, W, C'], from embeddings of codes with what is beside them.
     """
 
@@ -80,9 +80,9 @@ class SpeechLanguageModel(CachedDecoder):
     def of_text(self, ids: Tensor) -> Tensor:
         return F.pad(self.prompt, (0, 0, ids.shape[1] - self.prompt.shape[1], 0))
 
-    def run_prompt(self, prompt: tuple[Tensor, ...], **settings: Any) -> SpeechState:
+    def run_prompt(self, prompt: tuple[Tensor, ...], **settings: Any) -> SpeechCodeState:
         state = super().run_prompt(prompt, **settings)
-        return SpeechState(
+        return SpeechCodeState(
             **{field.name: getattr(state, field.name) for field in fields(CachedState) if field.init},
             beside=None if self.beside is None else self.beside.expand(len(state.start), -1, -1),
         )

@@ -144,9 +144,7 @@ def generate_audio(
     """
     if (input_ids is None) == (encoder_outputs is None):
         passed = "neither" if input_ids is None else "both"
-        raise TypeError(
-            f"{passed} of input_ids and encoder_outputs given; pass what the model's processor makes."
-        )
+        raise TypeError(f"{passed} of input_ids and encoder_outputs given; pass what the processor makes.")
     prefixed = any(kind.__name__ == WHOLE_MODELS[1] for kind in type(model).__mro__)
     hung = is_accelerated(model)
     if prefixed and (input_values is not None or encoder_outputs is not None):
@@ -154,8 +152,7 @@ def generate_audio(
     if not prefixed and input_features is not None:
         raise TypeError("MusicGen takes no input_features; MusicGen Melody follows a tune.")
     request = read_request(model, generation_config, settings, "MusicGen", _INPUTS)
-    config = request.config
-    law = law_of(config, 1.0)
+    config, law = request.config, law_of(request.config, 1.0)
     if encoder_outputs is None:
         text = text_condition(model, input_ids, attention_mask)  # type: ignore[arg-type]
     else:

@@ -32,7 +32,7 @@ DFLASH, DSPARK = "dflash", "dspark"
 
 
 @dataclass
-class BlockState(DecodeState):
+class BlockDrafterState(DecodeState):
     """The drafter's state of one decode. It has a row a sample, of a plain block of a guided target two.
 
     Attributes:
@@ -294,7 +294,7 @@ class BlockDrafter(SavedModel):
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     @decodes
-    def follow(self, model: Any, state: Any, *, window: int, guidance: float) -> BlockState:
+    def follow(self, model: Any, state: Any, *, window: int, guidance: float) -> BlockDrafterState:
         """Return the drafter's state beside a target that has just been prefilled.
 
         Args:
@@ -319,7 +319,7 @@ class BlockDrafter(SavedModel):
         length, slots = prompt.shape[1], target.grid.num_tokens + window
         layer: Any = self.layers[0]
         shape = (len(self.layers), rows, layer.groups, length + slots, layer.head_dim)
-        made = BlockState(
+        made = BlockDrafterState(
             logits=reads.new_zeros(rows, 1),
             guided=own.guided and self.corrector is None,
             window=window,
@@ -339,7 +339,7 @@ class BlockDrafter(SavedModel):
         return made
 
     @decodes
-    def observe(self, state: BlockState, target: Any, slots: Tensor) -> None:
+    def observe(self, state: BlockDrafterState, target: Any, slots: Tensor) -> None:
         """Read what the target's state holds of its last call, of the tokens fed at slots [B, W]."""
         own = getattr(target, "inner", target)
         reads = _read_of(own, self.taps)  # [R, W, ...]
@@ -354,7 +354,7 @@ class BlockDrafter(SavedModel):
     @decodes
     def draft(
         self,
-        state: BlockState,
+        state: BlockDrafterState,
         tokens: Tensor,
         fed: Tensor,
         slots: Tensor,
@@ -383,7 +383,7 @@ class BlockDrafter(SavedModel):
         return torch.cat(drawn[1:], 1)
 
     def hidden(
-        self, state: BlockState, tokens: Tensor, fed: Tensor, slots: Tensor, old: Tensor | None
+        self, state: BlockDrafterState, tokens: Tensor, fed: Tensor, slots: Tensor, old: Tensor | None
     ) -> Tensor:
         """Return what the drafter's head reads, [R, N, dim], of the slots after slots [B, N]. Gradients flow.
 
@@ -429,7 +429,7 @@ class BlockDrafter(SavedModel):
         base = rest[0] + state.guidance * (first - rest[0]) if rest else first
         return base + corrector.change(self.norm(hidden))
 
-    def logits(self, state: BlockState, hidden: Tensor) -> Tensor:
+    def logits(self, state: BlockDrafterState, hidden: Tensor) -> Tensor:
         """Return logits [R, N, V] of the target's tokens, without DSpark's bias."""
         if self.lm_head is not None:
             return wide(self._placed(state, self.lm_head(hidden)))
@@ -447,13 +447,13 @@ class BlockDrafter(SavedModel):
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _remember(self, state: BlockState, reads: Tensor, places: Tensor, positions: Tensor) -> None:
+    def _remember(self, state: BlockDrafterState, reads: Tensor, places: Tensor, positions: Tensor) -> None:
         """Write the keys of hidden states [R, W, layers * F], whose tokens stand at `positions`, at `places` [R, W]."""
         state.cache.at(places, state.cache.num_slots)
         for index, (keys, values) in enumerate(self.keys(state, reads, positions)):
             state.cache.update(index, keys, values)
 
-    def keys(self, state: BlockState, reads: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def keys(self, state: BlockDrafterState, reads: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values [R, W, H, D] of each layer, of hidden states [R, W, layers * F]. Gradients flow."""
         hidden, turns = self.hidden_norm(self.fc(reads)), self._at_positions(state, positions)
         layers: Any = self.layers
@@ -466,12 +466,12 @@ class BlockDrafter(SavedModel):
         angles = torch.outer(torch.arange(count, device=like.device), speeds).repeat(1, 2)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
-    def _at_positions(self, state: BlockState, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _at_positions(self, state: BlockDrafterState, positions: Tensor) -> tuple[Tensor, Tensor]:
         cosines, sines = state.turns
         positions = positions.clamp(max=len(cosines) - 1)
         return cosines[positions], sines[positions]
 
-    def _embedded(self, state: BlockState, tokens: Tensor) -> Tensor:
+    def _embedded(self, state: BlockDrafterState, tokens: Tensor) -> Tensor:
         """Embed tokens of the target, and the mask, long [R, N]."""
         mask = tokens == self.config["mask_token_id"]
         mask[:, 0] = False
@@ -481,19 +481,19 @@ class BlockDrafter(SavedModel):
         table = state.target.table if self.embed_tokens is None else self.embed_tokens
         return table(ids)
 
-    def _outside(self, state: BlockState, tokens: Tensor) -> Tensor:
+    def _outside(self, state: BlockDrafterState, tokens: Tensor) -> Tensor:
         """Ids that are embedded, of the target's tokens: the text's, where the target is the decoder of a text."""
         ids_of = getattr(state.target, "ids", None)
         return tokens if ids_of is None or self.corrector is not None else ids_of(tokens)
 
-    def _placed(self, state: BlockState, logits: Tensor) -> Tensor:
+    def _placed(self, state: BlockDrafterState, logits: Tensor) -> Tensor:
         """Logits [R, N, V] of the target's tokens, from those of the drafter's ids."""
         if state.ids is None:
             return logits
         return logits[..., state.ids.clamp(min=0)].masked_fill(state.ids < 0, -torch.inf)
 
     def _ids(self, target: Any) -> Tensor | None:
-        """The drafter's ids of the target's tokens, see `BlockState.ids`."""
+        """The drafter's ids of the target's tokens, see `BlockDrafterState.ids`."""
         if self.lm_head is None or not hasattr(target, "ids"):
             return None
         wanted = target.ids(torch.arange(target.vocab_size, device=self.device))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, Within, register_to_config
-from visual_spec.prototype.block_drafts.drafter import BlockState
+from visual_spec.prototype.block_drafts.drafter import BlockDrafterState
 from visual_spec.samplers.core.checks import ExactWidth
 from visual_spec.samplers.core.draft_chain import ChainSampler
 from visual_spec.samplers.core.drafters import draft_law
@@ -44,7 +44,7 @@ class BlockWindow(State):
         steady: long [B, L + scratch], by slot: how many calls in a row drew the same there.
     """
 
-    block: BlockState
+    block: BlockDrafterState
     window: int
     inputs: Tensor
     steady: Tensor
