@@ -12,7 +12,7 @@ from tests.exactness.enumeration import distance as distance_of
 from tests.exactness.regions import total_variation
 from tests.helpers.column_laws import with_tries
 from tests.helpers.nar import gated, straight_line
-from tests.helpers.order_laws import blocks_of_two, product_law
+from tests.helpers.order_laws import DEFINITIONS, GUIDED, blocks_of_two, made, product_law
 from tests.helpers.tabular import TabularModel, TabularOrderModel, TabularState
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -23,41 +23,6 @@ from visual_spec.samplers.orders.blocks import BlockJacobiSampler
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.orders.zipar import ZipARSampler
 
-NEAR_TO_FAR = ("nar", "flashar")
-
-
-def near_to_far(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
-    at = torch.tensor(grid.coordinates(slot))
-    heads = {}
-    for head, axis in enumerate((2, 1, 0)):  # columns, rows, frames
-        if at[axis] > 0:
-            place = at.clone()
-            place[axis] -= 1
-            frame, row, column = place.tolist()
-            heads[head] = (frame * grid.height + row) * grid.width + column
-    nearer = {s for s in range(grid.num_tokens) if sum(grid.coordinates(s)) < int(at.sum())}
-    return heads, nearer
-
-
-def four_regions(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
-    _, row, column = grid.coordinates(slot)
-    height, width = grid.height // 2, grid.width // 2
-
-    def rank(row: int, column: int) -> tuple[int, int]:
-        inside = row % height * width + column % width
-        return inside, row // height * 2 + column // width
-
-    by_rank = {rank(*grid.coordinates(s)[1:]): s for s in range(grid.num_tokens)}
-    inside, region = rank(row, column)
-    if inside == 0:  # the first tokens follow each other
-        return {0: by_rank[0, region - 1]}, {by_rank[0, r] for r in range(region)}
-    earlier = {s for (place, _), s in by_rank.items() if place < inside}
-    learned = grid.num_tokens + region - 1
-    before = by_rank[inside - 1, region] if inside > 1 else by_rank[0, 3] if region == 0 else learned
-    return {0: before}, earlier
-
-
-GUIDED = TokenLaw(guidance_scale=1.7, temperature=0.9)
 CASES = [
     pytest.param("nar", TokenGrid(2, 2), 3, PLAIN, id="nar-2x2"),
     pytest.param("nar", TokenGrid(2, 3), 3, PLAIN, id="nar-2x3"),
@@ -71,15 +36,6 @@ CASES = [
     pytest.param("blocks2", TokenGrid(4, 2), 2, GUIDED, id="blocks2-4x2-guided"),
     pytest.param("blocks2", TokenGrid(2, 2, frames=2), 2, PLAIN, id="blocks2-2x2x2"),
 ]
-DEFINITIONS = {"nar": near_to_far, "flashar": near_to_far, "par4": four_regions, "blocks2": blocks_of_two}
-
-
-def made(name: str, grid: TokenGrid, vocab_size: int) -> TabularOrderModel:
-    if name in NEAR_TO_FAR:
-        return TabularOrderModel(grid, vocab_size, name, heads=3 if grid.frames > 1 else 2)
-    if name == "blocks2":
-        return TabularOrderModel(grid, vocab_size, name, first=(0, 1, grid.width, grid.width + 1))
-    return TabularOrderModel(grid, vocab_size, name, learned=3)
 
 
 def distance(name: str, grid: TokenGrid, vocab_size: int, law: TokenLaw) -> float:

@@ -86,3 +86,49 @@ def product_law(model: TabularOrderModel, law: TokenLaw, definition: Definition,
             probability *= float(log_probs[tokens[slot]].exp())
         found.append(probability)
     return torch.tensor(found, dtype=torch.float64)
+
+
+NEAR_TO_FAR = ("nar", "flashar")
+
+
+def near_to_far(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
+    at = torch.tensor(grid.coordinates(slot))
+    heads = {}
+    for head, axis in enumerate((2, 1, 0)):  # columns, rows, frames
+        if at[axis] > 0:
+            place = at.clone()
+            place[axis] -= 1
+            frame, row, column = place.tolist()
+            heads[head] = (frame * grid.height + row) * grid.width + column
+    nearer = {s for s in range(grid.num_tokens) if sum(grid.coordinates(s)) < int(at.sum())}
+    return heads, nearer
+
+
+def four_regions(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
+    _, row, column = grid.coordinates(slot)
+    height, width = grid.height // 2, grid.width // 2
+
+    def rank(row: int, column: int) -> tuple[int, int]:
+        inside = row % height * width + column % width
+        return inside, row // height * 2 + column // width
+
+    by_rank = {rank(*grid.coordinates(s)[1:]): s for s in range(grid.num_tokens)}
+    inside, region = rank(row, column)
+    if inside == 0:  # the first tokens follow each other
+        return {0: by_rank[0, region - 1]}, {by_rank[0, r] for r in range(region)}
+    earlier = {s for (place, _), s in by_rank.items() if place < inside}
+    learned = grid.num_tokens + region - 1
+    before = by_rank[inside - 1, region] if inside > 1 else by_rank[0, 3] if region == 0 else learned
+    return {0: before}, earlier
+
+
+GUIDED = TokenLaw(guidance_scale=1.7, temperature=0.9)
+DEFINITIONS = {"nar": near_to_far, "flashar": near_to_far, "par4": four_regions, "blocks2": blocks_of_two}
+
+
+def made(name: str, grid: TokenGrid, vocab_size: int) -> TabularOrderModel:
+    if name in NEAR_TO_FAR:
+        return TabularOrderModel(grid, vocab_size, name, heads=3 if grid.frames > 1 else 2)
+    if name == "blocks2":
+        return TabularOrderModel(grid, vocab_size, name, first=(0, 1, grid.width, grid.width + 1))
+    return TabularOrderModel(grid, vocab_size, name, learned=3)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from tests.helpers.tiny import seeded
+from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
 from visual_spec.pipelines.accelerate import accelerate, restore
 
@@ -20,6 +21,15 @@ INPUTS: dict[str, dict[str, Any]] = {
 }
 SETTINGS: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=10, top_p=0.95)
 GUIDED = {"janus": 3.0, "chameleon": 3.0, "lumina": 3.0, "emu3": 3.0, "glm": None}
+
+MAKE = {
+    "janus": tiny.janus,
+    "chameleon": tiny.chameleon,
+    "lumina": tiny.chameleon,
+    "emu3": tiny.emu3,
+    "glm": tiny.glm_image,
+}
+MODELS = {name: make() for name, make in MAKE.items()}
 
 
 def draw(model: Any, name: str, sampler: Any, *, guided: bool = True, **more: Any) -> torch.Tensor:

@@ -7,25 +7,15 @@ import torch
 from torch import Tensor
 
 import visual_spec
+from tests.helpers.code_texts import LAWS, LLAMA, NEGATIVE, PROMPTS, SAMPLERS, ours, theirs
 from tests.helpers.mage import mage_pipeline
 from tests.helpers.musicgen import IDS, MASK
 from tests.helpers.pipelines import ALL
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_audio import BOOKS, tiny_audio_pipeline, tiny_musicgen
-from tests.helpers.transformers_models import INPUTS, draw
+from tests.helpers.transformers_models import INPUTS, MODELS, draw
 from tests.models.next_token import tiny_transformers as tiny
-from tests.pipelines.test_transformers_codes import (
-    CODES,
-    END,
-    LAWS,
-    LLAMA,
-    NEGATIVE,
-    PROMPTS,
-    SAMPLERS,
-    ours,
-    theirs,
-)
-from tests.pipelines.test_transformers_models import MODELS
+from tests.models.next_token.tiny_languages import CODES, END
 from visual_spec.pipelines.accelerate.music import _delayed
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler

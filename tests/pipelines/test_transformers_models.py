@@ -14,7 +14,7 @@ from transformers.pipelines.base import Pipeline
 
 import visual_spec
 from tests.helpers.tiny import seeded
-from tests.helpers.transformers_models import GRIDS, GUIDED, INPUTS, SETTINGS, draw
+from tests.helpers.transformers_models import GRIDS, GUIDED, INPUTS, MAKE, MODELS, SETTINGS, draw
 from tests.models.next_token import tiny_transformers as tiny
 from visual_spec.models.core.transformers_cache import CACHE
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
@@ -25,15 +25,6 @@ from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-
-MAKE = {
-    "janus": tiny.janus,
-    "chameleon": tiny.chameleon,
-    "lumina": tiny.chameleon,
-    "emu3": tiny.emu3,
-    "glm": tiny.glm_image,
-}
-MODELS = {name: make() for name, make in MAKE.items()}
 
 
 @pytest.fixture(params=MAKE)

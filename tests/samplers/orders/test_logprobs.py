@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.test_order_laws import DEFINITIONS, GUIDED, made
-from tests.helpers.order_laws import product_law
+from tests.helpers.order_laws import DEFINITIONS, GUIDED, made, product_law
 from tests.helpers.tabular import TabularModel
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from tests.helpers.tiny import seeded

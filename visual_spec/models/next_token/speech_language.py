@@ -42,6 +42,8 @@ class SpeechCodeState(CachedState):
 class SpeechLanguageModel(CachedDecoder):
     """The codes of a speech language model after one batch of prompts. Token t is the code t.
 
+    The ids of a prompt say which row of `prompt` it is.
+
     Args:
         decoder: of transformers, which does not change.
         table: embedding of the codes.
@@ -78,7 +80,8 @@ class SpeechLanguageModel(CachedDecoder):
         return self.text, torch.ones_like(self.text, dtype=torch.bool)
 
     def of_text(self, ids: Tensor) -> Tensor:
-        return F.pad(self.prompt, (0, 0, ids.shape[1] - self.prompt.shape[1], 0))
+        rows = self.prompt[ids[:, -1]]
+        return F.pad(rows, (0, 0, ids.shape[1] - rows.shape[1], 0))
 
     def run_prompt(self, prompt: tuple[Tensor, ...], **settings: Any) -> SpeechCodeState:
         state = super().run_prompt(prompt, **settings)

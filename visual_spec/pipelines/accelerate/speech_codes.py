@@ -53,6 +53,7 @@ from visual_spec.pipelines.streaming import stream_of
 from visual_spec.samplers.core.history import HistoryRule, NoRepeatNgram, NotBefore, RepetitionPenalty
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import WATCHER
+from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.registry import RASTER, check_sampler
 
 _RULES = ("no_repeat_ngram_size", "repetition_penalty", "suppress_tokens")
@@ -125,19 +126,21 @@ def _loops(model: Any) -> dict[str, Callable[..., Any]]:
 
 def _drawn(
     model: Any, stage: SpeechLanguageModel, law: TokenLaw, noise: Any, prompt: Prompt, **settings: Any
-) -> Tensor:
-    """The codes [B, L] that the model's sampler draws."""
+) -> SampleResult:
+    """What the model's sampler draws; tokens are codes [B, L]."""
     hung, sampler = is_accelerated(model), settings.pop("sampler", None) or model.sampler
-    condition = ImagePrompt(prompt, prompt if law.guided else None)
+    other = Prompt(prompt.ids + len(prompt.ids), prompt.mask, prompt.positions, prompt.start)
+    condition = ImagePrompt(prompt, other if law.guided else None)
     result = sampler(stage, condition, law=law, generator=noise, batch_size=len(prompt.ids), **settings)
     tell(model, hung, last_trace=result.trace)
-    return result.tokens
+    return result
 
 
 def _prompt(embeds: Tensor, rows: int, mask: Tensor | None = None, **where: Any) -> Prompt:
     shape = rows, embeds.shape[1]
     mask = torch.ones(shape, device=embeds.device) if mask is None else mask
-    return Prompt(torch.zeros(shape, dtype=torch.long, device=embeds.device), mask.bool(), **where)
+    ids = torch.arange(rows, device=embeds.device)[:, None].expand(shape)
+    return Prompt(ids, mask.bool(), **where)
 
 
 @loads_groups
@@ -221,12 +224,12 @@ def talk(
     live = LiveStream(streamer, given)
     pad = ends[0] if config.pad_token_id is None and ends else config.pad_token_id
     with live.watching(lambda tokens, ready: _texts(tokens[:, :ready], ends, pad)):
-        tokens = _drawn(model, stage, law, noise, prompt, sampler=sampler, callback=callback)
-    texts = _texts(tokens, ends, pad).to(given.device)
+        result = _drawn(model, stage, law, noise, prompt, sampler=sampler, callback=callback)
+    texts = _texts(result.tokens, ends, pad).to(given.device)
     if isinstance(noise, DrawnNoise):
         noise.rewind(texts.shape[1])
     live.end(texts)
-    return returned(torch.cat([given, texts], 1), config)
+    return returned(torch.cat([given, texts], 1), config, result.trace, drawn=texts.shape[1])
 
 
 class _Read(Exception):
@@ -400,7 +403,7 @@ def _spoken(
     )
     sampler = decoding.get("sampler") or model.sampler
     noise = noise_of(stage, sampler, law, decoding.pop("generator", None), prompt[:1, :, 0])
-    tokens = _drawn(model, stage, law, noise, _prompt(prompt, 1), **decoding)
+    tokens = _drawn(model, stage, law, noise, _prompt(prompt, 1), **decoding).tokens
     assert law.end is not None
     codes = _texts(tokens, [law.end], None)
     if isinstance(noise, DrawnNoise):
@@ -451,7 +454,8 @@ def write(
 
         before = WATCHER.set(watch)
         try:
-            return _drawn(model, stage, law, generator, _prompt(lm_input, 1), **decoding)[0].tolist()
+            drawn = _drawn(model, stage, law, generator, _prompt(lm_input, 1), **decoding)
+            return drawn.tokens[0].tolist()
         finally:
             WATCHER.reset(before)
 

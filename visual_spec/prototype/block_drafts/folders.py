@@ -88,5 +88,5 @@ def write_folder(drafter: Any, folder: str | os.PathLike) -> None:
     )
     weights: dict[str, Tensor] = {key: value.contiguous() for key, value in drafter.state_dict().items()}
     with written_whole(folder) as whole:
-        write_json(whole / "config.json", json.loads(json.dumps(config)))
+        write_json(whole / "config.json", json.loads(json.dumps(config, allow_nan=False)))
         save_file(weights, whole / WEIGHTS, metadata={"format": "pt"})

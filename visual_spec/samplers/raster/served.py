@@ -97,8 +97,8 @@ class WindowMemory:
     """What the next drafts of a batch of pictures are made of. Axis 0 of all tensors is the picture.
 
     The drafts are as in `SpeculativeJacobiSampler(initial_draft="left", drafts="repaired")`: what the last call drew
-    for a slot; a copy of the last token with the same two neighbours where the token before has changed since
-    (`jacobi_identical.repaired`); a copy of a neighbour where no call has been yet.
+    for a slot; a copy of the last token with the same two neighbours where the token before has changed since, but for
+    what two calls in a row drew (`jacobi_identical.repaired`); a copy of a neighbour where no call has been yet.
 
     Attributes:
         tokens: long [B, S], by slot: committed tokens, then drafts, then scratch.
@@ -106,6 +106,7 @@ class WindowMemory:
         lengths: long [B], committed slots.
         reached: long [B], the first slot that no call has predicted.
         newest: long [B], the last slot that the last call predicted.
+        steady: long [B, S], by slot: calls in a row that drew the token that stood there, at most 2.
     """
 
     tokens: Tensor
@@ -113,6 +114,7 @@ class WindowMemory:
     lengths: Tensor
     reached: Tensor
     newest: Tensor
+    steady: Tensor
 
     @classmethod
     def begin(cls, batch_size: int, num_tokens: int, window: int, device: torch.device | str = "cpu") -> Self:
@@ -122,7 +124,8 @@ class WindowMemory:
         """
         tokens = torch.zeros(batch_size, num_tokens + 3 * window + 1, dtype=torch.long, device=device)
         lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
-        return cls(tokens, torch.full_like(tokens, UNKNOWN), lengths, lengths.clone(), lengths.clone())
+        inputs, steady = torch.full_like(tokens, UNKNOWN), torch.zeros_like(tokens)
+        return cls(tokens, inputs, lengths, lengths.clone(), lengths.clone(), steady)
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -142,6 +145,8 @@ class WindowMemory:
             sampled: long [B, W].
             num_sampled: long [B], how many of them are final.
         """
+        age = (self.steady.gather(1, slots) + 1).clamp(max=2)
+        self.steady.scatter_(1, slots, torch.where(self.tokens.gather(1, slots) == sampled, age, 0))
         self.tokens.scatter_(1, slots, sampled)
         self.lengths = slots[:, 0] + num_sampled
         self.reached = torch.maximum(self.reached, slots[:, -1] + 1)
@@ -157,9 +162,13 @@ class WindowMemory:
         copied = copied_tokens(LEFT, self.tokens, slots, self.newest[:, None], grid)
         drafts = torch.where(known, self.tokens.gather(1, slots), copied)
         self.tokens.scatter_(1, slots, drafts)
+        if not count:
+            return drafts
         at = torch.cat([slots[:, :1] - 1, slots], 1)
-        fed = self.tokens.gather(1, at)
-        return repaired(self.tokens, self.inputs, self.lengths, fed, at, redrafts, grid)[0][:, 1:]
+        fed, young = self.tokens.gather(1, at), self.steady.gather(1, at) == 0
+        return repaired(self.tokens, self.inputs, self.lengths, fed, at, redrafts, grid, None, young)[0][
+            :, 1:
+        ]
 
 
 def _names(kind: type) -> list[str]:
