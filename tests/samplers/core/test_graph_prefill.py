@@ -21,6 +21,7 @@ from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from visual_spec.models.core import cache
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.next_token import llamagen
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core import base, graph
 from visual_spec.samplers.core.law import TokenLaw
@@ -130,8 +131,10 @@ def test_later_decodes_replay_the_prefill_into_the_one_cache(replayed, monkeypat
 
 
 @torch.no_grad()
-def test_all_of_the_state_is_that_of_an_eager_prefill(replayed):
+def test_all_of_the_state_is_that_of_an_eager_prefill(replayed, monkeypatch):
     """Down to the last bit, after whatever the decodes before have left."""
+    # Equal rows share an eager prefill on the host alone, and fewer rows round otherwise; recordings hold every row.
+    monkeypatch.setattr(llamagen, "repeats", lambda *_: None)
     model, given = tiny_transformer(), dict[str, Any](guided=True, window=6)
     for seed in (1, 2, 3):
         draw(model, captions(seed), seed)
