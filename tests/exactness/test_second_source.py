@@ -208,13 +208,13 @@ def test_identical_mode_with_frame_drafts_returns_the_autoregressive_tokens(
     assert torch.equal(decode(sampler), decode(AutoregressiveSampler()))
 
 
-def test_what_two_calls_have_drawn_is_not_repaired(monkeypatch):
+def test_what_two_calls_have_drawn_is_not_repaired_unless_copies_lead(monkeypatch):
     """Such a draft stays though the token before it has changed; without the rule copies stand in for some."""
     stale = changed = 0
 
     def watched(tokens: Tensor, inputs: Tensor, lengths: Tensor, fed: Tensor, at: Tensor, *rest: Any) -> Any:
         nonlocal stale, changed
-        held = at[:, 1:] >= lengths[:, None]
+        held = (at[:, 1:] >= lengths[:, None]) & ~lead[-1][:, None]
         known, before = steady[-1].gather(1, at)[:, 1:] & held, inputs.gather(1, at)[:, :-1]
         after, replaced = repaired(tokens, inputs, lengths, fed, at, *rest)
         assert torch.equal(after[:, 1:][known], fed[:, 1:][known])
@@ -225,6 +225,7 @@ def test_what_two_calls_have_drawn_is_not_repaired(monkeypatch):
     class Watched(SpeculativeJacobiSampler):
         def step(self, run: Any, state: Any) -> None:
             before = state.tokens.clone()
+            lead.append(state.copies_ahead > 0)
             steady.append(drawn.pop() if drawn else torch.zeros_like(before, dtype=torch.bool))
             super().step(run, state)
             scored = state.commit_call == state.round
@@ -232,6 +233,64 @@ def test_what_two_calls_have_drawn_is_not_repaired(monkeypatch):
 
     steady: list[Tensor] = []
     drawn: list[Tensor] = []
+    lead: list[Tensor] = []
     monkeypatch.setattr(jacobi_identical, "repaired", watched)
     Watched(16, graph=False)(MODEL, None, law=TokenLaw(), generator=seeded(3))
     assert stale and changed
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_disputes_between_copies_and_drafts_are_those_of_the_definition(frames):
+    """Both functions beside loops, on random tokens of few kinds."""
+    grid, count, won = TokenGrid(4, 5, frames=frames), 4, 0
+    back, size = (5, 20)[frames - 1], grid.num_tokens
+    for seed in range(30):
+        numbers = torch.Generator().manual_seed(seed)
+        tokens, before, fed, held, drawn = (
+            torch.randint(0, 3, (2, length), generator=numbers) for length in (size + 8, 7, 7, 7, 6)
+        )
+        lengths = torch.randint(back, size - 1, (2,), generator=numbers)
+        steady = torch.rand(2, 7, generator=numbers) < 0.7
+        at = lengths[:, None] - 1 + torch.arange(7)
+        final = torch.randint(1, 7, (2,), generator=numbers)
+        copies = jacobi_identical.disputes(tokens, lengths, before, fed, held, at, steady, count, grid)
+        led = jacobi_identical.copies_led(copies, held[:, 1:], drawn, final)
+        for row in range(2):
+            lead = 0
+            for draft in range(count):
+                slot = int(at[row, draft + 1])
+                alike = [
+                    int(tokens[row, place])
+                    for place in range(back, int(lengths[row]))
+                    if tokens[row, place - 1] == fed[row, draft]
+                    and tokens[row, place - back] == tokens[row, slot - back]
+                ]
+                own = int(held[row, draft + 1])
+                stale = bool(before[row, draft] != fed[row, draft]) and bool(steady[row, draft + 1])
+                copy = alike[-1] if stale and alike and alike[-1] != own else jacobi_identical.UNKNOWN
+                assert copies[row, draft] == copy
+                if copy >= 0 and draft < final[row]:
+                    lead += int(drawn[row, draft] == copy) - int(drawn[row, draft] == own)
+            assert led[row] == lead
+            won += lead != 0
+    assert won
+
+
+@pytest.mark.parametrize("lead", (True, False))
+def test_steady_drafts_give_way_where_copies_lead(lead, monkeypatch):
+    """The count decides, and no token depends on it."""
+
+    def decode(sampler: Any) -> Any:
+        return sampler(MODEL, None, law=TokenLaw(), generator=seeded(3))
+
+    seen: list[Tensor] = []
+
+    def watched(*given: Any) -> Any:
+        seen.append(given[-1])
+        return repaired(*given)
+
+    monkeypatch.setattr(jacobi_identical, "repaired", watched)
+    monkeypatch.setattr(jacobi_identical, "copies_led", lambda *_: torch.tensor([9 if lead else -9]))
+    drawn = decode(SpeculativeJacobiSampler(16, graph=False))
+    assert torch.equal(drawn.tokens, decode(AutoregressiveSampler()).tokens)
+    assert all(bool(young.all()) for young in seen[1:]) == lead

@@ -8,8 +8,9 @@ the rest of this file is about good ones:
     initial    of a slot that no call has scored: a copy of a neighbour, or as `initial_draft` says (`enter`).
     carried    what the last call drew there, after the token that was fed before the slot.
     repaired   where another token stands there since, the carried draft is stale. Then the last token that stood after
-               the same two neighbours is copied (`repaired`), unless the last two calls drew the carried draft; no
-               weights, no second model.
+               the same two neighbours is copied (`repaired`). A draft that the last two calls drew gives way only in
+               pictures where copies were right more often than such drafts (`disputes`, `copies_led`); no weights, no
+               second model.
     pictured   the token of a whole picture that a drafter drew beforehand, where that has the same two neighbours;
                else as repaired. Slots that no call has scored are drafted from it, too.
     chosen     the token of a drafter, where it wins by the margin that the carried draft deserves (`redrafting`).
@@ -59,6 +60,8 @@ class IdenticalState(State):
         fed: long [B], the number of leading slots that the drafter has been fed in final form.
         steady: long [B, L + scratch], by slot: how many calls in a row left the draft as it was, at most 2; with
             "repaired" and "chosen" drafts.
+        copies_ahead: long [B], with "repaired" drafts: settled slots where a copy was right and a steady draft wrong,
+            less those where it was the other way round.
     """
 
     window: int = 1
@@ -68,6 +71,7 @@ class IdenticalState(State):
     drafter_cache: DecodeState | None = None
     fed: Tensor | None = None
     steady: Tensor | None = None
+    copies_ahead: Tensor | None = None
 
 
 def prepare(settings: Any, run: Run) -> IdenticalState:
@@ -78,6 +82,8 @@ def prepare(settings: Any, run: Run) -> IdenticalState:
         state.inputs = torch.full_like(state.tokens, UNKNOWN)
     if settings.drafts not in (CARRIED, PICTURED):
         state.steady = torch.zeros_like(state.tokens)
+    if settings.drafts in (None, REPAIRED):
+        state.copies_ahead = torch.zeros_like(state.lengths)
     if settings.drafts == PICTURED:
         from visual_spec.samplers.orders.ordered import whole_picture
 
@@ -101,7 +107,8 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
     plain = width == 1 and settings.window is None  # no draft is tested, now or in the next calls
     slots = state.next_slots(width)  # [B, W], the slots that are scored
     at = slots - 1  # each is predicted after the token before it
-    fed = state.tokens.gather(1, at)  # the newest token, then drafts
+    held = fed = state.tokens.gather(1, at)  # the newest token, then drafts
+    copies = None
     if state.drafter_cache is not None:
         from visual_spec.samplers.raster.redrafting import Chosen, redrafted
 
@@ -111,9 +118,13 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
         run.lap("draft")
     elif state.inputs is not None and not plain:
         grid, picture = run.model.grid, state.picture
-        young = None if state.steady is None else state.steady.gather(1, at) == 0
-        count = settings.redrafts
+        count, young, before = settings.redrafts, None, state.inputs.gather(1, at)
+        if state.copies_ahead is not None and state.steady is not None:
+            steady = state.steady.gather(1, at) > 0
+            young = ~steady | (state.copies_ahead > 0)[:, None]
         fed, _ = repaired(state.tokens, state.inputs, state.lengths, fed, at, count, grid, picture, young)
+        if young is not None:
+            copies = disputes(state.tokens, state.lengths, before, fed, held, at, steady, count, grid)
 
     logits = run.score(state.cache, fed, at)  # [R, W, V]
     run.lap("model")
@@ -122,6 +133,8 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
     # A draw counts if all drafts before it are the tokens that were drawn there.
     kept = (drawn[:, :-1] == fed[:, 1:]).long().cumprod(1).sum(1)
 
+    if copies is not None:
+        state.copies_ahead += copies_led(copies, held[:, 1:], drawn, kept + 1)
     if state.steady is not None:
         if hasattr(run.drafter, "observe"):
             run.drafter.observe(state.drafter_cache, state.cache.features, at)
@@ -221,6 +234,58 @@ def repaired(
                     new[place + 1], replaced[row, place] = text[back + alike[-1]], True
     inputs.scatter_(1, at, fed)
     return fed, replaced
+
+
+def disputes(
+    tokens: Tensor,
+    lengths: Tensor,
+    before: Tensor,
+    fed: Tensor,
+    held: Tensor,
+    at: Tensor,
+    steady: Tensor,
+    count: int,
+    grid: TokenGrid,
+) -> Tensor:
+    """The copy for each draft that is stale and steady, where it is another token; elsewhere `UNKNOWN`: long [B, n].
+
+    Args:
+        before: long [B, W], what the last call was fed at `at`.
+        fed, held: long [B, W], at the slots `at`: the newest token, then the drafts that are fed, and those that the
+            last call left.
+        steady: bool [B, W], the drafts at `at` that two calls in a row drew.
+        count: as of `repaired`, as are `tokens`, `lengths` and `grid`; n is `count`, or W - 1 if that is less.
+    """
+    back = grid.width if grid.frames == 1 else grid.height * grid.width
+    slots, drafts = at[:, 1 : count + 1], held[:, 1 : count + 1]
+    size = slots.shape[1]
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    known = (places >= back) & (places < lengths[:, None])
+    far = tokens.gather(1, (slots - back).clamp(min=0))
+    alike = (tokens.roll(back, 1)[:, None] == far[..., None]) & (
+        tokens.roll(1, 1)[:, None] == fed[:, :size, None]
+    )
+    last = torch.where(alike & known[:, None] & (slots >= back)[..., None], places, -1).amax(-1)  # [B, n]
+    copies = tokens.gather(1, last.clamp(min=0))
+    disputed = (
+        (last >= 0) & (copies != drafts) & steady[:, 1 : size + 1] & (before[:, :size] != fed[:, :size])
+    )
+    return copies.where(disputed, UNKNOWN)
+
+
+def copies_led(copies: Tensor, drafts: Tensor, drawn: Tensor, num_final: Tensor) -> Tensor:
+    """Of the slots that a call settled: how often a copy was right, less how often the draft was; long [B].
+
+    Args:
+        copies: long [B, n], from `disputes`.
+        drafts, drawn: long [B, n] or more, the drafts that were disputed, and what the call drew there.
+        num_final: long [B], how many of the draws are final.
+    """
+    size = copies.shape[1]
+    final = torch.arange(size, device=copies.device) < num_final[:, None]
+    truth = drawn[:, :size]
+    won = (copies == truth).long() - (drafts[:, :size] == truth).long()
+    return (won * (final & (copies != UNKNOWN))).sum(1)
 
 
 def _repaired_at_once(

@@ -22,7 +22,7 @@ from visual_spec.samplers.core.drafts import LEFT, copied_tokens
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise
 from visual_spec.samplers.core.state import draw_tokens
-from visual_spec.samplers.raster.jacobi_identical import UNKNOWN, repaired
+from visual_spec.samplers.raster.jacobi_identical import UNKNOWN, copies_led, disputes, repaired
 
 _EVERY_SLOT = 2**62  # the grid is unknown, so no slot counts as past it
 
@@ -97,8 +97,9 @@ class WindowMemory:
     """What the next drafts of a batch of pictures are made of. Axis 0 of all tensors is the picture.
 
     The drafts are as in `SpeculativeJacobiSampler(initial_draft="left", drafts="repaired")`: what the last call drew
-    for a slot; a copy of the last token with the same two neighbours where the token before has changed since, but for
-    what two calls in a row drew (`jacobi_identical.repaired`); a copy of a neighbour where no call has been yet.
+    for a slot; where the token before has changed since, a copy of the last token with the same two neighbours
+    (`jacobi_identical.repaired`), of what two calls in a row drew only where copies lead; a copy of a neighbour where
+    no call has been yet.
 
     Attributes:
         tokens: long [B, S], by slot: committed tokens, then drafts, then scratch.
@@ -107,6 +108,8 @@ class WindowMemory:
         reached: long [B], the first slot that no call has predicted.
         newest: long [B], the last slot that the last call predicted.
         steady: long [B, S], by slot: calls in a row that drew the token that stood there, at most 2.
+        copies: long [B, S], by slot: what `jacobi_identical.disputes` says of the drafts, `UNKNOWN` elsewhere.
+        ahead: long [B], see `jacobi_identical.copies_led`.
     """
 
     tokens: Tensor
@@ -115,6 +118,8 @@ class WindowMemory:
     reached: Tensor
     newest: Tensor
     steady: Tensor
+    copies: Tensor
+    ahead: Tensor
 
     @classmethod
     def begin(cls, batch_size: int, num_tokens: int, window: int, device: torch.device | str = "cpu") -> Self:
@@ -124,8 +129,8 @@ class WindowMemory:
         """
         tokens = torch.zeros(batch_size, num_tokens + 3 * window + 1, dtype=torch.long, device=device)
         lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
-        inputs, steady = torch.full_like(tokens, UNKNOWN), torch.zeros_like(tokens)
-        return cls(tokens, inputs, lengths, lengths.clone(), lengths.clone(), steady)
+        unknown, places = torch.full_like(tokens, UNKNOWN), (lengths, lengths.clone(), lengths.clone())
+        return cls(tokens, unknown, *places, torch.zeros_like(tokens), unknown.clone(), lengths.clone())
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -145,8 +150,10 @@ class WindowMemory:
             sampled: long [B, W].
             num_sampled: long [B], how many of them are final.
         """
+        drafts = self.tokens.gather(1, slots)
+        self.ahead = self.ahead + copies_led(self.copies.gather(1, slots), drafts, sampled, num_sampled)
         age = (self.steady.gather(1, slots) + 1).clamp(max=2)
-        self.steady.scatter_(1, slots, torch.where(self.tokens.gather(1, slots) == sampled, age, 0))
+        self.steady.scatter_(1, slots, torch.where(drafts == sampled, age, 0))
         self.tokens.scatter_(1, slots, sampled)
         self.lengths = slots[:, 0] + num_sampled
         self.reached = torch.maximum(self.reached, slots[:, -1] + 1)
@@ -165,10 +172,13 @@ class WindowMemory:
         if not count:
             return drafts
         at = torch.cat([slots[:, :1] - 1, slots], 1)
-        fed, young = self.tokens.gather(1, at), self.steady.gather(1, at) == 0
-        return repaired(self.tokens, self.inputs, self.lengths, fed, at, redrafts, grid, None, young)[0][
-            :, 1:
-        ]
+        held, before = self.tokens.gather(1, at), self.inputs.gather(1, at)
+        steady = self.steady.gather(1, at) > 0
+        young = ~steady | (self.ahead > 0)[:, None]
+        fed, _ = repaired(self.tokens, self.inputs, self.lengths, held, at, redrafts, grid, None, young)
+        copies = disputes(self.tokens, self.lengths, before, fed, held, at, steady, redrafts, grid)
+        self.copies.fill_(UNKNOWN).scatter_(1, slots[:, : copies.shape[1]], copies)
+        return fed[:, 1:]
 
 
 def _names(kind: type) -> list[str]:
