@@ -99,9 +99,10 @@ class SpeculativeJacobiSampler(ChainSampler):
             below 32 saves nothing; "auto" is 32.
         drafts: who drafts a slot after a token that has changed since the slot's draft was drawn: "carried" (nobody:
             the old draft stays, as published), "repaired" (a copy of the last token with the same two neighbours;
-            with acceptance "identical", of what two calls in a row have drawn only while copies were right more often in
-            the picture), or "chosen" (a drafter, where it beats the old draft); or "pictured": a drafter draws the whole sample beforehand, in its own order
-            and with the noise of the slots. Its tokens enter the window in place of `initial_draft`, and stand in for
+            with acceptance "identical" it replaces what two calls in a row have drawn only while copies were right
+            more often in the picture), or "chosen" (a drafter, where it beats the old draft); or "pictured": a drafter
+            draws the whole sample beforehand, in its own order and with the noise of the slots. Its tokens enter the
+            window in place of `initial_draft`, and stand in for
             stale drafts where their neighbours agree; elsewhere copies do. Only with acceptance "identical". The
             tokens are the same, or their law; see `visual_spec.samplers.raster.jacobi_identical`. None: "repaired"
             with acceptance "identical", else "carried".
