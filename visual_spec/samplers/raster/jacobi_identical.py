@@ -133,7 +133,7 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
     # A draw counts if all drafts before it are the tokens that were drawn there.
     kept = (drawn[:, :-1] == fed[:, 1:]).long().cumprod(1).sum(1)
 
-    if copies is not None:
+    if copies is not None and state.copies_ahead is not None:
         state.copies_ahead += copies_led(copies, held[:, 1:], drawn, kept + 1)
     if state.steady is not None:
         if hasattr(run.drafter, "observe"):
