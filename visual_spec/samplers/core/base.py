@@ -329,7 +329,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         if end is None:  # else rows end when they end
             planned = self.planned_calls(run.model, parts)
             run.num_calls = None if planned is None else planned - self.counts_prefill
-        if hasattr(run.model, "__dict__"):  # else several models, of which the method tells
+        if hasattr(run.model, "__dict__"):  # else several models, of which `plan` tells
             run.quantised = quantised_as(*modules_of(run.model))
         # The prefill. A model shows only while it runs what it computes in, so that of a new one is watched.
         verifies = "acceptance" in self.config

@@ -310,6 +310,7 @@ class ScaleWiseSampler(Sampler):
     def plan(self, run: Run) -> None:
         run.model = drawn_stages(self, run.model)  # of the scales that the schedule draws
         run.num_tokens = first_slots(run.parts["tokenizer"])[run.model[-1].scales.stop]
+        run.quantised = quantised_as(*(part for stage in run.model for part in modules_of(stage.model)))
 
     def planned_calls(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
         return model[-1].scales.stop
@@ -350,7 +351,6 @@ class ScaleWiseSampler(Sampler):
         exact = len(runs) == 1 and getattr(run.model[0].model, "lossless", True)
         whole = not self.schedule.leaves_out(len(run.parts["tokenizer"].scales))
         trace["keeps"] = IDENTICAL if exact and whole and not self.config["smooth"] else LOSSY
-        trace["quantised"] = quantised_as(*(part for stage in run.model for part in modules_of(stage.model)))
         drawn = range(state.round + 1)
         calls = tuple(sum(scale in drawn for stage in stages for scale in stage.scales) for stages in runs)
         whole_trace = ScaleTrace(
