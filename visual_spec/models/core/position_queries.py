@@ -22,6 +22,28 @@ def query_places(prefix: int, slots: Tensor, fed: int, num_tokens: int, window: 
     return torch.cat([prefix + slots[:, :fed], queries.expand(len(slots), -1)], 1)
 
 
+def fed_and_asked(
+    tokens: Tensor, slots: Tensor, seen: Tensor, *, guided: bool, together: bool
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return what a call of an `AnyOrderModel` feeds and asks, in the rows of guidance too.
+
+    Args:
+        tokens: long `[B, F]`, fed at the first of `slots [B, W]`.
+        seen: bool `[B, W, L]`.
+        together: whether the slots after the first F are asked alone; else the tokens' own slots are asked too.
+
+    Returns:
+        tokens `[R, F]`; slots `[R, F + Q]` and what they see `[R, F + Q, L]`, of tokens, then of queries; and how many
+        positions of the call are not asked.
+    """
+    if guided:
+        tokens, slots, seen = tokens.repeat(2, 1), slots.repeat(2, 1), seen.repeat(2, 1, 1)
+    fed = tokens.shape[1]
+    skipped = fed if together else 0
+    slots = torch.cat([slots[:, :fed], slots[:, skipped:]], 1)
+    return tokens, slots, torch.cat([seen[:, :fed], seen[:, skipped:]], 1), skipped
+
+
 def seen_by_queries(
     prefix_mask: Tensor, seen: Tensor, slots: Tensor, fed: int, window: int, together: bool
 ) -> Tensor:

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from visual_spec.models.core.cache import seen_causally
 from visual_spec.models.core.offload import decodes
-from visual_spec.models.core.position_queries import query_places, seen_by_queries, seen_in_groups
+from visual_spec.models.core.position_queries import (
+    fed_and_asked,
+    query_places,
+    seen_by_queries,
+    seen_in_groups,
+)
 from visual_spec.models.core.protocol import ANY_ORDER
 from visual_spec.models.next_token.llamagen_any_order import LlamaGenAnyOrder
 from visual_spec.models.next_token.llamagen_blocks import (
@@ -73,12 +78,9 @@ class LlamaGenQueries(LlamaGenAnyOrder):
         if seen is None:
             raise ValueError("this model decodes in any order; pass seen.")
         cache, length, fed = state.cache, state.prefix_mask.shape[1], tokens.shape[1]
-        if state.guided:
-            tokens, slots, seen = tokens.repeat(2, 1), slots.repeat(2, 1), seen.repeat(2, 1, 1)
-        skipped = fed if together else 0
-        # Tokens, then queries; where each is drawn alone, the tokens' own slots are asked too.
-        slots = torch.cat([slots[:, :fed], slots[:, skipped:]], 1)
-        seen = torch.cat([seen[:, :fed], seen[:, skipped:]], 1)
+        tokens, slots, seen, skipped = fed_and_asked(
+            tokens, slots, seen, guided=state.guided, together=together
+        )
         mask = seen_by_queries(state.prefix_mask, seen, slots, fed, state.window, together)
         table = state.rotary[slots.clamp(max=len(state.rotary) - 1)]  # [R, F + Q, D / 2, 2]
         hidden = torch.cat([self.tok_embeddings(tokens), self.instructions(table[:, fed:])], 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import check_cache_fits, decodes
-from visual_spec.models.core.position_queries import seen_by_queries
+from visual_spec.models.core.position_queries import fed_and_asked, seen_by_queries
 from visual_spec.models.core.protocol import (
     ANY_ORDER,
     DecodeState,
@@ -162,12 +162,9 @@ class PositionModel(SavedModel):
         if seen is None:
             raise ValueError("this model decodes in any order; pass seen.")
         fed = tokens.shape[1]
-        if state.guided:
-            tokens, slots, seen = tokens.repeat(2, 1), slots.repeat(2, 1), seen.repeat(2, 1, 1)
-        skipped = fed if together else 0
-        # Tokens, then queries; where each is drawn alone, the tokens' own slots are asked too.
-        slots = torch.cat([slots[:, :fed], slots[:, skipped:]], 1)
-        seen = torch.cat([seen[:, :fed], seen[:, skipped:]], 1)
+        tokens, slots, seen, skipped = fed_and_asked(
+            tokens, slots, seen, guided=state.guided, together=together
+        )
         begun = torch.ones_like(slots[:, :1], dtype=torch.bool)
         seen = seen_by_queries(begun, seen, slots, fed, state.window, together)
         at = 1 + slots
