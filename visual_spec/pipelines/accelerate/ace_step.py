@@ -22,13 +22,20 @@ from torch import Tensor
 
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
-from visual_spec.pipelines.accelerate.adapter import Adapter, check_needs, hang, is_accelerated, plain, tell
+from visual_spec.pipelines.accelerate.adapter import (
+    Adapter,
+    check_writes_texts,
+    hang,
+    is_accelerated,
+    plain,
+    tell,
+)
 from visual_spec.pipelines.accelerate.arguments import LiveStream, noise_of
 from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
 from visual_spec.pipelines.accelerate.speech_rules import BySlot
 from visual_spec.samplers.core.history import HistoryRule, NotBefore, RepetitionPenalty, Text
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import RASTER, check_sampler
+from visual_spec.samplers.registry import RASTER
 
 _LOOPS = ("_generate_with_cfg_custom", "_generate_with_constrained_decoding")
 
@@ -67,13 +74,7 @@ class AceStepAdapter(Adapter):
                 f"this LLMHandler has llm_backend={thing.llm_backend!r} and {'no' if thing.llm is None else 'a'} "
                 "model; call initialize(..., backend='pt') first."
             )
-        check_sampler(sampler, self.calls)
-        check_needs(sampler, None, "of which ACE-Step takes none; name another sampler")
-        if not sampler.reads_text:
-            raise TypeError(
-                f"{type(sampler).__name__} decodes no texts that end early; pass 'speculative-jacobi' or "
-                "'autoregressive'."
-            )
+        check_writes_texts(sampler, self.calls, "of which ACE-Step takes none; name another sampler")
         if (reason := why_not(thing.llm)) is not None:
             raise TypeError(f"its {type(thing.llm).__name__} cannot be read: {reason}.")
         loops = {name: functools.partial(_loop, thing, name) for name in _LOOPS}

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, OTHER, promised
+from visual_spec.samplers.registry import check_sampler
 
 PLAIN = "_visual_spec_plain"
 _ABSENT = object()
@@ -198,4 +199,22 @@ def check_needs(sampler: Any, drafter: Any, fitting: str) -> None:
     if getattr(sampler, "needs_drafter", False) and drafter is None:
         raise ValueError(
             f"{name} needs a drafter; pass visual_spec.accelerate(model, sampler, drafter=...), {fitting}."
+        )
+
+
+def check_writes_texts(sampler: Any, calls: tuple[str, ...], fitting: str, drafter: Any = None) -> None:
+    """Refuse a sampler that does not fit a model of these calls, or that decodes no texts which end early.
+
+    `fitting`: about the drafter, see `check_needs`.
+
+    Raises:
+        TypeError: it does not fit.
+        ValueError: see `check_needs`.
+    """
+    check_sampler(sampler, calls)
+    check_needs(sampler, drafter, fitting)
+    if not sampler.reads_text:
+        raise TypeError(
+            f"{type(sampler).__name__} decodes no texts that end early; pass 'speculative-jacobi' or "
+            "'autoregressive'."
         )

@@ -22,7 +22,7 @@ from visual_spec.models.core.transformers_cache import ImagePrompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
-    check_needs,
+    check_writes_texts,
     hang,
     is_accelerated,
     promise,
@@ -47,7 +47,7 @@ from visual_spec.samplers.core.history import (
     TextFunction,
 )
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import RASTER, check_sampler
+from visual_spec.samplers.registry import RASTER
 
 # Settings of `generate` that are neutral for other models, and rules here.
 _RULES = ("no_repeat_ngram_size", "repetition_penalty")
@@ -91,17 +91,11 @@ class CodeAdapter(Adapter):
         """
         (model,) = self.models(thing)
         _check_codes(model, codes)
-        check_sampler(sampler, self.calls)
         fitting = "a BlockDrafter trained for it (python -m visual_spec.training.block_drafter)"
-        check_needs(sampler, drafter, fitting)
+        check_writes_texts(sampler, self.calls, fitting, drafter)
         if drafter is not None and not sampler.needs_drafter:
             raise TypeError(
                 f"{type(sampler).__name__} takes no drafter; pass BlockDraftSampler() for a BlockDrafter."
-            )
-        if not sampler.reads_text:
-            raise TypeError(
-                f"{type(sampler).__name__} decodes no texts that end early; pass 'speculative-jacobi' or "
-                "'autoregressive'."
             )
         CodeLanguageModel(model, codes, end, new_tokens=1)  # refuses ids, and attention that takes no mask
         reason = why_not(model)

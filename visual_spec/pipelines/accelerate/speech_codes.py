@@ -31,7 +31,7 @@ from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.speech_language import SpeechLanguageModel
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
-    check_needs,
+    check_writes_texts,
     hang,
     is_accelerated,
     plain,
@@ -54,7 +54,7 @@ from visual_spec.samplers.core.history import HistoryRule, NoRepeatNgram, NotBef
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import WATCHER
 from visual_spec.samplers.core.trace import SampleResult
-from visual_spec.samplers.registry import RASTER, check_sampler
+from visual_spec.samplers.registry import RASTER
 
 _RULES = ("no_repeat_ngram_size", "repetition_penalty", "suppress_tokens")
 # What a talker counts its positions by.
@@ -88,13 +88,9 @@ class SpeechCodeAdapter(Adapter):
             TypeError: a sampler that does not fit, or a CosyVoice whose `sampling` is not `ras_sampling`.
         """
         (model,) = self.models(thing)
-        check_sampler(sampler, self.calls)
-        check_needs(sampler, None, "of which a model of speech codes takes none; name another sampler")
-        if not sampler.reads_text:
-            raise TypeError(
-                f"{type(sampler).__name__} decodes no texts that end early; pass 'speculative-jacobi' or "
-                "'autoregressive'."
-            )
+        check_writes_texts(
+            sampler, self.calls, "of which a model of speech codes takes none; name another sampler"
+        )
         loops = _loops(model)
         if write in loops.values():
             repetition_aware(model)  # refuses another law
