@@ -26,6 +26,7 @@ from visual_spec.pipelines.transformers_generate import custom_generate as custo
 from visual_spec.pipelines.transformers_generate import save_custom_generate as save_custom_generate
 from visual_spec.pipelines.video import VideoPipeline as VideoPipeline
 from visual_spec.prototype.acdit.sampler import BlockDiffusionSampler as BlockDiffusionSampler
+from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler as BlockDraftSampler
 from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler as DraftedColumnSampler
 from visual_spec.prototype.flowar.sampler import FlowScaleSampler as FlowScaleSampler
 from visual_spec.prototype.local_speculation.sampler import MultiscaleSampler as MultiscaleSampler

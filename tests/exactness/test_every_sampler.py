@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator, distance
 from tests.exactness.mixtures import Mixture, MixtureModel, far_apart, straight_sequences
 from tests.exactness.regions import total_variation
+from tests.helpers.block_tables import TableDrafter
 from tests.helpers.order_laws import ORDERS, joint_along, one_a_call
 from tests.helpers.scale_laws import parts as pyramid
 from tests.helpers.scale_laws import product_law
@@ -95,6 +96,8 @@ def enumerated(entry: SamplerEntry) -> tuple[Enumeration, Tensor]:
         raise NotImplementedError(f"no tabular model answers calls of kind {entry.calls!r}; add one here.")
     if entry.needs == DRAFTER:
         parts["drafter"] = half_right(model, other)
+    if entry.class_name == "BlockDraftSampler":
+        parts["drafter"] = TableDrafter(other, 2)
     if entry.class_name == "MultiscaleSampler":
         small = TabularModel(TokenGrid(1, 1), 3, seed=7)
         parts["drafter"] = SimpleNamespace(transformer=small, upsampler=TableUpsampler())

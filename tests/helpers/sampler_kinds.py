@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.block_tables import TableDrafter
 from tests.helpers.causal_tables import TabularCausalLayer, TabularFeatureModel
 from tests.helpers.columns import MODEL as COLUMN_MODEL
 from tests.helpers.columns import POOR as COLUMN_DRAFTER
@@ -28,6 +29,7 @@ from tests.models.continuous.tiny import calm, tiny_acdit, tiny_causal, tiny_flo
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
+from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler
 from visual_spec.samplers import registry
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import SamplerEntry
@@ -52,7 +54,8 @@ class Kind:
 
     def parts(self, sampler: Any) -> dict[str, Any]:
         """What this sampler takes."""
-        known = {"drafter": self.drafter, **(self.given or {})}
+        drafter = BLOCKS if isinstance(sampler, BlockDraftSampler) else self.drafter
+        known = {"drafter": drafter, **(self.given or {})}
         return {name: known[name] for name in sampler.takes if known.get(name) is not None}
 
 
@@ -96,6 +99,7 @@ RASTER_DRAFTER = TabularModel(TokenGrid(4, 4), 12, order=2, conditions=3, depend
 RASTER_DRAFTER.logits = 0.7 * RASTER_MODEL.logits + 0.3 * _raster(seed=1).logits
 RASTER_DRAFTER.upsampler = Upsampler()
 RASTER_DRAFTER.transformer = TabularModel(TokenGrid(2, 2), 12, order=1, conditions=3, seed=9)
+BLOCKS = TableDrafter(RASTER_DRAFTER, 3)
 CODES = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 SIDES = (1, 2, 3, 4)
 MASKED_MODEL = TabularFeatureModel(TokenGrid(1, 5), 3, conditions=3)
@@ -180,6 +184,9 @@ CHANGED: dict[str, dict[str, Any]] = {
         sibling_rule="recursive", graph=False,
     ),
     "DraftedSampler": dict(num_drafts=2, stop_below=0.25, graph=False, exact_width=False, **_RELAXED),
+    "BlockDraftSampler": dict(
+        window=6, acceptance="exact", drafted=2, steady=None, graph=False, exact_width=False
+    ),
     "TreeSampler": dict(
         depth=2, width=3, num_nodes=4, siblings="top-k", expected_acceptance=0.5, graph=False, **_RELAXED
     ),
@@ -268,7 +275,10 @@ _WORD: list[Any] = ["best", 3]
 _FLAG: list[Any] = ["yes", 1]
 REFUSED: dict[str, list[Any]] = {
     **dict.fromkeys(
-        "window siblings depth width num_nodes pool radius max_rounds rows lead start drafts redrafts span".split(),
+        (
+            "window siblings depth width num_nodes pool radius max_rounds rows lead start drafts drafted redrafts span "
+            "steady"
+        ).split(),
         _COUNT,
     ),
     **dict.fromkeys(
@@ -314,6 +324,7 @@ REFUSED: dict[str, list[Any]] = {
 }  # fmt: skip
 # Others that some samplers take.
 REFUSED_BY: dict[str, dict[str, list[Any]]] = {
+    "BlockDraftSampler": dict(acceptance=["grouped"], drafted=[None], steady=[10]),
     "DraftedSampler": dict(num_drafts=[0, None]),
     "DraftedColumnSampler": dict(num_drafts=[0], acceptance=["lantern"]),
     "SpeculativeAnyOrderSampler": dict(num_drafts=[0], acceptance=["grouped"]),

@@ -17,8 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from tests.exactness.enumeration import PLAIN, Enumerator, distance
+from tests.helpers.block_tables import TableDrafter
 from tests.helpers.drafting_sequences import pair
-from tests.helpers.tabular import TabularModel, TabularState
 from tests.helpers.tiny import seeded, tiny_text_encoder, tiny_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.transformers_cache import CACHE
@@ -71,29 +71,6 @@ def test_identical_mode_returns_the_autoregressive_tokens(law, corrects, window,
         found = decode(BlockDraftSampler(window, steady=steady), law, count, drafter=drafter)
         assert torch.equal(found.tokens, decode(AutoregressiveSampler(), law, count).tokens)
         assert window > 1 or (found.trace.target_calls == 16).all()
-
-
-class TableDrafter:
-    """Drafts from tables; as a corrector's, its law depends on the draft that stands at the slot."""
-
-    taps = ()
-
-    def __init__(self, table: TabularModel, most: int) -> None:
-        self.table, self.most = table, most
-        self.grid, self.vocab_size = table.grid, table.vocab_size
-
-    def follow(self, model: Any, state: Any, *, window: int, guidance: float) -> TabularState:
-        """A state that holds nothing of use."""
-        return self.table.prefill(None, batch_size=len(state.tokens), guided=False, window=window)
-
-    def observe(self, state: Any, target: Any, slots: Tensor) -> None:
-        pass
-
-    def draft(self, state: Any, tokens: Tensor, fed: Tensor, slots: Tensor, draw: Any) -> Tensor:
-        state.guided = False
-        rows = self.table.logits[0, slots[:, 1:].clamp(max=self.grid.num_tokens - 1), 0]  # [B, N, V]
-        own = torch.nn.functional.one_hot(tokens[:, 1:], self.vocab_size)
-        return draw(rows + own + 0.3 * tokens[:, :1, None] * own, slots[:, 1:])
 
 
 @pytest.mark.parametrize("acceptance", ["identical", "exact"])

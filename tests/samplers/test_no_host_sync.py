@@ -27,6 +27,7 @@ from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.prototype.acdit import model as continuous_acdit
+from visual_spec.prototype.block_drafts.drafter import BlockDrafter
 from visual_spec.prototype.drafted_columns.eagle import ColumnEagleDrafter
 from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
 from visual_spec.prototype.flowar import model as continuous_flowar
@@ -306,5 +307,8 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
         )
         parts = {"codebook": torch.zeros(8, 4)}
         watch_pictures(monkeypatch, sampler, MultiscaleDrafter(**SMALLER), LAW, **parts)
+    elif name == "block-drafts":
+        state = TARGET.prefill(captions(3), batch_size=3, guided=True, window=1)
+        watch_pictures(monkeypatch, sampler, BlockDrafter.for_target(TARGET, state), LAW)
     else:
         watch_pictures(monkeypatch, sampler, EAGLE if entry.needs else None, LAW)

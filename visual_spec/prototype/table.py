@@ -28,6 +28,16 @@ SAMPLERS = (
         "proactive-jacobi", f"{_HERE}.proactive:ProactiveJacobiSampler", TREE, "lossless", settings=()
     ),
     SamplerEntry(
+        "block-drafts",
+        f"{_HERE}.block_drafts.sampler:BlockDraftSampler",
+        RASTER,
+        "identical or lossless",
+        DRAFTER,
+        settings=(),
+        asks="a model whose hidden states its calls return",
+        parts=(f"{_HERE}.block_drafts.drafter:BlockDrafter",),
+    ),
+    SamplerEntry(
         "multiscale",
         f"{_HERE}.local_speculation.sampler:MultiscaleSampler",
         RASTER,
