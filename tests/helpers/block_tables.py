@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.tabular import TabularModel, TabularState
+from tests.helpers.tabular import TabularState
 
 
 class TableDrafter:
@@ -15,7 +15,7 @@ class TableDrafter:
 
     taps = ()
 
-    def __init__(self, table: TabularModel, most: int) -> None:
+    def __init__(self, table: Any, most: int) -> None:
         self.table, self.most = table, most
         self.grid, self.vocab_size = table.grid, table.vocab_size
 
