@@ -203,7 +203,7 @@ FIGURES = {
     ),
     **{
         f"{name}-batches": Figure(
-            f"benchmarks/windows.py --model {name} --batch 1 4 8 16 32 64 --rounds 3 --prompts 128 --default-only "
+            f"benchmarks/windows.py --model {name} --batch 1 4 8 16 32 64 --rounds 4 --prompts 256 --default-only "
             "--out {out}",
             batches_table,
             models=(name,),

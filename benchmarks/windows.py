@@ -1,8 +1,8 @@
-"""Time windows of Jacobi decoding, "auto" and the default against plain decoding, in rounds that go through them all.
+"""Time windows of Jacobi decoding, "auto" and the default against plain decoding, batch by batch in turn.
 
 python benchmarks/windows.py --batch 1 4 8 --prompts 24 --out benchmarks/results/shapes-times.json
 python benchmarks/windows.py --dtype bfloat16 --exact-width --batch 1 --prompts 12
-python benchmarks/windows.py --model things --batch 1 4 8 16 32 64 --rounds 3 --prompts 128 --default-only
+python benchmarks/windows.py --model things --batch 1 4 8 16 32 64 --rounds 4 --prompts 256 --default-only
 
 All rows draw the same pictures in float32; the share of equal ones is printed. `--busy` runs another process beside.
 Beside the total, the medians over batches of the time on the clock and of the processor's are given, and of the ratios
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visual_spec.data.captions import captions_of
 from visual_spec.eval.draws import seeded
@@ -45,21 +46,26 @@ def measure(pipe: ImagePipeline, samplers: dict[str, Any], prompts: list[str], b
     rows: dict[str, dict[str, Any]] = {
         name: {"clock": [], "processor": [], "calls": 0, "tokens": 0, "equal": 0} for name in samplers
     }
-    for start in (None, *range(0, len(prompts), batch)):
-        some, plain = prompts[:2] if start is None else prompts[start:][:batch], None  # the first warms up
-        for name, pipe.sampler in samplers.items():
+    reference = next(iter(samplers))
+    for turn, start in enumerate((None, *range(0, len(prompts), batch))):
+        some = prompts[:2] if start is None else prompts[start:][:batch]  # the first warms up
+        images: dict[str, Tensor] = {}
+        for name in [*samplers][:: -1 if turn % 2 else 1]:  # who is first has no advantage
+            pipe.sampler = samplers[name]
             seeds = seeded(start or 0, len(some))
             began, worked = time.perf_counter(), time.process_time()
             drawn = pipe(some, generator=seeds, output_type="latent")
             seconds, processor = time.perf_counter() - began, time.process_time() - worked
-            plain = drawn.images if plain is None else plain
+            images[name] = drawn.images
             if start is not None:
                 rows[name]["clock"].append(seconds / len(some))
                 rows[name]["processor"].append(processor / len(some))
                 rows[name]["calls"] += int(drawn.trace.target_calls.sum())
                 rows[name]["tokens"] += drawn.images.numel()
-                rows[name]["equal"] += int((drawn.images == plain).flatten(1).all(1).sum())
-    first = next(iter(rows.values()))
+        if start is not None:
+            for name, row in rows.items():
+                row["equal"] += int((images[name] == images[reference]).flatten(1).all(1).sum())
+    first = rows[reference]
     return {
         name: {
             "seconds a picture": round(statistics.mean(row["clock"]), 4),

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.columns import MODEL as COLUMNS
 from tests.helpers.tiny import seeded, tiny_pipeline
 from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.pipelines.texts import as_condition
 from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import Run
@@ -195,6 +197,52 @@ def test_a_large_batch_decodes_plainly_until_rows_leave(monkeypatch, drafts):
     assert torch.equal(many.images, plain) and many.trace.target_calls.tolist() == [16] * 5
     few = pipe(prompts[:3], generator=seeded(1, 2, 3), **asked)
     assert torch.equal(few.images, plain[:3]) and few.trace.target_calls.max() < 16
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations of PyTorch, and the numbers that they return."""
+
+    operations = numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        self.operations += 1
+        self.numbers += returned.numel() if isinstance(returned, Tensor) else 0
+        return returned
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+@pytest.mark.parametrize("drafts", [None, "chosen"])
+def test_a_large_batch_costs_what_plain_decoding_costs(monkeypatch, drafts, guidance_scale):
+    """The same calls of the same positions, the same cache and noise; but three operations a call look who is done."""
+    monkeypatch.setattr(jacobi_identical, "_POSITIONS", 12)  # of three rows
+    pipe, seen = tiny_pipeline(AutoregressiveSampler()), []
+    drafter = EagleDrafter.for_target(pipe.transformer)
+    drafter.forward = lambda *_: pytest.fail("a drafter was called")
+    condition = as_condition(*pipe.encode_prompt([PROMPTS[index % len(PROMPTS)] for index in range(5)]))
+    score = Run.score
+
+    def watched(run: Run, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:
+        seen.append((tuple(tokens.shape), cache.cache.num_slots, run.noise.keep))
+        return score(run, cache, tokens, slots)
+
+    monkeypatch.setattr(Run, "score", watched)
+
+    def costs(sampler: Any, **parts: Any) -> tuple[Tensor, list[Any], Counted]:
+        seen.clear()
+        with Counted() as counted:
+            asked: Any = dict(law=TokenLaw(guidance_scale=guidance_scale), batch_size=5, **parts)
+            tokens = sampler(pipe.transformer, condition, generator=seeded(1, 2, 3, 4, 5), **asked).tokens
+        return tokens, [*seen], counted
+
+    costs(AutoregressiveSampler())  # tables are made once
+    tokens, calls, plain = costs(AutoregressiveSampler())
+    sampler = SpeculativeJacobiSampler(drafts=drafts)
+    found, same, default = costs(sampler, **({"drafter": drafter} if sampler.needs_drafter else {}))
+    assert torch.equal(found, tokens)
+    assert same == calls and len(calls) == 15 and calls[0][0] == (5, 1)
+    assert 0 <= default.operations - plain.operations <= 3 * (len(calls) + 1)
+    assert 0 <= default.numbers - plain.numbers <= 7 * (len(calls) + 1)
 
 
 @pytest.mark.parametrize("drafts", ["carried", "repaired", "chosen"])

@@ -183,6 +183,12 @@ def check_allowed(law: TokenLaw, vocab_size: int) -> None:
         )
 
 
+def device_of(model: Any) -> torch.device:
+    """Return where a model's calls run, as it says itself, or else where its weights are."""
+    weights = (weight for module in modules_of(model) for weight in module.parameters())
+    return torch.device(getattr(model, "device", None) or getattr(next(weights, None), "device", "cpu"))
+
+
 def wants_graph(graph: bool | str, model: Any) -> bool:
     """Return whether to record a decode, before anything is computed. "auto" records wherever recording is possible.
 
@@ -191,8 +197,7 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
     """
     if graph is False:
         return False
-    weights = (weight for module in modules_of(model) for weight in module.parameters())
-    device = torch.device(getattr(model, "device", None) or getattr(next(weights, None), "device", "cpu"))
+    device = device_of(model)
     if device.type != "cuda":
         if graph is True:
             raise ValueError(f"graph=True on {device}: only CUDA records graphs; pass graph='auto'.")

@@ -43,11 +43,16 @@ class AutoregressiveSampler(Sampler):
         return state
 
     def step(self, run: Run, state: State) -> None:
-        slots = state.lengths[:, None]  # [B, 1]
-        logits = run.score(state.cache, state.tokens.gather(1, slots - 1), slots - 1)  # [R, 1, V]
-        run.lap("model")
-        state.round += 1
-        drawn, near = run.draw(logits, slots)
-        state.tokens.scatter_(1, slots, drawn)
-        state.commit(slots, torch.ones_like(state.lengths), run.num_tokens, near)
-        run.lap("verify")
+        plain_step(run, state)
+
+
+def plain_step(run: Run, state: State) -> None:
+    """Make one call for the next slot of every row, and commit what it draws."""
+    slots = state.lengths[:, None]  # [B, 1]
+    logits = run.score(state.cache, state.tokens.gather(1, slots - 1), slots - 1)  # [R, 1, V]
+    run.lap("model")
+    state.round += 1
+    drawn, near = run.draw(logits, slots)
+    state.tokens.scatter_(1, slots, drawn)
+    state.commit(slots, torch.ones_like(state.lengths), run.num_tokens, near)
+    run.lap("verify")

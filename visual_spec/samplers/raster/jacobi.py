@@ -155,7 +155,10 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     def plan(self, run: Run) -> None:
         super().plan(run)
-        run.window = min(widest(self.config.window, run.fixed_width), run.model.grid.num_tokens)
+        most = widest(self.config.window, run.fixed_width)
+        if self.config.acceptance == "identical" and self.config.window is None and run.fixed_width is None:
+            most = jacobi_identical.widest(run)
+        run.window = min(most, run.model.grid.num_tokens)
         if self.config.window == AUTO and run.fixed_width is None:
             from visual_spec.samplers.raster.window import adaptive  # where it is asked for
 

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from visual_spec.kernels.launch import on_host
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
-from visual_spec.samplers.core.checks import WIDTHS
+from visual_spec.samplers.core.checks import WIDTHS, device_of
 from visual_spec.samplers.core.drafts import LAST_LAW, UNIFORM, Draft, copied_slots, uniform_tokens
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.raster.autoregressive import plain_step
 
 CARRIED: Final = "carried"
 REPAIRED: Final = "repaired"
@@ -78,6 +79,8 @@ def prepare(settings: Any, run: Run) -> IdenticalState:
     """Return the state after the prefill. `settings`: a configuration of `SpeculativeJacobiSampler`."""
     window = run.window
     state = IdenticalState.begin(run, scratch=window, window=window)
+    if window == 1:
+        return state  # of plain decoding
     if settings.drafts != CARRIED:
         state.inputs = torch.full_like(state.tokens, UNKNOWN)
     if settings.drafts not in (CARRIED, PICTURED):
@@ -100,6 +103,8 @@ def prepare(settings: Any, run: Run) -> IdenticalState:
 
 def step(settings: Any, run: Run, state: IdenticalState) -> None:
     """Make one call: commit the drafts that are drawn again, up to the first that is not, and one token more."""
+    if state.window == 1:
+        return plain_step(run, state)
     width = min(state.width or state.window, state.window)
     if settings.window is None and run.fixed_width is None:
         rows = len(state.lengths) * (2 if run.guided else 1)
@@ -158,6 +163,17 @@ def window_of_rows(rows: int, device_type: str = "cpu") -> int:
     return max(fitting, default=1 if device_type == "cpu" else NARROWEST)
 
 
+def widest(run: Run) -> int:
+    """Return the most slots that a call of a run may score where no window was asked for. Asked before the prefill.
+
+    Rows that decode plainly keep one pace and leave together, unless a text may end: no window ever opens. Such a run
+    is that of `AutoregressiveSampler`, with no room for drafts in its cache and its noise.
+    """
+    rows = run.batch_size * (2 if run.guided else 1)
+    together = run.end is None and window_of_rows(rows, device_of(run.model).type) == 1
+    return 1 if together else USUAL
+
+
 def enter(initial: str, run: Run, state: IdenticalState, logits: Tensor, newest: Tensor) -> None:
     """Draft the slots of the next window that no call has scored yet.
 
@@ -165,8 +181,6 @@ def enter(initial: str, run: Run, state: IdenticalState, logits: Tensor, newest:
         initial: how, see `SpeculativeJacobiSampler`; a picture stands in for every kind.
         logits: [R, 1, V] of `newest`, long [B, 1], the last slot that the last call scored.
     """
-    if state.window == 1:
-        return
     slots = state.next_slots(state.window - 1)
     if state.picture is not None:
         drafts = state.picture.gather(1, slots)
