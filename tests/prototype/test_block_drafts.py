@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
@@ -16,16 +18,19 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+import visual_spec
 from tests.exactness.enumeration import PLAIN, Enumerator, distance
 from tests.helpers.block_tables import TableDrafter
 from tests.helpers.drafting_sequences import pair
 from tests.helpers.tiny import seeded, tiny_text_encoder, tiny_transformer
+from tests.helpers.tiny_t5 import tiny_tokenizer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.transformers_cache import CACHE
 from visual_spec.prototype.block_drafts.drafter import BlockDrafter
 from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.training import block_drafter
 from visual_spec.training.block_drafter import (
     BlockTraining,
     Recorder,
@@ -304,3 +309,33 @@ def test_the_labels_are_the_targets_laws_after_the_tokens_that_were_kept():
         if at < 16
     ]
     assert float(found) == pytest.approx(float(torch.stack(wanted).mean()), rel=1e-4)
+
+
+def test_the_command_trains_a_drafter_for_a_language_model_of_codes(tmp_path, monkeypatch):
+    """From a folder of transformers to a folder that `accelerate` takes; ids are those of plain decoding."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
+    )
+    LlamaForCausalLM(LlamaConfig(vocab_size=90, **sizes)).save_pretrained(tmp_path / "model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red circle\n\nblue square .\n")
+    given = f"--model {tmp_path / 'model'} --codes 40 50 --end 30 --prompts {tmp_path / 'prompts.txt'} --new_tokens 12"
+    small = "--steps 4 --steps_a_round 2 --samples 3 --batch_size 2 --calls 2 --block_size 6"
+    for kind in ("True", "False"):
+        folder = tmp_path / kind
+        line = f"block_drafter {given} {small} --corrects {kind} --out {folder}"
+        monkeypatch.setattr("sys.argv", line.split())
+        block_drafter.main()
+        model: Any = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+        inputs = tokenizer(["a red circle", "blue"], return_tensors="pt", padding=True, padding_side="left")
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        drawn = []
+        for sampler, drafter in (("autoregressive", None), (BlockDraftSampler(6), folder / "drafter")):
+            drafter = None if drafter is None else BlockDrafter.from_pretrained(drafter)
+            visual_spec.accelerate(model, sampler, codes=(40, 50), end=30, drafter=drafter)
+            asked = dict(do_sample=True, max_new_tokens=12, generator=seeded(0, 1))
+            drawn.append(model.generate(**inputs, **asked))
+            visual_spec.restore(model)
+        assert torch.equal(*drawn) and drawn[0].shape[1] > inputs["input_ids"].shape[1]

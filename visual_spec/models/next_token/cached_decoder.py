@@ -288,6 +288,7 @@ class CachedDecoder:
         if shared is not None:
             cache.select(shared[1])
             logits, features = logits[shared[1]], features[shared[1]]
+            tapped = None if tapped is None else tapped[shared[1]]
         return CachedState(
             logits=logits,
             guided=guided,
