@@ -59,7 +59,9 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from tests.helpers.nextstep import FlowMatchingHead
 from visual_spec import families
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.continuous import mar
+from visual_spec.models.continuous import bitdance, mar
+from visual_spec.models.continuous.binary_autoencoder import BinaryAutoencoder
+from visual_spec.models.continuous.bitdance import BitDanceTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import KL16
 from visual_spec.models.core.protocol import area_of
@@ -395,6 +397,20 @@ def test_sizes_of_mar(name):
     assert (model.cached, model.calls) == (0, (CONTINUOUS,))
 
 
+@pytest.mark.parametrize("model", [m for m in families.models() if m.name.startswith("BitDance-")], ids=str)
+def test_sizes_of_bitdance(model):
+    _, size, calls = model.name.split(" ")[0].split("-")
+    with torch.device("meta"):
+        network = BitDanceTransformer(**bitdance.PRESETS[size], patch=round(int(calls[:-1]) ** 0.5))
+    tokens = network.grid.num_tokens * network.patch_tokens
+    assert (model.parameters, model.tokens) == (parameters(network), tokens)
+    depth = network.config["num_layers"]
+    assert (model.prefix, model.cached) == (63 + network.patch_tokens, 2 * depth * network.config["dim"])
+    assert (model.weights, model.calls) == (f"BitDance_{size}_{calls}.pt", (CONTINUOUS,))
+    sampler, guidance = continuous_image._published(network)
+    assert (type(sampler).__name__, guidance) == ("ContinuousSampler", model.published[1])
+
+
 @pytest.mark.parametrize("name", flowar.PRESETS)
 def test_sizes_of_flowar(name):
     with torch.device("meta"):
@@ -480,6 +496,7 @@ def test_sizes_of_what_comes_on_top(architectures):
     with torch.device("meta"):
         encoder, small = T5EncoderModel(T5Config(**sizes)), T5EncoderModel(T5Config(**base))
         vq, mage_vq, kl16 = MultiscaleVQModel(), MageVQModel(), AutoencoderKL(**KL16)
+        binary = BinaryAutoencoder()
         speech = AcousticCodec(), SemanticCodec()
         vibevoice: Any = VibeVoiceForConditionalGeneration(VibeVoiceConfig()).model
         mimi, pocket = MimiModel(MimiConfig()), PocketTTSAudioTokenizerModel(PocketTTSAudioTokenizerConfig())
@@ -489,6 +506,7 @@ def test_sizes_of_what_comes_on_top(architectures):
         "VQ-8 tokenizer": architectures["LlamaGen's tokenizer vq-8"],
         "VAR tokenizer": parameters(vq),
         "KL-16 tokenizer": parameters(kl16),
+        "BitDance tokenizer": parameters(binary),
         "flan-t5-xl encoder": parameters(encoder),
         "t5-base encoder": parameters(small),
         "MAGE tokenizer": parameters(mage_vq),

@@ -18,6 +18,8 @@ from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import KLDecoder
 
 if TYPE_CHECKING:
+    from visual_spec.models.continuous.binary_autoencoder import BinaryAutoencoder
+    from visual_spec.models.continuous.bitdance import BitDanceTransformer
     from visual_spec.models.continuous.causal import CausalContinuousTransformer
     from visual_spec.models.continuous.mar import MARTransformer
     from visual_spec.models.core.checkpoints import Checkpoint
@@ -25,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class ContinuousImagePipeline(ClassImagePipeline):
-    """Draws pictures of classes by a model whose tokens are vectors: MAR, a causal one, FlowAR, or ACDiT.
+    """Draws pictures of classes by a model whose tokens are vectors: MAR, a causal one, BitDance, FlowAR, or ACDiT.
 
     Args:
         transformer: the model, with its head or its flow network.
-        vae: turns a grid of vectors into a picture and back.
+        vae: turns a grid of vectors into a picture and back; of BitDance a `BinaryAutoencoder`.
         sampler: `ContinuousSampler`, or one of those that speculate; of FlowAR `FlowScaleSampler`, of ACDiT
             `BlockDiffusionSampler`.
         id2label, default_guidance_scale: as for `ClassImagePipeline`.
@@ -57,44 +59,42 @@ class ContinuousImagePipeline(ClassImagePipeline):
     @registers
     def __init__(
         self,
-        transformer: MARTransformer | CausalContinuousTransformer,
-        vae: AutoencoderKL,
+        transformer: MARTransformer | CausalContinuousTransformer | BitDanceTransformer,
+        vae: AutoencoderKL | BinaryAutoencoder,
         sampler: SchedulerMixin,
         id2label: list[str] | None = None,
         default_guidance_scale: float = 3.0,
-        drafter: MARTransformer | CausalContinuousTransformer | None = None,
+        drafter: MARTransformer | CausalContinuousTransformer | BitDanceTransformer | None = None,
     ): ...
 
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
         transformer: Given | torch.nn.Module,
-        vae: Given | AutoencoderKL,
+        vae: Given | AutoencoderKL | BinaryAutoencoder,
         *,
         dtype: torch.dtype | None = None,
         sampler: SchedulerMixin | None = None,
         id2label: list[str] | None = None,
-        drafter: Given | MARTransformer | None = None,
+        drafter: Given | torch.nn.Module | None = None,
         **settings: Any,
     ) -> Self:
-        """A pipeline around the official files of MAR, FlowAR or ACDiT.
+        """A pipeline around the official files of MAR, BitDance, FlowAR or ACDiT.
 
         Args:
-            transformer: `checkpoint-last.pth` of MAR, `FlowAR-S.pth`, `FlowAR-L.pth` or `FlowAR-H.pth`, or
-                `ACDiT-XL-img.pt`; or the model of one.
-            vae: `kl16.ckpt`; or a folder of diffusers' class, such as `vae` of facebook/DiT-XL-2-256, which ACDiT's
-                latents are of; or the model of one.
+            transformer: `checkpoint-last.pth` of MAR, a file of BitDance such as `BitDance_B_16x.pt`, `FlowAR-S.pth`,
+                `FlowAR-L.pth` or `FlowAR-H.pth`, or `ACDiT-XL-img.pt`; or the model of one.
+            vae: `kl16.ckpt`; of BitDance `ae_d16c32.pt`; or a folder of diffusers' class, such as `vae` of
+                facebook/DiT-XL-2-256, which ACDiT's latents are of; or the model of one.
             dtype: of all weights; None keeps each file's own.
             sampler: default: the published one of its size (`visual-spec models --json`): of MAR `ContinuousSampler()`,
                 one token a call, of ACDiT `BlockDiffusionSampler()`.
-            drafter: a smaller file or model of MAR, for samplers that ask for one.
+            drafter: a smaller file or model of MAR or BitDance, for samplers that ask for one.
             id2label, settings: see the class. The default guidance is the published one of its size.
 
         Raises:
             ValueError, OSError: a file that is none of these; says what it is.
         """
-        from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint
-
         model: Any
         second: Any
         model, second = (
@@ -105,9 +105,8 @@ class ContinuousImagePipeline(ClassImagePipeline):
         settings.setdefault("default_guidance_scale", guidance)
         if isinstance(vae, str | os.PathLike) and os.path.isdir(vae):
             vae = AutoencoderKL.from_pretrained(vae, torch_dtype=dtype)
-        elif not isinstance(vae, AutoencoderKL):
-            vae = load_kl16_checkpoint(vae, dtype=dtype)
-        return cls(model, vae, sampler or own, id2label, drafter=second, **settings)
+        tokenizer: Any = vae if isinstance(vae, torch.nn.Module) else _loaded(vae, dtype, "vae")
+        return cls(model, tokenizer, sampler or own, id2label, drafter=second, **settings)
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter."""
@@ -119,12 +118,13 @@ class ContinuousImagePipeline(ClassImagePipeline):
         return self.decoder.encode(pictures)
 
 
-def _loaded(source: Given, dtype: torch.dtype | None) -> Any:
+def _loaded(source: Given, dtype: torch.dtype | None, role: str = "transformer") -> Any:
     """The model of a file of a family that this pipeline draws with, or of a state dict. A file is read once."""
     from visual_spec.models.core.checkpoints import read_by
 
-    files = [kind for family in all_families() if family.layout for kind in family.layout.files]
-    kinds = [kind for kind in files if kind.pipeline == ContinuousImagePipeline.__name__]
+    ours = [family for family in all_families() if ContinuousImagePipeline.__name__ in family.pipelines]
+    files = [kind for family in ours if family.layout for kind in family.layout.files]
+    kinds = [kind for kind in files if kind.role == role]
 
     def unpack(path: Path, content: Any) -> Checkpoint | None:
         found = (kind.function(kind.unpack)(path, content) for kind in kinds if kind.unpack)

@@ -44,10 +44,10 @@ def convert(
             smaller one that refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of
             Infinity (of the 8B the folder of its shards), its tokenizer, or both; or a Halton-MaskGIT and LlamaGen's
             tokenizer; or a MAGE, which holds its tokenizer; or the files of MaskGCT, or of one of its models;
-            or a MAR, a smaller one that drafts, and KL-16, or some; or a FlowAR, KL-16, or both; or a student of
-            LlamaGen or VAR, the tokenizer of that family, and the model that taught it, or some; or Self-Forcing's
-            transformer alone; told apart by their keys. Or the folder of a MusicGen of audiocraft, which needs its text
-            encoder.
+            or a MAR, a smaller one that drafts, and KL-16, or some; or a BitDance, its tokenizer, or both; or a
+            FlowAR, KL-16, or both; or a student of LlamaGen or VAR, the tokenizer of that family, and the model that
+            taught it, or some; or Self-Forcing's transformer alone; told apart by their keys. Or the folder of a
+            MusicGen of audiocraft, which needs its text encoder.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings. Of MusicGen, the T5 that its settings name (t5-base).
@@ -166,7 +166,12 @@ def _assemble(
     if not whole:
         model = _alone(drawing, source, image_size, dtype)
         side = (
-            16 * (model.scales[-1] if hasattr(model, "scales") else model.grid.height)
+            16
+            * (
+                model.scales[-1]
+                if hasattr(model, "scales")
+                else model.grid.height * getattr(model, "patch", 1)
+            )
             if drawing.pipeline
             else None
         )

@@ -127,13 +127,18 @@ class CodesDecoder(VQDecoder):
 
 
 class KLDecoder(VQDecoder):
-    """Continuous tokens of an `AutoencoderKL`; the canvas is float [B, d, h, w]."""
+    """Continuous tokens of an `AutoencoderKL`, or patches of them; the canvas is float [B, d, h, w]."""
 
     part = "vae"
 
     @property
+    def side(self) -> int:
+        """Latents per side of a token."""
+        return getattr(self.transformer, "patch", 1)
+
+    @property
     def patch(self) -> int:
-        return 2 ** (len(self.model.config["block_out_channels"]) - 1)
+        return self.side * 2 ** (len(self.model.config["block_out_channels"]) - 1)
 
     def check_fit(self) -> None:
         if self.transformer.grid.frames > 1:
@@ -141,23 +146,30 @@ class KLDecoder(VQDecoder):
                 f"the transformer draws clips of {self.transformer.grid.frames} frames, and this pipeline pictures; "
                 "pass one of pictures, or draw latents by calling the sampler."
             )
-        if self.model.config["latent_channels"] != self.transformer.token_dim:
+        drawn = self.transformer.token_dim // self.side**2
+        if self.model.config["latent_channels"] != drawn:
             raise ValueError(
-                f"the transformer draws tokens of {self.transformer.token_dim} numbers, but the autoencoder decodes "
+                f"the transformer draws tokens of {drawn} numbers, but the autoencoder decodes "
                 f"{self.model.config['latent_channels']}; load both from the same model."
             )
 
     def canvas(self, tokens: Tensor, height: int) -> Tensor:
-        return rearrange(tokens, "b (h w) d -> b d h w", h=height)
+        shape = "b (h w) (p q d) -> b d (h p) (w q)"
+        return rearrange(tokens, shape, h=height, p=self.side, q=self.side)
+
+    @property
+    def scale(self) -> float:
+        """Of the autoencoder's latents; signs have none."""
+        return self.model.config.get("scaling_factor", 1.0)
 
     def pixels(self, canvas: Tensor) -> Tensor:
-        return self.model.decode((canvas / self.model.config["scaling_factor"]).to(self.model.dtype)).sample
+        return self.model.decode((canvas / self.scale).to(self.model.dtype)).sample
 
     def encode(self, pictures: Tensor) -> Tensor:
         """The most likely canvas of pictures [B, 3, H, W] in [-1, 1]."""
         with at_hand(self.model):
             posterior = self.model.encode(pictures.to(self.model.device, self.model.dtype)).latent_dist
-        return posterior.mode() * self.model.config["scaling_factor"]
+        return posterior.mode() * self.scale
 
 
 class ScaleDecoder(CodesDecoder):

@@ -62,12 +62,20 @@ def normalise(channels: int, groups: int | None) -> nn.GroupNorm:
 class ResnetBlock(nn.Module):
     """Two convolutions of a feature map beside a shortcut.
 
-    MaskGIT's have no biases, and a shortcut that changes the width projects their result, not their input.
+    MaskGIT's have no biases, and a shortcut that changes the width projects their result, not their input. BitDance's
+    have no biases either (`bias`).
     """
 
-    def __init__(self, in_channels: int, out_channels: int, groups: int | None, maskgit: bool = False):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        groups: int | None,
+        maskgit: bool = False,
+        bias: bool | None = None,
+    ):
         super().__init__()
-        self.maskgit, bias = maskgit, not maskgit
+        self.maskgit, bias = maskgit, not maskgit if bias is None else bias
         self.norm1 = normalise(in_channels, groups)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=bias)
         self.norm2 = normalise(out_channels, groups)

@@ -80,9 +80,11 @@ class MageVQModel(PictureTokenizer):
 def is_mage_tokenizer(weights: Mapping[str, Tensor]) -> bool:
     """Return whether these are the keys of the tokenizer's own file, or of a file of MAGE, which holds it too."""
     start = PREFIX if any(key.startswith(PREFIX) for key in weights) else ""
-    return f"{start}encoder.down.0.block.0.conv1.weight" in weights and (
-        f"{start}encoder.down.0.block.0.conv1.bias" not in weights
+    here, others = (
+        f"{start}encoder.down.0.block.0.conv1.weight",
+        (f"{start}encoder.down.0.block.0.conv1.bias", "decoder.adaptive.0.gamma.weight"),  # of BitDance's
     )
+    return here in weights and not any(key in weights for key in others)
 
 
 def load_mage_tokenizer(

@@ -22,17 +22,22 @@ def feed_forward_width(dim: int) -> int:
 
 
 def rotary_table(
-    side: int, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32, frames: int = 1
+    side: int,
+    head_dim: int,
+    base: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    frames: int = 1,
+    start: float = 0.0,
 ) -> Tensor:
     """Return cosines and sines `[frames * side * side, head_dim / 2, 2]`.
 
-    Half of the pairs rotate by row, half by column. With several frames, the slowest quarter of both halves rotates by
-    frame instead, at frequencies that halve from 1 on: within a frame the table is almost a picture's, so weights of a
-    picture model are a good start.
+    Half of the pairs rotate by row, half by column, both counted from `start`. With several frames, the slowest quarter
+    of both halves rotates by frame instead, at frequencies that halve from 1 on: within a frame the table is almost a
+    picture's, so weights of a picture model are a good start.
     """
     half = head_dim // 2
     frequencies = base ** -(torch.arange(0, half, 2)[: half // 2].to(dtype) / half)  # [head_dim / 4]
-    angles = torch.outer(torch.arange(side).to(dtype), frequencies)
+    angles = torch.outer(start + torch.arange(side).to(dtype), frequencies)
     rows = angles[:, None, :].expand(side, side, -1)
     columns = angles[None, :, :].expand(side, side, -1)
     grid = torch.cat([rows, columns], -1).flatten(0, 1)

@@ -17,7 +17,7 @@ from visual_spec.samplers.continuous.denoising import ChainLaw
 from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import ORDER
+from visual_spec.samplers.core.noise import ORDER, UNCONDITIONAL
 from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import LOSSY, DecodeTrace, DivergenceMeter, SampleResult
 
@@ -251,7 +251,22 @@ class ContinuousTokenSampler(VectorSampler):
         )
         run.lap("model")
         self.draw_plainly(run, state, z)
+        if run.guided and conditions.starts_unguided(model) and self.config.guidance == "linear":
+            self._draw_unconditional(run, state, z)
         return state
+
+    def _draw_unconditional(self, run: Run, state: Any, z: Tensor) -> None:
+        """Draw what the unconditional rows hold at slot 0, with conditions `z [R, 1, dim]` and noise of their own."""
+        law, levels = state.law, self.chain_levels(state)
+        state.count("head_calls", levels, run.num_tokens)
+        schedules, settings = law.loop.schedules.values(), law.settings
+        loop = HeadLoop(
+            run.model, schedules, temperature=law.temperature, final_noise=settings.final_noise, guided=False
+        )
+        places, scales = state.places[:, :1], law.scales[:1].expand(run.batch_size, 1)
+        own = loop(z.chunk(2)[1], scales, run.noise, places, levels, UNCONDITIONAL)
+        run.cache.first = own[:, 0]
+        run.lap("head")
 
     def draw_plainly(self, run: Run, state: Any, z: Tensor) -> None:
         """Draw and commit the next slots with conditions `z [R, N, dim]`, each by its own chain and noise."""

@@ -22,6 +22,11 @@ def is_causal(model: Any) -> bool:
     return hasattr(model, "prefill")
 
 
+def starts_unguided(model: Any) -> bool:
+    """Whether linear guidance is 1 at slot 0, where unconditional rows draw a slot of their own (`BitDance`)."""
+    return getattr(model, "starts_unguided", False)
+
+
 def begin(model: Any, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
     """A model's state before the first token."""
     if is_causal(model):
@@ -37,6 +42,7 @@ def begin(model: Any, condition: Any, *, batch_size: int, guided: bool, window: 
 def checked(model: Any, z: Tensor, cache: Any, batch_size: int, count: int) -> Tensor:
     """Return conditions z [R, count, dim], refused if they have another shape."""
     dim = getattr(getattr(model, "config", None), "dim", None)  # of a model of one's own any
+    dim = getattr(model, "condition_dim", dim)
     return check_returned(z, batch_size, cache.guided, count, dim)
 
 
@@ -122,12 +128,13 @@ def on_grid(tokens: Tensor, places: Tensor, length: int) -> Tensor:
 def scales_of_slots(model: Any, scale: float, steps: int, *, linear: bool, scratch: int) -> Tensor:
     """The scale of guidance at each slot, float32 [L + scratch] on the CPU.
 
-    Linear guidance grows with the share of the slots that are filled after a call (Li et al. 2024, appendix B).
-    `steps`: calls of a masked model.
+    Linear guidance grows with the share of the slots that are filled after a call (Li et al. 2024, appendix B), of a
+    model that `starts_unguided` before it. `steps`: calls of a masked model.
     """
     length = model.grid.num_tokens
     if is_causal(model):
-        grown = [1.0 + (scale - 1.0) * (slot + 1) / length for slot in range(length)]
+        first = 0 if starts_unguided(model) else 1
+        grown = [1.0 + (scale - 1.0) * (slot + first) / length for slot in range(length)]
         by_slot = grown if linear else [scale] * length
     else:
         edges = step_edges(length, steps)

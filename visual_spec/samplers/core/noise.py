@@ -29,6 +29,7 @@ CHOICE: Final = 6  # which tokens of a masked decode are kept
 CHAIN: Final = 7
 ORDER: Final = 8  # in which order a sample's slots are decoded
 REDRAFT: Final = 9  # drafts of a second source, in place of drafts of the same call
+UNCONDITIONAL: Final = 10  # the chain of a slot that unconditional rows hold for themselves
 
 
 def draw_keys(
