@@ -108,7 +108,7 @@ def test_where_the_neighbours_agree_the_picture_is_read_and_elsewhere_the_copy()
         """What a slot is fed after a token, and in the last call after another one; and whether that is new."""
         slots, fed = torch.tensor([[slot - 1, slot]]), torch.tensor([[before, carried]])
         inputs = torch.full_like(text, last)
-        found, replaced = repaired(text, inputs, committed, fed, slots, 1, grid, picture)
+        found, replaced, _ = repaired(text, inputs, committed, fed, slots, 1, grid, picture)
         assert torch.equal(inputs[:, slot - 1 : slot + 1], found)
         return int(found[0, 1]), bool(replaced)
 
@@ -133,10 +133,14 @@ def test_a_device_repairs_as_the_host_does(grid, pictured):
     slots = committed[:, None] - 1 + torch.arange(width)
     fed, back = text.gather(1, slots), grid.width if grid.frames == 1 else grid.height * grid.width
     shown, ages = picture if pictured else None, torch.randint(2, slots.shape, generator=generator) == 0
-    for count, young in product((1, 5, 20), (None, ages)):
+    none = torch.zeros(rows, dtype=torch.long)
+    for count, steady in product((1, 5, 20), (None, ages)):
         here, there = inputs.clone(), inputs.clone()
-        found, replaced = repaired(text, here, committed, fed, slots, count, grid, shown, young)
-        other, marked = _repaired_at_once(text, there, committed, fed, slots, count, back, shown, young)
+        young = None if steady is None else ~steady
+        found, replaced, _ = repaired(text, here, committed, fed, slots, count, grid, shown, steady, none)
+        other, marked, _ = _repaired_at_once(
+            text, there, committed, fed, slots, count, back, shown, steady, young
+        )
         assert torch.equal(found, other) and torch.equal(replaced, marked) and torch.equal(here, there)
         assert replaced.any() and not replaced.all() and torch.equal(fed, text.gather(1, slots))
 

@@ -155,14 +155,14 @@ def copied_slots(
     is found, "left" looks up; if the frame ends, "up" looks at the same place in earlier frames; if that finds none,
     the newest token is used. "previous_frame" looks at the same place in earlier frames first, then to the left.
     """
-    distance = slots - newest  # [B, N], >= 1
-    above = slots - (distance + grid.width - 1) // grid.width * grid.width
+    back = newest - slots  # [B, N], at most -1
+    above = newest - back % grid.width
     same_row = slots // grid.width == newest // grid.width
     if grid.frames == 1:
         source = torch.where(above >= 0, above, newest)
         return source if direction == UP else torch.where(same_row, newest, source)
     frame_size = grid.height * grid.width
-    earlier = slots - (distance + frame_size - 1) // frame_size * frame_size
+    earlier = newest - back % frame_size
     source = torch.where(earlier >= 0, earlier, newest)
     source = torch.where(above >= slots - slots % frame_size, above, source)
     if direction != UP:

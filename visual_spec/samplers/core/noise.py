@@ -193,20 +193,23 @@ class CounterNoise:
         first, times = self._kept or (slots.amin(1, keepdim=True), log_probs[:, :0])
         if (times.shape[2], times.dtype) != (vocab_size, dtype):
             first, times = slots.amin(1, keepdim=True), log_probs[:, :0]
-        least, most = map(int, (slots - first).aminmax())
+        places = slots - first
+        least, most = map(int, places.aminmax())
         if least < 0 or most - least >= self.keep:  # rows went back, or far apart: nothing kept serves all
             first, times = slots.amin(1, keepdim=True), log_probs[:, :0]
-            least, most = 0, int((slots - first).max())
+            places = slots - first
+            least, most = 0, int(places.max())
             if most >= self.keep:
                 return None
         if most >= times.shape[1]:  # forget the slots that all rows have passed, and draw as many ahead
-            first, times = first + least, times[:, least:]
+            first, times, places = first + least, times[:, least:], places - least
             ahead = first + torch.arange(times.shape[1], self.keep)
             drawn = philox_log_exponential(self.keys, ahead, vocab_size, TOKEN, 0, dtype)
             times = torch.cat([times, drawn], 1)
             self._kept = first, times
-        rows = torch.arange(0, len(slots) * self.keep, self.keep)[:, None]
-        return times.flatten(0, 1).index_select(0, (rows + slots - first).flatten()).view(log_probs.shape)
+        if len(slots) > 1:
+            places = places + torch.arange(0, len(slots) * self.keep, self.keep)[:, None]
+        return times.flatten(0, 1).index_select(0, places.flatten()).view(log_probs.shape)
 
     def race(
         self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0

@@ -229,7 +229,7 @@ class SpeculativeJacobiSampler(ChainSampler):
                 torch.cat([state.tokens.gather(1, newest), carried.tokens], 1),
                 torch.cat([newest, slots], 1),
             )
-            fed, replaced = repaired(
+            fed, replaced, _ = repaired(
                 state.tokens, state.inputs, state.lengths, fed, at, count, run.model.grid
             )
             # A copy is a function of earlier tokens.

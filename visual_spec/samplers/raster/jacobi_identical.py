@@ -9,7 +9,7 @@ the rest of this file is about good ones:
     carried    what the last call drew there, after the token that was fed before the slot.
     repaired   where another token stands there since, the carried draft is stale. Then the last token that stood after
                the same two neighbours is copied (`repaired`). A draft that the last two calls drew gives way only in
-               pictures where copies were right more often than such drafts (`disputes`, `copies_led`); no weights, no
+               pictures where copies were right more often than such drafts (`copies_led`); no weights, no
                second model.
     pictured   the token of a whole picture that a drafter drew beforehand, where that has the same two neighbours;
                else as repaired. Slots that no call has scored are drafted from it, too.
@@ -123,13 +123,21 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
         run.lap("draft")
     elif state.inputs is not None and not plain:
         grid, picture = run.model.grid, state.picture
-        count, young, before = settings.redrafts, None, state.inputs.gather(1, at)
+        count, steady = settings.redrafts, None
         if state.copies_ahead is not None and state.steady is not None:
             steady = state.steady.gather(1, at) > 0
-            young = ~steady | (state.copies_ahead > 0)[:, None]
-        fed, _ = repaired(state.tokens, state.inputs, state.lengths, fed, at, count, grid, picture, young)
-        if young is not None:
-            copies = disputes(state.tokens, state.lengths, before, fed, held, at, steady, count, grid)
+        fed, _, copies = repaired(
+            state.tokens,
+            state.inputs,
+            state.lengths,
+            fed,
+            at,
+            count,
+            grid,
+            picture,
+            steady,
+            state.copies_ahead,
+        )
 
     logits = run.score(state.cache, fed, at)  # [R, W, V]
     run.lap("model")
@@ -143,9 +151,9 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
     if state.steady is not None:
         if hasattr(run.drafter, "observe"):
             run.drafter.observe(state.drafter_cache, state.cache.features, at)
-        age = (state.steady.gather(1, slots) + 1).clamp(max=2)
         same = state.tokens.gather(1, slots) == drawn
-        state.steady.scatter_(1, slots, torch.where(same, age, 0))
+        age = (state.steady.gather(1, slots) + 1).clamp_(max=2)
+        state.steady.scatter_(1, slots, age.mul_(same))
     state.tokens.scatter_(1, slots, drawn)
     state.commit(slots, kept + 1, run.num_tokens, near)
     if not plain:
@@ -207,13 +215,14 @@ def repaired(
     count: int,
     grid: TokenGrid,
     picture: Tensor | None = None,
-    young: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return what is fed, with other drafts in place of stale ones: long [B, W]; and which of the first are replaced.
+    steady: Tensor | None = None,
+    ahead: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Replace stale drafts by copies.
 
-    A draft is stale if the token before it is another one than in the last call. Then it is replaced by the last
-    committed token with the same two neighbours: the token before, and the one above; in a video the one at the same
-    place a frame earlier. Notes in `inputs` what is fed.
+    A draft is stale if the token before it is another one than in the last call. Its copy is the last committed token
+    with the same two neighbours: the token before, and the one above; in a video the one at the same place a frame
+    earlier. Notes in `inputs` what is fed.
 
     Args:
         tokens: long [B, S], by slot.
@@ -223,12 +232,22 @@ def repaired(
         count: how many drafts may be replaced, from the first on.
         picture: long [B, S], by slot: a picture whose token is taken in the first place, where it has the same
             neighbours.
-        young: bool [B, W], the drafts at `at` for which copies may stand in; None: all.
+        steady: bool [B, W], the drafts at `at` that the last call drew again. They stay, and their copies are
+            returned, to tell which of both are right. None: of no draft.
+        ahead: long [B], with `steady`: in rows above 0 copies replace steady drafts, too.
+
+    Returns:
+        long [B, W], what is fed; bool [B, n], which of the first drafts are replaced, n being `count` or W - 1 if that
+        is less; and the copies of steady drafts, long [B, n], where they are other tokens, `UNKNOWN` elsewhere; None
+        where there are none.
     """
     back = grid.width if grid.frames == 1 else grid.height * grid.width
+    young = None if steady is None or ahead is None else ~steady | (ahead > 0)[:, None]
     if not on_host(fed):
-        return _repaired_at_once(tokens, inputs, lengths, fed, at, count, back, picture, young)
+        return _repaired_at_once(tokens, inputs, lengths, fed, at, count, back, picture, steady, young)
     fed, replaced = fed.clone(), torch.zeros_like(fed[:, 1 : count + 1], dtype=torch.bool)
+    marks, copies = replaced.numpy(), None
+    may, ask = (None if part is None else part.numpy() for part in (young, steady))
     for row, (committed, newest) in enumerate(zip(lengths.tolist(), at[:, 0].tolist(), strict=True)):
         text, new = tokens[row].numpy(), fed[row].numpy()
         shown = None if picture is None else picture[row].numpy()
@@ -241,58 +260,29 @@ def repaired(
                 continue  # not stale
             far = max(slot - back, 0)
             if shown is not None and shown[slot - 1] == before and shown[far] == text[far]:
-                new[place + 1], replaced[row, place] = shown[slot], True
-            elif slot >= back and (young is None or young[row, place + 1]):
+                new[place + 1], marks[row, place] = shown[slot], True
+            elif slot >= back:
                 alike = ((beside == before) & (beyond == text[far])).nonzero()[0]
-                if len(alike):
-                    new[place + 1], replaced[row, place] = text[back + alike[-1]], True
+                if not len(alike):
+                    continue
+                copy = text[back + alike[-1]]
+                if ask is not None and ask[row, place + 1] and copy != new[place + 1]:
+                    copies = (
+                        torch.full_like(replaced, UNKNOWN, dtype=torch.long) if copies is None else copies
+                    )
+                    copies[row, place] = int(copy)
+                if may is None or may[row, place + 1]:
+                    new[place + 1], marks[row, place] = copy, True
     inputs.scatter_(1, at, fed)
-    return fed, replaced
-
-
-def disputes(
-    tokens: Tensor,
-    lengths: Tensor,
-    before: Tensor,
-    fed: Tensor,
-    held: Tensor,
-    at: Tensor,
-    steady: Tensor,
-    count: int,
-    grid: TokenGrid,
-) -> Tensor:
-    """The copy for each draft that is stale and steady, where it is another token; elsewhere `UNKNOWN`: long [B, n].
-
-    Args:
-        before: long [B, W], what the last call was fed at `at`.
-        fed, held: long [B, W], at the slots `at`: the newest token, then the drafts that are fed, and those that the
-            last call left.
-        steady: bool [B, W], the drafts at `at` that two calls in a row drew.
-        count: as of `repaired`, as are `tokens`, `lengths` and `grid`; n is `count`, or W - 1 if that is less.
-    """
-    back = grid.width if grid.frames == 1 else grid.height * grid.width
-    slots, drafts = at[:, 1 : count + 1], held[:, 1 : count + 1]
-    size = slots.shape[1]
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    known = (places >= back) & (places < lengths[:, None])
-    far = tokens.gather(1, (slots - back).clamp(min=0))
-    alike = (tokens.roll(back, 1)[:, None] == far[..., None]) & (
-        tokens.roll(1, 1)[:, None] == fed[:, :size, None]
-    )
-    last = torch.where(alike & known[:, None] & (slots >= back)[..., None], places, -1).amax(-1)  # [B, n]
-    copies = tokens.gather(1, last.clamp(min=0))
-    disputed = (
-        (last >= 0) & (copies != drafts) & steady[:, 1 : size + 1] & (before[:, :size] != fed[:, :size])
-    )
-    return copies.where(disputed, UNKNOWN)
+    return fed, replaced, copies
 
 
 def copies_led(copies: Tensor, drafts: Tensor, drawn: Tensor, num_final: Tensor) -> Tensor:
     """Of the slots that a call settled: how often a copy was right, less how often the draft was; long [B].
 
     Args:
-        copies: long [B, n], from `disputes`.
-        drafts, drawn: long [B, n] or more, the drafts that were disputed, and what the call drew there.
+        copies: long [B, n], from `repaired`.
+        drafts, drawn: long [B, n] or more, the drafts beside them, and what the call drew there.
         num_final: long [B], how many of the draws are final.
     """
     size = copies.shape[1]
@@ -311,8 +301,9 @@ def _repaired_at_once(
     count: int,
     back: int,
     picture: Tensor | None,
+    steady: Tensor | None,
     young: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `repaired`, by operations that depend on no token. `back`: slots from a token to its far neighbour."""
     slots, drafts = at[:, 1 : count + 1], fed[:, 1 : count + 1, None]  # [B, n], [B, n, 1]
     size = tokens.shape[1]
@@ -322,11 +313,10 @@ def _repaired_at_once(
     places = torch.arange(size, device=tokens.device)
     others = torch.where((places >= back) & (places < lengths[:, None]), tokens.roll(back, 1), -2)
     alike = others[:, None] == torch.where(slots >= back, above, -1)[..., None]  # [B, n, S]
-    if young is not None:
-        alike &= young[:, 1 : count + 1, None]
+    may = alike if young is None else alike & young[:, 1 : count + 1, None]
     # All tokens that a slot may get, each with its rank above and its id below 2 ** 32; and the token that must stand
     # before the slot for it. The carried draft is the last of them; after the token that it was drawn for, the first.
-    ranked = [torch.where(alike, (places * _HALF + tokens)[:, None], drafts)]  # [B, n, S]
+    ranked = [torch.where(may, (places * _HALF + tokens)[:, None], drafts)]  # [B, n, S]
     wanted = [tokens.roll(1, 1)[:, None].expand(alike.shape)]
     if picture is not None:
         same = (picture.gather(1, far) == above)[..., None]
@@ -335,6 +325,7 @@ def _repaired_at_once(
     ranked.append((size + 1) * _HALF + drafts)
     wanted.append(inputs.gather(1, slots - 1)[..., None])
     numbers, before = torch.cat(ranked, 2), torch.cat(wanted, 2)  # [B, n, S + 1]
+    last_fed = wanted[-1][..., 0]
     # Each slot's choice depends on the one before it. All are made at once, again and again: after i rounds the first i
     # stand.
     found = drafts[..., 0]
@@ -342,4 +333,15 @@ def _repaired_at_once(
         found = torch.where(before == fed[:, : slots.shape[1], None], numbers, drafts).amax(2)  # [B, n]
         fed = torch.cat([fed[:, :1], found & (_HALF - 1), fed[:, slots.shape[1] + 1 :]], 1)
     inputs.scatter_(1, at, fed)
-    return fed, (found >= _HALF) & (found < (size + 1) * _HALF)
+    copies = None
+    if steady is not None:
+        newest = fed[:, : slots.shape[1]]
+        source = torch.where(alike & (tokens.roll(1, 1)[:, None] == newest[..., None]), places, -1).amax(
+            -1
+        )  # [B, n]
+        copies = tokens.gather(1, source.clamp(min=0))
+        disputed = (
+            (source >= 0) & (copies != drafts[..., 0]) & steady[:, 1 : count + 1] & (newest != last_fed)
+        )
+        copies = copies.where(disputed, UNKNOWN)
+    return fed, (found >= _HALF) & (found < (size + 1) * _HALF), copies

@@ -22,7 +22,7 @@ from visual_spec.samplers.core.drafts import LEFT, copied_tokens
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise
 from visual_spec.samplers.core.state import draw_tokens
-from visual_spec.samplers.raster.jacobi_identical import UNKNOWN, copies_led, disputes, repaired
+from visual_spec.samplers.raster.jacobi_identical import UNKNOWN, copies_led, repaired
 
 _EVERY_SLOT = 2**62  # the grid is unknown, so no slot counts as past it
 
@@ -108,7 +108,7 @@ class WindowMemory:
         reached: long [B], the first slot that no call has predicted.
         newest: long [B], the last slot that the last call predicted.
         steady: long [B, S], by slot: calls in a row that drew the token that stood there, at most 2.
-        copies: long [B, S], by slot: what `jacobi_identical.disputes` says of the drafts, `UNKNOWN` elsewhere.
+        copies: long [B, S], by slot: copies of steady drafts, from `repaired`, `UNKNOWN` elsewhere.
         ahead: long [B], see `jacobi_identical.copies_led`.
     """
 
@@ -172,12 +172,13 @@ class WindowMemory:
         if not count:
             return drafts
         at = torch.cat([slots[:, :1] - 1, slots], 1)
-        held, before = self.tokens.gather(1, at), self.inputs.gather(1, at)
-        steady = self.steady.gather(1, at) > 0
-        young = ~steady | (self.ahead > 0)[:, None]
-        fed, _ = repaired(self.tokens, self.inputs, self.lengths, held, at, redrafts, grid, None, young)
-        copies = disputes(self.tokens, self.lengths, before, fed, held, at, steady, redrafts, grid)
-        self.copies.fill_(UNKNOWN).scatter_(1, slots[:, : copies.shape[1]], copies)
+        held, steady = self.tokens.gather(1, at), self.steady.gather(1, at) > 0
+        fed, _, copies = repaired(
+            self.tokens, self.inputs, self.lengths, held, at, redrafts, grid, None, steady, self.ahead
+        )
+        self.copies.fill_(UNKNOWN)
+        if copies is not None:
+            self.copies.scatter_(1, slots[:, : copies.shape[1]], copies)
         return fed[:, 1:]
 
 
