@@ -121,8 +121,8 @@ class CausalContinuousModel(ContinuousModel, Protocol):
     """Feeds tokens in one fixed order. `places` long [L + 1]: where each slot stands on the grid, and one more.
 
     The cache is written by slot, so a rejected token is simply written again. A model that draws patches of tokens has
-    one slot a patch, `patch`, its side, and `condition_dim`. With `starts_unguided` linear guidance begins at 1; what the
-    unconditional rows draw there is set as `first` [B, d] of the state, to be fed to them at slot 0.
+    one slot a patch, `patch`, its side, and `condition_dim`. With `starts_unguided` linear guidance begins at 1, and
+    what the unconditional rows draw there is set as `first` [B, d] of the state, to be fed to them at slot 0.
     """
 
     places: Tensor
