@@ -62,6 +62,7 @@ from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.continuous import bitdance, mar
 from visual_spec.models.continuous.binary_autoencoder import BinaryAutoencoder
 from visual_spec.models.continuous.bitdance import BitDanceTransformer
+from visual_spec.models.continuous.bitdance_text import BitDanceTextTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import KL16
 from visual_spec.models.core.protocol import area_of
@@ -397,7 +398,23 @@ def test_sizes_of_mar(name):
     assert (model.cached, model.calls) == (0, (CONTINUOUS,))
 
 
-@pytest.mark.parametrize("model", [m for m in families.models() if m.name.startswith("BitDance-")], ids=str)
+BITDANCE = [m for m in families.models() if m.name.startswith("BitDance-")]
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_sizes_of_bitdance_of_texts(tokens):
+    """Qwen3-14B with ids for 256 sizes and the queries after its 151,669."""
+    sizes = dict(hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40)
+    sizes |= dict(vocab_size=151669 + 256 + tokens - 1, num_key_value_heads=8, head_dim=128)
+    with torch.device("meta"):
+        network = BitDanceTextTransformer(sizes, patch=round(tokens**0.5))
+    (model,) = (m for m in BITDANCE if m.name.startswith(f"BitDance-14B-{tokens}x "))
+    assert (model.parameters, model.calls) == (parameters(network), (CONTINUOUS,))
+    assert (model.tokens, model.prefix) == (network.grid.num_tokens * tokens, 64 + 2 + tokens)
+    assert model.cached == 2 * 40 * 8 * 128
+
+
+@pytest.mark.parametrize("model", [m for m in BITDANCE if "14B" not in m.name], ids=lambda m: m.name)
 def test_sizes_of_bitdance(model):
     _, size, calls = model.name.split(" ")[0].split("-")
     with torch.device("meta"):

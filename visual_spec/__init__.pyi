@@ -8,6 +8,7 @@ from visual_spec.pipelines.accelerate import summary as summary
 from visual_spec.pipelines.amused_image import AmusedImagePipeline as AmusedImagePipeline
 from visual_spec.pipelines.audio import AudioPipeline as AudioPipeline
 from visual_spec.pipelines.base import VisualPipeline as VisualPipeline
+from visual_spec.pipelines.bitdance_image import BitDanceImagePipeline as BitDanceImagePipeline
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline as ChunkVideoPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline as ClassImagePipeline
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline as ContinuousImagePipeline
@@ -75,6 +76,7 @@ __all__ = [
     "AudioPipeline",
     "AudioPipelineOutput",
     "AutoregressiveSampler",
+    "BitDanceImagePipeline",
     "BlockJacobiSampler",
     "ChunkVideoPipeline",
     "ChunkWiseSampler",

@@ -42,6 +42,7 @@ from visual_spec.samplers.registry import (
 PIPELINES = {entry.class_name: entry for entry in (
     PipelineEntry("amused_image:AmusedImagePipeline", "image", "text", "text-to-image"),
     PipelineEntry("audio:AudioPipeline", "audio", "text", "text-to-audio"),
+    PipelineEntry("bitdance_image:BitDanceImagePipeline", "image", "text", "text-to-image"),
     PipelineEntry("chunk_video:ChunkVideoPipeline", "video", "text", "text-to-video"),
     PipelineEntry("class_image:ClassImagePipeline", "image", "label", "unconditional-image-generation"),
     PipelineEntry("image:ImagePipeline", "image", "text", "text-to-image"),
@@ -416,6 +417,20 @@ FAMILIES = (
                 published=("continuous", 4.0)),
             KnownModel("BitDance-H-1x class 256", "BitDance_H_1x.pt", 256, 256, 64, 1_007_960_352, 2 * 40 * 1280,
                 published=("continuous", 4.55)),
+        ),
+    ),
+    Family(
+        "BitDance of texts", (CONTINUOUS,), ("BitDanceImagePipeline",),
+        ("continuous.bitdance_text:BitDanceTextTransformer",), stored_as="canvas", unit="patches",
+        plain=AsSaved("continuous", ("guidance",), whole=False), shorter="continuous:guidance=constant,head_steps=26",
+        measured=(Measured("continuous", {"guidance": ["constant"], "head_steps": [51, 26, 11]}),),
+        load="BitDanceImagePipeline.from_official",
+        layout=FileLayout(assemble="pipelines.convert:assemble_bitdance", recognise="pipelines.convert:is_of_bitdance"),
+        sizes=(  # as the training configurations make them; a prompt of 64 ids, and those of the picture
+            KnownModel("BitDance-14B-64x text 1024", "shallowdream204/BitDance-14B-64x", 1024, 4096, 64 + 66,
+                15_775_513_632, 2 * 40 * 1024),
+            KnownModel("BitDance-14B-16x text 1024", "shallowdream204/BitDance-14B-16x", 1024, 4096, 64 + 18,
+                15_775_267_872, 2 * 40 * 1024),
         ),
     ),
     # The last family with a layout: its tokenizer's keys fit any VQGAN.

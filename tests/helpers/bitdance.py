@@ -1,6 +1,48 @@
-"""Keys and shapes of BitDance's files of classes and of its tokenizer, of small sizes."""
+"""Keys and shapes of BitDance's files of classes and of its tokenizer, and a folder of texts, of small sizes."""
 
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tests.helpers.mar import random_weights
 from tests.helpers.official import Shapes
+
+
+def number(signs: Tensor) -> int:
+    """The signs as the bits of one number, the first one highest."""
+    return int("".join("1" if value > 0 else "0" for value in signs.flatten().tolist()), 2)
+
+
+def head_shapes(
+    start: str, tokens: int, bits: int = 4, dim: int = 64, width: int = 128, gated: bool = True
+) -> Shapes:
+    """A head of four blocks that two layers modulate, of keys that begin with `start`."""
+    shapes, inner = {}, int(1.5 * width)
+
+    def linear(name: str, inputs: int, outputs: int) -> None:
+        shapes.update({f"{start}{name}.weight": (outputs, inputs), f"{start}{name}.bias": (outputs,)})
+
+    for name, inputs in (("time_embed.mlp.0", 256), ("time_embed.mlp.2", width), ("cond_embed", dim)):
+        linear(name, inputs, width)
+    linear("input_proj", bits, width)
+    for block in range(4):
+        own = f"res_blocks.{block}."
+        for name in ["norm"] if tokens == 1 else ["norm1", "norm2"]:
+            shapes |= {f"{start}{own}{name}.weight": (width,), f"{start}{own}{name}.bias": (width,)}
+        if tokens > 1:
+            linear(f"{own}attn.wqkv", width, 3 * width)
+            linear(f"{own}attn.wo", width, width)
+        linear(f"{own}w1" if gated else f"{own}mlp.0", width, (1 + gated) * inner)
+        linear(f"{own}w2" if gated else f"{own}mlp.2", inner, width)
+    for block in range(2):
+        linear(f"ada_ln_blocks.{block}", width, (3 if tokens == 1 else 6) * width)
+    linear("final_layer.ada_ln_modulation", width, 2 * width)
+    linear("final_layer.linear", width, bits)
+    return shapes
 
 
 def transformer_shapes(
@@ -11,7 +53,7 @@ def transformer_shapes(
     Args:
         tokens: of a call.
     """
-    hidden, gated, inner = -(-int(8 * dim / 3) // 256) * 256, int(1.5 * dim), int(1.5 * width)
+    hidden, gated = -(-int(8 * dim / 3) // 256) * 256, int(1.5 * dim)
     shapes: Shapes = {} if tokens == 1 else {"query_token": (1, tokens - 1, dim)}
     shapes |= {"cls_embedding.weight": (classes + 1, 5 * dim), "pos_for_diff.weight": (side * side, dim)}
     shapes |= {f"{name}.weight": (dim,) for name in ("emb_norm", "norm")}
@@ -27,24 +69,7 @@ def transformer_shapes(
         shapes |= {f"{own}feed_forward.w1.weight": (2 * hidden, dim)}
         shapes |= {f"{own}feed_forward.w2.weight": (dim, hidden)}
         shapes |= {f"{own}{name}.weight": (dim,) for name in ("attention_norm", "ffn_norm")}
-    head = "head.net."
-    for name, inputs in (("time_embed.mlp.0", 256), ("time_embed.mlp.2", width), ("cond_embed", dim)):
-        linear(head + name, inputs, width)
-    linear(f"{head}input_proj", bits, width)
-    for block in range(4):
-        own = f"{head}res_blocks.{block}."
-        for name in ["norm"] if tokens == 1 else ["norm1", "norm2"]:
-            shapes |= {f"{own}{name}.weight": (width,), f"{own}{name}.bias": (width,)}
-        if tokens > 1:
-            linear(f"{own}attn.wqkv", width, 3 * width)
-            linear(f"{own}attn.wo", width, width)
-        linear(f"{own}w1", width, 2 * inner)
-        linear(f"{own}w2", inner, width)
-    for block in range(2):
-        linear(f"{head}ada_ln_blocks.{block}", width, (3 if tokens == 1 else 6) * width)
-    linear(f"{head}final_layer.ada_ln_modulation", width, 2 * width)
-    linear(f"{head}final_layer.linear", width, bits)
-    return shapes
+    return shapes | head_shapes("head.net.", tokens, bits, dim, width)
 
 
 def tokenizer_shapes(widths: tuple[int, ...] = (32, 64), count: int = 1, bits: int = 4) -> Shapes:
@@ -85,3 +110,35 @@ def tokenizer_shapes(widths: tuple[int, ...] = (32, 64), count: int = 1, bits: i
         norm(f"{net}.norm_out", widths[0] if up else widths[last])
         conv(f"{net}.conv_out", widths[0] if up else widths[last], 3 if up else bits, 3 if up else 1)
     return shapes
+
+
+def text_folder(folder: Path, tokens: int, gated: bool = True) -> Path:
+    """A folder of texts, of characters, with ids for sizes of up to 16 tokens."""
+    names = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", *(f"<|res_{side}|>" for side in range(1, 17))]
+    names += [f"<|query_{index}|>" for index in range(1, tokens)]
+    characters = {chr(32 + index): index for index in range(95)} | {"\n": 95, "<unk>": 96}
+    words = Tokenizer(models.WordLevel(characters, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": names})  # pyright: ignore[reportArgumentType]
+    tokenizer.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.load_state_dict(random_weights({key: tuple(one.shape) for key, one in model.state_dict().items()}))
+    model.save_pretrained(folder)
+    head = dict(ch_target=4, ch_cond=64, ch_latent=128, depth_latent=4, depth_adanln=2)
+    head |= dict(parallel_num=tokens, use_swiglu=gated, time_shift=1.0)
+    (folder / "vision_head_config.json").write_text(json.dumps(head))
+    projector = {"fc1.weight": (64, 4), "fc1.bias": (64,), "fc2.weight": (64, 64), "fc2.bias": (64,)}
+    parts = {"vision_head": head_shapes("net.", tokens, gated=gated), "projector": projector}
+    for name, shapes in (parts | {"ae": tokenizer_shapes()}).items():
+        save_file(random_weights(shapes), folder / f"{name}.safetensors")
+    return folder

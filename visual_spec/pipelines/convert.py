@@ -47,7 +47,7 @@ def convert(
             or a MAR, a smaller one that drafts, and KL-16, or some; or a BitDance, its tokenizer, or both; or a
             FlowAR, KL-16, or both; or a student of LlamaGen or VAR, the tokenizer of that family, and the model that
             taught it, or some; or Self-Forcing's transformer alone; told apart by their keys. Or the folder of a
-            MusicGen of audiocraft, which needs its text encoder.
+            BitDance of texts, or of a MusicGen of audiocraft, which needs its text encoder.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings. Of MusicGen, the T5 that its settings name (t5-base).
@@ -280,3 +280,22 @@ def assemble_wan(
             )
     model = load_self_forcing(checkpoints[0], lora=changes[0] if changes else None, dtype=dtype)
     return model, {str(checkpoints[0].path): "Wan"} | {str(change.path): "LoRA of Wan" for change in changes}
+
+
+def is_of_bitdance(source: Path | Checkpoint) -> bool:
+    """Whether a path is an official folder of BitDance of texts."""
+    return isinstance(source, Path) and (source / "vision_head_config.json").is_file()
+
+
+def assemble_bitdance(
+    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+) -> tuple[Any, dict[str, str]]:
+    """The pipeline of an official folder of BitDance of texts, and what it is."""
+    first = sources[0]
+    if len(sources) > 1 or not isinstance(first, Path):
+        raise ValueError("a folder of BitDance holds all of its models; pass it alone.")
+    for name, value in {"text_encoder": text_encoder, "image_size": image_size}.items():
+        if value is not None:
+            raise ValueError(f"{name}={value} given for {first}, a folder of BitDance; leave it out.")
+    pipe = components.BitDanceImagePipeline.from_official(first, dtype=dtype)
+    return pipe, {str(first): "BitDance of texts"}

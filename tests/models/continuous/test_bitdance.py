@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.helpers import bitdance as shapes
+from tests.helpers.bitdance import number
 from tests.helpers.command import last_line
 from tests.helpers.mar import random_weights
 from tests.helpers.tiny import quiet, seeded
@@ -50,10 +50,6 @@ def network(tokens: int, side: int = 4) -> BitDanceTransformer:
 def drawn(model: BitDanceTransformer, sampler: Any, guidance: float = 3.0) -> Any:
     labels = torch.tensor([3, 5])
     return sampler(model, labels, batch_size=2, law=TokenLaw(guidance_scale=guidance), generator=seeded(1, 2))
-
-
-def number(signs: Tensor) -> int:
-    return int("".join("1" if value > 0 else "0" for value in signs.flatten().tolist()), 2)
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=str)

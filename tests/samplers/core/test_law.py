@@ -337,6 +337,7 @@ FEWER = {  # settings of the law that these calls take; all others take all of t
     "AmusedImagePipeline": LAW_SETTINGS[:4],
     "ScaleImagePipeline": LAW_SETTINGS[:4],
     "MageImagePipeline": LAW_SETTINGS[1:4],
+    "BitDanceImagePipeline": ("guidance_scale", "temperature"),
     "InfinityPipeline": ("guidance_scale", "temperature", "top_p"),
     "MaskgctPipeline": ("guidance_scale", "temperature", "top_k"),
     "ChunkVideoPipeline": (),

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from visual_spec.models.continuous.bitdance_head import BinaryHead, EulerMaruyamaSchedule
+from visual_spec.models.continuous.bitdance_head import (
+    HEAD_KEYS,
+    BinaryHead,
+    EulerMaruyamaSchedule,
+    GatedLayer,
+)
 from visual_spec.models.continuous.causal import CausalContinuousState
 from visual_spec.models.core.cache import StaticCache, seen_up_to
 from visual_spec.models.core.checkpoints import Checkpoint
@@ -65,18 +69,6 @@ class BitDanceState(CausalContinuousState):
 
     def buffers(self) -> list[Tensor]:
         return [*super().buffers(), self.table, *([] if self.first is None else [self.first])]
-
-
-class GatedProjection(nn.Module):
-    """Bits to the width of the transformer: a gated layer with biases."""
-
-    def __init__(self, bits: int, dim: int) -> None:
-        super().__init__()
-        self.w1, self.w2 = nn.Linear(bits, 2 * int(1.5 * dim)), nn.Linear(int(1.5 * dim), dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        open_, value = self.w1(x).chunk(2, -1)
-        return self.w2(F.silu(open_) * value)
 
 
 class BitDanceTransformer(SavedModel):
@@ -135,7 +127,7 @@ class BitDanceTransformer(SavedModel):
         self.cls_embedding = nn.Embedding(num_classes + 1, prefix_length * dim)
         queries = nn.Parameter(torch.empty(1, self.patch_tokens - 1, dim)) if patch > 1 else None
         self.register_parameter("query_token", queries)
-        self.proj_in, self.emb_norm = GatedProjection(bits, dim), RMSNorm(dim, _EPS)
+        self.proj_in, self.emb_norm = GatedLayer(bits, dim), RMSNorm(dim, _EPS)
         self.layers = nn.ModuleList(TransformerBlock(dim, heads, hidden, _EPS) for _ in range(num_layers))
         self.norm = RMSNorm(dim, _EPS)
         self.pos_for_diff = nn.Embedding(grid_size * grid_size, dim)
@@ -238,7 +230,7 @@ _BITDANCE = KeyLayout(
         "head.final_layer.linear.weight": 2,
     },
     dropped=(r"vae\..*",),  # of training; the tokenizer's own file is read
-    renamed={r"^head\.net\.": "head.", r"^(head\.res_blocks\.\d+)\.norm\.": r"\1.norm2."},
+    renamed={r"^head\.net\.": "head.", **HEAD_KEYS},
     container="ema",
 )
 

@@ -6,6 +6,8 @@ it; the signs of where it ends are the token. With several tokens a call, these 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +17,11 @@ from visual_spec.models.continuous.head import TimeEmbedding
 from visual_spec.models.core.protocol import check_heads
 from visual_spec.models.core.settings import Within, whole
 
+# Official names of parts of the head, and ours.
+HEAD_KEYS = {
+    r"(head\.res_blocks\.\d+)\.norm\.": r"\1.norm2.",
+    r"(head\.res_blocks\.\d+)\.(w\d)\.": r"\1.mlp.\2.",
+}
 _LAST = 0.05  # the length of the last step, and the least share of noise that is divided by
 
 
@@ -41,14 +48,15 @@ class EulerMaruyamaSchedule:
         self.num_steps = whole("head_steps", num_steps, Within(2, 1000))
         if eta is not None:
             raise ValueError(f"eta={eta} given, but BitDance's chain has its own noise; leave it out.")
-        edges = torch.linspace(0.0, 1.0 - _LAST, num_steps)
+        here: Any = dict(device="cpu")  # a model checks its chain on whatever device it is built
+        edges = torch.linspace(0.0, 1.0 - _LAST, num_steps, **here)
         lengths = (1.0 / shift / (1.0 / shift + (1.0 / edges - 1.0))).diff()
-        shares = [torch.zeros(())]
+        shares = [torch.zeros((), **here)]
         for length in lengths[:-1]:
             shares.append(shares[-1] + length)
-        share = torch.stack([*shares, torch.tensor(1.0 - _LAST)])
+        share = torch.stack([*shares, torch.tensor(1.0 - _LAST, **here)])
         self.times = (TRAINING_LEVELS * share).flip(0)
-        share, length = share.double(), torch.cat([lengths, torch.tensor([_LAST])]).double()
+        share, length = share.double(), torch.cat([lengths, torch.tensor([_LAST], **here)]).double()
         drift = length * (1.0 + share)
         sigma = (2.0 * (1.0 - share) * length).sqrt()
         drift[-1], sigma[-1] = _LAST, 0.0  # of the velocity alone
@@ -78,6 +86,19 @@ class EulerMaruyamaSchedule:
         return self.toward(x, index, output, output[..., :0])
 
 
+class GatedLayer(nn.Module):
+    """SwiGLU of one and a half times the outputs, with biases."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        hidden = int(1.5 * outputs)
+        self.w1, self.w2 = nn.Linear(inputs, 2 * hidden), nn.Linear(hidden, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        open_, value = self.w1(x).chunk(2, -1)
+        return self.w2(F.silu(open_) * value)
+
+
 class BinaryHeadAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -91,27 +112,28 @@ class BinaryHeadAttention(nn.Module):
 
 
 class BinaryHeadBlock(nn.Module):
-    """Attention between the tokens of a call, where there are several, and a gated layer; both are modulated."""
+    """Attention between the tokens of a call, where there are several, and a layer; both are modulated."""
 
-    def __init__(self, width: int, heads: int, several: bool) -> None:
+    def __init__(self, width: int, heads: int, several: bool, gated: bool) -> None:
         super().__init__()
         hidden = int(1.5 * width)
         if several:
             self.norm1, self.attn = nn.LayerNorm(width, eps=1e-6), BinaryHeadAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.w1, self.w2 = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+        self.mlp: Any = GatedLayer(width, width)
+        if not gated:
+            self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, width))
 
     def forward(self, x: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
         """`x [..., P, width]`, and scale, shift and gate of each part, which broadcast to it."""
         *first, scale, shift, gate = parts
         if first:
             x = x + first[2] * self.attn(self.norm1(x) * (1.0 + first[0]) + first[1])
-        open_, value = self.w1(self.norm2(x) * (1.0 + scale) + shift).chunk(2, -1)
-        return x + gate * self.w2(F.silu(open_) * value)
+        return x + gate * self.mlp(self.norm2(x) * (1.0 + scale) + shift)
 
 
 class BinaryHead(nn.Module):
-    """The head. Parameters are named as in the official files under `head.net`; see `DenoisingHead`.
+    """The head; see `DenoisingHead`. Parameters are named nearly as in the official files, see `HEAD_KEYS`.
 
     Args:
         bits: numbers of a token.
@@ -119,13 +141,24 @@ class BinaryHead(nn.Module):
         condition_dim: of the condition of a token.
         width, depth, heads: of its blocks. Attention is there for P > 1.
         modulated: layers that modulate the blocks, each an equal run of these.
+        gated: whether the layers of the blocks are gated.
+        bounded: whether predictions lie between -1 and 1, by a sigmoid.
 
     Raises:
         ValueError: heads that do not divide the width, or layers that do not divide the blocks.
     """
 
     def __init__(
-        self, bits: int, tokens: int, condition_dim: int, width: int, depth: int, heads: int, modulated: int
+        self,
+        bits: int,
+        tokens: int,
+        condition_dim: int,
+        width: int,
+        depth: int,
+        heads: int,
+        modulated: int,
+        gated: bool = True,
+        bounded: bool = False,
     ) -> None:
         super().__init__()
         check_heads(width, heads)
@@ -133,10 +166,12 @@ class BinaryHead(nn.Module):
             raise ValueError(
                 f"{modulated} layers cannot modulate {depth} blocks in equal runs; pass a divisor."
             )
-        self.width, self.tokens, self.parts = width, tokens, 3 if tokens == 1 else 6
+        self.width, self.tokens, self.parts, self.bounded = width, tokens, 3 if tokens == 1 else 6, bounded
         self.time_embed = TimeEmbedding(width)
         self.cond_embed, self.input_proj = nn.Linear(condition_dim, width), nn.Linear(bits, width)
-        self.res_blocks = nn.ModuleList(BinaryHeadBlock(width, heads, tokens > 1) for _ in range(depth))
+        self.res_blocks = nn.ModuleList(
+            BinaryHeadBlock(width, heads, tokens > 1, gated) for _ in range(depth)
+        )
         self.ada_ln_blocks = nn.ModuleList(nn.Linear(width, self.parts * width) for _ in range(modulated))
         last = {"ada_ln_modulation": nn.Linear(width, 2 * width), "linear": nn.Linear(width, bits)}
         self.final_layer = nn.ModuleDict(last)
@@ -162,4 +197,5 @@ class BinaryHead(nn.Module):
             first = index // run * self.parts
             hidden = block(hidden, parts[first : first + self.parts])
         hidden = F.layer_norm(hidden, hidden.shape[-1:], eps=1e-6) * (1.0 + parts[-2]) + parts[-1]
-        return self.final_layer["linear"](hidden).flatten(-2)
+        output = self.final_layer["linear"](hidden).flatten(-2)
+        return 2.0 * output.sigmoid() - 1.0 if self.bounded else output

@@ -8,11 +8,12 @@ from functools import cache as memoised
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from visual_spec.models.core.cache import Places, StaticCache
+from visual_spec.models.core.cache import Places, StaticCache, on_host
 
 
 @dataclass
@@ -82,6 +83,52 @@ class ImagePrompt:
         """Repeat every row `times` times, with the copies of a row adjacent."""
         other = self.unconditional
         return ImagePrompt(self.prompt.repeat(times), None if other is None else other.repeat(times))
+
+
+_PROMPT_STEP = 32  # prompts are padded to multiples of this where shapes are fixed
+
+
+def joined_prompts(
+    condition: ImagePrompt, batch_size: int, guided: bool, device: torch.device, family: str
+) -> Prompt:
+    """Return the conditional prompts, and after them the unconditional ones when guided, padded to one length.
+
+    Raises:
+        TypeError: the condition is no `ImagePrompt`; names the family.
+        ValueError: it has other than one prompt a sample, or none that guidance needs.
+    """
+    if not isinstance(condition, ImagePrompt):
+        raise TypeError(f"condition is a {type(condition).__name__}; {family} takes an ImagePrompt.")
+    parts = [condition.prompt]
+    if guided:
+        if condition.unconditional is None:
+            raise ValueError(
+                f"guidance asked of {family}, but the condition has no unconditional prompt; "
+                "pass one, or guidance_scale=1."
+            )
+        parts.append(condition.unconditional)
+    counts = [len(part.ids) for part in parts]
+    if set(counts) != {batch_size}:
+        raise ValueError(
+            f"{' and '.join(map(str, counts))} prompts for a batch of {batch_size}; pass one a sample."
+        )
+    longest = max(part.ids.shape[1] for part in parts)
+    if not on_host(
+        parts[0].ids.to(device)
+    ):  # few different lengths, so that later prompts can reuse recordings
+        longest = -(-longest // _PROMPT_STEP) * _PROMPT_STEP
+
+    def joined(tensors: list[Tensor]) -> Tensor:
+        padded = [F.pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors]
+        return torch.cat(padded, dim=padded[0].ndim - 2).to(device)
+
+    places = [part.where for part in parts]
+    return Prompt(
+        ids=joined([part.ids for part in parts]),
+        mask=joined([part.mask for part in parts]),
+        positions=joined([positions for positions, _ in places]),
+        start=torch.cat([start for _, start in places]).to(device),
+    )
 
 
 def one_size(image_sizes: Any) -> tuple[int, int]:

@@ -39,10 +39,9 @@ from visual_spec.models.core.transformers_cache import (
     SlotCache,
     attention_mask,
     cache_argument,
+    joined_prompts,
 )
 from visual_spec.models.next_token.length_limits import check_length
-
-_PROMPT_STEP = 32  # prompts are padded to multiples of this where shapes are fixed
 
 
 @dataclass
@@ -251,7 +250,7 @@ class CachedDecoder:
 
     def prompt_of(self, condition: ImagePrompt, *, batch_size: int, guided: bool) -> tuple[Tensor, ...]:
         """Return ids and mask [R, T] of the prompts, positions, and start [R]; see `PromptModel`."""
-        prompt = self._rows(condition, batch_size, guided)
+        prompt = joined_prompts(condition, batch_size, guided, self.device, self.family)
         return (prompt.ids, prompt.mask, *prompt.where)
 
     @loads_groups
@@ -498,38 +497,3 @@ class CachedDecoder:
     def _end_embedding(self, rows: int, count: int) -> Tensor:
         assert self.row_end is not None
         return self.table(torch.full((rows, count), self.row_end, device=self.device))
-
-    def _rows(self, condition: ImagePrompt, batch_size: int, guided: bool) -> Prompt:
-        """Return the conditional prompts, and after them the unconditional ones when guided, padded to one length."""
-        if not isinstance(condition, ImagePrompt):
-            raise TypeError(f"condition is a {type(condition).__name__}; {self.family} takes an ImagePrompt.")
-        parts = [condition.prompt]
-        if guided:
-            if condition.unconditional is None:
-                raise ValueError(
-                    f"guidance asked of {self.family}, but the condition has no unconditional prompt; "
-                    "pass one, or guidance_scale=1."
-                )
-            parts.append(condition.unconditional)
-        counts = [len(part.ids) for part in parts]
-        if set(counts) != {batch_size}:
-            raise ValueError(
-                f"{' and '.join(map(str, counts))} prompts for a batch of {batch_size}; pass one a sample."
-            )
-        longest = max(part.ids.shape[1] for part in parts)
-        if not on_host(
-            parts[0].ids.to(self.device)
-        ):  # few different lengths, so that later prompts can reuse recordings
-            longest = -(-longest // _PROMPT_STEP) * _PROMPT_STEP
-
-        def joined(tensors: list[Tensor]) -> Tensor:
-            padded = [F.pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors]
-            return torch.cat(padded, dim=padded[0].ndim - 2).to(self.device)
-
-        places = [part.where for part in parts]
-        return Prompt(
-            ids=joined([part.ids for part in parts]),
-            mask=joined([part.mask for part in parts]),
-            positions=joined([positions for positions, _ in places]),
-            start=torch.cat([start for _, start in places]).to(self.device),
-        )
