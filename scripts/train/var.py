@@ -32,7 +32,7 @@ from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of
 from visual_spec.files.documents import write_json
 from visual_spec.models.core.checkpoints import read_written, write_content
-from visual_spec.models.core.settings import Count, Share, Within, read_fields
+from visual_spec.models.core.settings import Count, OneOf, Share, Within, read_fields
 from visual_spec.models.next_scale.flexvar import FlexVARTransformer, FlexVQModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.var import SCALES, VARTransformer
@@ -74,6 +74,11 @@ class VarTraining:
         teacher_guidance: the teacher's guidance scale at the last scale; it grows from none at the first, like the
             sampler's ramp. 1: its laws are learned unguided. Otherwise they are computed once for the scales from
             `scales_from` on and kept in memory: two bytes for each code of each slot of each scene.
+        student_weight: of SAR's second pass (arXiv 2512.06421), in which a FlexVAR predicts the last map from its own
+            draw of the one before; 0.01 in its public recipe.
+        student_target: what it is to predict there: what it draws after the true map ("drawn", CSFL), or the "tokens".
+        student_guidance: None: its likeliest codes are its draws, as in the public recipe for d16. Else they are drawn
+            from 900 of 96 % at most, under guidance that rises from half of this to this; 1.2 by default there.
         bfloat16: compute the matrix products in bfloat16: faster on a GPU, and on CPUs with support.
     """
 
@@ -88,6 +93,9 @@ class VarTraining:
     scales_until: int | None = None
     earlier_weight: Annotated[float, Within(0)] = 0.0
     teacher_guidance: float = 1.0
+    student_weight: Annotated[float, Within(0)] = 0.0
+    student_target: Annotated[str, OneOf(("drawn", "tokens"))] = "drawn"
+    student_guidance: Annotated[float | None, Within(0, none="the likeliest codes")] = None
     bfloat16: bool = False
     compile: bool = False
     seed: int = 0
@@ -278,11 +286,48 @@ def _loss(
     dropped: Tensor,
     weights: Tensor,
     teacher_logits: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Return the loss [], and the logits `[B, L, V]`."""
     logits = model.teacher_forced(maps, label_ids, dropped)
     with torch.autocast(logits.device.type, enabled=False):
         losses = slot_losses(logits.float(), token_ids, teacher_logits)
-        return (losses * weights).mean() / weights.mean()
+        return (losses * weights).mean() / weights.mean(), logits
+
+
+def student_loss(
+    model: FlexVARTransformer,
+    vq_model: FlexVQModel,
+    logits: Tensor,
+    maps: list[Tensor],
+    token_ids: Tensor,
+    label_ids: Tensor,
+    settings: VarTraining,
+    step: int,
+) -> Tensor:
+    """Return SAR's loss [] of the last map, predicted from the model's own draw of the one before.
+
+    Args:
+        logits: `[B, L, V]` of the pass over the true `maps`.
+    """
+    last = len(model.scales) - 1
+    before, start = model.offsets[last - 1], model.offsets[last]
+    numbers = torch.Generator(logits.device).manual_seed(settings.seed + (step << 20))
+    with torch.no_grad():
+        drawn = logits.argmax(-1)
+        if settings.student_guidance is not None:
+            null = model.teacher_forced(maps, label_ids, torch.ones_like(label_ids, dtype=torch.bool))
+            for scale, slots in ((last - 1, slice(before, start)), (last, slice(start, None))):
+                scale_guidance = 1 + settings.student_guidance * 0.5 * (1 + scale / last)
+                law = TokenLaw(scale_guidance, top_k=min(900, logits.shape[-1]), top_p=0.96)
+                shares = law(torch.cat([logits[:, slots], null[:, slots]]).float(), True).exp()
+                drawn[:, slots] = torch.multinomial(shares.flatten(0, 1), 1, generator=numbers).view(
+                    len(logits), -1
+                )
+        codes = vq_model.codes_of(drawn[:, before:start], last - 1, logits)
+        map = vq_model.next_map(codes, last)
+        wanted = (drawn if settings.student_target == "drawn" else token_ids)[:, start:]
+        dropped = torch.rand(len(logits), generator=numbers, device=logits.device) < settings.label_dropout
+    return F.cross_entropy(model.student_forced(map, label_ids, dropped).float().mT, wanted)
 
 
 @dataclass
@@ -362,11 +407,18 @@ def train_var(
         with torch.no_grad():
             maps = read.maps_of(token_ids)[: settings.trained_scales(len(learner.scales)) - 1]
             taught = None if lessons is None else lessons.logits(maps, chosen, label_ids, dropped)
-        return learner, maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, taught
+        return step, learner, maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, taught
 
-    def loss(*parts: Any) -> Tensor:
+    def loss(
+        step: int, learner: Any, maps: list[Tensor], token_ids: Tensor, label_ids: Tensor, *more: Any
+    ) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
-            return _loss(*parts)
+            total, logits = _loss(learner, maps, token_ids, label_ids, *more)
+            if settings.student_weight:
+                read: Any = vq_model.at(learner.scales)  # pyright: ignore[reportAttributeAccessIssue]
+                own = student_loss(learner, read, logits, maps, token_ids, label_ids, settings, step)
+                total = total + settings.student_weight * own
+            return total
 
     def judged() -> dict[str, Any]:
         if flexible:
@@ -409,6 +461,10 @@ def _check_fit(
         listed = "; ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(
             f"scales, codebook size and code length differ: {listed}. Train them over one tokenizer."
+        )
+    if settings.student_weight and (teacher is not None or not isinstance(model, FlexVARTransformer)):
+        raise ValueError(
+            f"student_weight={settings.student_weight}, which is of a FlexVAR without a teacher; pass 0."
         )
     for name, network in {"the model": model, "the teacher": teacher}.items():
         if network is not None and network.config["num_classes"] != len(CLASSES):

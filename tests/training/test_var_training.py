@@ -25,11 +25,13 @@ from scripts.train.var import (
     slot_losses,
     slot_weights,
     start_from_codes,
+    student_loss,
     tokenize_classes,
     train_var,
 )
 from scripts.train.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
 from tests.helpers.training import check_training
+from tests.models.next_scale.test_flexvar import LABELS, LATENTS, tiny, tiny_vq
 from visual_spec.data.shapes import render, sample_dataset
 from visual_spec.data.shapes_classes import class_of
 from visual_spec.models.next_scale.flexvar import FlexVARTransformer, FlexVQModel
@@ -508,3 +510,67 @@ def test_an_interrupted_flexvar_resumes_to_the_same_weights_in_8_bits(tmp_path):
         vq_model.at((1, 2, 3, 4)), TRANSFORMER.scenes, TRANSFORMER.seed + 1, cache=tmp_path / "whole"
     )
     assert tokens.shape[1] == 30
+
+
+# Recorded: the losses and a gradient of `trainer.py` of GengzeZhou/SAR@5fadd47 in float64, weights of
+# tests/models/next_scale/test_flexvar.py, scales 1 to 4, sf_use_sampling=False, sigma=0.01.
+SAR = {
+    "drawn": (1.141314207645997, [0.1572721327721761, -0.017974779629828262, 0.03759501443860373]),
+    "tokens": (3.336983137131997, [0.15790956322007316, -0.018179708224417477, 0.03904137332412711]),
+}
+
+
+@pytest.mark.parametrize("target", SAR)
+def test_losses_of_student_forcing_are_those_of_the_public_trainer(target):
+    model, vq_model = tiny(), tiny_vq()
+    token_ids = torch.cat(vq_model.tokens_of(LATENTS), 1)
+    maps, settings = vq_model.maps_of(token_ids), VarTraining(label_dropout=0, student_target=target)
+    logits = model.teacher_forced(maps, LABELS)
+    first = torch.nn.functional.cross_entropy(logits.mT, token_ids)
+    own = student_loss(model, vq_model, logits.double(), maps, token_ids, LABELS, settings, 0)
+    assert first.item() == pytest.approx(4.031223540302563, rel=1e-9)
+    assert own.item() == pytest.approx(SAR[target][0], rel=1e-6)  # of float32 logits
+    (first + 0.01 * own).backward()
+    gradient: Any = model.word_embed.weight.grad
+    assert gradient.flatten()[:3].tolist() == pytest.approx(SAR[target][1], rel=1e-5)
+
+
+def test_draws_for_student_forcing_follow_the_guided_law(monkeypatch):
+    """Counts of drawn codes beside the law by hand: guidance rises by scale, 1 + 1.2 * 5 / 6 and 1 + 1.2 here."""
+    model, vq_model = tiny(), tiny_vq()
+    settings = VarTraining(label_dropout=0, student_guidance=1.2)
+    token_ids = torch.cat(vq_model.tokens_of(LATENTS), 1)
+    maps = vq_model.maps_of(token_ids)
+    logits, null = (model.teacher_forced(maps, label) for label in (LABELS, torch.tensor([5, 5])))
+    seen: list[Tensor] = []
+    real = FlexVQModel.codes_of
+
+    def watched(self: Any, tokens: Tensor, scale: int, like: Tensor) -> Tensor:
+        seen.append(tokens)
+        return real(self, tokens, scale, like)
+
+    monkeypatch.setattr(FlexVQModel, "codes_of", watched)
+    with torch.no_grad():
+        for step in range(400):
+            student_loss(model, vq_model, logits, maps, token_ids, LABELS, settings, step)
+        mixed = null + (1 + 1.2 * 0.5 * (1 + 2 / 3)) * (logits - null)
+        law = mixed[:, 5:14].softmax(-1)  # of scale 2
+        ranked, order = law.sort(-1, descending=True)
+        kept = (ranked.cumsum(-1) - ranked < 0.96) * ranked
+        law = torch.zeros_like(law).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
+    counts = torch.nn.functional.one_hot(torch.stack(seen), 12).double().mean(0)
+    assert (counts - law).abs().max() < 4 * (0.25 / 400) ** 0.5
+    assert (counts[law == 0] == 0).all() and (law == 0).any()
+
+
+def test_an_interrupted_run_with_student_forcing_resumes_to_the_same_weights(tmp_path):
+    vq_model = flexible_tokenizer()
+    settings = replace(TRANSFORMER, steps=12, student_weight=0.1, student_guidance=1.2)
+
+    def train(out, every):
+        model = flexible_model(vq_model)
+        return train_var(model, vq_model, settings, out, every=every), model
+
+    check_training(tmp_path, train, 8, every=4, saved={"": FlexVARTransformer})
+    with pytest.raises(ValueError, match="student_weight=0.1.*FlexVAR"):
+        train_var(tiny_model(), tiny_tokenizer(), settings, tmp_path / "other")

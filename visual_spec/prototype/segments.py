@@ -2,7 +2,7 @@
 
 A plan draws the first groups of frames of a segment: its first frame, and its key frames, the last frame among them.
 The next segment starts from that last frame as it is. What lies between key frames reads the key frames of its own
-segment only, so the last group of all segments is drawn together, as rows of one batch. Errors add up over segments,
+segment only, so it is drawn together in all segments, as rows of one batch. Errors add up over segments,
 not over frames, and only plans wait for each other.
 
 * Xiang et al., "Macro-from-micro planning for high-quality and parallelized autoregressive long video generation",
@@ -68,8 +68,10 @@ def draw_segments(
     """
     whole("segments", segments)
     grid, groups, batch = model.grid, model.frame_groups, len(generator)
-    frames, filled = grid.frames, groups[-1]
-    if frames - 1 in filled:
+    frames = grid.frames
+    plan = next(number for number, group in enumerate(groups, 1) if frames - 1 in group)
+    filled = sum(groups[plan:], [])
+    if not filled:
         raise ValueError(
             f"a {type(model).__name__} that draws its last frame last plans no segments; pass one with key_frames."
         )

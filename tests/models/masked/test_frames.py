@@ -148,13 +148,21 @@ def test_key_frames_say_what_is_drawn_when_and_what_a_frame_sees():
         assert (moved.unflatten(0, (7, 4)).all(1) == moved.unflatten(0, (7, 4)).any(1)).all()
         seen.append(moved.unflatten(0, (7, 4)).all(1).tolist())
     # Of each frame, those that it sees; 1 and 3 do not see the key frames after their end, nor the other parts.
-    wanted = [{0}, {0, 1, 2}, {0, 2, 4, 6}, {0, 2, 3, 4}, {0, 2, 4, 6}, {0, 2, 4, 5, 6}, {0, 2, 4, 6}]
+    keys = {0, 2, 4, 6}
+    wanted = [{0}, {0, 1, 2}, keys, {0, 2, 3, 4}, keys, {0, 2, 4, 5, 6}, keys]
     assert [{f for f in range(7) if seen[f][row]} for row in range(7)] == wanted
+    # The release's order (Tele-AI/MMPL, `clean_steps`): plans, then parts in turn, which see the parts before.
+    turn = tiny_frames(num_frames=21, key_frames=[1, 2, 3, 10, 11, 12, 19, 20], fill_in_turn=True)
+    assert turn.frame_groups[2:] == [[*range(4, 10)], [*range(13, 19)]]
+    sees = [set(row.nonzero()[:, 0].tolist()) for row in turn.seen_frames()]
+    assert sees[5] == {*range(13)} and sees[14] == {*range(21)}
+    assert sees[11] == {0, 1, 2, 3, 10, 11, 12, 19, 20}
 
 
 @pytest.mark.parametrize("guided", [False, True])
-def test_a_cached_decode_by_key_frames_equals_one_pass(guided):
-    model = planned_frames()
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_cached_decode_by_key_frames_equals_one_pass(guided, in_turn):
+    model = planned_frames(fill_in_turn=in_turn)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(13, (2, 28), generator=generator)
     state, logits = model.prepare(condition(2), batch_size=2, guided=guided), {}
@@ -175,6 +183,8 @@ def test_key_frames_that_fit_no_clip_are_refused(tmp_path):
     for keys in ([0, 6], [2, 4], [4, 2, 6], [2, 7]):
         with pytest.raises(ValueError, match="7 frames.*1.*6"):
             tiny_frames(num_frames=7, key_frames=keys)
+    with pytest.raises(ValueError, match="fill_in_turn=True without key_frames"):
+        tiny_frames(fill_in_turn=True)
     with pytest.raises(ValueError, match="num_frames=3.*7"):
         planned_frames().first_frames(3)
     planned_frames().save_pretrained(tmp_path)

@@ -6,8 +6,8 @@ The last row of the token embedding is the mask.
 
 With `key_frames`, the order of MMPL (Xiang et al., "Macro-from-micro planning", arXiv 2508.03334, and its public code)
 over such frames: the first frame, then all key frames together, then all others together. Those between two key frames
-see each other, the first frame, and the key frames up to the one that ends them; so the parts of a clip do not wait for
-each other.
+see each other, the first frame, and the key frames up to those that end them; so the parts of a clip do not wait for
+each other. With `fill_in_turn` they do, as in the release: a part also sees the parts before it.
 
 Rotary table and place embeddings are our LlamaGen's over frames, not Lumos-1's MM-RoPE; so this class reads no
 official weights.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -64,9 +65,10 @@ class FrameMaskedTransformer(SavedModel):
         feed_forward_dim: hidden width of the SwiGLU layers; None: `LlamaGenTransformer`'s.
         key_frames: the frames that are drawn together after the first one, rising, the last frame among them; the
             others are drawn after them. None: frame after frame.
+        fill_in_turn: whether the frames between key frames are drawn part after part, and see the parts before.
 
     Raises:
-        ValueError: fewer than two frames, other key frames, or as `LlamaGenTransformer`.
+        ValueError: fewer than two frames, other key frames, parts without key frames, or as `LlamaGenTransformer`.
     """
 
     _repeated_blocks = ["TransformerBlock"]
@@ -88,6 +90,7 @@ class FrameMaskedTransformer(SavedModel):
         caption_dim: Count | None = None,
         feed_forward_dim: int | None = None,
         key_frames: Sequence[int] | None = None,
+        fill_in_turn: bool = False,
     ):
         super().__init__()
         if num_frames < 2:
@@ -102,6 +105,10 @@ class FrameMaskedTransformer(SavedModel):
                     f"key_frames={list(key_frames)} of {num_frames} frames; pass rising frames from 1 on, the last one "
                     f"{num_frames - 1}, e.g. [1, {num_frames // 2}, {num_frames - 1}]."
                 )
+        elif fill_in_turn:
+            raise ValueError(
+                "fill_in_turn=True without key_frames, between which parts lie; pass both, or neither."
+            )
         self.transformer = LlamaGenTransformer(
             vocab_size=vocab_size,
             dim=dim,
@@ -128,20 +135,20 @@ class FrameMaskedTransformer(SavedModel):
         frames, keys = range(self.grid.frames), self.config["key_frames"]
         if keys is None:
             return [[frame] for frame in frames]
-        return [[0], list(keys), [frame for frame in frames[1:] if frame not in keys]]
+        parts = [list(range(start + 1, end)) for start, end in pairwise([0, *keys]) if end - start > 1]
+        return [[0], list(keys), *(parts if self.config["fill_in_turn"] else [sum(parts, [])])]
 
     def seen_frames(self, device: torch.device | None = None) -> Tensor:
         """Which frames (columns) a frame (row) sees, itself included: bool `[T, T]` on a device; None: the CPU."""
         frames, keys = torch.arange(self.grid.frames, device=device), self.config["key_frames"]
         if keys is None:
             return frames[:, None] >= frames
-        ends = torch.stack([torch.full((), end, device=device) for end in (0, *keys)])
-        part = torch.searchsorted(ends, frames)  # a key frame ends its part: 0, (0, keys[0]], ...
-        key = torch.isin(frames, ends[1:])
-        earlier = (frames == 0) | (key & (part[:, None] >= part)) | (key[:, None] & key)
-        return torch.where(
-            frames[:, None] == 0, frames == 0, earlier | (part[:, None] == part) & ~key[:, None]
-        )
+        runs = [key for key in keys if key - 1 not in keys]  # first frames of runs of key frames
+        run = torch.stack([frames >= first for first in runs]).sum(0)  # a part is ended by the run after it
+        key = torch.stack([frames == one for one in keys]).any(0)
+        earlier = (frames == 0) | (key & (run[:, None] + 1 >= run)) | (key[:, None] & key)
+        same = (run[:, None] >= run) if self.config["fill_in_turn"] else (run[:, None] == run)
+        return torch.where(frames[:, None] == 0, frames == 0, earlier | same & ~key[:, None])
 
     def first_frames(self, count: int) -> Self:
         """Return this model over the first `count` frames only, with the same weights.

@@ -123,6 +123,22 @@ class FlexVARTransformer(AnyScales, VARTransformer):
         side = self.scales[scale]
         return F.interpolate(self.pos_1LC, size=(side, side), mode="area").flatten(2).mT
 
+    def student_forced(self, map: Tensor, condition: Any, dropped: Tensor | None = None) -> Tensor:
+        """Return the logits `[B, n * n, V]` of one map after the condition alone, with gradients.
+
+        The second pass of SAR's training (arXiv 2512.06421): no scale before it is seen.
+
+        Args:
+            map: `[B, D, n, n]`, the codes that the model drew at the scale before, enlarged to this one.
+            condition, dropped: see `teacher_forced`.
+        """
+        alone = self.at((1, map.shape[-1]))
+        hidden, state = alone._begin(condition, [map], dropped=dropped, fed=0, stop=0, pruned=None)
+        hidden = hidden - F.pad(
+            self.pos_start, (0, 0, 0, hidden.shape[1] - 1)
+        )  # the condition stands for no scale
+        return alone._logits(alone._run(state, hidden, range(2))[:, 1:], state.head_modulation)
+
 
 def waves(side: int, dim: int) -> Tensor:
     """Return `[1, dim, side, side]`: sines of the row in even channels, cosines of the column in odd ones."""
