@@ -165,7 +165,7 @@ def modular(pipe: Any) -> Any:
     ],
     ids=["usual", "one frame a chunk", "goes on"],
 )
-@pytest.mark.parametrize("cache", ["full", "sink-window:sink=1,window=6"])
+@pytest.mark.parametrize("cache", ["full", "sink-window:sink=1,window=6", "sliding:window=9,dtype=int8"])
 def test_clips_are_those_of_an_accelerated_pipeline(cache, options):
     pipe, size = tiny_pipeline(), SMALL | dict(num_frames=33)
     request: dict[str, Any] = dict(

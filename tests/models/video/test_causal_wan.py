@@ -1,12 +1,16 @@
 """Wan made causal from outside, against whole-sequence passes of the untouched model under a mask."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from tests.helpers.tiny_wan import clips, prompts, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan, Rotary
 from visual_spec.models.video.frame_cache import (
     DeepForcing,
+    FrameCache,
     Full,
     FutureAnchor,
     HeadBudgets,
@@ -72,6 +76,31 @@ def test_chunks_equal_one_pass_under_a_mask(policy):
     causal.release()
     everything = masked_pass(model, latents, timesteps, embeds, torch.ones(15, 15, dtype=torch.bool))
     assert (everything - plain).abs().max() > 1e-2  # the mask matters
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Full(dtype="int8"), SinkWindow(2, 7, dtype="int8"), DeepForcing(2, 3, 6, 9, dtype="int8")],
+    ids=str,
+)
+def test_a_cache_of_eight_bits_reads_what_was_rounded_once(policy, monkeypatch):
+    """Beside a cache of 16 bits whose frames are rounded by hand before they are written."""
+    model, latents, embeds = tiny_wan(), clips(2, 15), prompts(2)
+    timesteps = [0.0] * 12 + [625.0] * 3
+    found = chunk_by_chunk(CausalWan(model, policy), latents, timesteps, embeds)
+    exact = chunk_by_chunk(CausalWan(model, replace(policy, dtype="model")), latents, timesteps, embeds)
+
+    def rounded(states: Tensor) -> Tensor:
+        step = states.abs().amax(-1, keepdim=True) / 127
+        return (states / step).round() * step
+
+    real = FrameCache.append
+    monkeypatch.setattr(
+        FrameCache, "append", lambda self, keys, values, at: real(self, rounded(keys), rounded(values), at)
+    )
+    by_hand = chunk_by_chunk(CausalWan(model, replace(policy, dtype="model")), latents, timesteps, embeds)
+    assert (found - by_hand).abs().max() < 1e-12
+    assert 0 < (found - exact).abs().max() < 0.05 * exact.abs().max()
 
 
 def test_two_chunks_equal_a_block_causal_pass_and_later_steps_read_the_same():

@@ -188,3 +188,29 @@ def test_bytes_count_all_that_is_held():
     )
     assert cache.nbytes == 2 * (2 * 5 * 3 * 4 * 2) + 2 * 5 * 3 * 8
     assert cache.query_sums.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_eight_bits_hold_each_head_of_a_token_within_half_a_step(dtype):
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 6, 3, 32, generator=generator, dtype=torch.float64).to(dtype)
+    keys[0, 1, 2] = 0
+    places = torch.zeros(2, 6, 3, dtype=torch.long)
+    cache = FrameCache(torch.zeros(0, dtype=dtype), 2, 3, 32, 1, "int8")
+    cache.append(keys[:, :4], values[:, :4], places[:, :4])
+    cache.append(keys[:, 4:], values[:, 4:], places[:, 4:])
+    slots = torch.tensor([[0, 2, 5], [1, 3, 4]])
+    cache.keep(slots)
+    assert cache.nbytes == 2 * (2 * 3 * 3 * (32 + dtype.itemsize)) + 2 * 3 * 3 * 8
+    for held, whole in ((cache.keys, keys), (cache.values, values)):
+        kept = torch.stack([part[own] for part, own in zip(whole, slots, strict=True)]).double()
+        step = kept.abs().amax(-1, keepdim=True) / 127
+        slack = 127 * step * torch.finfo(dtype).eps  # the scale and the product are rounded to the dtype
+        assert ((held.double() - kept).abs() <= step / 2 + slack).all() and held.dtype == dtype
+        assert (held.double() != kept).any()
+
+
+def test_policies_refuse_other_types():
+    for kind in POLICIES.values():
+        with pytest.raises(ValueError, match="dtype.*int4.*model.*int8"):
+            kind(dtype="int4").check(3)

@@ -238,7 +238,8 @@ class CausalWan:
         groups = self._groups()
 
         def held(policy: CachePolicy, heads: list[int]) -> HeadGroup:
-            cache = FrameCache(like, len(embeds), len(heads), config.attention_head_dim, grid[0] * grid[1])
+            sizes = len(embeds), len(heads), config.attention_head_dim, grid[0] * grid[1]
+            cache = FrameCache(like, *sizes, policy.dtype)
             return HeadGroup(policy, torch.tensor(heads, device=embeds.device), cache)
 
         reach = max(policy.reach for policy in groups)

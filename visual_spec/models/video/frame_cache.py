@@ -6,6 +6,10 @@ in bfloat16.
 
 A policy runs once for each chunk and layer, before the chunk is first read (`make_room`). All counts are latent frames.
 Windows and budgets include the frames of the chunk at hand, as in the papers.
+
+With `dtype="int8"`, which every policy takes, caches hold whole numbers from -127 to 127, and one scale for each token
+and head. Frames are rounded once, when they are written. KIVI (2402.02750) and LongLive 2.0 (2605.18739) hold fewer
+bits, with kernels.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.settings import Count, Within, read_fields, whole
+from visual_spec.models.core.settings import Count, OneOf, Within, read_fields, whole
 
 FrameCount = Annotated[int, Within(0)]
+CacheType = Annotated[str, OneOf(("model", "int8"))]
 
 # Scores long [B, last - first] of the cached tokens `first` to `last`, from the queries of so many recent frames.
 Scores = Callable[[int, int, int], Tensor]
@@ -29,23 +34,40 @@ class FrameCache:
     """Keys, values and places of the tokens that some heads of one layer remember, in order of their frames.
 
     Attributes:
-        keys, values: [B, N, H, D]; keys before the rotary table.
         places: long [B, N, 3], the frame, row and column of each token.
         query_sums: [B, f, H, D], the rotated queries of the last chunk, summed over each frame.
         frame_tokens: tokens of a frame.
+        dtype: "model": as they come; "int8": rounded.
     """
 
-    def __init__(self, like: Tensor, batch_size: int, heads: int, head_dim: int, frame_tokens: int) -> None:
-        self.keys = like.new_zeros(batch_size, 0, heads, head_dim)
-        self.values = torch.zeros_like(self.keys)
+    def __init__(
+        self,
+        like: Tensor,
+        batch_size: int,
+        heads: int,
+        head_dim: int,
+        frame_tokens: int,
+        dtype: str = "model",
+    ) -> None:
+        self.dtype, self.frame_tokens = dtype, frame_tokens
+        none = like.new_zeros(batch_size, 0, heads, head_dim)
+        self._held = [*self._rounded(none), *self._rounded(none)]  # keys and their scales, values and theirs
         self.places = torch.zeros(batch_size, 0, 3, dtype=torch.long, device=like.device)
-        wide = torch.promote_types(like.dtype, torch.float32)
-        self.query_sums = torch.zeros_like(self.keys, dtype=wide)
-        self.frame_tokens = frame_tokens
+        self.query_sums = torch.zeros_like(none, dtype=torch.promote_types(like.dtype, torch.float32))
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, N, H, D], before the rotary table."""
+        return self._read(*self._held[:2])
+
+    @property
+    def values(self) -> Tensor:
+        """[B, N, H, D]."""
+        return self._read(*self._held[2:])
 
     @property
     def tokens(self) -> int:
-        return self.keys.shape[1]
+        return self.places.shape[1]
 
     @property
     def frames(self) -> int:
@@ -53,21 +75,32 @@ class FrameCache:
 
     @property
     def nbytes(self) -> int:
-        held = (self.keys, self.values, self.places, self.query_sums)
+        held = (*self._held, self.places, self.query_sums)
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def append(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
         """Add tokens [B, n, ...] after all others."""
-        self.keys = torch.cat([self.keys, keys], 1)
-        self.values = torch.cat([self.values, values], 1)
+        new = (*self._rounded(keys), *self._rounded(values))
+        self._held = [torch.cat(parts, 1) for parts in zip(self._held, new, strict=True)]
         self.places = torch.cat([self.places, places], 1)
 
     def keep(self, slots: Tensor) -> None:
         """Forget all tokens but those at slots long [B, n]."""
         rows = torch.arange(len(slots), device=slots.device)[:, None]
-        self.keys, self.values, self.places = (
-            held[rows, slots] for held in (self.keys, self.values, self.places)
-        )
+        self._held = [held[rows, slots] for held in self._held]
+        self.places = self.places[rows, slots]
+
+    def _rounded(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is held of states [B, n, H, D], and scales [B, n, H, 1], or [B, n, H, 0] where there are none."""
+        if self.dtype == "model":
+            return states, states[..., :0]
+        wide = states.to(torch.promote_types(states.dtype, torch.float32))
+        scale = (wide.abs().amax(-1, keepdim=True) / 127).to(states.dtype)
+        whole = (wide / scale.to(wide.dtype).clamp(min=1e-30)).round().clamp(-127, 127)
+        return whole.to(torch.int8), scale
+
+    def _read(self, held: Tensor, scales: Tensor) -> Tensor:
+        return held if self.dtype == "model" else held.to(scales.dtype) * scales
 
     def keep_ends(self, first: int, last: int) -> None:
         """Forget all frames but the `first` and the `last` ones, if there are more."""
@@ -83,11 +116,16 @@ class FrameCache:
         self.places[:, first:last, 0] = frame + steps
 
     def _rows(self, slots: Tensor) -> Tensor:
-        return slots.to(self.keys.device).expand(len(self.keys), -1)
+        return slots.to(self.places.device).expand(len(self.places), -1)
 
 
 class CachePolicy(Protocol):
     """What decides which frames a layer remembers."""
+
+    @property
+    def dtype(self) -> str:
+        """Return "model", or "int8" for caches that round."""
+        ...
 
     @property
     def reach(self) -> int:
@@ -107,10 +145,11 @@ class CachePolicy(Protocol):
 class Full:
     """Every frame is remembered: the setting that Self-Forcing was trained in, over 21 frames."""
 
+    dtype: CacheType = "model"
     reach = 0
 
     def check(self, chunk: int) -> None:
-        """Nothing to refuse."""
+        read_fields(self)
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
         """Nothing is forgotten."""
@@ -133,6 +172,7 @@ class SinkWindow:
     sink: FrameCount = 3
     window: int = 21
     sink_gap: FrameCount | None = None
+    dtype: CacheType = "model"
     reach = 0
 
     def check(self, chunk: int) -> None:
@@ -151,9 +191,11 @@ class Sliding:
     """The last `window` frames, the chunk at hand included: Self-Forcing's rolling cache, 2506.08009, section 3.4."""
 
     window: int = 21
+    dtype: CacheType = "model"
     reach = 0
 
     def check(self, chunk: int) -> None:
+        read_fields(self)
         whole("window", self.window, Within(chunk), f", the chunk of {chunk} frames")
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
@@ -188,6 +230,7 @@ class DeepForcing:
     window: int = 21
     sink_gap: FrameCount = 3
     realign_selected: bool = False
+    dtype: CacheType = "model"
     reach = 0
 
     def check(self, chunk: int) -> None:
@@ -233,6 +276,7 @@ class FutureAnchor:
     anchors: Count = 1
     ahead: Count = 3
     window: int = 21
+    dtype: CacheType = "model"
 
     @property
     def reach(self) -> int:
