@@ -36,11 +36,15 @@ def compiled(module: Any, name: str, call: Any) -> Any:
         for other in [other for other in vars(module) if other.endswith("_kernel")]:
             patch.setattr(module, other, recorder if other == name else Recorder())
         call()
-    warps = recorder.kwargs.pop("num_warps", 4)  # Triton's own
+    named = ("num_warps", "num_stages", "launch_pdl")
+    options = {name: recorder.kwargs.pop(name) for name in named if name in recorder.kwargs}
     names = {
         torch.float64: "fp64",
         torch.float32: "fp32",
         torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float8_e4m3fn: "fp8e4nv",
+        torch.int8: "i8",
         torch.int64: "i64",
         torch.int32: "i32",
         torch.bool: "i1",
@@ -55,7 +59,7 @@ def compiled(module: Any, name: str, call: Any) -> Any:
     signature |= dict.fromkeys(constants, "constexpr")
     assert list(signature) == kernel.arg_names
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def check_compiles(folder: Any, module: Any, name: str, call: Any) -> Any:
@@ -70,13 +74,24 @@ def spilled(binary: Any, folder: Any) -> int:
 
     PTX has registers without end, so nothing of this can be seen there.
     """
+    said = _assembled(binary, folder)
+    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    assert len(found) == 2, said
+    return sum(map(int, found))
+
+
+def registers(binary: Any, folder: Any) -> int:
+    """Registers of a thread, by the assembler's count."""
+    (found,) = re.findall(r"Used (\d+) registers", _assembled(binary, folder))
+    return int(found)
+
+
+def _assembled(binary: Any, folder: Any) -> str:
+    """What the assembler says of a kernel."""
     (folder / "kernel.ptx").write_text(binary.asm["ptx"])
     assembler = triton.knobs.nvidia.ptxas.path
     command = [assembler, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
-    assert len(found) == 2, done.stderr
-    return sum(map(int, found))
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stderr
 
 
 def check_traced(op: Any, arguments: Any, expected: Any = None, *, strides: bool = False) -> None:

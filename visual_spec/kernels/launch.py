@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +20,8 @@ except ModuleNotFoundError:  # CPU-only builds of PyTorch have no Triton and nee
 # Before Triton 3.3 (PyTorch 2.7), kernels take no tuples.
 if triton is not None and not hasattr(triton.language, "tuple"):
     triton = None
-
+# Its waits and signals between kernels; a kernel names them where it was launched with `launch_pdl`.
+cuda: Any = None if triton is None else import_module("triton.language.extra.cuda")
 
 # What kernels of layers compute with; their sums are float32.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,6 +49,17 @@ def on_host(tensor: Tensor) -> bool:
 def compiled(kernel: Any) -> bool:
     """Return False for a kernel of Triton's interpreter, which tracers need not see."""
     return triton is not None and isinstance(kernel, triton.JITFunction)
+
+
+@cache
+def dependent(device: torch.device) -> bool:
+    """Return whether a kernel may be launched before the one before it has ended, to wait for it itself.
+
+    Such a kernel must wait, whether it reads what that one writes or not: those after it wait for it alone.
+    """
+    if device.type != "cuda" or not hasattr(cuda, "gdc_wait"):
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launcher(kernel: Any) -> Any:
