@@ -149,7 +149,7 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
     if copies is not None and state.copies_ahead is not None:
         state.copies_ahead += copies_led(copies, held[:, 1:], drawn, kept + 1)
     if state.steady is not None:
-        if hasattr(run.drafter, "observe"):
+        if state.drafter_cache is not None and hasattr(run.drafter, "observe"):
             run.drafter.observe(state.drafter_cache, state.cache.features, at)
         same = state.tokens.gather(1, slots) == drawn
         age = (state.steady.gather(1, slots) + 1).clamp_(max=2)
