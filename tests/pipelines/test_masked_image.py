@@ -21,7 +21,6 @@ from tests.helpers.tiny import (
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
-from visual_spec.pipelines.repaint import known_tokens
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.policies import Choice
@@ -123,7 +122,7 @@ def test_the_pictures_of_a_prompt_follow_each_other(masks, pictures, strength):
     half = np.where(np.array(mask_of((0, 0, 4, 6), (7, 7, 8, 8))) > 0, 1.0, 0.5)  # which is not white
     white = [half, mask_of((4, 2, 8, 8))][:masks]
     inside = [{0, 1, 2, 4, 5, 6, 15}, {9, 10, 11, 13, 14, 15}][:masks] or [set(range(16))]
-    found = known_tokens(pipe, images, white or None, strength, seeded(5, 6, 7, 8), count=2, each=2)
+    found: Any = pipe.known_tokens(images, white or None, strength, seeded(5, 6, 7, 8), count=2, each=2)
     assert found.shape == (4, 16)
     chance = CounterNoise(draw_keys(seeded(5, 6, 7, 8), 4), "cpu").uniform(
         torch.arange(16).expand(4, -1), CHOICE

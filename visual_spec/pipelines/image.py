@@ -207,15 +207,17 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         )
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(texts, num_images_per_prompt, law, generator, output_type)
-        self.check_repainting(image, mask, strength, len(texts))
-        self.check_logprobs(output_logprobs)
         model = self.sized(*self._drawn_size(height, width, control, control_strength, len(texts)))
+        self.check_repainting(image, mask, strength, len(texts), model)
+        self.check_logprobs(output_logprobs)
         count = len(texts) * num_images_per_prompt
         with self.running():
             condition = as_condition(*self.encode_prompt(texts, num_images_per_prompt=num_images_per_prompt))
             if control is not None:
                 condition = self.transformer.controlled(condition, control, control_strength)
-            known = self.known_tokens(image, mask, strength, generator, len(texts), num_images_per_prompt)
+            known = self.known_tokens(
+                image, mask, strength, generator, len(texts), num_images_per_prompt, model
+            )
             result = self.draw_tokens(
                 model, condition, count, law, generator, listener, known, output_logprobs
             )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visual_spec.files.pictures import unit_pixels
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.steps import check_each, listed
 from visual_spec.samplers.core.checks import open_id
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
@@ -24,7 +25,12 @@ Pictures = Picture | Sequence[Picture]
 
 
 def check_repainting(
-    pipe: Any, image: Pictures | None, mask: Pictures | None, strength: float | None, count: int
+    pipe: Any,
+    image: Pictures | None,
+    mask: Pictures | None,
+    strength: float | None,
+    count: int,
+    size: tuple[int, int],
 ) -> None:
     """Refuse what cannot be repainted, before any computation.
 
@@ -32,6 +38,7 @@ def check_repainting(
         pipe: a `TokenImagePipeline`.
         image, mask, strength: as `known_tokens`.
         count: pictures that are drawn from different prompts or classes.
+        size: height and width of the pictures that are drawn.
 
     Raises:
         ValueError: a mask or strength without an image, an image with neither, another size than the model's, another
@@ -59,7 +66,6 @@ def check_repainting(
             "model, such as shapes_masked, or with an AnyOrderSampler and an any-order model, such as shapes_any, or "
             "leave image out."
         )
-    size = pipe.image_size
     for name, value in (("image", image), ("mask", mask)):
         if value is None:
             continue
@@ -70,7 +76,7 @@ def check_repainting(
             own, white = pixels.shape[-2:], max(white, float(pixels.max()))
             if tuple(own) != size:
                 raise ValueError(
-                    f"{name} of {own[0]} x {own[1]} pixels, but this model draws {size[0]} x {size[1]}; resize it, or "
+                    f"{name} of {own[0]} x {own[1]} pixels, but {size[0]} x {size[1]} are drawn; resize it, or "
                     "place it on a canvas of that size and mask the rest."
                 )
         if name == "mask" and white <= 0.5:
@@ -88,6 +94,7 @@ def known_tokens(
     *,
     count: int,
     each: int,
+    grid: TokenGrid,
 ) -> Tensor:
     """Return what a sampler takes as `known_tokens`: long [count * each, L], `open_id` where a token is to be drawn.
 
@@ -100,8 +107,9 @@ def known_tokens(
         strength: the share of these tokens that is drawn, chosen at random; None: all.
         generator: of the draws; chooses the tokens too.
         count, each: prompts or classes, and the pictures of each.
+        grid: of the pictures that are drawn.
     """
-    vq_model, grid = pipe.vq_model, pipe.transformer.grid
+    vq_model = pipe.vq_model
     device = pipe.transformer.device
     with at_hand(vq_model):
         weights = next(vq_model.parameters())

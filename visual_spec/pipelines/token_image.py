@@ -121,22 +121,37 @@ class TokenImagePipeline(VisualPipeline):
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def check_repainting(self, image: Any, mask: Any, strength: float | None, count: int) -> None:
-        """Refuse what cannot be repainted, see `visual_spec.pipelines.repaint`; `count`: prompts or classes."""
+    def check_repainting(
+        self, image: Any, mask: Any, strength: float | None, count: int, model: Any = None
+    ) -> None:
+        """Refuse what cannot be repainted, see `visual_spec.pipelines.repaint`.
+
+        `count`: prompts or classes; `model`: what draws, see `sized`.
+        """
         if any(part is not None for part in (image, mask, strength)):
             from visual_spec.pipelines.repaint import check_repainting  # most calls draw whole pictures
 
-            check_repainting(self, image, mask, strength, count)
+            grid, patch = (model or self.transformer).grid, self.decoder.patch
+            size = grid.height * patch, grid.width * patch
+            check_repainting(self, image, mask, strength, count, size)
 
     def known_tokens(
-        self, image: Any, mask: Any, strength: float | None, generator: Any, count: int, each: int
+        self,
+        image: Any,
+        mask: Any,
+        strength: float | None,
+        generator: Any,
+        count: int,
+        each: int,
+        model: Any = None,
     ) -> Tensor | None:
         """Return what the sampler keeps of a picture, see `visual_spec.pipelines.repaint`; None without one."""
         if image is None:
             return None
         from visual_spec.pipelines.repaint import known_tokens
 
-        return known_tokens(self, image, mask, strength, generator, count=count, each=each)
+        grid = (model or self.transformer).grid
+        return known_tokens(self, image, mask, strength, generator, count=count, each=each, grid=grid)
 
     def draw_tokens(
         self,
