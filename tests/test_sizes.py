@@ -67,6 +67,7 @@ from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import KL16
 from visual_spec.models.core.protocol import area_of
 from visual_spec.models.masked import mage, maskgit
+from visual_spec.models.masked.dimoo import DimooTransformer
 from visual_spec.models.masked.mage import MageTransformer
 from visual_spec.models.masked.mage_vq import MageVQModel
 from visual_spec.models.masked.maskgct import AcousticNetwork, SemanticNetwork
@@ -479,13 +480,17 @@ def test_a_model_starts_with_the_published_settings_of_its_size(made, size, samp
 
 
 @pytest.mark.parametrize(
-    "model", [m for m in families.models() if m.name.startswith(("MaskGIT", "MAGE"))], ids=lambda m: m.name
+    "model",
+    [m for m in families.models() if m.name.startswith(("MaskGIT", "MAGE", "Lumina-DiMOO"))],
+    ids=lambda m: m.name,
 )
 def test_sizes_of_masked_models(model):
     family, size = model.name.split()[0].split("-")
     with torch.device("meta"):
         if family == "MAGE":
             network: Any = MageTransformer(**mage.PRESETS[size])
+        elif size == "DiMOO":
+            network = DimooTransformer()
         else:
             preset = {"T": "tiny", "S": "small", "B": "base", "L": "large"}[size]
             network = MaskedImageTransformer(**maskgit.PRESETS[preset], grid_size=model.pixels // 16)

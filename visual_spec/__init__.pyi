@@ -12,6 +12,7 @@ from visual_spec.pipelines.bitdance_image import BitDanceImagePipeline as BitDan
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline as ChunkVideoPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline as ClassImagePipeline
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline as ContinuousImagePipeline
+from visual_spec.pipelines.dimoo_image import DimooImagePipeline as DimooImagePipeline
 from visual_spec.pipelines.image import ImagePipeline as ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline as InfinityPipeline
 from visual_spec.pipelines.loading import load_pipeline as load_pipeline
@@ -88,6 +89,7 @@ __all__ = [
     "ContinuousSampler",
     "CounterNoise",
     "DecodeTrace",
+    "DimooImagePipeline",
     "DraftedSampler",
     "FrameMaskedSampler",
     "HeadSpeculativeSampler",

@@ -45,6 +45,7 @@ PIPELINES = {entry.class_name: entry for entry in (
     PipelineEntry("bitdance_image:BitDanceImagePipeline", "image", "text", "text-to-image"),
     PipelineEntry("chunk_video:ChunkVideoPipeline", "video", "text", "text-to-video"),
     PipelineEntry("class_image:ClassImagePipeline", "image", "label", "unconditional-image-generation"),
+    PipelineEntry("dimoo_image:DimooImagePipeline", "image", "text", "text-to-image"),
     PipelineEntry("image:ImagePipeline", "image", "text", "text-to-image"),
     PipelineEntry("infinity:InfinityPipeline", "image", "text", "text-to-image"),
     PipelineEntry("continuous_image:ContinuousImagePipeline", "image", "label", "unconditional-image-generation"),
@@ -340,6 +341,16 @@ FAMILIES = (
         ("masked.amused:AmusedTransformer", "masked.amused:AmusedVQModel"),
         plain="speculative-masked:num_drafts=0", fast=AsSaved("masked"), measured=_MASKED_PICTURES,
         of_diffusers="AmusedPipeline",
+    ),
+    Family(
+        "Lumina-DiMOO", (MASKED,), ("DimooImagePipeline",),
+        ("masked.dimoo:DimooTransformer", "text.prompt_embeddings:PromptEmbeddings"),
+        plain="speculative-masked:num_drafts=0", fast=AsSaved("masked"), measured=_MASKED_PICTURES,
+        load="DimooImagePipeline.from_official", of_diffusers="LuminaDiMOOPipeline",
+        layout=FileLayout(assemble="pipelines.dimoo_image:assemble",
+            recognise="models.masked.dimoo_checkpoint:is_dimoo"),
+        # Without the rows of words, of which the text encoder holds those of the table.
+        sizes=(KnownModel("Lumina-DiMOO 1024", "Alpha-VLLM/Lumina-DiMOO", 1024, 4096, 0, 7_046_778_880, 0),),
     ),
     Family(
         "MAGNeT", (MASKED,), ("AudioPipeline",), saved={"masked": True}, unit="columns",

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.dimoo import tiny_dimoo
 from tests.helpers.mage import tiny_mage
 from tests.helpers.musicgen import IDS, MASK, musicgen
 from tests.helpers.tabular import TabularMaskedModel
@@ -43,7 +44,13 @@ def mage(_: int, __: int, ___: bool) -> tuple[Any, Any, float]:
     return tiny_mage(), None, 1e-9
 
 
+def dimoo(_: int, __: int, ___: bool) -> tuple[Any, Any, float]:
+    model, told_ = tiny_dimoo().double(), told()
+    return model, TextCondition(told_.features.double(), told_.mask), 1e-9
+
+
 MODELS = {
+    "dimoo": (dimoo, 0, 0, False),
     "mage": (mage, 0, 0, False),
     "captions": (maskgit, 1, 1, False),
     "classes, no register": (maskgit, 1, 0, True),

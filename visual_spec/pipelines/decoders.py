@@ -70,6 +70,9 @@ class AmusedDecoder(VQDecoder):
                 f"the transformer predicts {codes} codes, but the tokenizer has {own}; load both from the same model."
             )
 
+    def pixels(self, canvas: Tensor) -> Tensor:
+        return self.model.decode_tokens(canvas.flatten(1), tuple(canvas.shape[1:]))
+
 
 class FrameDecoder(VQDecoder):
     """Token ids of all frames; the canvas is long [B, T, h, w].

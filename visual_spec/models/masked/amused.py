@@ -157,18 +157,18 @@ class AmusedVQModel(VQModel):
         return self.quantize(output.latents)[2][2].reshape(len(images), -1)
 
     @torch.no_grad()
-    def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` in [-1, 1] of token ids `[B, h * w]` of a square grid."""
+    def decode_tokens(self, tokens: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        """Pictures `[B, 3, H, W]` in [-1, 1] of token ids `[B, h * w]` of a grid `size`; None: a square one."""
         if self.dtype == torch.float16 and self.config.get("force_upcast"):
             self.float()
             try:
-                return self.decode_tokens(tokens)
+                return self.decode_tokens(tokens, size)
             finally:
                 self.half()
-        side = round(tokens.shape[1] ** 0.5)
-        shape = (len(tokens), side, side, self.config["latent_channels"])
+        size = size or (round(tokens.shape[1] ** 0.5),) * 2
+        shape = (len(tokens), *size, self.config["latent_channels"])
         output: Any = self.decode(
-            tokens.unflatten(1, (side, side)),  # pyright: ignore[reportArgumentType]
+            tokens.unflatten(1, size),  # pyright: ignore[reportArgumentType]
             force_not_quantize=True,
             shape=shape,
         )

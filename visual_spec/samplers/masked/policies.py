@@ -173,7 +173,7 @@ class LawByStep:
         last_temperature: see `temperature`.
         falls: the share of steps by which noise and temperature fall is what is left "after" a step (MaskGIT, MAGNeT)
             or "before" it (MaskGCT), or the "product" of what is left after it and all steps before (Lumos-1's code).
-            "full" counts full calls only (ReCAP's code): "after" where all are.
+            "full" counts full calls only (ReCAP's code): "after" where all are. "never": they stay (Lumina-DiMOO).
         guidance: "constant" uses the law's scale; "falling" goes from it to `least_guidance` as the hidden share falls
             (MAGNeT); "rising" goes the other way (masked image models); "ramp" rises evenly from step to step.
         least_guidance: at least 1, which means no guidance.
@@ -186,7 +186,7 @@ class LawByStep:
 
     temperature: Annotated[str, OneOf(("constant", "falling", "root", "sharpening"))] = "constant"
     last_temperature: Annotated[float, SHARE] = 0.7
-    falls: Annotated[str, OneOf(("after", "before", "product", "full"))] = "after"
+    falls: Annotated[str, OneOf(("after", "before", "product", "full", "never"))] = "after"
     guidance: Annotated[str, OneOf(("constant", "falling", "rising", "ramp"))] = "constant"
     least_guidance: Annotated[float, Within(1)] = 1.0
     guided_steps: Annotated[int | None, Within(0)] = None
@@ -203,6 +203,8 @@ class LawByStep:
         after = [1 - (step + 1) / steps for step in range(steps)]
         if self.falls == "product":
             return list(accumulate(after, mul))
+        if self.falls == "never":
+            return [1.0] * steps
         return [1 - step / steps for step in range(steps)] if self.falls == "before" else after
 
     def law(self, law: TokenLaw, share: float, step: int, left: Sequence[float]) -> TokenLaw:

@@ -36,6 +36,10 @@ PRESETS = {
     "mage": MaskedPreset(dict(steps=20, choice_temperature=6.0), TokenLaw()),
     # The Gumbel scale falls from 2 at the first step to 0 at the last of 12.
     "amused": MaskedPreset(dict(steps=12, choice_temperature=2.0 * 12 / 11), TokenLaw(guidance_scale=10.0)),
+    # Its `cfg_scale` is 4. At another temperature its noise has that scale, and `score_temperature` is 1.
+    "dimoo": MaskedPreset(
+        dict(steps=64, choice_temperature=1.0, falls="never"), TokenLaw(guidance_scale=5.0)
+    ),
     # Steps, span and law come from a checkpoint.
     "magnet": MaskedPreset(dict(clock="magnet", temperature="falling", guidance="falling"), TokenLaw()),
     "halton": MaskedPreset(dict(steps=32, schedule="arccos", clock="halton", score="halton"), TokenLaw()),
