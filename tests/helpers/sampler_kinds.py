@@ -223,8 +223,9 @@ CHANGED: dict[str, dict[str, Any]] = {
         steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
         rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
-        reuse=0, reuse_from=0.25, reuse_by="shortcut", falls="before", score_temperature=0.8, graph="auto",
-        warmup=1, guided_steps=2, second_draw=True, credit=0.5, threshold=None, factor=None, commit_gaps=None,
+        reuse=0, reuse_from=0.25, reuse_by="shortcut", reuse_share=0.2, falls="before", score_temperature=0.8,
+        graph="auto", warmup=1, guided_steps=2, second_draw=True, credit=0.5, threshold=None, factor=None,
+        commit_gaps=None,
     ),
     "FrameMaskedSampler": dict(
         steps=3, history_hidden=0.5, history_pattern="random", unconditional_history="same", schedule="arccos",
@@ -284,7 +285,7 @@ REFUSED: dict[str, list[Any]] = {
     **dict.fromkeys(
         "stop_below last_temperature reuse_from rescorer_share history_hidden prefill eta guided_from".split(), _SHARE
     ),
-    "threshold": _SHARE,
+    **dict.fromkeys(("threshold", "reuse_share"), _SHARE),
     **dict.fromkeys("choice_temperature entropy_bound tolerance final_noise credit".split(), _NUMBER),
     **dict.fromkeys(
         "coupling acceptance initial_draft sibling_rule unit schedule clock score span_score temperature guidance "

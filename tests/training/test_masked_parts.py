@@ -252,7 +252,7 @@ class Oracle(torch.nn.Module):
     def check_fits(self, model: Any) -> None:
         assert model is self.model
 
-    def forward(self, features: Any, tokens: Any, newest: Any, share: Any) -> Any:
+    def follow(self, model: Any, state: Any, tokens: Any, newest: Any, share: Any) -> Any:
         shown, count = tokens[: len(self.known)], len(self.known)
         assert torch.equal(tokens[count:], shown) and torch.equal(newest[count:], newest[:count])
         assert torch.equal(share, (tokens == self.model.mask_id).float().mean(1))

@@ -71,9 +71,12 @@ SAMPLERS = (
         "reusing-masked",
         f"{_HERE}.reuse.masked:ReusingMaskedSampler",
         MASKED,
-        "a law of its own, some calls from what an earlier one computed (ReCAP, a shortcut)",
+        "a law of its own, some calls from what an earlier one computed (ReCAP, a shortcut, logits)",
         settings=(),
-        parts=(f"{_HERE}.reuse.shortcut:FeatureShortcut",),
+        parts=(
+            f"{_HERE}.reuse.shortcut:FeatureShortcut",
+            f"{_HERE}.reuse.dimoo_shortcut:DimooShortcut",
+        ),
     ),
     SamplerEntry(
         "reusing-continuous",

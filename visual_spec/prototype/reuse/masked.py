@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked.masked import MaskedSampler, RecordedCalls
 from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
-from visual_spec.samplers.masked.presets import MaskedPreset
+from visual_spec.samplers.masked.presets import PRESETS, MaskedPreset
 from visual_spec.samplers.masked.unmasking import MaskedRunState, MaskedTrace, Unmasking
 
 
@@ -68,15 +69,16 @@ class ReusingMaskedTrace(MaskedTrace):
 
 
 class ReusingMaskedSampler(MaskedSampler):
-    """Draws as `MaskedSampler`, and reuses in some calls what an earlier one computed: ReCAP, or a shortcut.
+    """Draws as `MaskedSampler`, and reuses in some calls what an earlier one computed: ReCAP, a shortcut, or logits.
 
     Args:
         steps, span, span_score, rescorer_share, measure, schedule, choice, by_step: as of `MaskedSampler`.
-        graph: as of `MaskedSampler`; "auto" records nothing with a shortcut.
+        graph: as of `MaskedSampler`; "auto" records nothing with a shortcut or logits.
         reuse: which calls reuse earlier ones.
 
     A call takes also `shortcut`, the network that stands in for the model where `reuse_by="shortcut"`: a
-    `FeatureShortcut`. The model is a `ReusingMaskedModel`. It returns a `ReusingMaskedTrace`.
+    `FeatureShortcut`, or a `DimooShortcut` for Lumina-DiMOO. The model is a `ReusingMaskedModel`. It returns a
+    `ReusingMaskedTrace`.
     """
 
     takes = (*MaskedSampler.takes, "shortcut")
@@ -97,8 +99,10 @@ class ReusingMaskedSampler(MaskedSampler):
         by_step: LawByStep = LawByStep(),
         reuse: Reuse = Reuse(),
     ) -> None:
-        if graph is True and reuse.by_shortcut:
-            raise ValueError("graph=True with reuse_by='shortcut', whose features move; pass graph=False.")
+        if graph is True and reuse.reuse and reuse.reuse_by != "recap":
+            raise ValueError(
+                f"graph=True with reuse_by={reuse.reuse_by!r}, where what is kept moves; pass graph=False."
+            )
         self._reuse = reuse
         self._loop = ReusingUnmasking(schedule, choice, by_step, span, span_score, rescorer_share, reuse)
 
@@ -114,6 +118,11 @@ class ReusingMaskedSampler(MaskedSampler):
             raise ValueError(
                 f"reuse={self._reuse.reuse} with a rescorer, which scores the draws of every call; pass one of the two."
             )
+        if self._reuse.reuse_by == "logits" and "least" not in inspect.signature(model.forward).parameters:
+            raise ValueError(
+                f"reuse_by='logits', but a {type(model).__name__} keeps no logits; pass a DimooTransformer, or "
+                "reuse_by='recap'."
+            )
         if self._reuse.by_shortcut:
             shortcut = parts.get("shortcut")
             if shortcut is None:
@@ -127,8 +136,8 @@ class ReusingMaskedSampler(MaskedSampler):
         state = super().prepare(run)
         if self._reuse.reuse:
             if isinstance(state.model, RecordedCalls):
-                shortcut = self._reuse.by_shortcut
-                state.model = run.model if shortcut else RecordedReuse(run.model, run.cache)
+                recap = self._reuse.reuse_by == "recap"
+                state.model = RecordedReuse(run.model, run.cache) if recap else run.model
             state.call = ReusedCalls(run, state, self._reuse)
         return state
 
@@ -181,5 +190,12 @@ RECAP = MaskedPreset(
         reuse_from=0.5,
     ),
     TokenLaw(),
+    ReusingMaskedSampler,
+)
+
+# The cache of Lumina-DiMOO's release, with its settings: 20 full calls of 64, then one in five.
+ML_CACHE = MaskedPreset(
+    PRESETS["dimoo"].settings | dict(reuse=4, reuse_from=19 / 64, reuse_by="logits", reuse_share=0.1),
+    PRESETS["dimoo"].law,
     ReusingMaskedSampler,
 )

@@ -1,4 +1,4 @@
-"""What a masked decoder keeps from one call to the next: keys and values (ReCAP), or features (a shortcut).
+"""What a masked decoder keeps from one call to the next: keys and values (ReCAP), features (a shortcut), or logits.
 
 Between two calls of a masked model few tokens change, so most of a call repeats the one before. `Reuse` says which
 calls are full, and what stands in for the others:
@@ -8,8 +8,10 @@ calls are full, and what stands in for the others:
   values that the full call left for all others. The order inside the group does not change.
 * Shortcut (MIGM-Shortcut, 2602.23996): a network of one block makes the features of the next call from the features of
   the last one and the tokens that were kept since. Only the model's head runs on them.
+* Logits (the cache of Lumina-DiMOO's release): a later call computes the places whose likeliest code has the least
+  logit, those of the prompt too, and each guidance row chooses its own. All others keep their logits, keys and values.
 
-Both are approximations of the model. `measure=True` measures how far they lead.
+All are approximations of the model. `measure=True` measures how far they lead.
 """
 
 from __future__ import annotations
@@ -39,13 +41,16 @@ class Reuse:
     Attributes:
         reuse: calls after each full one that reuse what it computed; 0: all calls are full.
         reuse_from: share of the calls of a codebook that are full before any reuse.
-        reuse_by: "recap" (keys and values: calls of the tokens that they may keep) or "shortcut" (features: a small
-            network in place of the model).
+        reuse_by: "recap" (keys and values: calls of the tokens that they may keep), "shortcut" (features: a small
+            network in place of the model), or "logits" (calls of the least sure places; of a `DimooTransformer`).
+        reuse_share: of all places that a call of "logits" computes. (The release: 1 - cache_ratio. Its
+            refresh_interval is `reuse` + 1, and warmup_ratio w of n calls is `reuse_from` = int(w * n) / n.)
     """
 
     reuse: Annotated[int, Within(0)] = 0
     reuse_from: Annotated[float, SHARE] = 0.5
-    reuse_by: Annotated[str, OneOf(("recap", "shortcut"))] = "recap"
+    reuse_by: Annotated[str, OneOf(("recap", "shortcut", "logits"))] = "recap"
+    reuse_share: Annotated[float, SHARE] = 0.1
 
     def __post_init__(self) -> None:
         read_fields(self)
@@ -109,7 +114,9 @@ class ReusedCalls:
             self._cache, stage.order = cache, self._order
             if last_of_group(self._full, step) == step:
                 return model(cache, tokens, codebook)
-            return model(cache, tokens, codebook, keep=0 if self.reuse.by_shortcut else self._room(stage))
+            return model(
+                cache, tokens, codebook, keep=self._room(stage) if self.reuse.reuse_by == "recap" else 0
+            )
         cache = self._cache
         self.count += 1
         # Tokens that the last step kept.
@@ -117,6 +124,9 @@ class ReusedCalls:
         if self.reuse.by_shortcut:
             self.saved += 1
             return self._by_shortcut(cache, tokens[..., codebook], newest, stage)
+        if self.reuse.reuse_by == "logits":
+            self.saved += 1 - self.reuse.reuse_share
+            return model(cache, tokens, codebook, least=self.reuse.reuse_share)
         if self._full[step - 1]:
             self._choose_group(stage, newest)
         places, (batch, length) = self._places, stage.unknown.shape
@@ -150,8 +160,9 @@ class ReusedCalls:
         repeats = 2 if cache.guided else 1
         shown, newest = tokens.repeat(repeats, 1), newest.repeat(repeats, 1)
         share = (stage.hidden.sum(1) / stage.hidden.shape[1]).repeat(repeats)
-        cache.features = self.run.parts["shortcut"](cache.features, shown, newest, share)
-        return self.run.model.scores(cache, cache.features, stage.codebook)
+        model = self.run.model
+        cache.features = self.run.parts["shortcut"].follow(model, cache, shown, newest, share)
+        return model.scores(cache, cache.features, stage.codebook)
 
 
 def group_width(shares: Sequence[float], num_units: int, span: int, first: int, last: int) -> int:

@@ -93,6 +93,10 @@ class FeatureShortcut(SavedModel):
                 "train one for it by python scripts/train shortcut."
             )
 
+    def follow(self, model: Any, state: Any, tokens: Tensor, newest: Tensor, share: Tensor) -> Tensor:
+        """Features of the next call of a model, from its state after the last one; arguments as of `forward`."""
+        return self(state.features, tokens, newest, share)
+
     @loads_weights
     def forward(self, features: Tensor, tokens: Tensor, newest: Tensor, share: Tensor) -> Tensor:
         """Features of the next call, `[R, L, C]`.
