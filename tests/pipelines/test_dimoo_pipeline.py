@@ -16,7 +16,7 @@ from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.dimoo_image import DimooImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
 from visual_spec.prototype.reuse.dimoo_shortcut import DimooShortcut
-from visual_spec.prototype.reuse.masked import ReusingMaskedSampler
+from visual_spec.prototype.reuse.masked import ML_CACHE, ReusingMaskedSampler
 from visual_spec.prototype.reuse.recap import Reuse
 from visual_spec.samplers.masked.presets import PRESETS
 from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
@@ -49,6 +49,17 @@ def test_the_official_folder_draws_what_the_model_draws(pipe, folder):
     assert type(fresh) is DimooImagePipeline and fresh.sampler.config.steps == 64
     assert fresh.default_settings()["guidance_scale"] == 5.0 and fresh.image_size == (128, 128)
     assert read_facts(folder).calls == ("masked",)
+
+
+def test_the_language_model_alone_is_cast(pipe, folder):
+    """As in the release, which decodes in the type of the file. Calls of its cache draw in 16 bits, too."""
+    half = quiet(
+        DimooImagePipeline.from_official(folder, dtype=torch.bfloat16, sampler=ML_CACHE.sampler(steps=6))
+    )
+    kinds = {name: half.components[name].dtype for name in ("transformer", "text_encoder", "vq_model")}
+    assert [*kinds.values()] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    found = half([FOX, "blue"], generator=seeded(1, 2), output_logprobs=True, output_type="np", **SIZE)
+    assert (found.tokens < dimoo.CODES).all() and found.trace.logprobs.isfinite().all()
 
 
 def test_prompts_are_embedded_in_their_template(pipe, folder):

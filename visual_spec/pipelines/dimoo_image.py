@@ -93,7 +93,8 @@ class DimooImagePipeline(MaskedImagePipeline):
 
         Args:
             folder: of Alpha-VLLM/Lumina-DiMOO, or its Hub id.
-            dtype: of all weights; None keeps each file's own.
+            dtype: of the language model; None keeps the files' own. What makes pictures of tokens keeps its own, as in
+                the release.
             sampler: default: `PRESETS["dimoo"]`.
 
         Raises:
@@ -106,8 +107,7 @@ class DimooImagePipeline(MaskedImagePipeline):
             )
         model, reader = load_dimoo(home, dtype=dtype)
         check_folder(home / "vqvae", AmusedVQModel)
-        named = {} if dtype is None else {"torch_dtype": dtype}
-        vq_model: Any = AmusedVQModel.from_pretrained(home, subfolder="vqvae", **named)
+        vq_model: Any = AmusedVQModel.from_pretrained(home, subfolder="vqvae")
         return cls(model, vq_model.eval(), reader, sampler or PRESETS["dimoo"].sampler())
 
 
