@@ -256,7 +256,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "FlowScaleSampler": dict(levels=6, last_levels=3, guided_from=0.5),
     "BlockDiffusionSampler": dict(levels=3),
     "DistilledSampler": dict(steps=2, teacher_from=4),
-    "ChunkWiseSampler": dict(chunk=2, steps=[1000, 400.5], shift=2.0, first_steps=2),
+    "ChunkWiseSampler": dict(chunk=2, steps=[1000, 400.5], shift=2.0, first_steps=2, solver="unipc"),
     "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
     "SelfSpeculativeMaskedSampler": dict(
         steps=3, schedule="linear", order="raster", num_drafts=2, acceptance="exact"
@@ -289,7 +289,7 @@ REFUSED: dict[str, list[Any]] = {
     **dict.fromkeys("choice_temperature entropy_bound tolerance final_noise credit".split(), _NUMBER),
     **dict.fromkeys(
         "coupling acceptance initial_draft sibling_rule unit schedule clock score span_score temperature guidance "
-        "falls reuse_by history_pattern unconditional_history rule".split(), _WORD
+        "falls reuse_by history_pattern unconditional_history rule solver".split(), _WORD
     ),
     **dict.fromkeys(
         "exact_width adaptive measure as_released allow_approximate filtered_score second_draw greedy later_noise ramp "

@@ -33,7 +33,7 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
 
     Inputs: `prompt_embeds` of the text encoder's block; `num_frames`, `height`, `width`, `num_videos_per_prompt`,
     `generator` as of the pipeline; `cache`, a policy or its text (`visual_spec.models.video.frame_cache`); `chunk`,
-    `steps`, `first_steps` and `shift` as of `ChunkWiseSampler`; `context`, clean latents
+    `steps`, `first_steps`, `shift` and `solver` as of `ChunkWiseSampler`; `context`, clean latents
     [B or 1, C, n, h, w] to go on from.
 
     Outputs: `latents` for the decoder's block; `causal_trace`, a `ChunkTrace`.
@@ -70,6 +70,7 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
             ),
             InputParam("first_steps", description="timesteps of the first chunk; None: as the others"),
             InputParam("shift", type_hint=float, default=_USUAL["shift"]),
+            InputParam("solver", type_hint=str, default=_USUAL["solver"], description="renoise or unipc"),
             InputParam("context", type_hint=torch.Tensor, description="clean latents before the clip"),
         ]
 
@@ -84,7 +85,8 @@ class CausalWanDenoiseStep(ModularPipelineBlocks):
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
         asked: Any = self.get_block_state(state)
         policy = read_policy(asked.cache)
-        sampler = ChunkWiseSampler(asked.chunk, asked.steps, asked.shift, asked.first_steps or None)
+        first = asked.first_steps or None
+        sampler = ChunkWiseSampler(asked.chunk, asked.steps, asked.shift, first, asked.solver)
         frames, height, width = latent_size(
             components,
             asked.num_frames or components.default_num_frames,

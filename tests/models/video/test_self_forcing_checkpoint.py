@@ -153,7 +153,7 @@ def low_rank(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
     return parts | changes
 
 
-@pytest.mark.parametrize("release", ["Causal-Forcing", "LongLive", "Krea realtime"])
+@pytest.mark.parametrize("release", ["Causal-Forcing", "LongLive", "LongLive 2.0", "Krea realtime"])
 def test_files_of_other_causal_students_are_read(tmp_path, release):
     """Where each release keeps its weights, as its own inference reads them."""
     from safetensors.torch import save_file
@@ -165,6 +165,9 @@ def test_files_of_other_causal_students_are_read(tmp_path, release):
                                   for key, value in named.items()}}, file)  # fmt: skip
     elif release == "LongLive":
         torch.save({"generator": named}, file)
+    elif release == "LongLive 2.0":  # as its `merge_lora_generator.py` writes it
+        facts = dict(checkpoint_format="longlive_generator_merged_lora", dtype="bfloat16", merged_lora=True)
+        torch.save({"generator": named, **facts}, file)
     else:
         file = tmp_path / "krea-realtime-video-14b.safetensors"
         save_file(named, file)

@@ -1,5 +1,6 @@
 """Clips drawn chunk by chunk: against a straight-line loop, over batches, over long clips, with a drafter."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,6 +308,7 @@ def test_a_policy_for_other_chunks_is_refused_before_any_call():
         (dict(first_steps=(1001,)), r"first_steps=\(1001,\).*1000"),
         (dict(steps=(1000, 0)), "above 0"),
         (dict(shift=0), "shift=0.*0"),
+        (dict(solver="euler"), "solver.*euler.*renoise.*unipc"),
     ],
 )
 def test_schedules_that_are_none_are_refused(settings, message):
@@ -348,3 +350,44 @@ def test_the_first_chunk_may_take_more_steps():
         model, embeds, num_frames=6, sampler=ChunkWiseSampler(steps=few), context=first, **options
     )
     assert torch.isfinite(rest).all() and both.levels(3) == ChunkWiseSampler(steps=few).levels()
+
+
+class Formula:
+    """A chunk model whose flow is a formula of what it is given."""
+
+    channels = 2
+
+    def __init__(self) -> None:
+        self.timesteps: list[float] = []
+
+    def check(self, embeds: Any, height: int, width: int, chunk: int) -> None:
+        pass
+
+    def begin(self, embeds: Any, height: int, width: int, num_frames: int) -> Any:
+        return SimpleNamespace(nbytes=0)
+
+    def forward(self, state: Any, latents: torch.Tensor, timestep: float) -> torch.Tensor:
+        self.timesteps.append(timestep)
+        return torch.sin(3 * latents) + latents * timestep / 1000
+
+    def commit(self, state: Any, latents: torch.Tensor) -> None:
+        pass
+
+
+# Recorded: `FlowUniPCMultistepScheduler` of NVlabs/LongLive@7860ad9 in its loop, shift 5, the same noise and flow.
+UNIPC = {
+    2: ([999, 833], [-0.9457636, -0.5197762, -1.3040705, -1.3135711, -1.1665587, -0.3211946]),
+    4: ([999, 937, 833, 624], [-1.0644841, -0.1594749, -1.6164981, -1.6138088, -1.5647098, -0.3238853]),
+}
+
+
+@pytest.mark.parametrize("steps", UNIPC)
+def test_a_chunk_by_unipc_is_that_of_the_public_program(steps):
+    model, (timesteps, numbers) = Formula(), UNIPC[steps]
+    embeds = torch.zeros(1, 1, 1)
+    sampler = ChunkWiseSampler(2, steps, solver="unipc")
+    drawn, trace = roll_out(
+        model, embeds, num_frames=4, sampler=sampler, generator=seeded(3), height=2, width=2
+    )
+    assert model.timesteps == 2 * timesteps and trace.target_calls.tolist() == [2 * steps + 2]
+    assert drawn[0, :, 2:].flatten()[:6].tolist() == pytest.approx(numbers, abs=2e-6)

@@ -8,6 +8,7 @@ keys; Wan's official files have no prefix, and are read as well. What differs is
 | Self-Forcing (guandeh17) | `self_forcing_dmd.pt` | "generator_ema" |
 | Causal-Forcing (thu-ml) | `causal_forcing.pt`, `framewise-2step.pt` | "generator_ema", or else "generator" |
 | LongLive (NVlabs, 1.0) | `longlive_base.pt` and `lora.pt` | "generator"; and "generator_lora" of PEFT, added here |
+| LongLive 2.0 (a Wan 2.2 of 5B) | `model_bf16.pt` | "generator" |
 | Krea realtime (14B) | `krea-realtime-video-14b.safetensors` | bare |
 
     transformer = load_self_forcing("longlive_base.pt", lora="lora.pt")

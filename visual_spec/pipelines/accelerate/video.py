@@ -35,7 +35,7 @@ from visual_spec.pipelines.accelerate.adapter import (
 from visual_spec.pipelines.accelerate.arguments import check_neutral
 from visual_spec.pipelines.chunk_video import read_policy
 from visual_spec.pipelines.output import check_pixels
-from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
+from visual_spec.samplers.continuous.chunks import RENOISE, ChunkWiseSampler
 from visual_spec.samplers.core.law import TokenLaw
 
 # Arguments of the pipeline's own call that chunk by chunk have no meaning, and the values beside None that do nothing.
@@ -117,6 +117,7 @@ def generate_latents(
     steps: int | Sequence[float] = 4,
     shift: float = 5.0,
     first_steps: int | Sequence[float] | None = None,
+    solver: str = RENOISE,
     **options: Any,
 ) -> Tensor:
     """Draw latents with an accelerated transformer.
@@ -125,7 +126,7 @@ def generate_latents(
         prompt_embeds: [B, T, E], on the device where the clip is drawn.
         num_frames, height, width: in latent frames and pixels.
         drafter: an accelerated Wan of the same latents, smaller; with `reward` and `threshold`.
-        chunk, steps, shift, first_steps: settings of `visual_spec.samplers.continuous.chunks.ChunkWiseSampler`.
+        chunk, steps, shift, first_steps, solver: settings of `visual_spec.samplers.continuous.chunks.ChunkWiseSampler`.
         options: generator, context, reward, threshold, callback, as in a call of it.
 
     Returns:
@@ -144,7 +145,7 @@ def generate_latents(
                 "visual_spec.accelerate(drafter, policy)."
             )
         helper = inner.causal
-    result = ChunkWiseSampler(chunk, steps, shift, first_steps or None)(
+    result = ChunkWiseSampler(chunk, steps, shift, first_steps or None, solver)(
         transformer.causal,
         prompt_embeds,
         law=TokenLaw(),
@@ -198,7 +199,7 @@ def generate_video(
             name,
             options.pop(name, None),
             neutral,
-            "Supported are steps, first_steps, shift, chunk and context.",
+            "Supported are steps, first_steps, shift, solver, chunk and context.",
         )
     frames, high, wide = latent_size(pipe, num_frames, height, width, options.get("chunk", 3))
     type(pipe).check_inputs(pipe, prompt, None, 16, 16, prompt_embeds)

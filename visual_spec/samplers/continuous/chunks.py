@@ -2,7 +2,7 @@
 
 The loop of Self-Forcing (2506.08009, section 3): each chunk starts as noise and is cleaned in a few steps; between them
 it is noised again, to the level of the next step. A pass over the clean chunk then writes its keys and values to the
-cache. So a chunk of 4 steps costs 5 calls.
+cache. So a chunk of 4 steps costs 5 calls. LongLive 2.0 (2605.18739) goes from level to level by a solver instead.
 
 With a smaller model of the same latents, a chunk that this one drew is kept if a reward passes, and drawn by the large
 model otherwise ("SDVG", 2604.17397). The large model then makes the clean pass only: 1 call, not 5. The law of the clip
@@ -17,15 +17,18 @@ from itertools import pairwise
 from typing import Annotated, Any, Protocol
 
 import torch
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from torch import Tensor
 
-from visual_spec.models.core.settings import Count, Within, register_to_config, whole
+from visual_spec.models.core.settings import Count, OneOf, Within, register_to_config, whole
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import LOSSY, DecodeTrace, SampleResult
+
+RENOISE, UNIPC = "renoise", "unipc"
 
 
 def _check_falling(name: str, timesteps: Any, settings: Mapping[str, Any]) -> None:
@@ -156,6 +159,8 @@ class ChunkWiseSampler(Sampler):
         shift: of the noise levels, `shift * u / (1 + (shift - 1) * u)`.
         first_steps: of the first chunk; None: as the others. Students of one or two steps take four there
             (Causal-Forcing++, 2605.15141).
+        solver: "renoise" noises a clean chunk again between steps; "unipc" adds no noise: diffusers'
+            `UniPCMultistepScheduler`, with even steps from 999 on.
 
     A call takes `num_frames`, a multiple of the chunk, `height` and `width`, in latent frames and pixels. Its condition
     is the prompts [B, T, E]; the law is `TokenLaw()`, for guidance is in the weights. It returns latents float
@@ -173,7 +178,7 @@ class ChunkWiseSampler(Sampler):
         "whose tokens are vectors: they have a density, and what makes them tells no more than samples"
     )
     takes = ("num_frames", "height", "width", "context", "draft_model", "reward", "threshold")
-    law_names = ("chunk", "steps", "shift", "first_steps")
+    law_names = ("chunk", "steps", "shift", "first_steps", "solver")
     keeps = LOSSY  # a law of its own
     records_steps = False
 
@@ -184,6 +189,7 @@ class ChunkWiseSampler(Sampler):
         steps: Timesteps = 4,
         shift: Annotated[float, Within(above=0)] = 5.0,
         first_steps: Timesteps | None = None,
+        solver: Annotated[str, OneOf((RENOISE, UNIPC))] = RENOISE,
     ) -> None:
         pass
 
@@ -192,7 +198,10 @@ class ChunkWiseSampler(Sampler):
         steps, shift = self.config["steps"], self.config["shift"]
         if index == 0 and self.config["first_steps"] is not None:
             steps = self.config["first_steps"]
-        timesteps = [1000 * left / steps for left in range(steps, 0, -1)] if isinstance(steps, int) else steps
+        first = 1000 if self.config["solver"] == RENOISE else 999  # the last but one of 1,000 levels is 0
+        timesteps = (
+            [first * left / steps for left in range(steps, 0, -1)] if isinstance(steps, int) else steps
+        )
         shares = [step / 1000 for step in timesteps]
         return [shift * share / (1 + (shift - 1) * share) for share in shares]
 
@@ -315,13 +324,22 @@ class ChunkWiseSampler(Sampler):
             return values.unflatten(2, place).transpose(1, 2)
 
         latents = clean = noise(0)
-        for step, level in enumerate(self.levels(index)):
-            if step:
+        levels = self.levels(index)
+        solver = None if self.config["solver"] == RENOISE else _unipc(levels, latents.device)
+        for step, level in enumerate(levels):
+            if solver is not None:
+                latents = clean
+            elif step:
                 latents = (1 - level) * clean + level * noise(step)
-            flow = model.forward(state, latents, 1000 * level)
+            timestep = 1000 * level if solver is None else int(1000 * level)
+            flow = model.forward(state, latents, timestep)
             check_returned(flow, len(latents), False, *latents.shape[1:])
-            # The flow is noise minus clean, and latents are (1 - level) * clean + level * noise.
-            clean = latents - level * flow
+            if (
+                solver is None
+            ):  # the flow is noise minus clean, and latents are (1 - level) * clean + level * noise
+                clean = latents - level * flow
+            else:
+                clean = solver.step(flow, timestep, latents, return_dict=False)[0]
         return clean
 
     def _commit(self, cache: ChunkCache, group: ChunkGroup, latents: Tensor) -> None:
@@ -339,3 +357,12 @@ class ChunkWiseSampler(Sampler):
     def result(self, run: Run, state: ChunkState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         whole_trace = ChunkTrace(**trace, rewards=state.rewards, cache_bytes=state.cache_bytes)
         return SampleResult(tokens.transpose(1, 2).contiguous(), whole_trace)
+
+
+def _unipc(levels: Sequence[float], device: Any) -> Any:
+    """UniPC (2302.04867) over these levels, as in Wan's program, of which diffusers' levels differ by 1e-3."""
+    solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    solver.set_timesteps(len(levels), device=device)
+    solver.sigmas = torch.tensor([*levels, 0.0])
+    solver.timesteps = (1000 * solver.sigmas[:-1]).long().to(device)
+    return solver

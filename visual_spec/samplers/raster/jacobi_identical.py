@@ -31,7 +31,6 @@ from visual_spec.samplers.core.checks import WIDTHS, device_of
 from visual_spec.samplers.core.drafts import LAST_LAW, UNIFORM, Draft, copied_slots, uniform_tokens
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.state import Run, State
-from visual_spec.samplers.raster.autoregressive import plain_step
 
 CARRIED: Final = "carried"
 REPAIRED: Final = "repaired"
@@ -104,6 +103,8 @@ def prepare(settings: Any, run: Run) -> IdenticalState:
 def step(settings: Any, run: Run, state: IdenticalState) -> None:
     """Make one call: commit the drafts that are drawn again, up to the first that is not, and one token more."""
     if state.window == 1:
+        from visual_spec.samplers.raster.autoregressive import plain_step  # where no window opens
+
         return plain_step(run, state)
     width = min(state.width or state.window, state.window)
     if settings.window is None and run.fixed_width is None:
