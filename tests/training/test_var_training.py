@@ -30,8 +30,8 @@ from scripts.train.var import (
     train_var,
 )
 from scripts.train.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
+from tests.helpers.flexvar import LABELS, LATENTS, tiny, tiny_vq
 from tests.helpers.training import check_training
-from tests.models.next_scale.test_flexvar import LABELS, LATENTS, tiny, tiny_vq
 from visual_spec.data.shapes import render, sample_dataset
 from visual_spec.data.shapes_classes import class_of
 from visual_spec.models.next_scale.flexvar import FlexVARTransformer, FlexVQModel
@@ -513,7 +513,7 @@ def test_an_interrupted_flexvar_resumes_to_the_same_weights_in_8_bits(tmp_path):
 
 
 # Recorded: the losses and a gradient of `trainer.py` of GengzeZhou/SAR@5fadd47 in float64, weights of
-# tests/models/next_scale/test_flexvar.py, scales 1 to 4, sf_use_sampling=False, sigma=0.01.
+# tests/helpers/flexvar.py, scales 1 to 4, sf_use_sampling=False, sigma=0.01.
 SAR = {
     "drawn": (1.141314207645997, [0.1572721327721761, -0.017974779629828262, 0.03759501443860373]),
     "tokens": (3.336983137131997, [0.15790956322007316, -0.018179708224417477, 0.03904137332412711]),
