@@ -60,7 +60,11 @@ def drawn(model: Any, name: str, law: str, rows: int = 2, seed: int = 0) -> list
     else:
         settings = {f"depth_decoder_{key}": value for key, value in settings.items()}
     torch.manual_seed(seed)
-    result = model.generate(**inputs(name, rows), do_sample=LAWS[law]["do_sample"], **settings)
+    read = {
+        key: value.to(model.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in inputs(name, rows).items()
+    }
+    result = model.generate(**read, do_sample=LAWS[law]["do_sample"], **settings)
     if name == "csm":
         return [result]
     if name == "moshi":

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
-from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, OTHER, promised
+from visual_spec.samplers.core.precision import low_precision_of
+from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, OTHER, promised, up_to_near_ties
 from visual_spec.samplers.registry import check_sampler
 
 PLAIN = "_visual_spec_plain"
@@ -80,13 +81,17 @@ class Adapter(ABC):
 
     def expects(self, model: Any) -> str:
         """What an accelerated model does, and whether its output stays."""
-        return promise(model.sampler)
+        return promise(model.sampler, model=model)
 
 
-def promise(sampler: Any, plain: Any = None) -> str:
-    """A sampler by name, and what becomes of the tokens beside those of `plain`; None: plain decoding's defaults."""
+def promise(sampler: Any, plain: Any = None, model: Any = None) -> str:
+    """A sampler by name, and what becomes of the tokens beside those of `plain`; None: plain decoding's defaults.
+
+    `model`: whose type limits it, where rounding decides near-ties.
+    """
     kept = promised(sampler, plain)
-    words = {IDENTICAL: "the same tokens", LOSSLESS: "the same law", OTHER: OTHER}
+    low = None if model is None or sampler.config.get("exact_width") else low_precision_of(model)
+    words = {IDENTICAL: up_to_near_ties("the same tokens", low), LOSSLESS: "the same law", OTHER: OTHER}
     return f"{type(sampler).__name__}, {words.get(kept, 'not lossless')}"
 
 

@@ -109,7 +109,7 @@ class CodeAdapter(Adapter):
         return thing
 
     def expects(self, model: Any) -> str:
-        return f"{promise(model.sampler)}, codes {model.codes} alone"
+        return f"{promise(model.sampler, model=model)}, codes {model.codes} alone"
 
 
 def _check_codes(model: Any, codes: Any) -> None:
