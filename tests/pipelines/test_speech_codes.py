@@ -10,6 +10,7 @@ from torch import Tensor
 
 import visual_spec
 from tests.helpers.tiny_speech_codes import T3, WIDTH, Qwen2LM, tiny_talker
+from visual_spec.models.core import offload
 from visual_spec.pipelines.accelerate.speech_codes import repetition_aware
 from visual_spec.pipelines.accelerate.speech_rules import RepetitionAware
 from visual_spec.samplers.core.history import Text
@@ -276,3 +277,18 @@ def test_samplers_that_do_not_fit_are_refused() -> None:
     for sampler in ("maskgit", "drafted"):
         with pytest.raises((TypeError, ValueError)):
             visual_spec.accelerate(T3(), sampler)
+
+
+def test_hooks_are_looked_for_once_a_text_and_not_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    plain = offload._hooked
+    monkeypatch.setattr(offload, "_hooked", lambda root: looks.append(root) or plain(root))
+    talker = visual_spec.accelerate(tiny_talker(), "autoregressive")
+    spoken(talker, 2, rows=1)
+    assert int(talker.last_trace.target_calls.max()) > 10
+    assert len(looks) == 1
+    assert not offload._AT_HAND
+    model = visual_spec.accelerate(T3(), "autoregressive")
+    looks.clear()
+    model.inference(t3_cond=VOICE, text_tokens=TEXT, max_new_tokens=9)
+    assert 0 < len(looks) <= 3  # decoder, table and head

@@ -46,6 +46,11 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and type(tensor) in (Tensor, Parameter)
 
 
+def nowhere(where: Tensor) -> bool:
+    """Return whether the host sees that a small tensor is true nowhere, which spares work on larger ones."""
+    return on_host(where) and not where.any()
+
+
 def compiled(kernel: Any) -> bool:
     """Return False for a kernel of Triton's interpreter, which tracers need not see."""
     return triton is not None and isinstance(kernel, triton.JITFunction)

@@ -47,11 +47,14 @@ def at_hand(*models: Any, leaves: bool = True) -> Iterator[None]:
             for root in [] if model is None else modules_of(model):
                 if id(root) in _AT_HAND:
                     continue
-                for module in _hooked(root):
+                hooked = _hooked(root)
+                for module in hooked:
                     stack.enter_context(_loaded(module, is_root=module is root, leaves=leaves))
-                if id(root) not in _AT_HAND:  # has no hook: calls need not look for hooks again
-                    _AT_HAND.add(id(root))
-                    stack.callback(_AT_HAND.discard, id(root))
+                # Calls of what has no hook, parts of it included, need not look for hooks again.
+                clear = {id(root)} if hooked else {id(module) for module in root.modules()}
+                clear -= _AT_HAND
+                _AT_HAND.update(clear)
+                stack.callback(_AT_HAND.difference_update, clear)
         yield
 
 
@@ -76,7 +79,7 @@ def _entry(method: Callable[..., Any], *, leaves: bool) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return method(self, *args, **kwargs)
         roots = [root for root in modules_of(self) if id(root) not in _AT_HAND]
-        if not any(_hooked(root) for root in roots):
+        if not roots:
             return method(self, *args, **kwargs)
         with at_hand(*roots, leaves=leaves):
             return method(self, *args, **kwargs)

@@ -222,8 +222,10 @@ class _SlotLayer(CacheLayerMixin):
         """Write [R, H, W, D] where `SlotCache.at` said. Returns the places that are read, [R, H, size, D]."""
         if self.held is None:
             self.lazy_initialization(key_states, value_states)
-        assert self.held is not None
-        return self.held.update(0, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        assert self.keys is not None and self.values is not None
+        return self.places.write(
+            (self.keys, self.values), key_states.transpose(1, 2), value_states.transpose(1, 2)
+        )
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return self.places.size, 0

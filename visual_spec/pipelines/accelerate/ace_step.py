@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.adapter import (
@@ -124,7 +125,8 @@ def _loop(handler: Any, name: str, **given: Any) -> Tensor:
     noise = noise_of(stage, handler.sampler, law, None, ids[:1])
     live = LiveStream(given.get("streamer"), ids[:1, :0])
     live.sent = 0  # its loops hand on no prompt
-    with live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], None)):
+    watching = live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], None))
+    with at_hand(stage, leaves=False), watching:
         result = handler.sampler(
             stage,
             ImagePrompt(rows[0], rows[1] if law.guided else None),

@@ -82,16 +82,17 @@ class DrawnNoise(CounterNoise):
 
     def _exponential(self, slots: Tensor) -> Tensor:
         """The noise [B, W, V] of slots long [B, W], of the rows that are left; 1 at scratch, which nobody reads."""
-        inside = slots < self._num_slots
-        asked = slots[inside].unique()
-        if not len(asked):
+        asked, places = slots.clamp(max=self._num_slots).unique(return_inverse=True)
+        inside = [slot for slot in asked.tolist() if slot < self._num_slots]
+        if not inside:
             return torch.ones(*slots.shape, len(self._ids), dtype=self._dtype)
-        self._reach(int(asked[-1]) + 1)
+        self._reach(inside[-1] + 1)
         # Rows may be far apart: what lies between them is not held, and drawn again when a row comes there.
-        self._kept_slots = {slot: self._noise(slot) for slot in asked.tolist()}
-        table = torch.stack([*self._kept_slots.values()])  # [S, B, V]
-        places = torch.searchsorted(asked, slots.clamp(max=int(asked[-1])).contiguous())
-        return table[places, self._rows[:, None]].masked_fill(~inside[..., None], 1)
+        self._kept_slots = {slot: self._noise(slot) for slot in inside}
+        table = [*self._kept_slots.values()]  # of [B, V]
+        if len(inside) < len(asked):
+            table.append(torch.ones_like(table[0]))
+        return torch.stack(table)[places, self._rows[:, None]]
 
     def _reach(self, slots: int) -> None:
         """Draw the noise of the first `slots`, if that was not done."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visual_spec.models.core.offload import loads_groups
+from visual_spec.models.core.offload import at_hand, loads_groups
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.speech_language import SpeechLanguageModel
 from visual_spec.pipelines.accelerate.adapter import (
@@ -127,7 +127,8 @@ def _drawn(
     hung, sampler = is_accelerated(model), settings.pop("sampler", None) or model.sampler
     other = Prompt(prompt.ids + len(prompt.ids), prompt.mask, prompt.positions, prompt.start)
     condition = ImagePrompt(prompt, other if law.guided else None)
-    result = sampler(stage, condition, law=law, generator=noise, batch_size=len(prompt.ids), **settings)
+    with at_hand(stage, leaves=False):
+        result = sampler(stage, condition, law=law, generator=noise, batch_size=len(prompt.ids), **settings)
     tell(model, hung, last_trace=result.trace)
     return result
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.history import RepetitionPenalty, Text
+from visual_spec.kernels.launch import nowhere
+from visual_spec.samplers.core.history import RepetitionPenalty, Text, ended_by
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,7 @@ class Closing:
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         closes = torch.isin(text.ids, torch.tensor(self.codes, device=scores.device))
         closes[:, : text.start] = False
-        closed = (closes[:, None] & text.before).any(-1)[..., None]
-        only = torch.full_like(scores[:1, :1], -torch.inf)
-        only[..., self.end] = 0
-        return torch.where(closed, only, scores)
+        return ended_by(scores, closes, text.stops, self.end)
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,8 @@ class PenaltyAtFirst:
     penalty: float
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        if nowhere(text.stops == text.start):
+            return scores
         prompt = torch.full_like(text.ids[:, :1], self.code)
         first = Text(
             prompt,

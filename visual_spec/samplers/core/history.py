@@ -18,6 +18,7 @@ from typing import Annotated, Any, Protocol
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.launch import nowhere
 from visual_spec.kernels.law import mixed_logits
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.settings import COUNT, Within, read_fields
@@ -57,6 +58,17 @@ class Text:
     def before(self) -> Tensor:
         """Return which places each position reads: bool [B, W, S]."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.stops[..., None]
+
+
+def ended_by(scores: Tensor, ends: Tensor, stops: Tensor, end: int) -> Tensor:
+    """Return scores [B, W, V] with all mass on `end` where one of `ends`, bool [B, S], stands before the stop."""
+    if nowhere(ends):
+        return scores
+    places = torch.arange(ends.shape[1], device=ends.device)
+    ended = (ends[:, None] & (places < stops[..., None])).any(-1)
+    only = torch.full_like(scores[:1, :1], -torch.inf)
+    only[..., end] = 0
+    return torch.where(ended[..., None], only, scores)
 
 
 class HistoryRule(Protocol):
@@ -249,14 +261,11 @@ class PrefixModel:
             text = self._text(state, stops)
             for rule in law.history:
                 scores = rule(scores, text)
-            beyond = (predicted >= self.grid.num_tokens)[..., None]
-            scores = torch.where(beyond, torch.zeros_like(scores), scores)
+            beyond = predicted >= self.grid.num_tokens
+            if not nowhere(beyond):
+                scores = scores.masked_fill(beyond[..., None], 0)
         if law.end is not None:
-            places = torch.arange(state.tokens.shape[1], device=state.device)
-            ended = ((state.tokens == law.end)[:, None] & (places < stops[..., None])).any(-1)
-            only = torch.full_like(scores[:1, :1], -torch.inf)
-            only[..., law.end] = 0
-            scores = torch.where(ended[..., None], only, scores)
+            scores = ended_by(scores, state.tokens == law.end, stops, law.end)
         return scores
 
     def _text(self, state: PrefixState, stops: Tensor) -> Text:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.launch import on_gpu
+from visual_spec.kernels.launch import nowhere, on_gpu
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.core.checks import CheckedLaw, check_returned
@@ -361,6 +361,8 @@ class State:
         """
         new = (slots >= before[:, None]) & (slots < self.lengths[:, None])
         ends = new & (self.tokens.gather(1, slots) == end)
+        if nowhere(ends):
+            return
         first = torch.where(ends, slots, num_tokens).amin(1)  # [B], num_tokens where there is none
         after = torch.arange(self.tokens.shape[1], device=slots.device) > first[:, None]
         self.tokens = self.tokens.masked_fill(after, end)
