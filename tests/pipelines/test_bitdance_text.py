@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 
 from tests.helpers.bitdance import number, text_folder
 from tests.helpers.command import last_line
+from tests.helpers.recordings import repeated
 from tests.helpers.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.pipelines.bitdance_image import BitDanceImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.continuous import continuous
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
+from visual_spec.samplers.core.law import TokenLaw
 
 # What `gen_image` of shallowdream204/BitDance (modeling/t2i_pipeline.py) draws for "a red fox" in six steps with noise,
 # with the noise of samples of the seeds 1 and 2 in place of its own: as in tests/models/continuous/test_bitdance.py.
@@ -132,3 +136,24 @@ def test_drafting_samplers_draw_with_it(pipeline):
     pipeline.sampler = make_sampler("continuous-jacobi", guidance="constant", head_steps=7, final_noise=0.1)
     out = pipeline(PROMPT, **settings)
     assert out.trace.keeps == "lossless" and torch.isfinite(out.tokens).all()
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> Iterator[list[Any]]:
+    monkeypatch.setattr(continuous, "wants_graph", lambda choice, model: choice is not False)
+    yield from repeated(monkeypatch)
+
+
+def test_recorded_calls_draw_every_prompt(recordings, pipeline):
+    """A later prompt's keys and values take the place of the first one's."""
+    model: Any = pipeline.transformer.with_grid(4, 2)
+    for prompt in ("a red fox", "a big dog"):
+        condition = pipeline.make_condition([prompt], height=16, width=8)
+        both = (
+            ContinuousSampler(guidance="constant", head_steps=7, graph=recorded)(
+                model, condition, law=TokenLaw(guidance_scale=3.0), generator=seeded(1)[0]
+            )
+            for recorded in (True, False)
+        )
+        torch.testing.assert_close(*(result.tokens for result in both))
+    assert len(recordings) == 1

@@ -1,5 +1,6 @@
 """BitDance of classes: files of the official layout draw what its public code draws, bit for bit."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.helpers import bitdance as shapes
 from tests.helpers.bitdance import number
 from tests.helpers.command import last_line
 from tests.helpers.mar import random_weights
+from tests.helpers.recordings import repeated
 from tests.helpers.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.models.continuous.binary_autoencoder import BinaryAutoencoder, load_binary_autoencoder
@@ -19,6 +21,7 @@ from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.decoders import KLDecoder
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.samplers.continuous import continuous
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
@@ -78,6 +81,30 @@ def test_unconditional_rows_draw_a_first_slot_of_their_own_where_guidance_starts
     held[0].first = None
     shared = BitDanceTransformer.forward(model, held[0], plain.tokens[:, :1], torch.zeros(2, 1).long())
     assert again[:2].equal(shared[:2]) and not again[2:].allclose(shared[2:])
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> Iterator[list[Any]]:
+    monkeypatch.setattr(continuous, "wants_graph", lambda choice, model: choice is not False)
+    yield from repeated(monkeypatch)
+
+
+def test_recorded_calls_draw_the_same(recordings):
+    """A second decode has a first slot of its own in its unconditional rows."""
+    model = network(4)
+    for seeds in ((1, 2), (4, 9)):
+        both = (
+            ContinuousSampler(head_steps=7, graph=recorded)(
+                model,
+                torch.tensor([3, 5]),
+                batch_size=2,
+                law=TokenLaw(guidance_scale=3.0),
+                generator=seeded(*seeds),
+            )
+            for recorded in (True, False)
+        )
+        torch.testing.assert_close(*(result.tokens for result in both))
+    assert len(recordings) == 1
 
 
 def test_the_chain_has_the_marginals_of_flow_matching():

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers.bitdance import transformer_shapes
+from tests.helpers.mar import random_weights
 from tests.helpers.recordings import repeated
 from tests.helpers.tiny import seeded
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
 from visual_spec.kernels import philox
 from visual_spec.kernels.head_step import head_step_reference, law_step
+from visual_spec.models.continuous.bitdance import load_bitdance
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.samplers.continuous import conditions, continuous, denoising, head_loop
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
@@ -275,9 +278,11 @@ def test_recorded_calls_give_the_same_tokens_and_are_recorded_once(recordings, k
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("kind", ["mar", "causal", "flow"])
+@pytest.mark.parametrize("kind", ["mar", "causal", "flow", "bitdance"])
 def test_no_call_waits_for_the_host_or_copies_from_it(monkeypatch, kind, fused):
     model: Any = tiny_mar() if kind == "mar" else tiny_causal(head_kind="flow" if kind == "flow" else "noise")
+    if kind == "bitdance":
+        model = load_bitdance(random_weights(transformer_shapes(tokens=1)))
     sampler = ContinuousSampler(head_steps=4, last_head_steps=2)
     law = TokenLaw(guidance_scale=2.0)
     keys = draw_keys(seeded(1)[0], 3)

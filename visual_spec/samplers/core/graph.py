@@ -392,7 +392,7 @@ def _inside(part: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
     for name, value in vars(part).items():
         if isinstance(value, Tensor):
             yield (*path, name), value
-        elif hasattr(value, "select") and not isinstance(value, DecodeState):  # a label, a meter
+        elif hasattr(value, "select") and not _is_cache(value):  # a label, a meter
             yield from _inside(value, (*path, name))
 
 
@@ -403,13 +403,16 @@ def _follow(parts: Parts, path: Path) -> Any:
     return owner
 
 
-def _caches(state: Any) -> list[DecodeState]:
-    if isinstance(state, DecodeState):
-        return [state]
-    return [value for value in vars(state).values() if isinstance(value, DecodeState)]
+def _is_cache(value: Any) -> bool:
+    """Whether this is a model's state, which says what its buffers are."""
+    return isinstance(value, DecodeState) or (hasattr(value, "select") and hasattr(value, "buffers"))
 
 
-def _has_buffers(cache: DecodeState) -> bool:
+def _caches(state: Any) -> list[Any]:
+    return [state] if _is_cache(state) else [value for value in vars(state).values() if _is_cache(value)]
+
+
+def _has_buffers(cache: Any) -> bool:
     return type(cache).buffers is not DecodeState.buffers
 
 
