@@ -5,14 +5,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.mended_interpreter import mend
 from tests.helpers.tiny import tiny_transformer
-from visual_spec.kernels import launch, layers, rotary_write, window_attention
+from visual_spec.kernels import launch, layers, project, rotary_write, window_attention
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 KERNELS = {
     "add_norm": layers,
     "gated": layers,
+    "project": project,
     "rotary_write": rotary_write,
     "window_attention": window_attention,
 }
@@ -35,7 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for module in (launch, *KERNELS.values()):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True, raising=False)
     monkeypatch.setattr(window_attention, "_SPLIT", 8)
-    monkeypatch.setattr(window_attention, "_TILES", {4: (16, 8, 4)})
+    monkeypatch.setattr(window_attention, "_TILES", {2: (64, 8, 4), 4: (16, 8, 4)})
     return counts
 
 
@@ -57,17 +62,61 @@ def calls(model: Any, condition: TextCondition, dtype: torch.dtype) -> list[torc
 
 
 @pytest.mark.fast_sets(1)
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("joined", [None, False, True])
 def test_calls_equal_those_in_double_precision(request, joined):
     model: Any = tiny_transformer(num_layers=1)
     mask = torch.arange(6) >= torch.tensor([[2], [0]])
     condition = TextCondition(torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0)), mask)
     expected = calls(model.double(), condition, torch.float64)
     model.float()
-    if joined:
-        fuse_projections(model)
+    if joined is not None:
+        fuse_projections(model, kernel=joined)
     counts = request.getfixturevalue("launched")
     for found, exact in zip(calls(model, condition, torch.float32), expected, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
-    # Of one layer, in five calls; attention not for the tree, nor for any order.
-    assert counts == {"rotary_write": 5, "window_attention": 3, "gated": 5, "add_norm": 10}
+    # Of one layer, in five calls; attention not for the tree, nor for any order. With the head five linear layers.
+    others = {"project": 25, "add_norm": 5} if joined else {"gated": 5, "add_norm": 10}
+    assert counts == {"rotary_write": 5, "window_attention": 3, **others}
+
+
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch, launched: dict[str, int]) -> tuple[Any, TextCondition]:
+    """A model in bfloat16 with one order of sums, and a caption."""
+    mend(monkeypatch)
+    for tiles in ("_TILES", "_GATED"):  # few programs, of two widths
+        monkeypatch.setattr(project, tiles, {2: {16: (128, 1), 64: (128, 1)}})
+    model: Any = tiny_transformer(dim=72, num_heads=2, num_layers=1).bfloat16()
+    fuse_projections(model, kernel=True)
+    features = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0))
+    return model, TextCondition(features.bfloat16(), torch.ones(1, 6, dtype=torch.bool))
+
+
+def test_a_window_in_bfloat16_has_the_bits_of_calls_of_one_token(ordered):
+    model, condition = ordered
+    tokens = torch.randint(0, 12, (1, 16), generator=torch.Generator().manual_seed(1))
+    slots = torch.arange(16)[None]
+    with torch.no_grad():
+        state = model.prefill(condition, batch_size=1, guided=True, window=16)
+        alone = [model(state, tokens[:, slot : slot + 1], slots[:, slot : slot + 1]) for slot in range(16)]
+        for width in (2, 16):
+            state = model.prefill(condition, batch_size=1, guided=True, window=16)
+            wide = [
+                model(state, *(one[:, start : start + width] for one in (tokens, slots)))
+                for start in range(0, 16, width)
+            ]
+            assert torch.equal(torch.cat(wide, 1), torch.cat(alone, 1))
+
+
+@pytest.mark.fast_sets(1)
+@pytest.mark.parametrize("window", [16, 4, 1])
+def test_tokens_in_bfloat16_are_those_of_plain_decoding(ordered, launched, window):
+    model, condition = ordered
+
+    def decode(sampler: Any) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return sampler(model, condition, law=TokenLaw(guidance_scale=2.0), generator=generator, batch_size=1)
+
+    expected = decode(AutoregressiveSampler())
+    found = decode(SpeculativeJacobiSampler(window, acceptance="identical"))
+    assert torch.equal(found.tokens, expected.tokens) and launched["project"] > 0
+    assert window == 1 or found.trace.target_calls.max() < expected.trace.target_calls.max()

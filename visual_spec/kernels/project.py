@@ -252,7 +252,7 @@ if triton is not None:
             done = done + added
         return done.to(kind)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows"])  # one kernel for calls of one row and of several
     def _project_kernel(
         out, x, weight, norm, scale, bias, residual, rows, outputs, eps, INPUTS: tl.constexpr, ROWS: tl.constexpr,
         OUTPUTS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, NORM: tl.constexpr,

@@ -44,6 +44,8 @@ def window_attention(
     places: Tensor,
     prefix_mask: Tensor,
     scale: float | None = None,
+    *,
+    one_order: bool = False,
 ) -> Tensor:
     """Attend to the places of a cache before each query's own, and to its own.
 
@@ -53,6 +55,8 @@ def window_attention(
         places: long [R, W], 0 to S - 1: the places of the queries, whose keys are already written.
         prefix_mask: bool [R, T], False at places of the prefix that only their own queries see, such as padding.
         scale: of the scores; None: D ** -0.5.
+        one_order: give a query the same bits whatever the window, in one cache: programs have 16 queries, however many
+            there are.
 
     Returns:
         [R, W, H, D] in the dtype of the queries. On CUDA by the Triton kernels, elsewhere by
@@ -63,11 +67,17 @@ def window_attention(
     """
     _check(queries, keys, values, places, prefix_mask)
     factor = queries.shape[-1] ** -0.5 if scale is None else scale
-    return _window_attention_op(queries, keys, values, places, prefix_mask, factor)
+    return _window_attention_op(queries, keys, values, places, prefix_mask, factor, one_order)
 
 
 def window_attention_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, prefix_mask: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    prefix_mask: Tensor,
+    scale: float,
+    one_order: bool = False,
 ) -> Tensor:
     """The definition of `window_attention`, in PyTorch, on any device; in float32, or float64 for such queries."""
     kind = torch.promote_types(queries.dtype, torch.float32)
@@ -104,10 +114,16 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, prefix
 
 @triton_op("visual_spec::window_attention", mutates_args=())
 def _window_attention_op(
-    queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, prefix_mask: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    prefix_mask: Tensor,
+    scale: float,
+    one_order: bool = False,
 ) -> Tensor:
     function = window_attention_triton if on_gpu(queries) else window_attention_reference
-    return function(queries, keys, values, places, prefix_mask, scale)
+    return function(queries, keys, values, places, prefix_mask, scale, one_order)
 
 
 @_window_attention_op.register_fake
@@ -116,7 +132,13 @@ def _mixed_like(queries: Tensor, *_: Tensor | float) -> Tensor:
 
 
 def window_attention_triton(
-    queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, prefix_mask: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    prefix_mask: Tensor,
+    scale: float,
+    one_order: bool = False,
 ) -> Tensor:
     """`window_attention` by the Triton kernels.
 
@@ -143,6 +165,7 @@ def window_attention_triton(
     parts = torch.empty(rows, window, heads, splits, dim, dtype=torch.float32, device=queries.device)
     masses = torch.empty(rows, window, heads, splits, dtype=torch.float32, device=queries.device)
     most, columns, warps = _TILES[queries.element_size()]
+    most = _FEWEST if one_order else most  # other tiles run other instructions
     tile = max(_FEWEST, min(most, 1 << (count - 1).bit_length()))
     places, prefix_mask = places.contiguous(), rows_of_numbers(prefix_mask)
     width = 1 << (dim - 1).bit_length()

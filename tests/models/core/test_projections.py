@@ -289,3 +289,14 @@ def test_what_cannot_be_joined_is_refused_and_left_as_it_was():
         fuse_projections(model)
     with pytest.raises(ValueError, match="Linear"):
         fuse_projections(nn.Linear(3, 3))
+
+
+def test_one_order_is_for_llamagen_also_where_projections_are_joined_already():
+    model: Any = tiny_transformer()
+    fuse_projections(model)
+    assert not model.one_order
+    fuse_projections(model, kernel=True)
+    layer = model.layers[0]
+    assert model.one_order and layer.one_order and layer.attention.one_order
+    with pytest.raises(ValueError, match="kernel=True is for LlamaGen, and Linear"):
+        fuse_projections(nn.Linear(2, 2), kernel=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers.tiny import tiny_transformer
-from visual_spec.models.core.projections import fuse_projections
+from visual_spec.models.core.projections import fuse_projections, in_one_order
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.core.precision import rounding_of, rounding_unit
@@ -150,3 +150,24 @@ def test_int8_activations_change_tokens_at_near_ties_only_and_none_with_exact_wi
 def _prefill(model: Any) -> tuple[Any, torch.Tensor]:
     condition = torch.tensor([1, 4, 0])
     return model.prefill(condition, batch_size=3, guided=True, window=1), condition
+
+
+@pytest.mark.parametrize("how", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_sums_in_one_order_are_of_the_quantised_weights(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 32, dtype=torch.bfloat16))
+    quantization.quantize_(model, getattr(quantization, how)())
+    weight: Any = model[0].weight
+    x = torch.randn(3, 48).bfloat16()
+    with torch.no_grad():
+        found = in_one_order(model[0], x)
+        exact = x.double() @ (weight.qdata.double() * weight.scale.double()).T + model[0].bias.double()
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig"])
+def test_weights_that_the_kernel_does_not_read_are_refused(how):
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    quantization.quantize_(model, getattr(quantization, how)())
+    with pytest.raises(ValueError, match="Int8WeightOnlyConfig"):
+        in_one_order(model[0], torch.randn(3, 64))

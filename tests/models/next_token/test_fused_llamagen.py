@@ -13,11 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.tiny import tiny_transformer
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.kernels.layers import window_case, write_case
-from visual_spec.kernels import launch, layers, rotary_write, window_attention
+from visual_spec.kernels import launch, layers, project, rotary_write, window_attention
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer, TextCondition
 
-KERNELS = {"add_norm": 1, "gated": 1, "rotary_write": 1, "window_attention": 2}  # launches of each operator
+KERNELS = {
+    "add_norm": 1,
+    "gated": 1,
+    "rotary_write": 1,
+    "project": 1,
+    "window_attention": 2,
+}  # launches of each operator
 _NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "_reshape_alias")
 
 
@@ -50,13 +56,15 @@ def test_operators_launch_as_often_as_is_counted(monkeypatch, name):
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **kwargs: launched.append(self.kernel)
 
-    module: Any = {"rotary_write": rotary_write, "window_attention": window_attention}.get(name, layers)
+    homes = {"rotary_write": rotary_write, "window_attention": window_attention, "project": project}
+    module: Any = homes.get(name, layers)
     for kernel in [one for one in vars(module) if one.endswith("_kernel")]:
         monkeypatch.setattr(module, kernel, Watched(kernel))
     x, written = torch.zeros(2, 3, 8), write_case()
     arguments: dict[str, Any] = {
         "add_norm": (x, x, x[0, 0], 1e-5),
         "gated": (x, x),
+        "project": (x, x[0, 0][None]),
         "rotary_write": (written.projected, *written.turns, written.keys, written.values, written.places),
         "window_attention": window_case([[3]]).arguments,
     }
@@ -64,14 +72,14 @@ def test_operators_launch_as_often_as_is_counted(monkeypatch, name):
     assert len(launched) == KERNELS[name]
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, joined: bool) -> tuple[int, int]:
+def launches(monkeypatch: pytest.MonkeyPatch, joined: bool, kernel: bool = False) -> tuple[int, int]:
     """Launches of the prompt and of a call of LlamaGen-XL: 24 x 24 tokens, guided, windows of 32, bfloat16."""
     stand_in(monkeypatch)
     sizes: dict[str, Any] = dict(grid_size=24, prefix_length=120, num_classes=None, caption_dim=2048)
     with torch.device("meta"):
         whole: Any = LlamaGenTransformer(**PRESETS["XL"], **sizes)
     if joined:
-        fuse_projections(whole)
+        fuse_projections(whole, kernel=kernel)
     mask = torch.ones(1, 120, dtype=torch.bool)
     condition = TextCondition(torch.zeros(1, 120, 2048, dtype=torch.bfloat16), mask)
     monkeypatch.setattr(LlamaGenTransformer, "check_condition", lambda *_: None)  # reads the mask, once
@@ -93,6 +101,13 @@ def test_a_call_of_xl_takes_at_most_600_launches(monkeypatch, joined):
     # Four products, or five, and a cache write, attention in two launches, two sums with norms and a gate.
     assert (10 if joined else 11) * layers < call < (10 if joined else 11) * layers + 40
     assert call <= 600 and prompt <= 600
+
+
+def test_in_one_order_a_layer_takes_seven_launches(monkeypatch):
+    _, call = launches(monkeypatch, True, True)
+    layers = PRESETS["XL"]["num_layers"]
+    # Four linear layers with what stands around them, a cache write, and attention in two.
+    assert 7 * layers < call < 7 * layers + 40
 
 
 # -- compiled blocks ---------------------------------------------------------------------------------------------------

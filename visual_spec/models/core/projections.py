@@ -4,6 +4,9 @@ Decoding reads every weight once a call. Three products with narrow matrices are
 a GPU; one matrix of all their rows is one launch. `fuse_projections` joins them in place, in LlamaGen and in the
 decoders of transformers models (Janus, Chameleon, Emu3, GLM-Image). The layers' own code does not change: it still
 calls every projection by its name. The first one called computes all of them, and the others return their parts.
+
+With `kernel=True` LlamaGen computes its linear layers by `kernels.project`, norms before and gates and sums after them
+included, so that a token has the same bits whatever the tokens beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from visual_spec.kernels.project import BYTES, project
 
 # By the name of the layer that holds them, so that cross-attention is not touched. In the order in which the layers
 # call them, which is also the order of their rows.
@@ -23,7 +29,7 @@ _GROUPS = {
 }
 
 
-def fuse_projections(model: nn.Module) -> None:
+def fuse_projections(model: nn.Module, *, kernel: bool = False) -> None:
     """Join the projections of self-attention, and of gated layers, in place.
 
     Outputs are the same up to the rounding of a matrix product. No weight is stored twice. State dicts keep the keys of
@@ -33,10 +39,15 @@ def fuse_projections(model: nn.Module) -> None:
     Args:
         model: a `LlamaGenTransformer`, a transformers model, or any module around such layers. Supports biases, keys
             and values narrower than the queries, and norms after the projections. Quantise it afterwards, not before.
+        kernel: also compute the linear layers and the head of LlamaGen by a kernel whose sums have one order, on a GPU
+            and without gradients. In 16 bits, too, a call of a window then has the bits of calls of one token, which
+            acceptance "identical" asks for. Weights may be quantised by torchao afterwards, in int8 or e4m3 with a
+            scale a row; the quantised model is then what is decoded. Not measured yet. A model that is joined already
+            is taken, too.
 
     Raises:
-        ValueError: there is nothing to join; or the projections are not plain linear layers of one dtype and device,
-            all with a bias or all without. Then nothing is changed.
+        ValueError: there is nothing to join, or with `kernel` nothing of LlamaGen; or the projections are not plain
+            linear layers of one dtype and device, all with a bias or all without. Then nothing is changed.
     """
     groups: list[tuple[nn.Module, tuple[str, ...]]] = []
     for path, layer in model.named_modules():
@@ -46,7 +57,12 @@ def fuse_projections(model: nn.Module) -> None:
             continue
         _check(path, names, parts)
         groups.append((layer, names))
-    if not groups:
+    ordered: list[Any] = [one for one in model.modules() if kernel and hasattr(type(one), "one_order")]
+    if kernel and not ordered:
+        raise ValueError(
+            f"kernel=True is for LlamaGen, and {type(model).__name__} holds none of its layers; leave it out."
+        )
+    if not groups and not ordered:
         raise ValueError(
             f"{type(model).__name__} holds no layer with projections to join ("
             + "; ".join(f"{layer}: {', '.join(names)}" for layer, names in _GROUPS.items())
@@ -60,6 +76,31 @@ def fuse_projections(model: nn.Module) -> None:
         joined.register_state_dict_post_hook(_write_separately)
         # A hook of the layer: on loading, the projections themselves only see their own keys.
         layer.register_load_state_dict_pre_hook(_read_separately)
+    for layer in ordered:
+        layer.one_order = True
+
+
+def in_one_order(layer: Any, x: Tensor, **around: Any) -> Tensor:
+    """Return the output of a linear layer, or of joined ones together, by `project`, which is told what is `around` it.
+
+    Raises:
+        ValueError: the layer is no plain one, or its weights are quantised in a way that the kernel does not read.
+    """
+    weight = layer.weight
+    scale = getattr(weight, "scale", None)
+    plain = type(layer) in (nn.Linear, JoinedProjections) and not hasattr(layer, "_hf_hook")
+    if scale is not None:  # of torchao's, which round activations, too, if asked to
+        plain &= type(weight).__name__ in ("Int8Tensor", "Float8Tensor") and weight.act_quant_kwargs is None
+        plain &= scale.shape == (len(weight), 1)
+        weight, scale = weight.qdata, scale[:, 0].float()
+    plain &= not is_traceable_wrapper_subclass(weight) and (scale is not None) == (weight.dtype in BYTES)
+    if not plain:
+        raise ValueError(
+            f"a {type(layer).__name__} of {type(layer.weight).__name__} has no kernel of one order of sums; with "
+            "fuse_projections(kernel=True) pass plain linear layers: without adapters or offloading, and quantised, if "
+            "at all, by Int8WeightOnlyConfig or Float8WeightOnlyConfig with a scale a row."
+        )
+    return project(x, weight, scale=scale, bias=layer.bias, **around)
 
 
 class JoinedProjections(nn.Linear):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from visual_spec.kernels.launch import fused
 from visual_spec.models.core.cache import StaticCache, repeats, seen_causally, seen_in_order, seen_in_tree
 from visual_spec.models.core.offload import check_cache_fits, decodes
+from visual_spec.models.core.projections import in_one_order
 from visual_spec.models.core.protocol import (
     ANY_ORDER,
     RASTER_ORDER,
@@ -102,6 +103,7 @@ class LlamaGenTransformer(SavedModel):
             or of a model without one, or the rotary table is smaller than the grid or of frames.
     """
 
+    one_order = False  # see `fuse_projections`
     _repeated_blocks = ["TransformerBlock"]
     _no_split_modules = ["TransformerBlock"]
 
@@ -404,6 +406,8 @@ class LlamaGenTransformer(SavedModel):
                 hidden, change = hidden if change is None else hidden + change, None
                 hidden = entered(hidden, side, index, self.config["num_layers"], slots)
             hidden, change = block(hidden, change, cache.layer(index), shared)
+        if change is None and self.one_order and fused(hidden):
+            change = torch.zeros_like(hidden)  # so that the norm, too, is a kernel with a program a row
         hidden, features = self.norm.after(hidden, change)
         return features, hidden
 
@@ -435,6 +439,8 @@ class LlamaGenTransformer(SavedModel):
         return unturned
 
     def _head(self, features: Tensor) -> Tensor:
+        if self.one_order and fused(features):
+            return wide(in_one_order(self.output, features))
         return wide(self.output(features))
 
     def logits(self, features: Tensor, hidden: Tensor, answers: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from visual_spec.kernels.launch import fused
 from visual_spec.kernels.layers import add_norm, gated, norm_reference
 from visual_spec.kernels.rotary_write import Turns, rotary_write, rotate
 from visual_spec.models.core.cache import Places, StaticCache
+from visual_spec.models.core.projections import in_one_order
 from visual_spec.models.core.protocol import DecodeState, check_labels
 
 
@@ -100,6 +101,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    one_order = False  # see `fuse_projections`
+
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -109,19 +112,23 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, held: tuple[Tensor, Tensor], shared: Shared) -> Tensor:
         """Feed `x [R, W, dim]`: write keys and values into the layer's, `[R, H, S, D]`, and attend: `[R, W, dim]`."""
         if fused(x):
-            projected = self.wqkv(x).unflatten(-1, (3 * self.heads, -1))  # [R, W, 3H, D]
-            q = rotary_write(projected, shared.turns, *held, shared.places.slots)
-            if shared.mask is None:
-                from visual_spec.kernels.window_attention import window_attention  # on a GPU only
-
-                mixed = window_attention(q, *held, shared.places.slots, shared.prefix_mask)
-                return self.wo(mixed.flatten(2))
-            k, v = shared.places.read(held)
-        else:
-            q, *new = self.project(x, shared.turns)
-            k, v = shared.places.write(held, *new)
+            return self.wo(self.mix(self.wqkv(x), held, shared))
+        q, *new = self.project(x, shared.turns)
+        k, v = shared.places.write(held, *new)
         assert shared.mask is not None
         return self.attend(q, k, v, shared.mask)
+
+    def mix(self, projected: Tensor, held: tuple[Tensor, Tensor], shared: Shared) -> Tensor:
+        """Write and attend by kernels, given queries, keys and values `[R, W, 3 dim]`: `[R, W, dim]`."""
+        q = rotary_write(
+            projected.unflatten(-1, (3 * self.heads, -1)), shared.turns, *held, shared.places.slots
+        )
+        if shared.mask is None:
+            from visual_spec.kernels.window_attention import window_attention  # on a GPU only
+
+            places = shared.places.slots, shared.prefix_mask
+            return window_attention(q, *held, *places, one_order=self.one_order).flatten(2)
+        return self.seen(q, *shared.places.read(held), shared.mask)
 
     def project(self, x: Tensor, turns: Turns | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values `[R, W, H, D]` of `x [R, W, dim]`; `turns` rotate queries and keys."""
@@ -131,8 +138,12 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Attend `q [R, W, H, D]` to `k, v [R, H, S, D]` with additive or bool `mask [R, 1, W, S]`: `[R, W, dim]`."""
+        return self.wo(self.seen(q, k, v, mask))
+
+    def seen(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """As `attend`, before the last product."""
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        return out.transpose(1, 2).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -147,6 +158,8 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
+    one_order = False  # see `fuse_projections`
+
     def __init__(self, dim: int, heads: int, hidden: int, eps: float):
         super().__init__()
         self.attention = Attention(dim, heads)
@@ -156,7 +169,7 @@ class TransformerBlock(nn.Module):
 
     def forward(
         self, hidden: Tensor, change: Tensor | None, held: tuple[Tensor, Tensor], shared: Shared
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the block on `hidden + change [R, W, dim]`.
 
         Args:
@@ -164,8 +177,19 @@ class TransformerBlock(nn.Module):
             held: keys and values of this block, `[R, H, S, D]`, written in place.
 
         Returns:
-            Hidden states and a change that the next norm adds: one launch computes sum and norm.
+            Hidden states and a change that the next norm adds: one launch computes sum and norm. In one order of sums
+            there is no change.
         """
+        if self.one_order and fused(hidden):
+            assert change is None  # the last product adds what it reads
+            norm, attention, layer = self.attention_norm, self.attention, self.feed_forward
+            projected = in_one_order(attention.wqkv, hidden, norm=norm.weight, eps=norm.eps)
+            hidden = in_one_order(attention.wo, attention.mix(projected, held, shared), residual=hidden)
+            norm = self.ffn_norm
+            opened = in_one_order(
+                layer.w1, hidden, norm=norm.weight, eps=norm.eps, gate=True
+            )  # and w3, joined
+            return in_one_order(layer.w2, opened, residual=hidden), None
         hidden, x = self.attention_norm.after(hidden, change)
         hidden, x = self.ffn_norm.after(hidden, self.attention(x, held, shared))
         return hidden, self.feed_forward(x)
