@@ -93,7 +93,8 @@ def in_one_order(layer: Any, x: Tensor, **around: Any) -> Tensor:
         plain &= type(weight).__name__ in ("Int8Tensor", "Float8Tensor") and weight.act_quant_kwargs is None
         plain &= scale.shape == (len(weight), 1)
         weight, scale = weight.qdata, scale[:, 0].float()
-    plain &= not is_traceable_wrapper_subclass(weight) and (scale is not None) == (weight.dtype in BYTES)
+    plain &= (scale is not None) == (weight.dtype in BYTES)
+    plain &= not is_traceable_wrapper_subclass(weight)
     if not plain:
         raise ValueError(
             f"a {type(layer).__name__} of {type(layer.weight).__name__} has no kernel of one order of sums; with "
