@@ -85,3 +85,68 @@ def tiny_pocket(flow: str = "lsd", dtype: torch.dtype = torch.float64) -> Any:
         pad_token_id=PAD,
     )
     return _ready(PocketTTSForConditionalGeneration(config), dtype)
+
+
+# What three samples say: audio that ends at different steps; a text that starts again alone, beside others that speak,
+# and twice in a row; and audio that comes late, when another one ended.
+SCRIPTS = {
+    "stops": [[AUDIO] * 4 + [END], [AUDIO] * 2 + [END], [AUDIO] * 6],
+    "restarts": [
+        [AUDIO, AUDIO, END, START, AUDIO, AUDIO, AUDIO],
+        [AUDIO] * 6 + [END],
+        [AUDIO, END, START, START, AUDIO],
+    ],
+    "late": [[END, START, AUDIO, AUDIO], [START, END, START, AUDIO, AUDIO, AUDIO], [AUDIO, END]],
+}
+
+
+def speak(model: Any, script: str = "restarts", rows: slice = slice(None), **settings: Any) -> Any:
+    """What a model says, from the same noise every time. Its latents [N, 1, D] a step are `latents`."""
+    latents: list[Tensor] = []
+    decode = model._decode_audio_latent
+
+    def spy(audio_latent: Tensor, *args: Any, **kwargs: Any) -> Any:
+        latents.append(audio_latent)
+        return decode(audio_latent, *args, **kwargs)
+
+    model.__dict__["_decode_audio_latent"] = spy
+    torch.manual_seed(0)
+    try:
+        output = model.generate(
+            **dict(
+                dict(
+                    input_ids=IDS[rows],
+                    attention_mask=MASK[rows],
+                    max_new_tokens=9,
+                    guidance_scale=1.3,
+                    logits_processor=[Script(SCRIPTS[script][rows])] if script else [],
+                    return_dict_in_generate=True,
+                ),
+                **settings,
+            )
+        )
+    finally:
+        del model.__dict__["_decode_audio_latent"]
+    output.latents = latents
+    return output
+
+
+def frames(model: Any, steps: int, rows: slice = slice(None), **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return model.generate(
+        **dict(
+            dict(
+                input_ids=IDS[rows],
+                attention_mask=MASK[rows],
+                max_new_tokens=12,
+                num_flow_steps=steps,
+                do_sample=True,
+                temperature=0.7,
+                frames_after_eos=1,
+                eos_threshold=2.0,
+                min_frames_before_eos=1,
+                return_dict_in_generate=True,
+            ),
+            **settings,
+        )
+    )

@@ -102,3 +102,76 @@ class Qwen2LM(nn.Module):
 
     def inference_wrapper(self, lm_input: Any, sampling: Any, min_len: int, max_len: int, uuid: str) -> Any:
         raise NotImplementedError("the public loop")
+
+
+LAW: dict[str, Any] = dict(
+    max_new_tokens=30, do_sample=True, top_k=20, top_p=0.9, temperature=0.9, eos_token_id=[36, 38], pad_token_id=36,
+    repetition_penalty=1.05, suppress_tokens=[37],
+)  # fmt: skip
+
+
+VOICE = torch.arange(3 * WIDTH).mul(0.7).sin().view(1, 3, WIDTH)
+
+
+TEXT = torch.tensor([[58, 3, 9, 22, 41, 7, 59]] * 2)
+
+
+# Of Chatterbox 0.1.7 (its T3, PyTorch 2.11, transformers 5.24): settings, codes, and the number drawn next.
+CHATTERBOX: list[tuple[dict[str, Any], list[int], float]] = [
+    ({}, [22, 28, 35, 49], 0.5487801432609558),
+    (
+        dict(temperature=1.0, top_p=0.8, min_p=0.0, cfg_weight=1.5, repetition_penalty=1.6),
+        [22, 29, 33, 3, 46, 6, 23, 28, 10, 13, 43, 17, 34, 8, 41, 35, 5, 3, 40, 23, 11, 6, 9, 49],
+        0.9575355052947998,
+    ),
+]
+
+
+TURBO: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [32, 13, 45, 7, 46, 39, 25, 38, 1, 26, 7, 45, 26, 26, 25, 38, 38, 45, 45, 21, 7, 20, 25, 13, 38]),
+    (
+        dict(temperature=1.0, top_k=6, top_p=0.7, repetition_penalty=3.0),
+        [26, 7, 45, 38, 38, 45, 38, 38, 39, 45, 7, 45, 26, 26, 38, 7, 26, 45, 45, 38, 7, 26, 7, 38, 38],
+    ),
+]
+
+
+# By hand from CosyVoice's `common.py`: the second draw leaves out the code that repeats.
+def ras_sampling(
+    weighted_scores: Tensor,
+    decoded_tokens: list[int],
+    sampling: int,
+    top_p=0.8,
+    top_k=25,
+    win_size=10,
+    tau_r=0.1,
+) -> int:
+    laws = first_and_second(weighted_scores.softmax(0).tolist(), top_p, top_k)
+    first = int(torch.tensor(laws[0]).multinomial(1))
+    if decoded_tokens[-win_size:].count(first) < win_size * tau_r:
+        return first
+    return int(torch.tensor(laws[1][first]).multinomial(1))
+
+
+def first_and_second(law: list[float], top_p: float, top_k: int) -> tuple[list[float], list[list[float]]]:
+    """The law of the first draw, and those of the second one after each first."""
+    nucleus, total = [0.0] * len(law), 0.0
+    for code in sorted(range(len(law)), key=lambda one: -law[one])[:top_k]:
+        if total < top_p:
+            nucleus[code] = law[code]
+            total += law[code]
+    others = [
+        [0.0 if one == code else law[one] / ((1 - law[code]) or 1) for one in range(len(law))]
+        for code in range(len(law))
+    ]
+    return [share / total for share in nucleus], others
+
+
+PROMPT = torch.arange(7 * WIDTH).mul(0.7).sin().view(1, 7, WIDTH)
+
+
+# Of `Qwen2LM.inference_wrapper` of CosyVoice with the transformers 4.51.3 that it asks for; with 4.57 and later its own
+# loop attends to fewer places. Its laws are all but certain, so that codes can be compared.
+COSYVOICE = [
+    31, 28, 39, 34, 1, 38, 21, 1, 33, 2, 8, 1, 36, 31, 34, 20, 6, 4, 29, 4, 19, 28, 39, 38, 3, 39, 38, 34, 20, 6,
+]  # fmt: skip

@@ -11,7 +11,11 @@ from torch import Tensor
 import visual_spec
 from tests.helpers.copies import check_copy, unpickled
 from tests.helpers.tiny_depth import (
+    FRAMES,
+    LAWS,
     Qwen3TTSTalkerForConditionalGeneration,
+    drawn,
+    inputs,
     tiny_csm,
     tiny_moshi,
     tiny_talker,
@@ -19,57 +23,7 @@ from tests.helpers.tiny_depth import (
 from visual_spec.models.columns.depth import CsmDepth
 from visual_spec.samplers.raster.depth_window import DepthWindow
 
-IDS = torch.tensor([[1, 5, 9, 2], [2, 7, 6, 11], [2, 8, 8, 3]])
 MAKE = dict(csm=tiny_csm, moshi=tiny_moshi, talker=tiny_talker)
-FRAMES = 5
-LAWS: dict[str, dict[str, Any]] = dict(
-    greedy=dict(do_sample=False),
-    sampled=dict(do_sample=True),
-    filtered=dict(do_sample=True, top_k=5, temperature=0.7),
-    nucleus=dict(do_sample=True, top_p=0.8, repetition_penalty=1.3),
-)
-
-
-def inputs(name: str, rows: int) -> dict[str, Any]:
-    ids = IDS[:rows]
-    if name == "csm":
-        return dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=FRAMES)
-    generator = torch.Generator().manual_seed(3)
-    if name == "moshi":
-        codes = torch.randint(0, 20, (2, rows, 4, 4), generator=generator)
-        asked = dict(max_new_tokens=FRAMES, return_audio_waveforms=False, return_audio_codes=True)
-        return dict(input_ids=ids, moshi_audio_codes=codes[0], user_audio_codes=codes[1], **asked)
-    return dict(
-        inputs_embeds=torch.randn(rows, 5, 32, generator=generator),
-        trailing_text_hidden=torch.randn(rows, 3, 32, generator=generator),
-        tts_pad_embed=torch.randn(1, 1, 32, generator=generator),
-        talker_input_ids=torch.ones(rows, 5, dtype=torch.long),
-        max_new_tokens=FRAMES,
-        output_hidden_states=True,
-        return_dict_in_generate=True,
-        eos_token_id=23,
-        pad_token_id=22,
-    )
-
-
-def drawn(model: Any, name: str, law: str, rows: int = 2, seed: int = 0) -> list[Tensor]:
-    """All codes of a `generate`, those of the depth decoder included."""
-    settings = dict(LAWS[law])
-    if name == "talker":
-        settings = {}  # fixed in its class
-    else:
-        settings = {f"depth_decoder_{key}": value for key, value in settings.items()}
-    torch.manual_seed(seed)
-    read = {
-        key: value.to(model.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in inputs(name, rows).items()
-    }
-    result = model.generate(**read, do_sample=LAWS[law]["do_sample"], **settings)
-    if name == "csm":
-        return [result]
-    if name == "moshi":
-        return [result.sequences, result.audio_codes]
-    return [result.sequences, *(states[-1] for states in result.hidden_states[1:])]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:

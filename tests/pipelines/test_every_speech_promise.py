@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 import visual_spec
+from tests.helpers import tiny_ace_step as ace
+from tests.helpers import tiny_depth as depth
+from tests.helpers import tiny_minimax_music as music
+from tests.helpers import tiny_speech as latents
+from tests.helpers import tiny_speech_codes as codes
 from tests.helpers.tiny_depth import (
     Qwen3TTSTalkerForConditionalGeneration,
     tiny_csm,
@@ -17,11 +22,6 @@ from tests.helpers.tiny_depth import (
 from tests.helpers.tiny_depth import tiny_talker as tiny_omni3
 from tests.helpers.tiny_speech import tiny_pocket, tiny_vibevoice
 from tests.helpers.tiny_speech_codes import T3, Qwen2LM, tiny_talker
-from tests.pipelines import test_ace_step as ace
-from tests.pipelines import test_depth_decoders as depth
-from tests.pipelines import test_minimax_music as music
-from tests.pipelines import test_speech_codes as codes
-from tests.pipelines import test_transformers_speech as latents
 
 TYPES = (torch.float32, torch.bfloat16)
 

@@ -23,8 +23,10 @@ from tests.helpers.tiny_speech import (
     LATENT,
     MASK,
     PAD,
-    START,
+    SCRIPTS,
     Script,
+    frames,
+    speak,
     tiny_pocket,
     tiny_vibevoice,
 )
@@ -35,48 +37,6 @@ from visual_spec.models.core.transformers_cache import CACHE
 from visual_spec.pipelines.accelerate import speech, speech_model, vibevoice
 
 COSINE: dict[str, Any] = dict(beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")
-# What three samples say: audio that ends at different steps; a text that starts again alone, beside others that speak,
-# and twice in a row; and audio that comes late, when another one ended.
-SCRIPTS = {
-    "stops": [[AUDIO] * 4 + [END], [AUDIO] * 2 + [END], [AUDIO] * 6],
-    "restarts": [
-        [AUDIO, AUDIO, END, START, AUDIO, AUDIO, AUDIO],
-        [AUDIO] * 6 + [END],
-        [AUDIO, END, START, START, AUDIO],
-    ],
-    "late": [[END, START, AUDIO, AUDIO], [START, END, START, AUDIO, AUDIO, AUDIO], [AUDIO, END]],
-}
-
-
-def speak(model: Any, script: str = "restarts", rows: slice = slice(None), **settings: Any) -> Any:
-    """What a model says, from the same noise every time. Its latents [N, 1, D] a step are `latents`."""
-    latents: list[Tensor] = []
-    decode = model._decode_audio_latent
-
-    def spy(audio_latent: Tensor, *args: Any, **kwargs: Any) -> Any:
-        latents.append(audio_latent)
-        return decode(audio_latent, *args, **kwargs)
-
-    model.__dict__["_decode_audio_latent"] = spy
-    torch.manual_seed(0)
-    try:
-        output = model.generate(
-            **dict(
-                dict(
-                    input_ids=IDS[rows],
-                    attention_mask=MASK[rows],
-                    max_new_tokens=9,
-                    guidance_scale=1.3,
-                    logits_processor=[Script(SCRIPTS[script][rows])] if script else [],
-                    return_dict_in_generate=True,
-                ),
-                **settings,
-            )
-        )
-    finally:
-        del model.__dict__["_decode_audio_latent"]
-    output.latents = latents
-    return output
 
 
 def compare(found: Any, want: Any, tolerance: float = 1e-10) -> None:
@@ -316,27 +276,6 @@ def test_nothing_in_the_loop_reads_or_writes_the_host():
 
 
 # -- PocketTTS ---------------------------------------------------------------------------------------------------------
-
-
-def frames(model: Any, steps: int, rows: slice = slice(None), **settings: Any) -> Any:
-    torch.manual_seed(0)
-    return model.generate(
-        **dict(
-            dict(
-                input_ids=IDS[rows],
-                attention_mask=MASK[rows],
-                max_new_tokens=12,
-                num_flow_steps=steps,
-                do_sample=True,
-                temperature=0.7,
-                frames_after_eos=1,
-                eos_threshold=2.0,
-                min_frames_before_eos=1,
-                return_dict_in_generate=True,
-            ),
-            **settings,
-        )
-    )
 
 
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(None)], ids=["one", "three"])
