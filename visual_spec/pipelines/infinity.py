@@ -165,8 +165,9 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
         """The law of each scale; None is the default of this pipeline, and a list has a value for each scale.
 
         Raises:
-            ValueError: a value out of its range, or a list of another length.
+            ValueError: a value out of its range, or a list of another length; or there is no transformer.
         """
+        self.check_complete("transformer")
         count, columns, own = len(self.transformer.scales), [], self.default_settings()
         for name, value in (("guidance_scale", guidance_scale), ("temperature", temperature)):
             value = own[name] if value is None else value
