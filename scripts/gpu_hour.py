@@ -56,6 +56,8 @@ def _script(name: str, limit: int, text: str) -> Job:
 def _jobs() -> list[Job]:
     """In the order of what they are worth."""
     jobs = [Job("tests", 420, ("-m", "pytest", "-q", "-m", "gpu", "tests", f"--junitxml={OUT}"))]
+    for what, limit in (("calls", 240), ("pictures", 480), ("tiles", 240)):
+        jobs.append(_script(f"one-order-{what}", limit, f"benchmarks.one_order {what}"))
     shapes = "--model shapes --samplers speculative-jacobi --windows 16 32 64"
     things = (
         "--model things --samplers speculative-jacobi"  # with the window that is the default of each batch

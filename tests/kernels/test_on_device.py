@@ -18,6 +18,7 @@ from tests.helpers.tabular import TabularModel
 from tests.kernels.heads import case as head_case
 from tests.kernels.laws import LAWS, Window, window
 from tests.kernels.layers import opened, summed
+from tests.kernels.projections import KINDS, project_case
 from tests.kernels.relaxing import codes, laws
 from tests.kernels.verification import case, compare
 from visual_spec.kernels.clustered_mass import clustered_mass_triton
@@ -33,6 +34,7 @@ from visual_spec.kernels.philox import (
     philox_uniform_reference,
     philox_uniform_triton,
 )
+from visual_spec.kernels.project import project_reference, project_triton
 from visual_spec.kernels.rotary_write import rotary_write_reference, rotary_write_triton
 from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.kernels.verify import verify_triton
@@ -260,3 +262,37 @@ def test_samplers_decode_on_the_device_as_on_the_cpu(sampler):
     found, expected = decode("cuda"), decode("cpu")
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     assert torch.equal(found.trace.target_calls.cpu(), expected.trace.target_calls)
+
+
+# Of LlamaGen-XL: the widest layer, and the one with the longest sums.
+@pytest.mark.parametrize("inputs, outputs", [(90, 18)] if INTERPRETED else [(1280, 7168), (3584, 1280)])
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_project_has_the_same_bits_whatever_the_rows(kind, dtype, inputs, outputs):
+    most = 3 if INTERPRETED else 128
+    given = project_case(most, inputs=inputs, outputs=outputs, dtype=dtype, **KINDS[kind])
+    whole = project_triton(*there(given.arguments))
+    near = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(whole.cpu(), project_reference(*given.arguments), rtol=near, atol=near)
+    for width in (1, 2, 32, 64):
+        assert torch.equal(project_triton(*there(given.rows(slice(width)))), whole[:width])
+    for row in range(0, most, 19):
+        assert torch.equal(
+            project_triton(*there(given.rows(slice(row, row + 1))), early=False), whole[row : row + 1]
+        )
+
+
+@pytest.mark.parametrize("window", [2, 5] if INTERPRETED else [2, 16, 64])
+def test_attention_in_one_order_has_the_same_bits_whatever_the_window(window):
+    sizes = (1, 2, 40, 16) if INTERPRETED else (2, 20, 760, 64)
+    rows, heads, size, dim = sizes
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    keys, values = torch.randn(2, *sizes).to(DEVICE, dtype)
+    queries = torch.randn(rows, window, heads, dim).to(DEVICE, dtype)
+    places = (torch.arange(window) + size // 2).repeat(rows, 1).to(DEVICE)
+    mask = torch.ones(rows, 5, dtype=torch.bool, device=DEVICE)
+    found = window_attention_triton(queries, keys, values, places, mask, dim**-0.5, True)
+    for at in range(window):
+        one = slice(at, at + 1)
+        alone = window_attention_triton(queries[:, one], keys, values, places[:, one], mask, dim**-0.5, True)
+        assert torch.equal(alone, found[:, one])
