@@ -2,7 +2,7 @@
 
 python benchmarks/windows.py --batch 1 4 8 --prompts 24 --out benchmarks/results/shapes-times.json
 python benchmarks/windows.py --dtype bfloat16 --exact-width --batch 1 --prompts 12
-python benchmarks/windows.py --model things --batch 1 4 8 16 32 64 --rounds 4 --prompts 256 --default-only
+python benchmarks/windows.py --model things --batch 1 4 8 16 32 64 --rounds 4 --prompts 128 --default-only
 
 All rows draw the same pictures in float32; the share of equal ones is printed. `--busy` runs another process beside.
 Beside the total, the medians over batches of the time on the clock and of the processor's are given, and of the ratios
