@@ -168,7 +168,7 @@ def demo_table(document: dict[str, Any]) -> str:
 
 def grpo_times_table(document: dict[str, Any]) -> str:
     steps, rows = document["steps"], []
-    for way in ("plain", "default"):
+    for way in steps[0]["calls"]:
         calls = sum(step["calls"][way] for step in steps) / len(steps)
         seconds = [
             [sum(step["seconds"][part][kind] for step in steps) / len(steps) for part in (way, "training")]
@@ -179,11 +179,31 @@ def grpo_times_table(document: dict[str, Any]) -> str:
         equal = f"{sum(step['equal_tokens'] for step in steps)} of {len(steps)}"
         apart = f"{max(step['logprobs_apart'] for step in steps):.0e}"
         rows.append([way, f"{calls:.1f}", cells[0], shares[0], cells[1], shares[1]])
-        rows[-1] += ["-", "-"] if way == "plain" else [equal, apart]
+        rows[-1] += [equal, apart] if way == "default" else ["-", "-"]
     header = (
         "drawing|calls a picture|seconds a step: drawing + training|share of drawing|processor seconds|share"
     )
     return table(f"{header}|steps of equal tokens|log-probabilities apart", rows, "lrrrrrrr")
+
+
+def grpo_table(document: dict[str, Any]) -> str:
+    """What was right before and after training, of held-out captions; and the curve, in tenths of the steps."""
+    names = {"whole": "all of it", "prompt": "what the caption says", "across": "the middle across"}
+    names["down"] = "the middle from top to bottom"
+    ends = [document[when] for when in ("before", "after")]
+    rows = [[what, *(share(end[name]) for end in ends)] for name, what in names.items()]
+    rows.append(["nats a picture", *(f"{end['nats']:.1f}" for end in ends)])
+    first = table(f"{ends[0]['whole']['total']} held-out captions, % right|before|after", rows, "lrr")
+    curve, rows = document["curve"], []
+    size = -(-len(curve) // 10)
+    for start in range(0, len(curve), size):
+        some = curve[start : start + size]
+        mean = {name: sum(row[name] for row in some) / len(some) for name in some[0]}
+        cells = [f"{100 * mean[name]:.1f}" for name in ("whole", "across", "down", "thing")]
+        cells = [f"{mean['reward']:.3f}", *cells, f"{mean['nats']:.1f}", f"{mean['drawing']:.1f}"]
+        rows.append([f"{start + 1}-{start + len(some)}", *cells, f"{mean['training']:.1f}"])
+    header = "steps|reward|all, %|across, %|down, %|thing, %|nats|drawing, s|training, s"
+    return f"{first}\n\n{table(header, rows, 'lrrrrrrrr')}"
 
 
 DEMO = (
@@ -203,7 +223,7 @@ FIGURES = {
     ),
     **{
         f"{name}-batches": Figure(
-            f"benchmarks/windows.py --model {name} --batch 1 4 8 16 32 64 --rounds 4 --prompts 256 --default-only "
+            f"benchmarks/windows.py --model {name} --batch 1 4 8 16 32 64 --rounds 4 --prompts 128 --default-only "
             "--out {out}",
             batches_table,
             models=(name,),
@@ -259,6 +279,13 @@ FIGURES = {
         drafts=False,
         timed=True,
         copies={"comparison.png": "docs/demo.png", "comparison.json": "benchmarks/results/things-demo.json"},
+    ),
+    "things-grpo": Figure(
+        "examples/grpo.py --output_dir {folder}",
+        grpo_table,
+        models=("things",),
+        drafts=False,
+        copies={"grpo.json": "benchmarks/results/things-grpo.json"},
     ),
     "things-grpo-times": Figure(
         "examples/grpo.py --output_dir {folder} --time",

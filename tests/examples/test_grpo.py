@@ -1,6 +1,7 @@
 """The example of GRPO on a tiny model: its losses, its advantages, its steps, and what it refuses."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,16 @@ import pytest
 import torch
 
 from examples.grpo import Config, Trainer, advantages_of, both_ways, draw, grpo_loss
+from examples.grpo import score as score_of_middle
 from tests.helpers.tiny import tiny_pipeline
+from visual_spec.data import things
 from visual_spec.pipelines.texts import as_condition
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 PROMPTS = ["a red circle", "a blue square", "a circle on a square", "red on blue"]
 
 
-def score(prompt: str, picture: np.ndarray) -> dict[str, bool]:
+def score(prompt: str, picture: np.ndarray) -> dict[str, bool]:  # of another data set
     grey = picture.astype(float).mean(-1)
     return {"left": bool(grey[:, :4].mean() > grey[:, 4:].mean() - 4), "light": bool(grey.mean() > 120)}
 
@@ -25,7 +28,15 @@ def config(folder: Any, **changes: Any) -> Config:
         output_dir=str(folder), max_steps=2, generation_batch_size=8, num_generations=4, drawn_together=3
     )
     return Config(
-        **{**settings, "per_device_train_batch_size": 4, "learning_rate": 0.01, "trainable": "", **changes}
+        **{
+            **settings,
+            "per_device_train_batch_size": 4,
+            "num_iterations": 2,
+            "learning_rate": 0.01,
+            "trainable": "",
+            "temperature": 1.0,
+            **changes,
+        }
     )
 
 
@@ -36,6 +47,62 @@ def trainer(folder: Any, **changes: Any) -> Trainer:
 
 def parameters(one: Trainer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in one.policy.parameters()]
+
+
+def test_on_a_bandit_the_gradient_is_that_of_the_expected_reward_and_a_step_raises_it():
+    """In closed form, over all groups of two draws: rewards of 0 and 1 make its advantages a difference of rewards."""
+    laws = torch.tensor([[0.3, -1.0, 0.8, 0.1, -0.4], [0.0, 2.0, -0.5, 0.2, 1.0]], dtype=torch.float64)
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+
+    def expected(laws: torch.Tensor) -> torch.Tensor:  # two tokens a sample, each with a reward
+        return (laws.softmax(-1) * rewards).sum()
+
+    policy = laws.clone().requires_grad_(True)
+    drawn, chances, loss = policy.detach().log_softmax(-1), laws.softmax(-1), torch.zeros(())
+    for place, arms in product(range(2), product(range(5), repeat=2)):
+        chosen = torch.tensor(arms)
+        gains = advantages_of(rewards[place, chosen], 2)
+        logprobs = policy.log_softmax(-1)[place, chosen, None]
+        loss = loss + chances[place, chosen].prod() * grpo_loss(
+            logprobs, drawn[place, chosen, None], gains, config(".")
+        )
+    loss.backward()
+    assert policy.grad is not None
+    exact = torch.autograd.functional.jacobian(expected, laws)
+    torch.testing.assert_close(policy.grad, -exact / (2 * (np.sqrt(0.5) + 1e-4)))
+    after = expected(laws - 0.5 * policy.grad)
+    assert after - expected(laws) > 0.25 * (exact**2).sum() / (2 * np.sqrt(0.5))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_before_the_first_update_of_a_step_all_ratios_are_1(tmp_path, temperature):
+    """Of tokens that windows committed, also by weights that were trained: a teacher-forced pass gives the same."""
+    one = trainer(tmp_path, temperature=temperature)
+    for step in one.steps():
+        rollout = one.rollout(step + 1)
+        assert rollout.calls < 16  # tokens of the pictures
+        with torch.no_grad():
+            forced = one.log_probabilities(one.policy, rollout, torch.arange(8))
+        ratios = (forced - rollout.logprobs).exp()
+        torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=0, atol=1e-5)
+        assert rollout.logprobs.min() < -1  # they are not all 1
+
+
+def test_the_middle_is_that_of_all_things():
+    def picture(*places: tuple[str, int, int]) -> np.ndarray:
+        return things.render(things.ThingsScene(tuple(things.Thing(*place) for place in places), "sky"))
+
+    one, two = "a fox on a sky background", "a fox left of a pig on a sky background"
+    centred = score_of_middle(one, picture(("fox", 64, 64)))
+    assert all(centred.values()) and list(centred) == ["thing", "count", "background", "across", "down"]
+    beside = score_of_middle(one, picture(("fox", 72, 64)))
+    assert (beside["across"], beside["down"]) == (False, True)
+    # 24 and 96 pixels: four left of the middle, at the limit; and eight.
+    for far, across in ((96, True), (88, False)):
+        found = score_of_middle(two, picture(("fox", 24, 72), ("pig", far, 72)))
+        assert (found["relation"], found["across"], found["down"]) == (True, across, False)
+    empty = score_of_middle(one, picture())
+    assert not empty["across"] and not empty["down"] and empty["background"]
 
 
 def test_rewards_of_a_group_are_normalised():
@@ -136,7 +203,7 @@ def test_both_ways_draw_the_same(tmp_path):
     for row in rows:
         assert row["equal_tokens"] and row["logprobs_apart"] < 1e-5
         assert row["calls"]["default"] < row["calls"]["plain"] == 16
-        assert set(row["seconds"]) == {"plain", "default", "training"}
+        assert set(row["seconds"]) == {"plain", "plain, 4", "default", "training"}
 
 
 def test_pictures_depend_on_their_seeds_alone(tmp_path):
