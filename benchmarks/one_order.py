@@ -30,7 +30,7 @@ from visual_spec.eval import measure
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.machine import environment
 from visual_spec.files.documents import json_text, write_json
-from visual_spec.kernels import project
+from visual_spec.kernels import launch, project
 from visual_spec.kernels.launch import dependent
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.models.core.saved import stored_parts
@@ -53,16 +53,13 @@ WIDTHS = (1, 32, 64)
 TILES = [*product((16, 32, 64), (16, 32, 64), (2, 3, 4, 6))]
 
 
-def launched_early(early: bool) -> None:
-    project.dependent = dependent if early else lambda device: False
-
-
 def prepared(model: Any, step: str) -> Any:
     weights, joined, kernel, early = STEPS[step]
     model.to(torch.bfloat16)
     if joined:
         fuse_projections(model, kernel=kernel)
-    launched_early(early)
+    for module in (launch, project):
+        vars(module)["dependent"] = dependent if early else lambda device: False
     return converted(model, weights)
 
 

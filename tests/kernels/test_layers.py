@@ -1,5 +1,6 @@
 """Kernels of transformer layers: definitions, operators and kernels against loops in float64."""
 
+import re
 from typing import Any
 
 import pytest
@@ -128,3 +129,30 @@ def test_compiles_for_hopper(tmp_path, name, dtype):
         ),
     }[name]
     check_compiles(tmp_path, where, f"_{name}_kernel", call)
+
+
+def test_in_one_order_kernels_wait_before_they_read_or_write(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(launch, "dependent", lambda device: True)
+    keys = torch.zeros(2, 20, 728, 64, dtype=torch.bfloat16)
+    queries, places = torch.zeros(2, 32, 20, 64, dtype=torch.bfloat16), torch.zeros(2, 32).long()
+    mask, turn = torch.ones(2, 120, dtype=torch.bool), torch.zeros(2, 32, 1, 1, 32, 2)
+    projected = torch.zeros(2, 32, 60, 64, dtype=torch.bfloat16)
+
+    def attends(one_order: bool = True) -> Any:
+        return module.window_attention_triton(queries, keys, keys, places, mask, 0.1, one_order)
+
+    def writes() -> Any:
+        return write_module.rotary_write_triton(projected, turn, turn, keys, keys, places, True)
+
+    for home, kernel, call in (
+        (module, "_split_kernel", attends),
+        (module, "_combine_kernel", attends),
+        (write_module, "_rotary_write_kernel", writes),
+    ):
+        text = check_compiles(tmp_path, home, kernel, call).asm["ptx"]
+        assert text.index("griddepcontrol.launch_dependents") < text.index("griddepcontrol.wait")
+        reads = [found.start() for found in re.finditer(r"(?:ld|st)\.global|cp\.async\.c[ag]\.shared", text)]
+        assert text.index("griddepcontrol.wait") < min(reads)
+    apart = check_compiles(tmp_path, module, "_split_kernel", lambda: attends(False))
+    assert "griddepcontrol" not in apart.asm["ptx"]

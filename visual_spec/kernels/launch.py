@@ -72,6 +72,25 @@ def launcher(kernel: Any) -> Any:
     return wrap_triton(kernel) if compiled(kernel) else kernel
 
 
+def early_launch(kernel: Any, wanted: bool, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a kernel that calls `wait_for_others`: early where wanted, the device can, and no tracer
+    takes the launch, which would lose that it is early.
+    """
+    early = wanted and dependent(device) and launcher(kernel) is kernel
+    return {"EARLY": early} | ({"launch_pdl": True} if early else {})
+
+
 def rows_of_numbers(values: Tensor) -> Tensor:
     """Return the values with adjacent numbers of a row adjacent in memory."""
     return values if values.stride(-1) == 1 else values.contiguous()
+
+
+if triton is not None:
+    from triton import language as tl
+
+    @triton.jit
+    def wait_for_others(EARLY: tl.constexpr):
+        """Let the next kernel start, and wait for the one before: at the beginning, before any read or write."""
+        if EARLY:
+            cuda.gdc_launch_dependents()
+            cuda.gdc_wait()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from visual_spec.kernels.launch import FLOATS, launcher, on_gpu, triton
+from visual_spec.kernels.launch import FLOATS, early_launch, launcher, on_gpu, triton, wait_for_others
 
 # Cosines and sines for `rotate`, `[R or 1, W, 1, 1, D / 2, 2]` each, the sines with the signs that they are added with.
 Turns = tuple[Tensor, Tensor]
@@ -28,7 +28,9 @@ def rotate(x: Tensor, turns: Turns) -> Tensor:
     return (pairs * cosine + pairs.flip(-1) * sine).flatten(-2).to(x.dtype)
 
 
-def rotary_write(projected: Tensor, turns: Turns, keys: Tensor, values: Tensor, places: Tensor) -> Tensor:
+def rotary_write(
+    projected: Tensor, turns: Turns, keys: Tensor, values: Tensor, places: Tensor, *, early: bool = False
+) -> Tensor:
     """Rotate queries and keys, and write keys and values into a layer's cache.
 
     Args:
@@ -36,6 +38,7 @@ def rotary_write(projected: Tensor, turns: Turns, keys: Tensor, values: Tensor, 
         turns: `[R or 1, W, 1, 1, D / 2, 2]` each.
         keys, values: [R, G, S, D], written in place; of the dtype of `projected`.
         places: long [R, W], 0 to S - 1, all different in a row.
+        early: whether the kernel may be launched before the one before it has ended, where the device can.
 
     Returns:
         Queries [R, W, H, D]. On CUDA by the Triton kernel, elsewhere by `rotary_write_reference`.
@@ -44,11 +47,17 @@ def rotary_write(projected: Tensor, turns: Turns, keys: Tensor, values: Tensor, 
         ValueError: the shapes do not fit each other.
     """
     _check(projected, turns, keys, values, places)
-    return _rotary_write_op(projected, *turns, keys, values, places)
+    return _rotary_write_op(projected, *turns, keys, values, places, early)
 
 
 def rotary_write_reference(
-    projected: Tensor, cosine: Tensor, sine: Tensor, keys: Tensor, values: Tensor, places: Tensor
+    projected: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    early: bool = False,
 ) -> Tensor:
     """The definition of `rotary_write`, in PyTorch, on any device."""
     groups = keys.shape[1]
@@ -83,20 +92,32 @@ def _check(projected: Tensor, turns: Turns, keys: Tensor, values: Tensor, places
 
 @triton_op("visual_spec::rotary_write", mutates_args=("keys", "values"))
 def _rotary_write_op(
-    projected: Tensor, cosine: Tensor, sine: Tensor, keys: Tensor, values: Tensor, places: Tensor
+    projected: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    early: bool = False,
 ) -> Tensor:
     function = rotary_write_triton if on_gpu(projected) else rotary_write_reference
-    return function(projected, cosine, sine, keys, values, places)
+    return function(projected, cosine, sine, keys, values, places, early)
 
 
 @_rotary_write_op.register_fake
-def _queries_like(projected: Tensor, cosine: Tensor, sine: Tensor, keys: Tensor, *_: Tensor) -> Tensor:
+def _queries_like(projected: Tensor, cosine: Tensor, sine: Tensor, keys: Tensor, *_: Tensor | bool) -> Tensor:
     rows, window, heads, dim = projected.shape
     return projected.new_empty(rows, window, heads - 2 * keys.shape[1], dim)
 
 
 def rotary_write_triton(
-    projected: Tensor, cosine: Tensor, sine: Tensor, keys: Tensor, values: Tensor, places: Tensor
+    projected: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    early: bool = False,
 ) -> Tensor:
     """`rotary_write` by the Triton kernel.
 
@@ -123,6 +144,7 @@ def rotary_write_triton(
             places.contiguous(), window, heads - 2 * keys.shape[1], keys.shape[1],
             0 if len(cosine) == 1 else window * dim, *keys.stride()[:3], DIM=dim, HEADS=_HEADS,
             WIDTH=1 << (dim - 1).bit_length(), num_warps=4,
+            **early_launch(_rotary_write_kernel, early, projected.device),
         )  # fmt: skip
     return queries
 
@@ -134,8 +156,10 @@ if triton is not None:
     def _rotary_write_kernel(
         queries, keys, values, projected, cosine, sine, places, window, heads, groups, turn_stride, row_stride,
         head_stride, place_stride, DIM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+        EARLY: tl.constexpr,
     ):  # fmt: skip
         """Some heads of one token."""
+        wait_for_others(EARLY)
         token = tl.program_id(0).to(tl.int64)  # row * window + position
         row, position = token // window, token % window
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

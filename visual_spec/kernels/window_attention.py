@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from visual_spec.kernels.launch import FLOATS, fused, launcher, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.launch import (
+    FLOATS,
+    early_launch,
+    fused,
+    launcher,
+    on_gpu,
+    rows_of_numbers,
+    triton,
+    wait_for_others,
+)
 
 # Numbers of a head that the kernel takes: tiles of more do not fit into the registers.
 MOST_NUMBERS = 128
@@ -56,7 +65,7 @@ def window_attention(
         prefix_mask: bool [R, T], False at places of the prefix that only their own queries see, such as padding.
         scale: of the scores; None: D ** -0.5.
         one_order: give a query the same bits whatever the window, in one cache: programs have 16 queries, however many
-            there are.
+            there are. Kernels may then be launched before the one before them has ended, where the device can.
 
     Returns:
         [R, W, H, D] in the dtype of the queries. On CUDA by the Triton kernels, elsewhere by
@@ -192,10 +201,12 @@ def window_attention_triton(
             COLUMNS=columns,
             CHUNK=chunk,
             num_warps=8 if dim % 16 else warps,  # loaded number by number
+            **early_launch(_split_kernel, one_order, queries.device),
         )
         launcher(_combine_kernel)[(rows * window * heads,)](
             mixed, parts, masses, places, heads, chunk, splits, DIM=dim, WIDTH=width,
             SPLITS=1 << (splits - 1).bit_length(), num_warps=2,
+            **early_launch(_combine_kernel, one_order, queries.device),
         )  # fmt: skip
     return mixed
 
@@ -207,9 +218,10 @@ if triton is not None:
     def _split_kernel(
         parts, masses, queries, keys, values, places, prefix_mask, window, groups, prefix, mask_stride, row_stride,
         head_stride, place_stride, scale, splits, OF_GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-        ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """Part and mass of some queries in one chunk of places; mass is the binary logarithm of the sum."""
+        wait_for_others(EARLY)
         infinity = float("inf")
         row = (tl.program_id(0) // groups).to(tl.int64)
         group = tl.program_id(0) % groups
@@ -256,9 +268,10 @@ if triton is not None:
     @triton.jit
     def _combine_kernel(
         mixed, parts, masses, places, heads, chunk, splits, DIM: tl.constexpr, WIDTH: tl.constexpr,
-        SPLITS: tl.constexpr,
+        SPLITS: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """One head of one query: the splits up to its place; after it nothing was written."""
+        wait_for_others(EARLY)
         at = tl.program_id(0).to(tl.int64)
         own = tl.load(places + at // heads)
         split = tl.arange(0, SPLITS)

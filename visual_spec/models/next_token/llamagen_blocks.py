@@ -120,14 +120,13 @@ class Attention(nn.Module):
 
     def mix(self, projected: Tensor, held: tuple[Tensor, Tensor], shared: Shared) -> Tensor:
         """Write and attend by kernels, given queries, keys and values `[R, W, 3 dim]`: `[R, W, dim]`."""
-        q = rotary_write(
-            projected.unflatten(-1, (3 * self.heads, -1)), shared.turns, *held, shared.places.slots
-        )
+        heads, slots = projected.unflatten(-1, (3 * self.heads, -1)), shared.places.slots
+        q = rotary_write(heads, shared.turns, *held, slots, early=self.one_order)
         if shared.mask is None:
             from visual_spec.kernels.window_attention import window_attention  # on a GPU only
 
-            places = shared.places.slots, shared.prefix_mask
-            return window_attention(q, *held, *places, one_order=self.one_order).flatten(2)
+            mixed = window_attention(q, *held, slots, shared.prefix_mask, one_order=self.one_order)
+            return mixed.flatten(2)
         return self.seen(q, *shared.places.read(held), shared.mask)
 
     def project(self, x: Tensor, turns: Turns | None = None) -> tuple[Tensor, Tensor, Tensor]:
