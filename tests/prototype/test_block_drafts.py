@@ -312,7 +312,10 @@ def test_the_labels_are_the_targets_laws_after_the_tokens_that_were_kept():
 
 
 def test_the_command_trains_a_drafter_for_a_language_model_of_codes(tmp_path, monkeypatch):
-    """From a folder of transformers to a folder that `accelerate` takes; ids are those of plain decoding."""
+    """From a folder of transformers to a folder that `accelerate` takes; ids are those of plain decoding.
+
+    A round is of more samples than the default opens a window for.
+    """
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
@@ -322,7 +325,7 @@ def test_the_command_trains_a_drafter_for_a_language_model_of_codes(tmp_path, mo
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red circle\n\nblue square .\n")
     given = f"--model {tmp_path / 'model'} --codes 40 50 --end 30 --prompts {tmp_path / 'prompts.txt'} --new_tokens 12"
-    small = "--steps 4 --steps_a_round 2 --samples 3 --batch_size 2 --calls 2 --block_size 6"
+    small = "--steps 4 --steps_a_round 2 --samples 40 --batch_size 2 --calls 2 --block_size 6"
     for kind in ("True", "False"):
         folder = tmp_path / kind
         line = f"block_drafter {given} {small} --corrects {kind} --out {folder}"

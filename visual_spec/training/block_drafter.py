@@ -21,6 +21,7 @@ from visual_spec.models.core.settings import Count, read_fields
 from visual_spec.prototype.block_drafts.drafter import BlockDrafter, BlockDrafterState
 from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.raster.jacobi_identical import USUAL
 from visual_spec.training.loop import (
     Descent,
     RunOptions,
@@ -203,7 +204,8 @@ def train_block_drafter(
         drafter.layers, drafter.parameters(), settings.learning_rate, settings.weight_decay
     )
     descend = Descent(optimisers, settings.steps, settings.learning_rate, warmup=min(50, settings.steps // 4))
-    sampler, noted = BlockDraftSampler(drafted=drafter.most, graph=False), {}
+    # A round of many samples opens the window that one sample has.
+    sampler, noted = BlockDraftSampler(USUAL, drafted=drafter.most, graph=False), {}
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         turn = step // settings.steps_a_round
