@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.compiled_kernels import check_compiles, check_traced
+from tests.helpers.compiled_kernels import check_compiles, check_traced, compiled
 from tests.kernels.layers import PLACES, opened, summed, window_case, write_case
 from visual_spec.kernels import launch, layers
 from visual_spec.kernels import rotary_write as write_module
@@ -156,3 +156,19 @@ def test_in_one_order_kernels_wait_before_they_read_or_write(tmp_path, monkeypat
         assert text.index("griddepcontrol.wait") < min(reads)
     apart = check_compiles(tmp_path, module, "_split_kernel", lambda: attends(False))
     assert "griddepcontrol" not in apart.asm["ptx"]
+
+
+def test_attention_in_one_order_is_one_kernel_for_every_window():
+    """So a query's sums are those of the same program; without it a window of 64 has other tiles than one token."""
+    pytest.importorskip("triton")
+    keys, mask = torch.zeros(2, 20, 728, 64, dtype=torch.bfloat16), torch.ones(2, 120, dtype=torch.bool)
+
+    def text(window: int, one_order: bool) -> str:
+        queries, places = torch.zeros(2, window, 20, 64, dtype=torch.bfloat16), torch.zeros(2, window).long()
+        given = queries, keys, keys, places, mask, 0.1, one_order
+        return compiled(module, "_split_kernel", lambda: module.window_attention_triton(*given)).asm["ptx"]
+
+    assert len({text(window, True) for window in (1, 2, 32, 64)}) == 1
+    assert text(1, False) != text(64, False)
+    (own,) = (one for one in module._split_kernel.params if one.name == "window")
+    assert own.do_not_specialize  # a window of 1 is else another compilation

@@ -214,7 +214,7 @@ def window_attention_triton(
 if triton is not None:
     from triton import language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["window"])  # one kernel for calls of one token and of several
     def _split_kernel(
         parts, masses, queries, keys, values, places, prefix_mask, window, groups, prefix, mask_stride, row_stride,
         head_stride, place_stride, scale, splits, OF_GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,

@@ -41,9 +41,9 @@ def fuse_projections(model: nn.Module, *, kernel: bool = False) -> None:
             and values narrower than the queries, and norms after the projections. Quantise it afterwards, not before.
         kernel: also compute the linear layers and the head of LlamaGen by a kernel whose sums have one order, on a GPU
             and without gradients. In 16 bits, too, a call of a window then has the bits of calls of one token, which
-            acceptance "identical" asks for. Weights may be quantised by torchao afterwards, in int8 or e4m3 with a
-            scale a row; the quantised model is then what is decoded. Not measured yet. A model that is joined already
-            is taken, too.
+            acceptance "identical" asks for; calls with a mask, as of trees, attend as PyTorch does. Weights may be
+            quantised by torchao afterwards, in int8 or e4m3 with a scale a row; the quantised model is then what is
+            decoded. Not measured yet. A model that is joined already is taken, too.
 
     Raises:
         ValueError: there is nothing to join, or with `kernel` nothing of LlamaGen; or the projections are not plain
