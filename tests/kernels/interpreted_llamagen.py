@@ -81,18 +81,21 @@ def test_calls_equal_those_in_double_precision(request, joined):
 
 @pytest.fixture
 def ordered(monkeypatch: pytest.MonkeyPatch, launched: dict[str, int]) -> tuple[Any, TextCondition]:
-    """A model in bfloat16 with one order of sums, and a caption."""
+    """A model with one order of sums, in bfloat16, and a caption."""
     mend(monkeypatch)
     for tiles in ("_TILES", "_GATED"):  # few programs, of two widths
-        monkeypatch.setattr(project, tiles, {2: {16: (128, 1), 64: (128, 1)}})
+        monkeypatch.setattr(project, tiles, dict.fromkeys((2, 4), {16: (128, 1), 64: (128, 1)}))
     model: Any = tiny_transformer(dim=72, num_heads=2, num_layers=1).bfloat16()
     fuse_projections(model, kernel=True)
     features = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0))
     return model, TextCondition(features.bfloat16(), torch.ones(1, 6, dtype=torch.bool))
 
 
-def test_a_window_in_bfloat16_has_the_bits_of_calls_of_one_token(ordered):
+@pytest.mark.fast_sets(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_has_the_bits_of_calls_of_one_token(ordered, dtype):
     model, condition = ordered
+    model, condition = model.to(dtype), TextCondition(condition.features.to(dtype), condition.mask)
     tokens = torch.randint(0, 12, (1, 16), generator=torch.Generator().manual_seed(1))
     slots = torch.arange(16)[None]
     with torch.no_grad():
