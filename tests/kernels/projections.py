@@ -14,17 +14,8 @@ class ProjectCase(NamedTuple):
 
     def rows(self, which: slice) -> tuple[Any, ...]:
         """The arguments of some rows."""
-        x, weight, norm, eps, scale, bias, residual, gate = self.arguments
-        return (
-            x[which],
-            weight,
-            norm,
-            eps,
-            scale,
-            bias,
-            None if residual is None else residual[which],
-            gate,
-        )
+        x, *others, residual, gate = self.arguments
+        return x[which], *others, None if residual is None else residual[which], gate
 
 
 # What stands before and after the product.
@@ -69,14 +60,6 @@ def project_case(
     if gate:
         first, second = exact.chunk(2, -1)
         exact = first * torch.special.expit(first) * second
-    given = (
-        x,
-        weight,
-        factors if norm else None,
-        1e-5,
-        scale,
-        added if bias else None,
-        before if residual else None,
-        gate,
-    )
+    around = factors if norm else None, 1e-5, scale, added if bias else None, before if residual else None
+    given = x, weight, *around, gate
     return ProjectCase(given, exact + before.double() if residual else exact)

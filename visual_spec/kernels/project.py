@@ -81,14 +81,9 @@ def project(
 
 
 def _check(
-    x: Tensor,
-    weight: Tensor,
-    norm: Tensor | None,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    gate: bool,
-) -> None:
+    x: Tensor, weight: Tensor, norm: Tensor | None, scale: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, gate: bool,
+) -> None:  # fmt: skip
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; pass [..., K] and [N, K]."
@@ -120,15 +115,9 @@ def _check(
 
 
 def project_reference(
-    x: Tensor,
-    weight: Tensor,
-    norm: Tensor | None = None,
-    eps: float = 1e-5,
-    scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gate: bool = False,
-) -> Tensor:
+    x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-5, scale: Tensor | None = None,
+    bias: Tensor | None = None, residual: Tensor | None = None, gate: bool = False,
+) -> Tensor:  # fmt: skip
     """The definition of `project`, in PyTorch, on any device: its order of sums, in float32, or float64 for such x.
 
     The sum of a block is rounded once; a device rounds within a block too.
@@ -163,15 +152,9 @@ def project_reference(
 
 @custom_op("visual_spec::project", mutates_args=())
 def _project_op(
-    x: Tensor,
-    weight: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    gate: bool,
-) -> Tensor:
+    x: Tensor, weight: Tensor, norm: Tensor | None, eps: float, scale: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, gate: bool,
+) -> Tensor:  # fmt: skip
     function = project_triton if on_gpu(x) else project_reference
     return function(x, weight, norm, eps, scale, bias, residual, gate)
 
@@ -182,18 +165,10 @@ def _projected_like(x: Tensor, weight: Tensor, *rest: Tensor | float | None) -> 
 
 
 def project_triton(
-    x: Tensor,
-    weight: Tensor,
-    norm: Tensor | None = None,
-    eps: float = 1e-5,
-    scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gate: bool = False,
-    *,
-    tile: tuple[int, int, int] | None = None,
-    early: bool | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-5, scale: Tensor | None = None,
+    bias: Tensor | None = None, residual: Tensor | None = None, gate: bool = False, *,
+    tile: tuple[int, int, int] | None = None, early: bool | None = None,
+) -> Tensor:  # fmt: skip
     """`project` by the Triton kernel.
 
     Args:

@@ -51,14 +51,9 @@ def rotary_write(
 
 
 def rotary_write_reference(
-    projected: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    places: Tensor,
+    projected: Tensor, cosine: Tensor, sine: Tensor, keys: Tensor, values: Tensor, places: Tensor,
     early: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The definition of `rotary_write`, in PyTorch, on any device."""
     groups = keys.shape[1]
     heads = projected.shape[2] - 2 * groups
@@ -92,14 +87,9 @@ def _check(projected: Tensor, turns: Turns, keys: Tensor, values: Tensor, places
 
 @triton_op("visual_spec::rotary_write", mutates_args=("keys", "values"))
 def _rotary_write_op(
-    projected: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    places: Tensor,
+    projected: Tensor, cosine: Tensor, sine: Tensor, keys: Tensor, values: Tensor, places: Tensor,
     early: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     function = rotary_write_triton if on_gpu(projected) else rotary_write_reference
     return function(projected, cosine, sine, keys, values, places, early)
 
@@ -111,14 +101,9 @@ def _queries_like(projected: Tensor, cosine: Tensor, sine: Tensor, keys: Tensor,
 
 
 def rotary_write_triton(
-    projected: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    places: Tensor,
+    projected: Tensor, cosine: Tensor, sine: Tensor, keys: Tensor, values: Tensor, places: Tensor,
     early: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`rotary_write` by the Triton kernel.
 
     Raises:

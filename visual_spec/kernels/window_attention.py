@@ -80,14 +80,9 @@ def window_attention(
 
 
 def window_attention_reference(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    places: Tensor,
-    prefix_mask: Tensor,
-    scale: float,
+    queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, prefix_mask: Tensor, scale: float,
     one_order: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The definition of `window_attention`, in PyTorch, on any device; in float32, or float64 for such queries."""
     kind = torch.promote_types(queries.dtype, torch.float32)
     place = torch.arange(keys.shape[2], device=keys.device)
@@ -123,14 +118,9 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, prefix
 
 @triton_op("visual_spec::window_attention", mutates_args=())
 def _window_attention_op(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    places: Tensor,
-    prefix_mask: Tensor,
-    scale: float,
+    queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, prefix_mask: Tensor, scale: float,
     one_order: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     function = window_attention_triton if on_gpu(queries) else window_attention_reference
     return function(queries, keys, values, places, prefix_mask, scale, one_order)
 
@@ -141,14 +131,9 @@ def _mixed_like(queries: Tensor, *_: Tensor | float) -> Tensor:
 
 
 def window_attention_triton(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    places: Tensor,
-    prefix_mask: Tensor,
-    scale: float,
+    queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, prefix_mask: Tensor, scale: float,
     one_order: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`window_attention` by the Triton kernels.
 
     Raises:
