@@ -294,11 +294,10 @@ def test_steady_drafts_give_way_where_copies_lead(lead, monkeypatch):
 
     changed = 0
 
-    def watched(tokens: Tensor, *given: Any) -> Any:
+    def watched(*given: Any) -> Any:
         nonlocal changed
-        *others, steady, ahead = given
-        fed = others[2]
-        found = repaired(tokens, *others, steady, torch.full_like(ahead, 9 if lead else -9))
+        fed, steady, ahead = given[3], given[-2], given[-1]
+        found = repaired(*given[:-1], torch.full_like(ahead, 9 if lead else -9))
         changed += int(((found[0] != fed) & steady).sum())
         return found
 
@@ -328,7 +327,8 @@ def test_a_count_of_copies_that_were_right_decides_in_each_picture(monkeypatch):
     monkeypatch.setattr(jacobi_identical, "copies_led", counted)
     counts = []
     for seed in range(12):
-        seen.clear(), want.clear()
+        seen.clear()
+        want.clear()
         SpeculativeJacobiSampler(16, graph=False)(MODEL, None, law=TokenLaw(), generator=seeded(seed))
         assert seen[0] == 0 and seen[-1] in (sum(want), sum(want[:-1]))
         counts.append(seen[-1])
