@@ -3,6 +3,7 @@
 python benchmarks/windows.py --batch 1 4 8 --prompts 24 --out benchmarks/results/shapes-times.json
 python benchmarks/windows.py --dtype bfloat16 --exact-width --batch 1 --prompts 12
 python benchmarks/windows.py --model things --batch 1 4 8 16 32 64 --rounds 4 --prompts 128 --default-only
+python benchmarks/windows.py --model motion --default-only --drafter FOLDER   # of visual_spec.training.block_drafter
 
 All rows draw the same pictures in float32; the share of equal ones is printed. `--busy` runs another process beside.
 Beside the total, the medians over batches of the time on the clock and of the processor's are given, and of the ratios
@@ -25,7 +26,8 @@ from visual_spec.data.captions import captions_of
 from visual_spec.eval.draws import seeded
 from visual_spec.eval.machine import environment
 from visual_spec.files.documents import json_text, write_json
-from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.loading import load_drafter, load_pipeline
+from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
@@ -37,7 +39,7 @@ def keep_a_core_busy() -> None:
         torch.mm(matrix, matrix)
 
 
-def measure(pipe: ImagePipeline, samplers: dict[str, Any], prompts: list[str], batch: int) -> dict[str, Any]:
+def measure(pipe: Any, samplers: dict[str, Any], prompts: list[str], batch: int) -> dict[str, Any]:
     """Seconds, tokens per call and equal pictures of every sampler, over all prompts in batches.
 
     A row holds: seconds a picture (of all batches together), speed-up (of these totals), the medians over batches of
@@ -56,12 +58,12 @@ def measure(pipe: ImagePipeline, samplers: dict[str, Any], prompts: list[str], b
             began, worked = time.perf_counter(), time.process_time()
             drawn = pipe(some, generator=seeds, output_type="latent")
             seconds, processor = time.perf_counter() - began, time.process_time() - worked
-            images[name] = drawn.images
+            images[name] = drawn.tokens
             if start is not None:
                 rows[name]["clock"].append(seconds / len(some))
                 rows[name]["processor"].append(processor / len(some))
                 rows[name]["calls"] += int(drawn.trace.target_calls.sum())
-                rows[name]["tokens"] += drawn.images.numel()
+                rows[name]["tokens"] += drawn.tokens.numel()
         if start is not None:
             for name, row in rows.items():
                 row["equal"] += int((images[name] == images[reference]).flatten(1).all(1).sum())
@@ -101,16 +103,23 @@ def main() -> None:
     parser.add_argument(
         "--exact-width", action="store_true", help="add plain and Jacobi decoding of one fixed width"
     )
+    parser.add_argument(
+        "--drafter", type=Path, help="folder of a block drafter: add a row that drafts with it"
+    )
     parser.add_argument("--busy", action="store_true", help="keep one core busy with other work")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    pipe = ImagePipeline.from_pretrained(given.model, torch_dtype=getattr(torch, given.dtype))
+    pipe: Any = load_pipeline(given.model, torch_dtype=getattr(torch, given.dtype))
     pipe.set_progress_bar_config(disable=True)
     samplers: dict[str, Any] = {"plain": AutoregressiveSampler()}
     widths = [*given.windows, "auto", None]
     for drafts, width in product(given.drafts or [None], [None] if given.default_only else widths):
         name = ("default" if width is None else f"window {width}") + (f", {drafts}" if given.drafts else "")
         samplers[name] = SpeculativeJacobiSampler(width, drafts=drafts)
+    if given.drafter is not None:
+        pipe.drafter = load_drafter(given.drafter)
+        for drafted in (8, 15):
+            samplers[f"{drafted} drafts of a block"] = BlockDraftSampler(drafted=drafted)
     if given.exact_width:
         samplers = {
             "plain, exact width": AutoregressiveSampler(exact_width=True),
