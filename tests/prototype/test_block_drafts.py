@@ -26,6 +26,7 @@ from tests.helpers.tiny import seeded, tiny_text_encoder, tiny_transformer
 from tests.helpers.tiny_t5 import tiny_tokenizer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.transformers_cache import CACHE
+from visual_spec.pipelines.loading import load_drafter
 from visual_spec.prototype.block_drafts.drafter import BlockDrafter
 from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -209,6 +210,12 @@ def test_a_folder_holds_the_drafter(tmp_path):
     assert read.state_dict().keys() == made.state_dict().keys() and read.most == 4
     assert all(torch.equal(value, made.state_dict()[key]) for key, value in read.state_dict().items())
     config = json.loads((tmp_path / "config.json").read_text())
+    theirs = {
+        name: value for name, value in config.items() if name != "_class_name"
+    }  # as `speculators` writes it
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    named = load_drafter(tmp_path)  # what `--drafter` reads
+    assert all(torch.equal(value, made.state_dict()[key]) for key, value in named.state_dict().items())
     assert config["speculators_model_type"] == "dspark" and config["architectures"] == ["Qwen3DSparkModel"]
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
 

@@ -193,7 +193,12 @@ def _load_part(
             f"no {kind} {os.fspath(name)!r}; pass a folder written by save_pretrained, or an embedded one: "
             f"{', '.join(embedded) or missing_models() or '(none)'}."
         )
-    saved_as: Any = resolved(read_settings(folder / "config.json")).get("_class_name")
+    settings = read_settings(folder / "config.json")
+    saved_as: Any = resolved(settings).get("_class_name")
+    if (
+        saved_as is None and "speculators_model_type" in settings
+    ):  # a folder of `speculators`, by whoever wrote it
+        saved_as = "BlockDrafter"
     if saved_as not in classes and not _is_one(saved_as, classes):
         raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(classes)}.")
     return getattr(components, saved_as).from_pretrained(folder, **kwargs).eval()
