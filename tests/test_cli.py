@@ -240,7 +240,7 @@ def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):
         ([PROMPT, "--format", "flac"], "--format flac is of music"),
         (
             [PROMPT, "--drafter", "shapes_nar"],
-            "SpeculativeJacobiSampler drafts without one; pass --sampler drafted or tree or block-drafts or multiscale too",
+            "drafts without one; pass --sampler drafted or tree or block-drafts or multiscale too",
         ),
     ],
 )
