@@ -194,11 +194,9 @@ def _load_part(
             f"{', '.join(embedded) or missing_models() or '(none)'}."
         )
     settings = read_settings(folder / "config.json")
-    saved_as: Any = resolved(settings).get("_class_name")
-    if (
-        saved_as is None and "speculators_model_type" in settings
-    ):  # a folder of `speculators`, by whoever wrote it
-        saved_as = "BlockDrafter"
+    # A folder of `speculators` names no class.
+    usual: Any = "BlockDrafter" if "speculators_model_type" in settings else None
+    saved_as = resolved(settings).get("_class_name", usual)
     if saved_as not in classes and not _is_one(saved_as, classes):
         raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(classes)}.")
     return getattr(components, saved_as).from_pretrained(folder, **kwargs).eval()
