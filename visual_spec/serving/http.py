@@ -220,7 +220,17 @@ class _Stream(StreamingResponse):
 
     def __init__(self, endpoint: Endpoint, order: Order, told: Told) -> None:
         self.endpoint, self.told, self.events = endpoint, told, endpoint.events(order, told)
-        super().__init__(self.events, media_type="text/event-stream")
+        self.held = 1  # places in the queue
+        super().__init__(self._sent(), media_type="text/event-stream")
+
+    async def _sent(self) -> AsyncGenerator[str, None]:
+        async for event in self.events:
+            yield event
+        self._release()  # before the client reads the end
+
+    def _release(self) -> None:
+        self.endpoint.accepted -= self.held
+        self.held = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         # A client that reads nothing would keep its place for ever.
@@ -231,7 +241,7 @@ class _Stream(StreamingResponse):
         except TimeoutError:
             self.told.status = 499
         finally:
-            self.endpoint.accepted -= 1
+            self._release()
             await self.events.aclose()
 
 
