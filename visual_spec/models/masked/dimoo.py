@@ -89,10 +89,12 @@ class DimooState(MaskedState):
 
 
 class DimooLayer(nn.Module):
-    """Attention to all places, and a SwiGLU layer."""
+    """Attention to all places, and a SwiGLU layer. Refuses a width that is no multiple of twice the heads."""
 
     def __init__(self, dim: int, heads: int, hidden: int):
         super().__init__()
+        if dim % (2 * heads):
+            raise ValueError(f"dim={dim} and num_heads={heads} given; pass a multiple of twice the heads.")
         self.heads = heads
         self.attn_norm, self.ff_norm = RMSNorm(dim, _EPSILON), RMSNorm(dim, _EPSILON)
         self.q_proj, self.k_proj = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
@@ -178,10 +180,6 @@ class DimooTransformer(SavedModel):
         rotary_base: float = 500000.0,
     ):
         super().__init__()
-        if dim % (2 * num_heads):
-            raise ValueError(
-                f"dim={dim} and num_heads={num_heads} given; pass a multiple of twice the heads."
-            )
         self.grid = TokenGrid(grid_height, grid_width)
         self.vocab_size = self.mask_id = vocab_size
         self.tok_emb = nn.Embedding(vocab_size + len(AROUND), dim)

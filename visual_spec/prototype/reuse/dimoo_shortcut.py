@@ -55,10 +55,6 @@ class DimooShortcut(SavedModel):
         rotary_base: float = 500000.0,
     ):
         super().__init__()
-        if dim % (2 * num_heads):
-            raise ValueError(
-                f"dim={dim} and num_heads={num_heads} given; pass a multiple of twice the heads."
-            )
         self.proj_in, self.new_token_proj_in = nn.Linear(feature_dim, dim), nn.Linear(feature_dim, dim)
         layers = {name: DimooLayer(dim, num_heads, hidden) for name in ("cross_attn", "self_attn")}
         self.blocks = nn.ModuleList([nn.ModuleDict(layers)])
