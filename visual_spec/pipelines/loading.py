@@ -194,9 +194,10 @@ def _load_part(
             f"{', '.join(embedded) or missing_models() or '(none)'}."
         )
     settings = read_settings(folder / "config.json")
-    # A folder of `speculators` names no class.
-    usual: Any = "BlockDrafter" if "speculators_model_type" in settings else None
-    saved_as = resolved(settings).get("_class_name", usual)
+    saved_as: Any = resolved(settings).get("_class_name")
+    if saved_as is None:  # a format of others, which names no class of ours
+        known = ((name, getattr(getattr(components, name), "wrote", None)) for name in classes)
+        saved_as = next((name for name, wrote in known if wrote and wrote(settings)), None)
     if saved_as not in classes and not _is_one(saved_as, classes):
         raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(classes)}.")
     return getattr(components, saved_as).from_pretrained(folder, **kwargs).eval()

@@ -271,6 +271,11 @@ class BlockDrafter(SavedModel):
                     made.d2t.copy_(ids - torch.arange(size))
         return made
 
+    @staticmethod
+    def wrote(settings: Mapping[str, Any]) -> bool:
+        """Return whether a config.json without a class is of a folder of `speculators`."""
+        return "speculators_model_type" in settings
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """Read a folder of `speculators`, see `folders.read_folder`."""
