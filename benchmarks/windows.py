@@ -115,7 +115,8 @@ def main() -> None:
     widths = [*given.windows, "auto", None]
     for drafts, width in product(given.drafts or [None], [None] if given.default_only else widths):
         name = ("default" if width is None else f"window {width}") + (f", {drafts}" if given.drafts else "")
-        samplers[name] = SpeculativeJacobiSampler(width, drafts=drafts)
+        own = width is None and drafts is None  # the pipeline's: clips have a window of their own
+        samplers[name] = pipe.sampler if own else SpeculativeJacobiSampler(width, drafts=drafts)
     if given.drafter is not None:
         pipe.drafter = load_drafter(given.drafter)
         for drafted in (8, 15):
