@@ -4,6 +4,8 @@ python benchmarks/clips.py --prompts 16 --out benchmarks/results/motion-clips.js
 python benchmarks/clips.py --prompts 100 --calls --out benchmarks/results/motion-calls.json
 python benchmarks/clips.py --prompts 50 --rows "window 128, previous_frame" "window 128, panned_frame" \\
     --out benchmarks/results/motion-panned.json
+python benchmarks/clips.py --prompts 24 --rows plain default "window 128, panned_frame" \\
+    --out benchmarks/results/motion-plain.json
 
 Held-out prompts, batch 1, all samplers of a prompt in turn; times are of the processor. What was measured is written
 after each prompt. `--calls` counts calls only: prompts are then drawn together, and no times are given.
@@ -31,7 +33,10 @@ SOURCES: dict[str, Any] = {
     "panned_frame": {"initial_draft": "panned_frame"},
     "left": {"initial_draft": "left"},
 }
-SAMPLERS: dict[str, Any] = {"plain": AutoregressiveSampler()} | {
+SAMPLERS: dict[str, Any] = {
+    "plain": AutoregressiveSampler(),
+    "default": SpeculativeJacobiSampler(initial_draft="panned_frame"),
+} | {
     f"window {window}, {name}": SpeculativeJacobiSampler(window, **settings)
     for window in (64, 128)
     for name, settings in SOURCES.items()

@@ -167,7 +167,7 @@ RECIPES = {
     ),
     "motion": Recipe(
         "VideoPipeline",
-        "speculative-jacobi:window=128,initial_draft=panned_frame",
+        "speculative-jacobi:initial_draft=panned_frame",
         CLIPS,
         {"vq_model": "shapes"},
     ),

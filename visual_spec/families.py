@@ -124,7 +124,7 @@ FAMILIES = (
     ),
     Family(
         "LlamaGen of clips", RASTER_TREE_ORDER, ("VideoPipeline",),
-        plain="autoregressive", fast="speculative-jacobi:window=128,initial_draft=panned_frame",
+        plain="autoregressive", fast="speculative-jacobi:initial_draft=panned_frame",
     ),
     Family(
         "NAR, FlashAR, PAR", (OWN_ORDER,), (*_PICTURES, "VideoPipeline"),

@@ -33,7 +33,7 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         vq_model: turns the tokens of a frame into a picture; its codebook is the transformer's vocabulary. Frames may
             be of another size than the pictures that it was made for: it is convolutional.
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
-        sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler(128, initial_draft="panned_frame")`; of a
+        sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler(initial_draft="panned_frame")`; of a
             `FrameMaskedTransformer` a `FrameMaskedSampler`.
         drafter: what proposes tokens to samplers that ask for one.
         default_guidance_scale, default_top_k, default_temperature, default_top_p: used where a call names none; saved
