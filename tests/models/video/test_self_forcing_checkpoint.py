@@ -5,50 +5,9 @@ import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from tests.helpers.tiny_wan import clips, prompts, tiny_wan
+from tests.helpers.tiny_wan import DIM, HEAD_DIM, clips, official, prompts, saved, tiny_wan
 from visual_spec.models.video.self_forcing_checkpoint import load_self_forcing
 from visual_spec.pipelines.convert import convert
-
-DIM, FFN, HEAD_DIM = 24, 24, 12
-
-
-def official(layers: int = 2) -> dict[str, torch.Tensor]:
-    """Random weights by the keys of Wan's own program, at the size of `tiny_wan`."""
-    generator = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "patch_embedding.weight": (DIM, 4, 1, 2, 2),
-        "patch_embedding.bias": (DIM,),
-        "head.head.weight": (16, DIM),
-        "head.head.bias": (16,),
-        "head.modulation": (1, 2, DIM),
-    }
-
-    def linear(name: str, wide: int, narrow: int) -> None:
-        shapes.update({f"{name}.weight": (wide, narrow), f"{name}.bias": (wide,)})
-
-    linear("text_embedding.0", DIM, 8)
-    linear("text_embedding.2", DIM, DIM)
-    linear("time_embedding.0", DIM, 16)
-    linear("time_embedding.2", DIM, DIM)
-    linear("time_projection.1", 6 * DIM, DIM)
-    for layer in range(layers):
-        for attention in ("self_attn", "cross_attn"):
-            for part in "qkvo":
-                linear(f"blocks.{layer}.{attention}.{part}", DIM, DIM)
-            for part in "qk":
-                shapes[f"blocks.{layer}.{attention}.norm_{part}.weight"] = (DIM,)
-        shapes |= {f"blocks.{layer}.norm3.{name}": (DIM,) for name in ("weight", "bias")}
-        linear(f"blocks.{layer}.ffn.0", FFN, DIM)
-        linear(f"blocks.{layer}.ffn.2", DIM, FFN)
-        shapes[f"blocks.{layer}.modulation"] = (1, 6, DIM)
-    return {key: 0.3 * torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-
-
-def saved(tmp_path, weights, **more):
-    """A file as Self-Forcing's."""
-    content = {"generator_ema": {f"model.{key}": value for key, value in weights.items()}, **more}
-    torch.save(content, tmp_path / "self_forcing_dmd.pt")
-    return tmp_path / "self_forcing_dmd.pt"
 
 
 def flow(model):

@@ -6,9 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.tiny_wan import clips, prompts, tiny_wan
+from tests.helpers.tiny_wan import clips, official, prompts, saved, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan
-from visual_spec.models.video.frame_cache import DeepForcing, Full, FutureAnchor, SinkWindow, Sliding
+from visual_spec.models.video.frame_cache import (
+    DeepForcing,
+    FrameCache,
+    Full,
+    FutureAnchor,
+    RollingWindow,
+    SinkWindow,
+    Sliding,
+)
+from visual_spec.models.video.self_forcing_checkpoint import load_self_forcing
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
@@ -94,7 +103,14 @@ def test_a_clip_is_that_of_whole_passes_under_a_mask():
     assert not trace.kept.any() and not trace.draft_calls.any()
 
 
-POLICIES = [Full(), Sliding(6), SinkWindow(2, 7, 3), DeepForcing(3, 4, 8, 10), FutureAnchor(1, 2, 6)]
+POLICIES = [
+    Full(),
+    Sliding(6),
+    SinkWindow(2, 7, 3),
+    DeepForcing(3, 4, 8, 10),
+    FutureAnchor(1, 2, 6),
+    RollingWindow(1, 7),
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -308,7 +324,7 @@ def test_a_policy_for_other_chunks_is_refused_before_any_call():
         (dict(first_steps=(1001,)), r"first_steps=\(1001,\).*1000"),
         (dict(steps=(1000, 0)), "above 0"),
         (dict(shift=0), "shift=0.*0"),
-        (dict(solver="euler"), "solver.*euler.*renoise.*unipc"),
+        (dict(solver="euler"), "solver.*euler.*renoise.*unipc.*rolling"),
     ],
 )
 def test_schedules_that_are_none_are_refused(settings, message):
@@ -391,3 +407,100 @@ def test_a_chunk_by_unipc_is_that_of_the_public_program(steps):
     )
     assert model.timesteps == 2 * timesteps and trace.target_calls.tolist() == [2 * steps + 2]
     assert drawn[0, :, 2:].flatten()[:6].tolist() == pytest.approx(numbers, abs=2e-6)
+
+
+# Recorded: `CausalInferencePipeline` of TencentARC/RollingForcing (that in `long_video` of thu-ml/Causal-Forcing is
+# equal) on the weights of `official()`, with the noise of this sampler, in float64: the last frame of a clip that is
+# longer than the cache.
+ROLLING = {
+    (1000, 800, 600, 400, 200): (
+        45,
+        34,
+        [0.2322632, -1.2238266, -0.8150277, -0.9364841, -4.4734264, 3.4642353],
+    ),
+    (1000, 750, 500, 250): (60, 43, [0.4778891, -0.3690467, 0.4879224, -0.0721666, -3.3489891, 2.9834288]),
+}
+
+
+@pytest.mark.parametrize("steps", ROLLING, ids=len)
+def test_a_rolling_window_draws_what_the_public_program_draws(steps, tmp_path):
+    frames, calls, numbers = ROLLING[steps]
+    model = load_self_forcing(saved(tmp_path, official()), head_dim=12).double()
+    sampler, causal = ChunkWiseSampler(3, steps, solver="rolling"), CausalWan(model, RollingWindow())
+    drawn, trace = roll_out(
+        causal, prompts(1), num_frames=frames, sampler=sampler, generator=seeded(5), **SIZE
+    )
+    assert trace.target_calls.tolist() == [calls]  # one a chunk, some before the first, and the clean passes
+    assert drawn[0, :, -1].flatten()[:6].tolist() == pytest.approx(numbers, abs=5e-5)
+
+
+class Framewise(Formula):
+    """Its flow depends on the frame and its level alone."""
+
+    def forward(self, state: Any, latents: torch.Tensor, timestep: Any) -> torch.Tensor:
+        share = torch.as_tensor(timestep, dtype=latents.dtype) / 1000
+        return torch.sin(3 * latents) + latents * (share[..., None, None] if share.ndim else share)
+
+
+@pytest.mark.parametrize("frames", [2, 4, 14])
+def test_chunks_that_do_not_see_each_other_roll_as_they_are_drawn_alone(frames):
+    """Also of a clip with fewer chunks than the window has."""
+    options: dict[str, Any] = dict(num_frames=frames, height=2, width=2)
+    embeds = torch.zeros(2, 1, 1, dtype=torch.float64)
+    rolled, alone = (
+        roll_out(
+            Framewise(),
+            embeds,
+            sampler=ChunkWiseSampler(2, 3, solver=solver),
+            generator=seeds(3, 4),
+            **options,
+        )
+        for solver in ("rolling", "renoise")
+    )
+    assert (rolled[0] - alone[0]).abs().max() < 1e-12
+    chunks = frames // 2
+    assert rolled[1].target_calls.tolist() == [2 + 2 * chunks] * 2
+    assert alone[1].target_calls.tolist() == [4 * chunks] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "message"),
+    [
+        (dict(first_steps=2), RollingWindow(), "first_steps"),
+        ({}, RollingWindow(3, 14), "window=14; pass .*15"),
+        ({}, Sliding(8), "window=8; pass .*12"),
+    ],
+)
+def test_a_rolling_window_that_cannot_serve_is_refused(settings, policy, message):
+    sampler = ChunkWiseSampler(solver="rolling", **settings)
+    with pytest.raises(ValueError, match=message):
+        roll_out(CausalWan(tiny_wan(), policy), prompts(1), num_frames=15, sampler=sampler, **SIZE)
+
+
+def test_a_rolling_window_takes_no_drafter():
+    large, small = pair()
+    with pytest.raises(ValueError, match="neither a drafter"):
+        roll_out(
+            large,
+            prompts(1),
+            num_frames=6,
+            drafter=small,
+            reward=lambda chunk, index: 0.0,
+            sampler=ChunkWiseSampler(solver="rolling"),
+            **SIZE,
+        )
+
+
+def test_a_clean_chunk_of_a_long_rolling_clip_forgets_the_sink():
+    """A noisy one reads it, moved to right before the frames that follow it."""
+    cache, policy = FrameCache(torch.empty(0), 1, 1, 2, 1), RollingWindow(2, 8)
+    for frame in range(9):
+        cache.append(*torch.full((2, 1, 1, 1, 2), float(frame)), torch.tensor([[[frame, 0, 0]]]))
+    policy.make_room(cache, 9, 2, lambda *cut: torch.empty(0))
+    for commit, values, places in (
+        (False, [0, 1, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8]),
+        (True, [3, 4, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8]),
+    ):
+        keys, _, read = policy.read(cache, 9, 2, commit)
+        assert keys[0, :, 0, 0].tolist() == values and read[0, :, 0].tolist() == places
+    assert cache.places[0, :, 0].tolist() == [0, 1, 3, 4, 5, 6, 7, 8]

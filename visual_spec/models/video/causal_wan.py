@@ -20,7 +20,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from torch import Tensor
 
-from visual_spec.models.video.frame_cache import CachePolicy, FrameCache, HeadBudgets
+from visual_spec.models.video.frame_cache import CachePolicy, FrameCache, HeadBudgets, RollingWindow
 
 
 class Rotary:
@@ -168,8 +168,11 @@ class CausalProcessor:
                 call.frames,
                 lambda first, last, frames: group.scores(query, rotary, first, last, frames),
             )
-        keys = torch.cat([rotary(cache.keys, cache.places), rotary(key, call.places)], 1)
-        values = torch.cat([cache.values, value], 1)
+        past = cache.keys, cache.values, cache.places
+        if isinstance(group.policy, RollingWindow):
+            past = group.policy.read(cache, call.state.frame, call.frames, call.commit)
+        keys = torch.cat([rotary(past[0], past[2]), rotary(key, call.places)], 1)
+        values = torch.cat([past[1], value], 1)
         if call.commit:
             cache.append(key, value, call.places.expand(len(key), -1, -1))
             cache.query_sums = group.frame_sums(query)
@@ -257,16 +260,17 @@ class CausalWan:
 
         Args:
             latents: [B, C, f, H, W] at the noise level of `timestep`, from 1000 (noise) to 0 (clean).
-            timestep: one for all samples, or [B].
+            timestep: one for all samples, or [B]; or [B or 1, f], one for each frame.
             commit: also write the chunk to the cache, and go on to the next one.
         """
         frames = latents.shape[2]
+        levels = torch.as_tensor(timestep, dtype=torch.float32, device=latents.device)
+        if levels.ndim == 2:  # diffusers' Wan takes one for each token
+            levels = levels.repeat_interleave(state.grid[0] * state.grid[1], 1)
         with self._calls(state, frames, commit):
             flow = self.transformer(
                 hidden_states=latents.to(self.transformer.dtype),
-                timestep=torch.as_tensor(timestep, dtype=torch.float32, device=latents.device).expand(
-                    len(latents)
-                ),
+                timestep=levels.expand(len(latents), *levels.shape[1:]),
                 encoder_hidden_states=state.embeds,
                 return_dict=False,
             )[0]

@@ -203,6 +203,43 @@ class Sliding:
 
 
 @dataclass(frozen=True)
+class RollingWindow:
+    """The first frames and the last ones, as Rolling Forcing reads them: 2509.25161, section 3.3, and its program.
+
+    Noisy frames read the sink, moved to right before the frames that follow it. A clean chunk, which is written to the
+    cache, reads the last `window` frames where they stand, so it forgets the sink of a longer clip.
+
+    Args:
+        sink: frames at the beginning that are never forgotten; one chunk in the program.
+        window: frames that attention reads, those of the call and the sink included.
+    """
+
+    sink: FrameCount = 3
+    window: int = 21
+    dtype: CacheType = "model"
+    reach = 0
+
+    def check(self, chunk: int) -> None:
+        read_fields(self)
+        least = self.sink + chunk
+        whole("window", self.window, Within(least), f", the sink and the {chunk} frames of a call = {least}")
+
+    def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
+        cache.keep_ends(self.sink, self.window - self.sink)
+
+    def read(self, cache: FrameCache, start: int, frames: int, commit: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and places that a call of `frames` frames from `start` on reads of the cache."""
+        each = cache.frame_tokens
+        sink = 0 if commit else min(self.sink, cache.frames)
+        last = min(self.window - frames - sink, cache.frames - sink)
+        slots = torch.cat([torch.arange(sink * each), torch.arange(cache.tokens - last * each, cache.tokens)])
+        slots = slots.to(cache.places.device)
+        places = cache.places[:, slots]
+        places[:, : sink * each, 0] = start - last - sink + slots[: sink * each] // each
+        return cache.keys[:, slots], cache.values[:, slots], places
+
+
+@dataclass(frozen=True)
 class DeepForcing:
     """A deep sink that moves with the clip, the recent frames, and the tokens that recent queries ask for most.
 
@@ -314,6 +351,7 @@ POLICIES: dict[str, type] = {
     "sink-window": SinkWindow,
     "deep-forcing": DeepForcing,
     "future-anchor": FutureAnchor,
+    "rolling": RollingWindow,
 }
 
 

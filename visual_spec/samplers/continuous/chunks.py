@@ -4,6 +4,10 @@ The loop of Self-Forcing (2506.08009, section 3): each chunk starts as noise and
 it is noised again, to the level of the next step. A pass over the clean chunk then writes its keys and values to the
 cache. So a chunk of 4 steps costs 5 calls. LongLive 2.0 (2605.18739) goes from level to level by a solver instead.
 
+Rolling Forcing (2509.25161) cleans as many chunks together as there are steps: the first one is nearly clean, the last
+one noise. A call moves all of them by a step, and the first one leaves. So a chunk costs 2 calls, of 5 chunks and of 1
+with 5 steps, and what is drawn next can still mend what was drawn last.
+
 With a smaller model of the same latents, a chunk that this one drew is kept if a reward passes, and drawn by the large
 model otherwise ("SDVG", 2604.17397). The large model then makes the clean pass only: 1 call, not 5. The law of the clip
 is neither model's: the reward decides about quality.
@@ -28,7 +32,7 @@ from visual_spec.samplers.core.noise import CHAIN, CounterNoise
 from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import LOSSY, DecodeTrace, SampleResult
 
-RENOISE, UNIPC = "renoise", "unipc"
+RENOISE, UNIPC, ROLLING = "renoise", "unipc", "rolling"
 
 
 def _check_falling(name: str, timesteps: Any, settings: Mapping[str, Any]) -> None:
@@ -52,8 +56,11 @@ class ChunkModel(Protocol):
         """A state without frames. Its `nbytes` is the size of its cache."""
         ...
 
-    def forward(self, state: Any, latents: Tensor, timestep: float) -> Tensor:
-        """The flow (noise minus clean) of the next chunk [B, C, f, H, W], which is noisy."""
+    def forward(self, state: Any, latents: Tensor, timestep: float | Tensor) -> Tensor:
+        """The flow (noise minus clean) of the next frames [B, C, f, H, W], which are noisy.
+
+        `timestep` is one for all, or [1, f] with one for each frame.
+        """
         ...
 
     def commit(self, state: Any, latents: Tensor) -> None:
@@ -102,10 +109,12 @@ class ChunkGroup:
     Attributes:
         rows: their places in the batch.
         states: of the large model, then of the smaller one.
+        noisy: of a rolling window, float [b, C, f, H, W] each: the chunks after the last clean one, at their levels.
     """
 
     rows: slice
     states: list[Any]
+    noisy: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -160,7 +169,8 @@ class ChunkWiseSampler(Sampler):
         first_steps: of the first chunk; None: as the others. Students of one or two steps take four there
             (Causal-Forcing++, 2605.15141).
         solver: "renoise" noises a clean chunk again between steps; "unipc" adds no noise: diffusers'
-            `UniPCMultistepScheduler`, with even steps from 999 on.
+            `UniPCMultistepScheduler`, with even steps from 999 on; "rolling" noises again, as many chunks in a call as
+            there are steps, each at a level of its own. It takes neither `first_steps` nor a `draft_model`.
 
     A call takes `num_frames`, a multiple of the chunk, `height` and `width`, in latent frames and pixels. Its condition
     is the prompts [B, T, E]; the law is `TokenLaw()`, for guidance is in the weights. It returns latents float
@@ -189,7 +199,7 @@ class ChunkWiseSampler(Sampler):
         steps: Timesteps = 4,
         shift: Annotated[float, Within(above=0)] = 5.0,
         first_steps: Timesteps | None = None,
-        solver: Annotated[str, OneOf((RENOISE, UNIPC))] = RENOISE,
+        solver: Annotated[str, OneOf((RENOISE, UNIPC, ROLLING))] = RENOISE,
     ) -> None:
         pass
 
@@ -198,7 +208,7 @@ class ChunkWiseSampler(Sampler):
         steps, shift = self.config["steps"], self.config["shift"]
         if index == 0 and self.config["first_steps"] is not None:
             steps = self.config["first_steps"]
-        first = 1000 if self.config["solver"] == RENOISE else 999  # the last but one of 1,000 levels is 0
+        first = 999 if self.config["solver"] == UNIPC else 1000  # the last but one of 1,000 levels is 0
         timesteps = (
             [first * left / steps for left in range(steps, 0, -1)] if isinstance(steps, int) else steps
         )
@@ -212,6 +222,10 @@ class ChunkWiseSampler(Sampler):
         small, reward, context = (parts.get(name) for name in ("draft_model", "reward", "context"))
         if (small is None) != (reward is None):
             raise ValueError("a drafter needs a reward, and a reward a drafter; pass both or neither.")
+        if self.config["solver"] == ROLLING and (small is not None or self.config["first_steps"] is not None):
+            raise ValueError(
+                'solver="rolling" takes neither a drafter nor first_steps; pass "renoise" for these.'
+            )
         if small is not None and small.channels != model.channels:
             raise ValueError(
                 f"the drafter draws latents of {small.channels} channels, the model of {model.channels}; pass a "
@@ -255,8 +269,9 @@ class ChunkWiseSampler(Sampler):
         small, context, chunk = parts.get("draft_model"), parts.get("context"), self.config["chunk"]
         size = parts["height"], parts["width"]
         models = [run.model] if small is None else [run.model, small]
+        together = len(self.levels()) if self.config["solver"] == ROLLING else 1
         for one in models:
-            one.check(condition, *size, chunk)
+            one.check(condition, *size, min(chunk * together, parts["num_frames"]))
         if context is not None:
             context = context.to(condition.device).expand(batch_size, -1, -1, -1, -1)
         frames = parts["num_frames"] + (0 if context is None else context.shape[2])
@@ -294,7 +309,8 @@ class ChunkWiseSampler(Sampler):
     def _draw(self, run: Run, state: ChunkState, group: ChunkGroup) -> Tensor:
         """A clean chunk [b, C, f, H, W] of a group, by the smaller model if the reward passes."""
         rows, index, latents = group.rows, state.round, None
-        calls = len(self.levels(index))
+        rolling = self.config["solver"] == ROLLING
+        calls = 1 if rolling and index else len(self.levels(index))
         if len(group.states) > 1 and index > 0:
             latents = self._clean(run, group, 1, index)
             score = float(run.parts["reward"](latents, index))
@@ -304,7 +320,7 @@ class ChunkWiseSampler(Sampler):
             state.rewards[rows, index] = score
             state.kept[rows, index] = score >= run.parts.get("threshold", 0.0)
         if latents is None or not state.kept[rows, index].all():
-            latents = self._clean(run, group, 0, index)
+            latents = self._rolled(run, group, index) if rolling else self._clean(run, group, 0, index)
             state.target_calls[rows] += calls
         self._commit(run.cache, group, latents)
         state.target_calls[rows] += 1
@@ -313,34 +329,58 @@ class ChunkWiseSampler(Sampler):
 
     def _clean(self, run: Run, group: ChunkGroup, number: int, index: int) -> Tensor:
         """A clean chunk by model `number`: from noise, through the levels, noised again between them."""
-        model, state, chunk = run.cache.models[number], group.states[number], self.config["chunk"]
-        counter = CounterNoise(run.noise.keys[group.rows], run.device)
-        frames = (index * chunk + torch.arange(chunk, device=run.device)).expand(len(counter.keys), -1)
-        place = model.channels, run.parts["height"], run.parts["width"]
-        dtype = torch.promote_types(run.condition.dtype, torch.float32)
-
-        def noise(step: int) -> Tensor:
-            values = counter.normal(frames, place[0] * place[1] * place[2], CHAIN, step, dtype)
-            return values.unflatten(2, place).transpose(1, 2)
-
-        latents = clean = noise(0)
+        model, state = run.cache.models[number], group.states[number]
+        latents = clean = self._noise(run, group, index, 0)
         levels = self.levels(index)
         solver = None if self.config["solver"] == RENOISE else _unipc(levels, latents.device)
         for step, level in enumerate(levels):
             if solver is not None:
                 latents = clean
             elif step:
-                latents = (1 - level) * clean + level * noise(step)
+                latents = (1 - level) * clean + level * self._noise(run, group, index, step)
             timestep = 1000 * level if solver is None else int(1000 * level)
             flow = model.forward(state, latents, timestep)
             check_returned(flow, len(latents), False, *latents.shape[1:])
             if (
                 solver is None
-            ):  # the flow is noise minus clean, and latents are (1 - level) * clean + level * noise
+            ):  # the flow is noise minus clean, latents are (1 - level) * clean + level * noise
                 clean = latents - level * flow
             else:
                 clean = solver.step(flow, timestep, latents, return_dict=False)[0]
         return clean
+
+    def _rolled(self, run: Run, group: ChunkGroup, index: int) -> Tensor:
+        """Clean chunk `index`, and the chunks after it by one step: before the first one, by as many as the window has.
+
+        Call w takes chunk c at step w - c, so a chunk of noise enters with each call, until there is none left.
+        """
+        model, state, chunk = run.cache.models[0], group.states[0], self.config["chunk"]
+        levels, chunks, clean = self.levels(), run.num_tokens // chunk, ()
+        for call in range(len(levels)) if index == 0 else [index + len(levels) - 1]:
+            if call < chunks:
+                group.noisy.append(self._noise(run, group, call, 0))
+            latents = torch.cat(group.noisy, 2)
+            steps = [call - index - place for place in range(len(group.noisy))]
+            level = latents.new_tensor([levels[step] for step in steps]).repeat_interleave(chunk)
+            flow = model.forward(state, latents, 1000 * level[None])
+            check_returned(flow, len(latents), False, *latents.shape[1:])
+            clean = (latents - level[:, None, None] * flow).split(chunk, 2)
+            group.noisy = [
+                (1 - levels[step + 1]) * part
+                + levels[step + 1] * self._noise(run, group, call - step, step + 1)
+                for part, step in zip(clean, steps, strict=True)
+                if step + 1 < len(levels)
+            ]
+        return clean[0]
+
+    def _noise(self, run: Run, group: ChunkGroup, index: int, step: int) -> Tensor:
+        """The noise [b, C, f, H, W] of a chunk before a step."""
+        counter, chunk = CounterNoise(run.noise.keys[group.rows], run.device), self.config["chunk"]
+        frames = (index * chunk + torch.arange(chunk, device=run.device)).expand(len(counter.keys), -1)
+        place = run.model.channels, run.parts["height"], run.parts["width"]
+        dtype = torch.promote_types(run.condition.dtype, torch.float32)
+        values = counter.normal(frames, place[0] * place[1] * place[2], CHAIN, step, dtype)
+        return values.unflatten(2, place).transpose(1, 2)
 
     def _commit(self, cache: ChunkCache, group: ChunkGroup, latents: Tensor) -> None:
         for model, state in zip(cache.models, group.states, strict=True):
