@@ -272,9 +272,8 @@ def test_bad_arguments_end_with_status_2(capsys, arguments, message):
         cli.main(arguments)
     said = capsys.readouterr().err
     assert stop.value.code == 2 and message in said
-    assert (
-        said.startswith("visual-spec") and said.count("\n") == 1 and "--help" in said
-    )  # no page of options first
+    # No page of options first.
+    assert said.startswith("visual-spec") and said.count("\n") == 1 and "--help" in said
 
 
 def test_unknown_model_names_the_known_ones(tmp_path, capsys, model, monkeypatch):

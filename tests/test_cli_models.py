@@ -46,9 +46,8 @@ def test_models_names_the_samplers_of_one_model_and_the_settings_of_one_sampler(
     others = " ".join(others.split())
     assert "masked" in takes.split() or "masked." in takes.split() or "masked," in takes
     assert "speculative-masked" not in takes and "4 codebooks" in others and "autoregressive, " in others
-    assert (
-        others.count("does not decode several codebooks") + others.count("does not fill in") == 1
-    )  # said once
+    # Said once.
+    assert others.count("does not decode several codebooks") + others.count("does not fill in") == 1
     assert cli.main(["models", "tree"]) == 0
     assert "depth: an integer of at least 1 (default: " in capsys.readouterr().out
     assert cli.main(["generate", "x", "--sampler", "tree:dept=3"]) == 2

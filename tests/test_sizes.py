@@ -170,9 +170,8 @@ def test_sizes_of_models_of_position_queries(model):
         network: Any = kind(**presets[preset], grid_size=int(pixels) // 16)
     assert (model.parameters, model.tokens) == (parameters(network), network.grid.num_tokens)
     depth = network.config["num_layers"]
-    layers = {"ARPG": depth // 2 + 1, "LPD": depth}[
-        family
-    ]  # of an ARPG one more holds what queries attend to
+    # Of an ARPG one more holds what queries attend to.
+    layers = {"ARPG": depth // 2 + 1, "LPD": depth}[family]
     assert (model.prefix, model.cached) == (1, 2 * layers * network.config["dim"])
 
 

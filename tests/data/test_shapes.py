@@ -187,9 +187,8 @@ def test_the_outline_is_where_another_object_begins() -> None:
                 own = shown[row, column]
                 want[row, column] = own != shown[row, column + 1] or own != shown[row + 1, column]
         lines = outline(scene)
-        assert (
-            lines.dtype == bool and want.sum() > 60 and (lines != want).sum() <= 8
-        )  # pixels exactly on an edge
+        # Pixels exactly on an edge.
+        assert lines.dtype == bool and want.sum() > 60 and (lines != want).sum() <= 8
 
 
 def test_sampling_is_deterministic() -> None:

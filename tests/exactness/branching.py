@@ -42,9 +42,8 @@ class BranchingNoise(CounterNoise):
         self.weight, self.regions, self.table = weight, regions, table
         self.call, self.cells, self.given, self.tries = call, cells, given, tries
         self.early = set() if early is None else early
-        self.pending: Tensor | None = (
-            None  # [N, outcomes], the law of draw `number`, the first that is not decided
-        )
+        # [N, outcomes], the law of draw `number`, the first that is not decided
+        self.pending: Tensor | None = None
         self.number = -1
         self._seen: list[tuple[str, int, Tensor]] = []
 

@@ -187,9 +187,8 @@ class PlainChain(PlainDecoder):
         return [(mass, [token], [q]) for token, mass in enumerate(q)]
 
     def moved(self, law, exact, drafts):
-        return sum(
-            max(0.0, law[x] - exact[x]) for x in drafts
-        )  # at the draft alone, as `DivergenceMeter.add`
+        # At the draft alone, as `DivergenceMeter.add`.
+        return sum(max(0.0, law[x] - exact[x]) for x in drafts)
 
 
 @dataclass

@@ -37,9 +37,8 @@ PLANE = Mixture([0.3, 0.4, 0.3], [[-1.0, 0.0], [0.8, 0.8], [0.6, -0.9]], [0.3, 0
 PLANE_DRAFT = Mixture([0.33, 0.37, 0.3], [[-0.9, 0.1], [0.7, 0.8], [0.65, -0.8]], [0.33, 0.35, 0.3])
 
 NOISY: dict[str, Any] = dict(head_steps=20, eta=1.0, final_noise=0.05)
-PUBLISHED: dict[str, Any] = dict(
-    head_steps=20, final_noise=0.05
-)  # learned variances: those of target and draft differ
+# Learned variances: those of target and draft differ.
+PUBLISHED: dict[str, Any] = dict(head_steps=20, final_noise=0.05)
 QUIET: dict[str, Any] = dict(head_steps=20, eta=0.0, final_noise=0.0)
 
 
@@ -283,9 +282,8 @@ def last_kernel(monkeypatch: Any, sampler: Any, target: Any, draft: Any, count: 
 
 @pytest.mark.parametrize("rule", ["chain", "cspd", "cspd-release"])
 def test_the_last_innovation_is_normal_under_the_exact_rule_alone(rule, monkeypatch):
-    settings: dict[str, Any] = dict(
-        head_steps=40, final_noise=0.0063
-    )  # the width of the published chain there
+    # The width of the published chain there.
+    settings: dict[str, Any] = dict(head_steps=40, final_noise=0.0063)
     sampler = SpeculativeContinuousSampler(rule, 1, order="raster", **settings)
     far = last_kernel(monkeypatch, sampler, *two_way_pair(), count=15_000)
     assert far < 1 if rule == "chain" else far > 1

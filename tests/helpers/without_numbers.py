@@ -50,9 +50,8 @@ def without_numbers(value: Any) -> Any:
 
 def stand_in(monkeypatch: Any) -> None:
     """Do without kernels and clocks that need a GPU."""
-    monkeypatch.setattr(
-        HeadTree, "layout", cache(HeadTree.layout.__wrapped__)
-    )  # what has no numbers must not stay
+    # What has no numbers must not stay.
+    monkeypatch.setattr(HeadTree, "layout", cache(HeadTree.layout.__wrapped__))
     for kind in ("uniform", "normal"):
         monkeypatch.setattr(philox, f"philox_{kind}_triton", lambda out, *_: out)
     monkeypatch.setattr(Stopwatch, "lap", lambda *_, **__: None)

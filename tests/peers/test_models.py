@@ -176,9 +176,8 @@ def test_training_step_and_averaged_weights(model):
 def test_weights_stored_in_8_bits_are_computed_in_float32(model):
     """`test_layerwise_casting`: what is stored is small, what is computed is of the model's kind."""
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-    by_dimensions = {
-        dimensions: set() for dimensions in (2, 4)
-    }  # a matrix, or where there is none a convolution
+    # A matrix, or where there is none a convolution.
+    by_dimensions = {dimensions: set() for dimensions in (2, 4)}
     for parameter in model.parameters():
         by_dimensions.setdefault(parameter.ndim, set()).add(parameter.dtype)
     kinds = by_dimensions[2] or by_dimensions[4]

@@ -108,9 +108,8 @@ def test_weight_of_a_convolution_of_two_adapters() -> None:
     pipe.set_adapters(["a", "b"], [0.25, 2.0])
     states.append(adapter_state([pipe.transformer]))
     assert torch.allclose(weight_of(pipe.transformer.more), wanted.float(), atol=1e-5)
-    assert (
-        len(set(states)) == 4 and states[0] == ()
-    )  # a recorded graph of one of them is not taken for another
+    # A recorded graph of one of them is not taken for another.
+    assert len(set(states)) == 4 and states[0] == ()
 
 
 def test_identical_tokens_with_an_adapter() -> None:

@@ -67,9 +67,8 @@ def test_streamed_audio_is_the_audio(sampler, length, pattern):
     assert torch.cat([waves for _, waves, _ in heard], -1).equal(plain.audios)
     starts = [0, *np.cumsum([waves.shape[-1] for _, waves, _ in heard])[:-1].tolist()]
     assert [start for start, _, _ in heard] == starts and len(heard) > 2
-    if (
-        isinstance(sampler, ColumnAutoregressiveSampler) and pattern == "delay"
-    ):  # heard while the window is decoded, not after it
+    # Heard while the window is decoded, not after it.
+    if isinstance(sampler, ColumnAutoregressiveSampler) and pattern == "delay":
         assert len({call for *_, call in heard}) > 2 and heard[0][2] < calls[0] * 0.8
 
 

@@ -52,9 +52,8 @@ def test_bits_are_those_of_the_public_code(case, tmp_path):
     settings = dict(height=height, width=width, num_images_per_prompt=2, guidance_scale=guidance)
     out = pipe(PROMPT, generator=seeded(1, 2), output_type="latent", **settings)
     assert tuple(map(number, out.images)) == DRAWN[case]
-    assert (
-        out.trace.target_calls == height * width // 4 // tokens
-    ).all()  # two pixels a token of this tokenizer
+    # Two pixels a token of this tokenizer.
+    assert (out.trace.target_calls == height * width // 4 // tokens).all()
     picture = pipe(PROMPT, generator=seeded(1, 2), output_type="pt", **settings).images
     assert picture.shape == (2, 3, height, width) and picture.std() > 0
 

@@ -42,9 +42,8 @@ def test_tokenizer_reconstructs_held_out_pictures_as_recorded(pipe):
 
 def test_identical_mode_draws_the_autoregressive_pictures_of_the_trained_model(pipe):
     prompts = held_out_prompts(2, seed=11)
-    double = quiet(
-        ImagePipeline.from_pretrained("shapes").to(torch.float64)
-    )  # no near-ties to make allowances for
+    # No near-ties to make allowances for.
+    double = quiet(ImagePipeline.from_pretrained("shapes").to(torch.float64))
     double.sampler = AutoregressiveSampler()
     plain = double(prompts, generator=seeded(1, 2), output_type="pt")
     double.sampler = SpeculativeJacobiSampler(window=32)

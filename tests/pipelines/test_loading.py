@@ -382,9 +382,8 @@ def test_folders_of_earlier_versions_load(tmp_path):
             ours = written and isinstance(part, ConfigMixin)  # some are made anew
             settings = json.loads(written[0].read_text()) if ours else {}
             kept = {key: value for key, value in settings.items() if not key.startswith("_")}
-            if (
-                kept.get("reuse") == 0
-            ):  # nothing was reused, and a sampler of the prototype has these settings now
+            # Nothing was reused, and a sampler of the prototype has these settings now.
+            if kept.get("reuse") == 0:
                 kept = {key: value for key, value in kept.items() if key not in REUSE}
             assert kept == {key: part.config[key] for key in kept}, (folder.name, name)
             init = type(part).__init__

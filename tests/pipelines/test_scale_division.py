@@ -62,9 +62,8 @@ def test_the_sampler_says_it_in_a_call_and_saved(pipe, tmp_path):
     assert output.trace.model_calls == (3, 1)
     pipe.save_pretrained(tmp_path)
     assert loading.load_pipeline(tmp_path)([3, 1], generator=seeded(7, 8)).tokens.equal(output.tokens)
-    former = tiny_scale_pipeline(
-        num_draft_scales=3, refiner_guidance_scale=1.0
-    )  # as earlier versions saved it
+    # As earlier versions saved it.
+    former = tiny_scale_pipeline(num_draft_scales=3, refiner_guidance_scale=1.0)
     assert former.sampler.config["num_draft_scales"] == 3
     assert former([3, 1], generator=seeded(7, 8)).tokens.equal(output.tokens)
 

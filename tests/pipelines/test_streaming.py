@@ -77,9 +77,8 @@ def test_every_and_identical_samplers() -> None:
     fast = list(pipe.stream(prompts, generator=seeded(1, 2), output_type="pt"))
     assert torch.equal(fast[-1].images, plain[-1].images)
     ended = fast[-1].trace.target_calls
-    assert (
-        ended[0] != ended[1] or len(fast) == int(ended.max()) + 1
-    )  # a sample that left the batch stays whole
+    # A sample that left the batch stays whole.
+    assert ended[0] != ended[1] or len(fast) == int(ended.max()) + 1
 
 
 def test_music_is_heard_stretch_by_stretch() -> None:

@@ -63,9 +63,8 @@ def test_restore_leaves_the_model_bit_identical(name):
 def test_an_offloaded_model_draws_the_same(name):
     model, sampler = MAKE[name](), SpeculativeJacobiSampler(5)
     want = draw(model, name, sampler)
-    offloaded = cpu_offload(
-        model, execution_device=torch.device("cpu")
-    )  # weights come in when a module is called
+    # Weights come in when a module is called.
+    offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
     assert next(offloaded.parameters()).is_meta
     assert torch.equal(draw(offloaded, name, sampler), want)
 

@@ -131,9 +131,8 @@ def test_recorded_calls_stay_and_read_the_new_weights(recordings: list[Any]) -> 
     assert torch.equal(ids(pipe), fresh_ids(new, SpeculativeJacobiSampler(4, graph=False)))
     pipe.update_weights(old)
     assert torch.equal(ids(pipe), first)
-    assert (
-        len(recordings) == made and graph._RECORDINGS[pipe.transformer] == known
-    )  # no new graph, no new cache
+    # No new graph, no new cache.
+    assert len(recordings) == made and graph._RECORDINGS[pipe.transformer] == known
 
 
 def test_weights_in_other_memory_are_recorded_anew(recordings: list[Any]) -> None:

@@ -210,9 +210,8 @@ def test_a_folder_holds_the_drafter(tmp_path):
     assert read.state_dict().keys() == made.state_dict().keys() and read.most == 4
     assert all(torch.equal(value, made.state_dict()[key]) for key, value in read.state_dict().items())
     config = json.loads((tmp_path / "config.json").read_text())
-    theirs = {
-        name: value for name, value in config.items() if name != "_class_name"
-    }  # as `speculators` writes it
+    # As `speculators` writes it.
+    theirs = {name: value for name, value in config.items() if name != "_class_name"}
     (tmp_path / "config.json").write_text(json.dumps(theirs))
     named = load_drafter(tmp_path)  # what `--drafter` reads
     assert all(torch.equal(value, made.state_dict()[key]) for key, value in named.state_dict().items())

@@ -162,9 +162,8 @@ def test_a_prompt_is_read_like_text_that_was_decoded():
     plain(drafting.beside, sequence, text)
     drafter.observe(drafting, drafting.beside.features, text)
     drafter(drafting, sequence, text)
-    drafter.observe(
-        drafting, drafting.beside.features, text
-    )  # in place of what the drafter left after its newest column
+    # In place of what the drafter left after its newest column.
+    drafter.observe(drafting, drafting.beside.features, text)
     _, prompted = start(given, drafter, prompt_frames=4)
     tokens = sequence.new_zeros(BATCH, 1, BOOKS).masked_fill(~given.valid[:1], 0)
     column = torch.where(given.valid[0], tokens, prompted.beside.forced[:, given.first_step, None])

@@ -75,9 +75,8 @@ def test_unguided_velocities_take_no_unconditional_rows(monkeypatch):
 
     monkeypatch.setattr(type(model.flownet), "forward", watched)
     FlowScaleSampler(4, guided_from=0.5)(model, LABELS, law=TokenLaw(guidance_scale=3.0), batch_size=2)
-    assert rows[:4] == [
-        (2, share) for share in (1.0, pytest.approx(0.3), 0.25, 0.125)
-    ]  # the first map has no guidance
+    # The first map has no guidance.
+    assert rows[:4] == [(2, share) for share in (1.0, pytest.approx(0.3), 0.25, 0.125)]
     assert [count for count, _ in rows[4:]] == 2 * [2, 4, 4, 4]
 
 

@@ -99,9 +99,8 @@ class LayoutEngine:
 
     def __init__(self, served: Served, window: int, full: bool) -> None:
         self.served, self.windows = served, Windows(served, window - 1)
-        self.drafted = (
-            window - 1 if full else 0
-        )  # as vLLM's second runner: always so many drafts, zeros if need be
+        # As vLLM's second runner: always so many drafts, zeros if need be.
+        self.drafted = window - 1 if full else 0
 
     def draw(self, law: TokenLaw, seed: int) -> tuple[list[int], int]:
         settings = settings_of(law, seed, "pair" if law.guided else None)

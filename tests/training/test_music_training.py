@@ -53,9 +53,8 @@ CPU = torch.device("cpu")
 CODEC: dict[str, Any] = dict(
     steps=14, batch_size=2, crop=10, continuous_steps=4, clips=2, held_out_clips=1, learning_rate=3e-3
 )
-MUSIC: dict[str, Any] = dict(
-    steps=16, batch_size=3, clips=3, held_out_clips=1, learning_rate=0.1
-)  # of which warm-up leaves little
+# Of which warm-up leaves little.
+MUSIC: dict[str, Any] = dict(steps=16, batch_size=3, clips=3, held_out_clips=1, learning_rate=0.1)
 
 
 def run_codec(out: Path, **changes: Any) -> tuple[dict, EncodecModel]:

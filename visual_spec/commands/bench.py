@@ -57,9 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="next-scale models: count arithmetic and bytes, run nothing",
     )
-    parser.add_argument(
-        "--random-weights", action="store_true", help=argparse.SUPPRESS
-    )  # of earlier versions
+    # Of earlier versions.
+    parser.add_argument("--random-weights", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--fuse-projections",
         action="store_true",

@@ -19,9 +19,8 @@ _BASS_LEVEL, _DRONE_LEVEL = 0.075, 0.05
 _CHORUS = 0.2  # level of the second copy: the two of them beat gently, and never cancel
 _FADE = 1_600  # samples at the end of a clip
 _ROOM_LENGTH, _ROOM_T60, _ROOM_LEVEL = 4_000, 0.35, 0.16  # samples, seconds, gain of the reverberation
-_SPECTRUM = (
-    72_000  # samples of the convolution: at least NUM_SAMPLES + _ROOM_LENGTH, with small prime factors
-)
+# Samples of the convolution: at least NUM_SAMPLES + _ROOM_LENGTH, with small prime factors.
+_SPECTRUM = 72_000
 
 
 @dataclass(frozen=True)

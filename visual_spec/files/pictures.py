@@ -149,9 +149,8 @@ def _scaled(picture: Tensor, name: str, mask: bool) -> Tensor:
         low, high = (
             (int(end) for end in picture.long().aminmax()) if picture.dtype != torch.uint64 else (0, 2)
         )
-        if (
-            0 <= low and high <= 1
-        ):  # a picture of 8 bits with no value above 1 is black everywhere, which nobody means
+        # A picture of 8 bits with no value above 1 is black everywhere, which nobody means.
+        if 0 <= low and high <= 1:
             return picture.float()
     if picture.dtype == torch.uint8:
         return picture.float() / 255

@@ -33,9 +33,8 @@ class ClassNames:
         named = ((name.strip(), i) for i, text in enumerate(id2label or ()) for name in text.split(","))
         self._ids: dict[str, int] = {}
         for name, index in named:
-            self._ids.setdefault(
-                name, index
-            )  # where two classes share a name ("crane"), the first one has it
+            # Where two classes share a name ("crane"), the first one has it.
+            self._ids.setdefault(name, index)
 
     def ids(self, labels: Labels) -> list[int]:
         """Class numbers of labels: numbers, their digits, or names.

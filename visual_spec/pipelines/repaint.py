@@ -117,9 +117,8 @@ def known_tokens(
         tokens = vq_model.encode_tokens((2 * pictures - 1).to(weights.device, weights.dtype)).to(device)
     drawn = torch.ones(1, grid.num_tokens, dtype=torch.bool)
     if mask is not None:
-        white = torch.stack(
-            [unit_pixels(picture, "mask", mask=True) for picture in listed(mask)]
-        )  # [M, 1, H, W]
+        # [M, 1, H, W]
+        white = torch.stack([unit_pixels(picture, "mask", mask=True) for picture in listed(mask)])
         drawn = (F.max_pool2d(white, vq_model.patch_size) > 0.5).flatten(1)  # [M, L]
     tokens, drawn = (part.to(device).expand(count, -1).repeat_interleave(each, 0) for part in (tokens, drawn))
     if strength is not None:

@@ -191,9 +191,8 @@ class ControlARTransformer(SavedModel):
         corners = True if resample == "bicubic" else None
         control = condition.control.to(self.device, torch.promote_types(self.dtype, torch.float32))
         small = F.interpolate(control, size=size, mode=resample, align_corners=corners)
-        patches = self.adapter(small.to(self.dtype)).last_hidden_state[
-            :, 1:
-        ]  # [B, L, A]: without the class token
+        # [B, L, A]: without the class token
+        patches = self.adapter(small.to(self.dtype)).last_hidden_state[:, 1:]
         seen = self.adapter_mlp(patches)
         null = self.condition_mlp.uncond_embedding[: self.grid.num_tokens].expand_as(seen)
         if dropped is not None:

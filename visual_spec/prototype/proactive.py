@@ -198,9 +198,8 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         run.window = self.tree(run.model).nodes
 
     def prepare(self, run: Run) -> JacobiState:
-        return self.labelled(
-            run, self.tree(run.model).window
-        )  # also under acceptance "identical": siblings are drawn from the laws
+        # Also under acceptance "identical": siblings are drawn from the laws.
+        return self.labelled(run, self.tree(run.model).window)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

@@ -270,9 +270,8 @@ def test_a_row_without_text_is_the_unconditional_one(padding):
     got = model.teacher_forced(codes, condition, dropped)
     whole = model.teacher_forced(codes, condition)
     no_text = TextCondition(torch.randn_like(condition.features), torch.zeros_like(condition.mask))
-    assert (
-        model.encoder_states(no_text)[1].any(-1).all()
-    )  # some attention kernels make nan of a row that sees nothing
+    # Some attention kernels make nan of a row that sees nothing.
+    assert model.encoder_states(no_text)[1].any(-1).all()
     null = model.teacher_forced(codes, no_text)
     want = whole.where(~dropped[:, None, None, None], null)
     assert got.isfinite().all() and (got - want).abs().max() < 1e-12

@@ -142,9 +142,8 @@ def test_the_variance_alone_learns_from_the_divergence():
     output = torch.randn(4, 4, requires_grad=True)
     schedule.losses(tokens, torch.tensor([5, 50, 500, 900]), noise, output).sum().backward()
     assert output.grad is not None
-    torch.testing.assert_close(
-        output.grad[:, :2], (output.detach()[:, :2] - noise)
-    )  # of the mean of two squares
+    # Of the mean of two squares.
+    torch.testing.assert_close(output.grad[:, :2], (output.detach()[:, :2] - noise))
     assert (output.grad[:, 2:] != 0).all()
 
 

@@ -125,9 +125,8 @@ print((peak - before) / 2**27, sum(w.data_ptr() % 64 for w in model.parameters()
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_aligning_takes_the_memory_of_one_model(tmp_path):
-    weights = {
-        f"{layer}.weight": torch.full((1024, 1024), float(layer)) for layer in range(32)
-    }  # 2**27 bytes
+    # 2**27 bytes
+    weights = {f"{layer}.weight": torch.full((1024, 1024), float(layer)) for layer in range(32)}
     save_file(weights, tmp_path / "weights.safetensors")
     put_at_odd_addresses(tmp_path)
     told = subprocess.run(

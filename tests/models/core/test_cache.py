@@ -165,9 +165,8 @@ def test_evicted_keys_take_values_and_positions_along(shared):
     index = torch.arange(blocks * size)
     clip = torch.stack([index // size, index % size, index % 2], -1)  # frame, row, column
     kept = [[[[] for _ in range(HEADS)] for _ in range(ROWS)] for _ in range(2)]  # [layer][row][head]: tokens
-    places = clip.double().repeat(
-        2, ROWS, HEADS, 1, 1
-    )  # [layers, R, H, N, 3], what the straight line turns by
+    # [layers, R, H, N, 3], what the straight line turns by
+    places = clip.double().repeat(2, ROWS, HEADS, 1, 1)
 
     def straight(layer: int, block: int) -> Tensor:
         """What the block's queries read, [R, H, size, D]."""
@@ -242,9 +241,8 @@ def test_evicting_caches_count_select_and_drop():
     cache.append(0, KeyValues(whole[:, :, :2], whole[:, :, 2:4]))
     cache.append(2, KeyValues(keys, values, positions))
     assert cache.nbytes == 2 * ROWS * HEADS * 2 * DIM * 4 + 2 * keys.nbytes + ROWS * 4 * 8
-    assert (
-        sum(part.untyped_storage().nbytes() for part in cache.buffers()) == cache.nbytes
-    )  # not a view of `whole`
+    # Not a view of `whole`.
+    assert sum(part.untyped_storage().nbytes() for part in cache.buffers()) == cache.nbytes
     order = torch.tensor([[[3, 1], [0, 2]], [[1, 0], [2, 3]]])
     cache.keep(2, order)
     held = cache.layers[2]

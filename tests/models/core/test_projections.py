@@ -73,9 +73,8 @@ def test_llamagen_gives_the_same_logits(guided):
     found, after = counted(lambda: run(model, condition, tokens, guided))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     torch.testing.assert_close(model.teacher_forced(tokens, condition), expected_loss, rtol=0, atol=1e-13)
-    assert (
-        before[256] == 2 * 2 * 2 and after[256] == 0 and after[512] == 2 * 2
-    )  # calls * layers (* projections)
+    # Calls * layers (* projections).
+    assert before[256] == 2 * 2 * 2 and after[256] == 0 and after[512] == 2 * 2
 
 
 @pytest.mark.parametrize("name", ["janus", "chameleon", "lumina", "emu3", "glm small"])

@@ -17,9 +17,8 @@ LENGTH = 16
 def drafter_for(target: LlamaGenTransformer) -> EagleDrafter:
     torch.manual_seed(5)
     drafter = EagleDrafter.for_target(target).double().eval()
-    for (
-        parameter
-    ) in drafter.parameters():  # weights of order one, so that attention is not uniform by accident
+    # Weights of order one, so that attention is not uniform by accident.
+    for parameter in drafter.parameters():
         parameter.data = torch.randn_like(parameter) * (0.25 if parameter.ndim == 2 else 1.0)
     return drafter
 

@@ -328,9 +328,8 @@ def test_bytes_of_the_plain_cache(known):
     size = cache_bytes(model.config, None, 3, True, torch.bfloat16, known=known)
     state = model.prefill(LABELS, batch_size=3, guided=True, maps=maps[:known])
     keys: Any = state.cache
-    assert (
-        state.cache_bytes == size.held == size.full == 2 * 6 * 2 * 16 * 2 * (55 if known < 5 else 0)
-    )  # two of: keys and values, rows, layers, width, bytes, tokens
+    # Two of: keys and values, rows, layers, width, bytes, tokens.
+    assert state.cache_bytes == size.held == size.full == 2 * 6 * 2 * 16 * 2 * (55 if known < 5 else 0)
     assert (
         keys.held.keys.untyped_storage().nbytes() + keys.held.values.untyped_storage().nbytes() == size.held
     )

@@ -65,9 +65,8 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", VARIANTS, ids=["adaln a layer", "shared adaln", "first scale of four"])
 def test_logits_equal_a_straight_line_computation(changes):
     model = tiny_var(**changes)
-    model.get_parameter("blocks.0.attn.scale_mul_1H11").data[0, 0] = (
-        7.0  # beyond the logarithm of 100: clamped
-    )
+    # Beyond the logarithm of 100: clamped.
+    model.get_parameter("blocks.0.attn.scale_mul_1H11").data[0, 0] = 7.0
     maps = random_maps(sides=model.scales)
     labels = torch.tensor([3, 0])
     got = torch.cat(decode(model, labels, maps, guided=True), 1)

@@ -213,9 +213,8 @@ def test_the_local_variant_normalises_positions_and_has_no_attention():
     picture = torch.rand(1, 3, 64, 64, dtype=torch.float64) * 2 - 1
     changed = picture.clone()
     changed[..., :4, :4] *= -1
-    difference = (
-        (model.encode_latents(picture) - model.encode_latents(changed)).abs().amax((0, 1))
-    )  # [32, 32]
+    # [32, 32]
+    difference = (model.encode_latents(picture) - model.encode_latents(changed)).abs().amax((0, 1))
     assert difference[0, 0] > 1e-6 and difference[16:, 16:].max() == 0
 
 

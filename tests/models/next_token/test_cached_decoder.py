@@ -267,9 +267,8 @@ def test_calls_in_any_order_that_see_all_before_them_equal_raster_calls(name, gu
     before = torch.arange(count) < torch.arange(count)[:, None]
     turned = torch.randperm(count, generator=torch.Generator().manual_seed(2))
     state = model.prefill(condition, batch_size=4, guided=guided, window=count)
-    for part in torch.arange(count).split(
-        3
-    ):  # in raster order, shuffled within a call, beside a column that idles
+    # In raster order, shuffled within a call, beside a column that idles.
+    for part in torch.arange(count).split(3):
         order = turned[torch.isin(turned, part)]
         slots = torch.cat([order, torch.tensor([count + 1])]).expand(4, -1)
         seen = torch.cat([before[order], torch.zeros(1, count, dtype=torch.bool)]).expand(4, -1, -1)

@@ -159,9 +159,8 @@ def test_the_size_of_the_pictures_is_found_where_it_is_told():
     assert size_of("c2i_B_256.pt", asked=512) == 512
     assert size_of(table=1 + 24 * 24) == 384 and size_of(table=120 + 32 * 32) == 512
     assert size_of(image_size=384, downsample_size=16) == 384
-    assert (
-        size_of("other_256.pt", image_size=512) == 512
-    )  # what the training run says counts for more than the name
+    # What the training run says counts for more than the name.
+    assert size_of("other_256.pt", image_size=512) == 512
     assert size_of("c2i_256.pt", patch=8) == 256
 
 

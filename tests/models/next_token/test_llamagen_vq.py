@@ -33,9 +33,8 @@ def test_decoding_uses_unit_length_codes_in_raster_order():
     model = small()
     tokens = torch.randint(0, 24, (2, 64))
     pictures = model.decode_tokens(tokens)
-    model.quantize.embedding.weight.data *= (
-        torch.rand(24, 1, dtype=torch.float64) + 0.5
-    )  # lengths must not matter
+    # Lengths must not matter.
+    model.quantize.embedding.weight.data *= torch.rand(24, 1, dtype=torch.float64) + 0.5
     assert (model.decode_tokens(tokens) - pictures).abs().max() < 1e-12
     changed = tokens.clone()
     changed[0, 8 * 7 + 7] = (changed[0, 63] + 1) % 24  # the last token of the last row
@@ -60,9 +59,8 @@ def test_only_a_local_tokenizer_is_blind_to_far_pixels(norm_groups: int | None):
     changed = picture.clone()
     changed[..., :4, :4] *= -1
     # Radius of what a latent sees: 3 + 2 * 3 + 4 * 7 convolutions' worth of pixels, and the strides' rounding.
-    difference = (
-        (model.encode_latents(picture) - model.encode_latents(changed)).abs().amax((0, 1))
-    )  # [32, 32]
+    # [32, 32]
+    difference = (model.encode_latents(picture) - model.encode_latents(changed)).abs().amax((0, 1))
     assert difference[0, 0] > 1e-6
     assert (difference[12:, 12:].max() == 0) == (norm_groups is None)
 

@@ -118,9 +118,8 @@ def test_steps_and_one_pass_compute_straight_lines():
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_the_sampler_draws_the_tokens_of_the_public_code(scale):
     model = model_of(weights_of())
-    unturned = F.pad(
-        torch.ones(LENGTH, DIM // 4, 1, dtype=torch.float64), (0, 1)
-    )  # the public code turns nothing
+    # The public code turns nothing.
+    unturned = F.pad(torch.ones(LENGTH, DIM // 4, 1, dtype=torch.float64), (0, 1))
     model.rotary_table = lambda: unturned
     result = OrderedSampler()(model, LABELS, law=TokenLaw(guidance_scale=scale, top_k=1), batch_size=2)
     assert result.tokens.tolist() == PUBLIC[scale]

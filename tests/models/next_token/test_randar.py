@@ -232,9 +232,8 @@ def test_the_prefill_feeds_known_tokens_as_a_sequence_that_begins_with_them(
         model, "forward", lambda *given, **more: (seen.append(more["seen"]), forward(*given, **more))[1]
     )
     state = along.prefill(LABELS, batch_size=2, guided=True, window=LENGTH)
-    assert (
-        seen[0].sum(-1) <= torch.tensor(counts)[:, None]
-    ).all()  # in scratch too: nothing that was not fed
+    # In scratch too: nothing that was not fed.
+    assert (seen[0].sum(-1) <= torch.tensor(counts)[:, None]).all()
     assert state.logits.shape == (4, first, VOCAB)
     for ahead in range(first):
         moved = torch.stack(

@@ -121,9 +121,8 @@ def test_modulations_are_computed_once_before_the_loop_or_in_stretches(monkeypat
     whole = draw(sampler, model).tokens
     assert calls == [10] * 16
     calls.clear()
-    monkeypatch.setattr(
-        head_loop, "AT_ONCE", 4 * model.head.modulation_size * 8 * 6
-    )  # 4 levels of one token each
+    # 4 levels of one token each
+    monkeypatch.setattr(head_loop, "AT_ONCE", 4 * model.head.modulation_size * 8 * 6)
     parts = draw(sampler, model).tokens
     assert sum(calls) == 160 and calls[:3] == [4, 4, 2]
     torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-9)

@@ -168,9 +168,8 @@ def test_recorded_calls_give_the_same_columns_and_are_recorded_once(recordings, 
         assert found.tokens.equal(eager.tokens)
         assert found.trace.target_calls.equal(eager.trace.target_calls)
         assert found.trace.commit_call.equal(eager.trace.commit_call)
-        if (
-            eager.trace.divergence is not None
-        ):  # these laws are float64, and a recording counts as it began, in float32
+        # These laws are float64, and a recording counts as it began, in float32.
+        if eager.trace.divergence is not None:
             assert found.trace.divergence == pytest.approx(eager.trace.divergence, rel=1e-6)
         assert "step" in found.trace.phase_seconds and "step" not in eager.trace.phase_seconds
     assert len(recordings) == 1
@@ -296,9 +295,8 @@ def test_a_recording_for_each_width_that_the_policy_asks_for(recordings, monkeyp
     for seed in (3, 4):
         committed.clear()
         found = draw(sampler, model, seed)
-        assert (
-            3 * 63 - 64 <= sum(count for _, count in committed) <= 3 * 63
-        )  # the last one of a sample is left out
+        # The last one of a sample is left out.
+        assert 3 * 63 - 64 <= sum(count for _, count in committed) <= 3 * 63
         want = draw(AutoregressiveSampler(graph=False), model, seed)
         assert found.tokens.equal(want.tokens)
     (known,) = graph._RECORDINGS.values()
@@ -492,9 +490,8 @@ def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
         run.model, run.condition, run.law, run.noise = model, without_numbers(condition), checked, noise
         run.parts, run.rule = given, chosen.rule(model, given, torch.device("cuda"))
         run.filled(without_numbers(run.cache))
-        monkeypatch.setattr(
-            type(model), "check_condition", lambda *_: None, raising=False
-        )  # looks at it, once
+        # Looks at it, once.
+        monkeypatch.setattr(type(model), "check_condition", lambda *_: None, raising=False)
         state: Any = chosen.prepare(run)
         if isinstance(chosen, ProactiveJacobiSampler):
             chosen.tree(model).layout(run.device)  # made once for all decodes

@@ -89,9 +89,8 @@ def test_categorical_law(dtype):
     assert tokens.shape == (4, 10_000) and tokens.dtype == torch.int64
     assert not (tokens == 1).any()
     support = torch.tensor([0, 2, 3, 4, 5, 6])
-    assert (
-        chi_square(torch.searchsorted(support, tokens), probabilities[support]) < 25.7
-    )  # p = 1e-4, 5 degrees
+    # P = 1e-4, 5 degrees.
+    assert chi_square(torch.searchsorted(support, tokens), probabilities[support]) < 25.7
 
 
 def test_categorical_is_the_argmax_of_law_plus_gumbel():

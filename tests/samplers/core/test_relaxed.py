@@ -61,9 +61,8 @@ def test_smallest_of_values_that_are_not_numbers_stays_in_range():
 
 def test_neighbours_are_the_nearest_codes_in_order(monkeypatch):
     generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(
-        -2, 3, (40, 3), generator=generator
-    ).float()  # many at equal distances, some the same
+    # Many at equal distances, some the same.
+    codes = torch.randint(-2, 3, (40, 3), generator=generator).float()
     monkeypatch.setattr("visual_spec.samplers.core.relaxed._TABLE_ROWS", 7 * 40)  # 7 rows at a time
     table = neighbour_table(codes, 12)
     assert table.shape == (40, 12) and table.dtype == torch.int32

@@ -40,9 +40,8 @@ def test_plan_is_what_the_definition_says(rows, width, windows, drafts):
                     got = []
                     for w in columns:
                         assert int(plan.scratch[w]) == num_tokens + w
-                        if (
-                            plan.slots[b, w] >= num_tokens
-                        ):  # idle: it feeds and predicts its own scratch place
+                        # Idle: it feeds and predicts its own scratch place.
+                        if plan.slots[b, w] >= num_tokens:
                             assert plan.slots[b, w] == plan.predicted[b, w] == plan.scratch[w]
                             continue
                         predicted = int(plan.predicted[b, w])

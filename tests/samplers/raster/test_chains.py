@@ -157,9 +157,8 @@ def test_the_trace_counts_the_calls_of_every_sample(calls, name):
     assert trace.commit_call.shape == result.tokens.shape[:2] == (4, length)
     assert result.tokens.dtype == torch.int64
     if result.tokens.dim() == 2:
-        assert (
-            result.tokens.untyped_storage().nbytes() == 4 * length * 8
-        )  # no view that keeps the scratch alive
+        # No view that keeps the scratch alive.
+        assert result.tokens.untyped_storage().nbytes() == 4 * length * 8
     assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
     assert trace.target_calls.max() == count
     torch.testing.assert_close(trace.tokens_per_call, length / trace.target_calls.float())
@@ -285,9 +284,8 @@ def test_logits_of_slots_past_the_grid_and_of_forced_entries_count_for_nothing(m
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch, name):
     operations = operations_of(type(CHAINS[name]))
-    monkeypatch.setattr(
-        drafted, "nobody", lambda going: False
-    )  # asks on the CPU only, as do those that `on_host` lets
+    # Asks on the CPU only, as do those that `on_host` lets.
+    monkeypatch.setattr(drafted, "nobody", lambda going: False)
     for module in (law, noise, jacobi_identical):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
     decode(CHAINS[name], range(2))

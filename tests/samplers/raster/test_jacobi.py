@@ -80,9 +80,8 @@ def test_finished_rows_stay_as_they_are(monkeypatch):
         assert torch.equal(state.target_calls[done], before[2][done])
         assert torch.equal(state.lengths[done], before[0][done])
         open_slots = torch.arange(64) < before[0][:, None]
-        assert torch.equal(
-            state.tokens[:, :64][open_slots], before[1][open_slots]
-        )  # nor is any committed token
+        # Nor is any committed token.
+        assert torch.equal(state.tokens[:, :64][open_slots], before[1][open_slots])
 
     monkeypatch.setattr(SpeculativeJacobiSampler, "step", step)
     decode(sampler)

@@ -79,9 +79,8 @@ def best_speed(cost: dict[int, float], gain: dict[int, float], seed: int) -> flo
         for _ in range(400):
             ease = np.exp(rng.normal(0, 0.3))
             calls += 1 / tokens_of(width, min(gain[width] * ease, width - 1), 500, rng).mean()
-        speeds.append(
-            400 / calls / (cost[width] * 1.04)
-        )  # .04: two calls in a hundred take three times as long
+        # .04: two calls in a hundred take three times as long
+        speeds.append(400 / calls / (cost[width] * 1.04))
     return max(speeds)
 
 

@@ -204,9 +204,8 @@ def test_the_reference_law_is_guided_as_the_first_model_is(first, given):
     other = decode(stages, rows, given, measure=True).trace.divergence
     assert other is not None and other > 0.01
     stages = [Stage(large, range(2)), Stage(copy.deepcopy(large), range(2, 4))]
-    own = decode(
-        stages, rows, given, measure=True
-    ).trace.divergence  # the call's law where the first has none
+    # The call's law where the first has none.
+    own = decode(stages, rows, given, measure=True).trace.divergence
     assert own is not None and own < 1e-12
 
 

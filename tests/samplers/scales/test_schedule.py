@@ -320,9 +320,8 @@ def test_the_record_as_a_setting_and_as_text(tmp_path):
     assert make_sampler(name, **settings).schedule == mixed.schedule
     assert make_sampler("scale-wise", schedule="just-stop").schedule == ScaleSchedule(-3)
     assert make_sampler("scale-wise", keep_share=0.5).schedule.keep_share == (0.5,)
-    assert (
-        make_sampler("masked", schedule="cosine").config["schedule"] == "cosine"
-    )  # another word of the same name
+    # Another word of the same name.
+    assert make_sampler("masked", schedule="cosine").config["schedule"] == "cosine"
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,8 @@ class VideoProgram:
         self.path, self.device, self.checksum = path, device, checksum(path)
         self._size: int | None = None
         try:
-            with warnings.catch_warnings(
-                action="ignore", category=DeprecationWarning
-            ):  # FVD's file is TorchScript
+            # FVD's file is TorchScript
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                 self._network: Any = torch.jit.load(path, map_location=device).eval().float()
         except Exception as error:  # the reader raises anything, and so does the program
             raise self._refusal("is no TorchScript file, or fails when it is loaded", error) from error

@@ -180,9 +180,8 @@ def _table(path: Path) -> PromptSet:
     text, delimiter = read_text(path), "\t" if path.suffix.lower() == ".tsv" else ","
     rows = _rows(path, text, delimiter, csv.QUOTE_MINIMAL)
     if delimiter == "\t" and (isinstance(rows, csv.Error) or _uneven(rows)):
-        rows = _rows(
-            path, text, delimiter, csv.QUOTE_NONE
-        )  # as PartiPrompts: quotation marks are letters there
+        # As PartiPrompts: quotation marks are letters there.
+        rows = _rows(path, text, delimiter, csv.QUOTE_NONE)
     if isinstance(rows, csv.Error):
         raise ValueError(f"{path} is no table ({rows}).")
     header = [name.strip().lower() for name in (rows[0][1] if rows else [])]

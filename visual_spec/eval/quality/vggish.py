@@ -19,9 +19,8 @@ SECOND, STEP = SAMPLE_RATE, SAMPLE_RATE // 2  # samples that one embedding hears
 EMBEDDING_SIZE = 128
 FRAMES, BANDS = 96, 64  # of a spectrogram; the two last frames of a second are left out
 _WINDOW, _HOP, _FOURIER = 400, 160, 512  # samples of a spectrum, from one to the next, and with zeros added
-_LEAST_PEAK = (
-    0.1 / 32768
-)  # Google's program reads samples of 16 bits as whole numbers, and divides by 0.1 at least
+# Google's program reads samples of 16 bits as whole numbers, and divides by 0.1 at least
+_LEAST_PEAK = 0.1 / 32768
 
 
 class VGGish(nn.Module):

@@ -74,9 +74,8 @@ class DiffusionSchedule:
         levels = respaced_levels(num_steps)
         ChainSettings(eta=eta)
         # In float64: products of a thousand factors, of which differences are taken.
-        kept = (1.0 - cosine_betas()).cumprod(0)[
-            levels
-        ]  # share of the token's variance that is left at each level
+        # Share of the token's variance that is left at each level.
+        kept = (1.0 - cosine_betas()).cumprod(0)[levels]
         before = torch.cat([kept.new_ones(1), kept[:-1]])
         betas = 1.0 - kept / before
         posterior = betas * (1.0 - before) / (1.0 - kept)
@@ -101,9 +100,8 @@ class DiffusionSchedule:
         self._forward = torch.stack([kept.sqrt(), (1.0 - kept).sqrt()], -1).float()  # [num_steps, 2]
         if eta is not None:
             sigma = (eta * eta * posterior).sqrt()
-            of_noise = (
-                (1.0 - before - sigma.square()).clamp_min(0.0).sqrt()
-            )  # the noise is (x - share token) / rest
+            # The noise is (x - share token) / rest.
+            of_noise = (1.0 - before - sigma.square()).clamp_min(0.0).sqrt()
             ratio = of_noise / (1.0 - kept).sqrt()
             of_start, of_point, width = before.sqrt() - ratio * kept.sqrt(), ratio, sigma
             low = high = torch.zeros_like(width)

@@ -182,9 +182,8 @@ def _write_separately(joined: Any, state: dict[str, Any], prefix: str, metadata:
     for name, size in zip(joined.names, joined.sizes, strict=True):
         for kind, rows in whole.items():
             if rows is not None:
-                state[f"{layer}{name}.{kind}"] = rows[
-                    start : start + size
-                ]  # no split: quantised weights support slices only
+                # No split: quantised weights support slices only.
+                state[f"{layer}{name}.{kind}"] = rows[start : start + size]
         start += size
 
 

@@ -113,9 +113,8 @@ def joined_prompts(
             f"{' and '.join(map(str, counts))} prompts for a batch of {batch_size}; pass one a sample."
         )
     longest = max(part.ids.shape[1] for part in parts)
-    if not on_host(
-        parts[0].ids.to(device)
-    ):  # few different lengths, so that later prompts can reuse recordings
+    # Few different lengths, so that later prompts can reuse recordings.
+    if not on_host(parts[0].ids.to(device)):
         longest = -(-longest // _PROMPT_STEP) * _PROMPT_STEP
 
     def joined(tensors: list[Tensor]) -> Tensor:

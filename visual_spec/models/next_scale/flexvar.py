@@ -134,18 +134,16 @@ class FlexVARTransformer(AnyScales, VARTransformer):
         """
         alone = self.at((1, map.shape[-1]))
         hidden, state = alone._begin(condition, [map], dropped=dropped, fed=0, stop=0, pruned=None)
-        hidden = hidden - F.pad(
-            self.pos_start, (0, 0, 0, hidden.shape[1] - 1)
-        )  # the condition stands for no scale
+        # The condition stands for no scale.
+        hidden = hidden - F.pad(self.pos_start, (0, 0, 0, hidden.shape[1] - 1))
         return alone._logits(alone._run(state, hidden, range(2))[:, 1:], state.head_modulation)
 
 
 def waves(side: int, dim: int) -> Tensor:
     """Return `[1, dim, side, side]`: sines of the row in even channels, cosines of the column in odd ones."""
     places = torch.arange(side, dtype=torch.float32)
-    angles = places[:, None] * torch.exp(
-        torch.arange(0, dim, 2) * -(math.log(10000.0) / dim)
-    )  # [side, dim / 2]
+    # [side, dim / 2]
+    angles = places[:, None] * torch.exp(torch.arange(0, dim, 2) * -(math.log(10000.0) / dim))
     table = torch.empty(side, side, dim)
     table[..., 0::2], table[..., 1::2] = angles.sin()[:, None], angles.cos()[None]
     return table.permute(2, 0, 1)[None]

@@ -76,9 +76,8 @@ class BitwiseVQModel(MultiscaleTokenizer):
         self.bits, self._cell = bits, 2 if patchify else 1
         self.codebook_size = 2  # the values of a bit
         self.tokens_per_place = self.code_dim = bits * self._cell**2
-        self.patch_size = (
-            2 ** (len(channel_multipliers) - 1) * self._cell
-        )  # pixels per side of a place, last scale
+        # Pixels per side of a place, last scale.
+        self.patch_size = 2 ** (len(channel_multipliers) - 1) * self._cell
         self.image_size = self.picture_shape
         design = Design(base_channels, tuple(channel_multipliers), blocks_per_level, bits, norm_groups)
         self.encoder, self.decoder = Encoder(design), Decoder(design)
@@ -198,9 +197,8 @@ def load_infinity_vq_checkpoint(
     settings["patchify"] = len(settings["channel_multipliers"]) == 4
 
     def constants(model: BitwiseVQModel) -> dict[str, Tensor]:
-        powers = 2 ** torch.arange(
-            model.bits
-        )  # with 64 bits the last one is negative, as in the official code
+        # With 64 bits the last one is negative, as in the official code.
+        powers = 2 ** torch.arange(model.bits)
         ones = {key: weights[key].flatten()[:1] for key in _CONSTANTS if key in weights}
         return {
             key: powers if one.is_meta or one.eq(1).all() else powers.flip(0) for key, one in ones.items()

@@ -171,9 +171,8 @@ class MultiscaleVQModel(MultiscaleTokenizer):
     def _nearest(self, latents: Tensor) -> Tensor:
         """Return the ids `[B, n * n]` of the codes nearest to latents `[B, D, n, n]` in Euclidean distance."""
         codes = self.codebook.detach()
-        closeness = rearrange(latents, "b d h w -> b (h w) d") @ codes.T - 0.5 * codes.square().sum(
-            -1
-        )  # [B, n*n, V]
+        # [B, n*n, V]
+        closeness = rearrange(latents, "b d h w -> b (h w) d") @ codes.T - 0.5 * codes.square().sum(-1)
         return closeness.argmax(-1)
 
 

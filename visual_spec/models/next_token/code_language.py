@@ -153,9 +153,8 @@ class CodeLanguageModel(CachedDecoder):
         prefix_mask: Tensor | None,
         **more: Any,
     ) -> Tensor:
-        if (
-            local_window(self.decoder) is not None
-        ):  # its own mask is cut by the number of places that are read
+        # Its own mask is cut by the number of places that are read.
+        if local_window(self.decoder) is not None:
             visible = visible[..., : int(places.max()) + 1]
         width = handled_window(self.decoder.config)
         if width is None:

@@ -298,9 +298,8 @@ class LlamaGenTransformer(SavedModel):
         mask = None if self._reads_windows(hidden) else seen_causally(words)[:, None]
         features, hidden = self.run(hidden, own, Shared(turns, own.places, mask, words), side)
         features = features[:, -1:]
-        first = torch.zeros(
-            1, self.num_answers, dtype=torch.long, device=hidden.device
-        )  # the last position answers
+        # The last position answers.
+        first = torch.zeros(1, self.num_answers, dtype=torch.long, device=hidden.device)
         logits = self.logits(features, hidden[:, -1:], first)[:, 0]
         if shared is not None:
             cache.keys[..., :prefix, :] = own.keys[:, shared[1]]

@@ -141,9 +141,8 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         length, table = prefix.shape[1], self.rotary_table().to(tokens.device)
         turned = table[orders]  # [B, L, D / 2, 2]
         embedded = self.tok_embeddings(tokens.gather(1, orders))
-        pairs = torch.stack([self.instructions(turned), embedded], 2).flatten(1, 2)[
-            :, :-1
-        ]  # [B, 2 L - 1, dim]
+        # [B, 2 L - 1, dim]
+        pairs = torch.stack([self.instructions(turned), embedded], 2).flatten(1, 2)[:, :-1]
         hidden = torch.cat([prefix, pairs], 1)
         unturned = self.unturned(table).expand(len(tokens), length, -1, -1)
         turns = turns_of(torch.cat([unturned, turned.repeat_interleave(2, 1)[:, :-1]], 1))

@@ -185,9 +185,8 @@ class TransformerBlock(nn.Module):
             projected = in_one_order(attention.wqkv, hidden, norm=norm.weight, eps=norm.eps)
             hidden = in_one_order(attention.wo, attention.mix(projected, held, shared), residual=hidden)
             norm = self.ffn_norm
-            opened = in_one_order(
-                layer.w1, hidden, norm=norm.weight, eps=norm.eps, gate=True
-            )  # and w3, joined
+            # And w3, joined.
+            opened = in_one_order(layer.w1, hidden, norm=norm.weight, eps=norm.eps, gate=True)
             return in_one_order(layer.w2, opened, residual=hidden), None
         hidden, x = self.attention_norm.after(hidden, change)
         hidden, x = self.ffn_norm.after(hidden, self.attention(x, held, shared))

@@ -36,9 +36,8 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = rearrange(
-            self.qkv(self.norm1(x)), "b t (n h d) -> n b h t d", n=3, h=self.heads
-        )  # [B, H, T, D]
+        # [B, H, T, D]
+        q, k, v = rearrange(self.qkv(self.norm1(x)), "b t (n h d) -> n b h t d", n=3, h=self.heads)
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(rearrange(seen, "b h t d -> b t (h d)"))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

@@ -211,9 +211,8 @@ def generate_images(
     trace = joined_traces(traces)
     tell(model, hung, last_trace=trace)
     ids = stage.output(condition, result.tokens)
-    if (
-        passed.get("pixel_values") is not None
-    ):  # `generate` returns the placeholders of pictures, not their tokens
+    # `generate` returns the placeholders of pictures, not their tokens
+    if passed.get("pixel_values") is not None:
         ids[:, : input_ids.shape[1]] = input_ids.to(ids.device).repeat_interleave(count, 0)
     live.end(ids[:, start:])
     return returned(ids, config, trace)

@@ -68,9 +68,8 @@ class PocketTTS(SpeechModel):
             return self.plain[_FLOW](condition, noise, num_flow_steps)
         self.run.watch.lap("rest", condition.device)
         module, device = self.model.flow_head, noise.device
-        steps = (
-            num_flow_steps if len(module.timestep_embeddings) else 0
-        )  # without times, noise becomes a latent at once
+        # Without times, noise becomes a latent at once.
+        steps = num_flow_steps if len(module.timestep_embeddings) else 0
         with at_hand(module, leaves=False):
             there = next(module.parameters()).device
             head, condition, noise = PocketTTSHead(module), condition.to(there), noise.to(there)

@@ -117,9 +117,8 @@ class BlockDraftSampler(ChainSampler):
         count = min(config.drafted, drafter.most, width - 1)
         if config.acceptance == "exact":
             width = count + 1
-        at = (
-            state.lengths[:, None] - 1 + torch.arange(width, device=run.device)
-        )  # the newest token's slot first
+        # The newest token's slot first.
+        at = state.lengths[:, None] - 1 + torch.arange(width, device=run.device)
         own = state.tokens.gather(1, at)
         laws: list[Tensor] = []
         drawn = own[:, 1 : count + 1]

@@ -215,9 +215,8 @@ class FlowARTransformer(SavedModel):
         hidden = torch.cat([classes[:, None], self.z_proj(torch.cat(fed, 1))], 1)
         slots = torch.arange(self.offsets[-1], device=hidden.device)
         ends = torch.tensor(self.offsets[1:], device=hidden.device)
-        mask = (
-            slots < ends[torch.bucketize(slots, ends, right=True)][:, None]
-        )  # all of the own map and those before
+        # All of the own map and those before.
+        mask = slots < ends[torch.bucketize(slots, ends, right=True)][:, None]
         turns = self._turns(hidden, *range(len(self.scales)))
         return self._run(hidden, self._modulations(classes), slots, turns, mask=mask)
 

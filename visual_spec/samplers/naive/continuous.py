@@ -41,9 +41,8 @@ class Chain:
     ) -> None:
         self.model, self.z, self.law, self.levels, self.end = model, z, law, levels, end
         self.schedule = model.schedule(levels, eta)
-        self.scale = (
-            1 + (law.guidance_scale - 1) * (slot + 1) / model.grid.num_tokens
-        )  # grows along the picture
+        # Grows along the picture.
+        self.scale = 1 + (law.guidance_scale - 1) * (slot + 1) / model.grid.num_tokens
         self.place = model.places[slot].view(1, 1)
 
     def step(self, x: Tensor, level: int) -> tuple[Tensor, Tensor]:

@@ -127,9 +127,8 @@ class RowOrder:
         offset = torch.arange(size, device=device)
         scratch = num_tokens + torch.arange(self.columns, device=device)
         place = scratch.view(self.windows, size)
-        first = (
-            row * width + length - 1
-        )  # the newest token; before a row's first one, the end of the row above
+        # The newest token; before a row's first one, the end of the row above.
+        first = row * width + length - 1
         slots = first[..., None] + offset  # [B, A, D + 1]
         counted = offset < scored[..., None]
         predicted = (slots + 1).where(counted, place)

@@ -84,9 +84,8 @@ class ColumnView(TokenView):
         """Return laws [B, N * K, V] from logits [R, N, K, V] that predict steps [B, N]; forced entries are token 0."""
         valid = self.valid[slots]  # [B, N, K]
         if logits.shape != ((2 if guided else 1) * len(slots), *valid.shape[1:], self.vocab_size):
-            check_returned(
-                logits, len(slots), guided, *valid.shape[1:], self.vocab_size
-            )  # says what is wrong
+            # Says what is wrong.
+            check_returned(logits, len(slots), guided, *valid.shape[1:], self.vocab_size)
         # The logits of a forced entry are never used, so they are marked as past the grid and not checked.
         at = torch.where(valid, slots[..., None], self.num_steps).flatten(1)
         laws = law(logits.flatten(1, 2), at, guided)

@@ -337,9 +337,8 @@ def _repaired_at_once(
     copies = None
     if steady is not None:
         newest = fed[:, : slots.shape[1]]
-        source = torch.where(alike & (tokens.roll(1, 1)[:, None] == newest[..., None]), places, -1).amax(
-            -1
-        )  # [B, n]
+        # [B, n]
+        source = torch.where(alike & (tokens.roll(1, 1)[:, None] == newest[..., None]), places, -1).amax(-1)
         copies = tokens.gather(1, source.clamp(min=0))
         disputed = (
             (source >= 0) & (copies != drafts[..., 0]) & steady[:, 1 : count + 1] & (newest != last_fed)
