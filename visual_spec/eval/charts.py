@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from visual_spec.files.extras import extra
+
 INK, MUTED, GOOD, LOSSY = "#1c1e24", "#686a72", "#187642", "#b4430f"
 WHITE, LINE, BAND = "#ffffff", "#b9b5aa", "#f0eee8"
 # What these colours are called in the style of a page, which has them light and dark.
@@ -29,10 +31,8 @@ Point = tuple[str, float, float, float, float]  # name, x, y, low, high
 
 def figure_class() -> Any:
     """matplotlib's `Figure`; ImportError where it is missing (extra `eval`), as from all that draws a chart."""
-    try:
+    with extra("eval", "charts need matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("charts need matplotlib: pip install '.[eval]' in a checkout") from error
     return Figure
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.files.extras import extra
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.settings import whole
 
@@ -53,12 +54,8 @@ def audio_bytes(audio: Any, sampling_rate: int, kind: str = "wav") -> bytes:
             file.setframerate(int(sampling_rate))
             file.writeframes(np.rint(samples * 32767).astype("<i2").tobytes())
         return buffer.getvalue()
-    try:
+    with extra("audio", f"writing {kind} needs soundfile", ", or write wav, which needs nothing."):
         import soundfile  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            f"writing {kind} needs soundfile: pip install '.[audio]' in a checkout, or write wav, which needs nothing."
-        ) from error
     soundfile.write(buffer, samples, int(sampling_rate), format=kind.upper(), subtype=FORMATS[kind])
     return buffer.getvalue()
 
@@ -71,10 +68,8 @@ def write_audio(path: str | os.PathLike, audio: Any, sampling_rate: int, *, over
         ValueError, ImportError: as `audio_bytes`.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; choose another name, or pass overwrite=True.")
     content = audio_bytes(audio, sampling_rate, path.suffix.lower().removeprefix("."))
-    return write_atomically(path, content, overwrite=True)
+    return write_atomically(path, content, overwrite=overwrite)
 
 
 def prepare_clip(audio: Any, sampling_rate: int | None, *, rate: int, channels: int) -> Tensor:
@@ -126,13 +121,9 @@ def resample(clip: Tensor, rate: int, wanted: int) -> Tensor:
     common = math.gcd(rate, wanted)
     if max(rate, wanted) // common > _MOST_RATE:
         return in_parts(clip, rate // common, wanted // common)
-    try:
+    need = f"resampling from {rate} Hz to {wanted} Hz needs torchaudio"
+    with extra("audio", need, f", or pass a clip of {wanted} Hz."):
         from torchaudio.functional import resample as by_torchaudio
-    except ImportError as error:
-        raise ImportError(
-            f"resampling from {rate} Hz to {wanted} Hz needs torchaudio: pip install '.[audio]' in a checkout, or pass "
-            f"a clip of {wanted} Hz."
-        ) from error
     return by_torchaudio(clip.double(), rate, wanted).to(clip)
 
 

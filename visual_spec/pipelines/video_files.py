@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from visual_spec.files.extras import extra
 from visual_spec.files.whole import write_atomically
 
 FORMATS = ("mp4", "gif", "png")
@@ -81,19 +82,13 @@ def write_video(
         ValueError, ImportError: as `video_bytes`.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; choose another name, or pass overwrite=True.")
     content = video_bytes(frames, frame_rate, path.suffix.lower().removeprefix("."))
-    return write_atomically(path, content, overwrite=True)
+    return write_atomically(path, content, overwrite=overwrite)
 
 
 def _av() -> Any:
-    try:
+    with extra("video", "writing mp4 needs PyAV", ", or write gif or png, which need nothing."):
         import av  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            "writing mp4 needs PyAV: pip install '.[video]' in a checkout, or write gif or png, which need nothing."
-        ) from error
     return av
 
 

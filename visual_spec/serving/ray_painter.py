@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from visual_spec.files.extras import extra
 from visual_spec.models.core.settings import LAW_DEFAULTS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.painter import Drawn, Order, png_of
@@ -28,10 +29,8 @@ def require_serve() -> Any:
     Raises:
         ImportError: Ray Serve is missing.
     """
-    try:
+    with extra("serve", "--engine ray needs Ray Serve"):
         from ray import serve  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("--engine ray needs Ray Serve: pip install '.[serve]' in a checkout") from error
     return serve
 
 

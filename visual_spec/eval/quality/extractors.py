@@ -36,6 +36,7 @@ from visual_spec.eval.quality.features import (
 from visual_spec.eval.quality.human_preference import load_preference, pixels
 from visual_spec.eval.quality.programs import VideoProgram, checksum
 from visual_spec.eval.quality.vggish import EMBEDDING_SIZE, SAMPLE_RATE, load_vggish, spectrograms
+from visual_spec.files.extras import extra
 from visual_spec.models.core.checkpoints import read_checkpoint
 from visual_spec.models.core.saved import check_finite
 
@@ -139,12 +140,8 @@ def _inception(setup: Setup, outputs: list[str]) -> Any:
             f"no Inception weights{'' if path is None else f' at {path}'}; download {INCEPTION_FILE} of "
             "torch-fidelity and pass it as --feature-weights (to eval as --inception)"
         )
-    try:
+    with extra("eval", "Inception features need torch-fidelity"):
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-    except ImportError as error:
-        raise ImportError(
-            "Inception features need torch-fidelity: pip install '.[eval]' in a checkout"
-        ) from error
     try:  # torch-fidelity itself would unpickle more than tensors
         check_finite(read_checkpoint(path).weights, str(path))
     except ValueError as error:
@@ -429,10 +426,8 @@ def dino_features(setup: Setup) -> Extractor:
 
 def pixel_features(setup: Setup) -> Extractor:
     """Mean squared difference of 0 to 255, and structural similarity (Wang et al. 2004), of pairs with `beside`."""
-    try:
+    with extra("eval", "ssim and psnr need torchmetrics"):
         from torchmetrics.functional.image import structural_similarity_index_measure as similarity
-    except ImportError as error:
-        raise ImportError("ssim and psnr need torchmetrics: pip install '.[eval]' in a checkout") from error
 
     def compared(one: Tensor, other: Tensor) -> dict[str, Tensor]:
         value = similarity(one, other, data_range=255.0, reduction="none")
@@ -449,12 +444,8 @@ def lpips_features(setup: Setup) -> Extractor:
             f"no AlexNet weights at {weights}; pass alexnet-owt-7be5be79.pth of torchvision"
         )
     stored = read_checkpoint(weights).weights
-    try:
+    with extra("eval", "lpips needs torchmetrics and torchvision"):
         from torchmetrics.functional.image.lpips import _LPIPS
-    except ImportError as error:
-        raise ImportError(
-            "lpips needs torchmetrics and torchvision: pip install '.[eval]' in a checkout"
-        ) from error
     network = _LPIPS(pretrained=True, net="alex", pnet_rand=True)
     own = network.net.state_dict()
     wanted = {name: f"features.{name.split('.', 1)[1]}" for name in own}

@@ -15,6 +15,7 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 from visual_spec.files.arrays import read_npy
+from visual_spec.files.extras import extra
 from visual_spec.files.pictures import read_picture_file
 from visual_spec.files.reading import open_regular
 
@@ -79,12 +80,8 @@ def _wave(file: BinaryIO) -> tuple[np.ndarray, int] | None:
 
 
 def _by_soundfile(file: BinaryIO, path: Path) -> tuple[np.ndarray, int]:
-    try:
+    with extra("audio", f"{path} needs soundfile to be read"):
         import soundfile  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            f"{path} needs soundfile to be read: pip install '.[audio]' in a checkout"
-        ) from error
     file.seek(0)
     try:
         with soundfile.SoundFile(file) as clip:
@@ -113,12 +110,8 @@ def read_video(path: Path) -> np.ndarray:
                     return _stacked(
                         np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)
                     )
-            try:
+            with extra("video", f"{path} needs PyAV to be read"):
                 import av  # pyright: ignore[reportMissingImports]
-            except ImportError as error:
-                raise ImportError(
-                    f"{path} needs PyAV to be read: pip install '.[video]' in a checkout"
-                ) from error
             with av.open(file, "r") as video:
                 return _stacked(frame.to_ndarray(format="rgb24") for frame in video.decode(video=0))
     except ImportError:

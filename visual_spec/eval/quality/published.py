@@ -24,6 +24,7 @@ from torch import Tensor
 
 from visual_spec.eval.intervals import Z_95, Figure
 from visual_spec.eval.quality.discrepancy import Sums, cubic_kernel
+from visual_spec.files.extras import extra
 
 GROUPS = 20  # of the jackknife
 _ROUNDING = 1e-2  # of a covariance that others stated, relative to its largest entry or eigenvalue
@@ -374,7 +375,5 @@ def _fidelity(name: str) -> Any:
     """A module of torch-fidelity."""
     import importlib
 
-    try:
+    with extra("eval", "this figure needs torch-fidelity"):
         return importlib.import_module(f"torch_fidelity.{name}")
-    except ImportError as error:
-        raise ImportError("this figure needs torch-fidelity: pip install '.[eval]' in a checkout") from error

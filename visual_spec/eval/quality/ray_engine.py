@@ -16,15 +16,14 @@ import torch
 
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.sample_set import Report, SampleSet, held
+from visual_spec.files.extras import extra
 
 
 def require_ray() -> Any:
     """The module `ray`; ImportError where Ray Data is missing (extra `scale`)."""
-    try:
+    with extra("scale", "--engine ray needs Ray Data"):
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("--engine ray needs Ray Data: pip install '.[scale]' in a checkout") from error
     return ray
 
 
