@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.motion_long import NAMES, consistency
+from tests.helpers.refusals import refuses
 from visual_spec.data.motion import Clip, MovingShape, caption, render
 
 FRAMES = 40
@@ -76,7 +77,5 @@ def test_a_clip_that_freezes_stops_moving_and_one_that_should_be_still_must_not_
 
 
 def test_what_is_no_clip_is_refused():
-    with pytest.raises(ValueError, match=r"\(1, 64, 64, 3\)"):
-        consistency(caption(clip()), render(clip(), 1))
-    with pytest.raises(ValueError, match="'a dog'"):
-        consistency("a dog", render(clip(), 2))
+    refuses(ValueError, r"\(1, 64, 64, 3\)", consistency, caption(clip()), render(clip(), 1))
+    refuses(ValueError, "'a dog'", consistency, "a dog", render(clip(), 2))

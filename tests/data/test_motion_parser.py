@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers.refusals import refuses
 from visual_spec.data.motion import Clip, MovingShape, caption, render, sample_clips
 from visual_spec.data.motion_parser import parse_caption, parse_clip, score
 
@@ -89,18 +90,12 @@ def test_pictures_of_other_sizes_are_read_too():
 
 
 def test_clips_that_are_none_are_refused():
-    with pytest.raises(TypeError, match="float32"):
-        parse_clip(np.zeros((4, 64, 64, 3), np.float32))
-    with pytest.raises(TypeError, match="PIL"):
-        parse_clip([np.zeros((64, 64, 3), np.uint8)])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"\(1, 64, 64, 3\)"):
-        parse_clip(np.zeros((1, 64, 64, 3), np.uint8))
-    with pytest.raises(ValueError, match="square"):
-        parse_clip(np.zeros((4, 64, 32, 3), np.uint8))
-    with pytest.raises(ValueError, match="one size"):
-        parse_clip([Image.new("RGB", (64, 64)), Image.new("RGB", (32, 32))])
-    with pytest.raises(ValueError, match="DIRECTION"):
-        parse_caption("a small red circle flies away")
+    refuses(TypeError, "float32", parse_clip, np.zeros((4, 64, 64, 3), np.float32))
+    refuses(TypeError, "PIL", parse_clip, [np.zeros((64, 64, 3), np.uint8)])
+    refuses(ValueError, r"\(1, 64, 64, 3\)", parse_clip, np.zeros((1, 64, 64, 3), np.uint8))
+    refuses(ValueError, "square", parse_clip, np.zeros((4, 64, 32, 3), np.uint8))
+    refuses(ValueError, "one size", parse_clip, [Image.new("RGB", (64, 64)), Image.new("RGB", (32, 32))])
+    refuses(ValueError, "DIRECTION", parse_caption, "a small red circle flies away")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from scripts.train.classes import class_accuracy, object_slots, sample_one_object_scenes
+from tests.helpers.refusals import refuses
 from visual_spec.data.shapes import (
     BACKGROUND_COLOURS,
     CELL,
@@ -108,10 +109,8 @@ def test_signed_distance_agrees_with_polygon(shape: str, size: str) -> None:
 
 
 def test_unknown_names_are_refused_with_the_allowed_ones() -> None:
-    with pytest.raises(ValueError, match="'hexagon'"):
-        signed_distance("hexagon", np.zeros(1), np.zeros(1), 10)
-    with pytest.raises(ValueError, match="'wavy'"):
-        render(Scene((), "sky", "wavy"))
+    refuses(ValueError, "'hexagon'", signed_distance, "hexagon", np.zeros(1), np.zeros(1), 10)
+    refuses(ValueError, "'wavy'", render, Scene((), "sky", "wavy"))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
+from tests.helpers.refusals import refuses
 from visual_spec.data import shapes_finder
 from visual_spec.data.shapes import (
     BACKGROUND_COLOURS,
@@ -370,14 +371,10 @@ def test_pil_images_of_any_mode() -> None:
 
 
 def test_wrong_images_are_refused() -> None:
-    with pytest.raises(TypeError, match="float64.*uint8"):
-        parse_picture(np.zeros((128, 128, 3)))
-    with pytest.raises(TypeError, match="list.*PIL"):
-        parse_picture([1, 2])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"\(2, 128, 128, 3\)"):
-        parse_picture(np.zeros((2, 128, 128, 3), np.uint8))
-    with pytest.raises(ValueError, match="100 x 128 pixels"):
-        parse_picture(np.zeros((100, 128, 3), np.uint8))
+    refuses(TypeError, "float64.*uint8", parse_picture, np.zeros((128, 128, 3)))
+    refuses(TypeError, "list.*PIL", parse_picture, [1, 2])
+    refuses(ValueError, r"\(2, 128, 128, 3\)", parse_picture, np.zeros((2, 128, 128, 3), np.uint8))
+    refuses(ValueError, "100 x 128 pixels", parse_picture, np.zeros((100, 128, 3), np.uint8))
 
 
 def test_the_picture_is_left_alone() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.data.tunes import (
     ATTRIBUTES,
     FRAME,
@@ -373,16 +374,11 @@ def test_clips_of_other_length_and_precision_are_read() -> None:
 
 def test_bad_clips_are_refused() -> None:
     good = np.zeros(NUM_SAMPLES, np.float32)
-    with pytest.raises(TypeError, match="NumPy"):
-        parse_clip([0.0] * 10_000)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="int16"):
-        parse_clip(good.astype(np.int16))
-    with pytest.raises(ValueError, match=r"shape \[2, 64000\] given"):
-        parse_clip(np.stack([good, good]))
-    with pytest.raises(ValueError, match=r"shape \[7999\] given"):
-        parse_clip(good[:7_999])
-    with pytest.raises(ValueError, match="not finite"):
-        parse_clip(np.full(NUM_SAMPLES, np.nan, np.float32))
+    refuses(TypeError, "NumPy", parse_clip, [0.0] * 10_000)
+    refuses(TypeError, "int16", parse_clip, good.astype(np.int16))
+    refuses(ValueError, r"shape \[2, 64000\] given", parse_clip, np.stack([good, good]))
+    refuses(ValueError, r"shape \[7999\] given", parse_clip, good[:7_999])
+    refuses(ValueError, "not finite", parse_clip, np.full(NUM_SAMPLES, np.nan, np.float32))
 
 
 def test_moods_name_the_modes() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
 from tests.helpers.causal_tables import TabularCausalLayer, TabularFeatureModel
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.prototype.self_speculative.sampler import SelfSpeculativeMaskedSampler
@@ -171,10 +172,8 @@ def test_with_a_layer_that_adds_nothing_every_draft_stands():
 
 def test_what_cannot_be_decoded_is_refused():
     model, layer = tables()
-    with pytest.raises(ValueError, match="num_drafts=-1.*0.*None"):
-        SelfSpeculativeMaskedSampler(num_drafts=-1)
-    with pytest.raises(ValueError, match="order='entropy'"):
-        SelfSpeculativeMaskedSampler(order="entropy")
+    refuses(ValueError, "num_drafts=-1.*0.*None", SelfSpeculativeMaskedSampler, num_drafts=-1)
+    refuses(ValueError, "order='entropy'", SelfSpeculativeMaskedSampler, order="entropy")
     with pytest.raises(ValueError, match="causal_layer.*CausalLayer"):
         SelfSpeculativeMaskedSampler()(model, None, law=PLAIN)
     two = TabularFeatureModel(TokenGrid(1, 2, codebooks=2), 2)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
 from tests.helpers.order_laws import ORDERS, one_a_call
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularMaskedModel
 from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
@@ -114,10 +115,8 @@ def test_the_order_is_that_of_the_grid():
 
 
 def test_what_cannot_be_decoded_is_refused():
-    with pytest.raises(ValueError, match="num_drafts=-1;"):
-        SpeculativeMaskedSampler(-1)
-    with pytest.raises(ValueError, match="order='entropy'"):
-        SpeculativeMaskedSampler(order="entropy")
+    refuses(ValueError, "num_drafts=-1;", SpeculativeMaskedSampler, -1)
+    refuses(ValueError, "order='entropy'", SpeculativeMaskedSampler, order="entropy")
     with pytest.raises(ValueError, match="2 codebooks"):
         SpeculativeMaskedSampler()(TabularMaskedModel(TokenGrid(1, 2, codebooks=2), 2), None, law=PLAIN)
     with pytest.raises(ValueError, match="MagnetModel"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.files.arrays import read_npy, read_npz
 
 
@@ -56,10 +57,8 @@ def test_what_says_more_than_it_holds_is_refused_without_memory(tmp_path):
     for shape in ((10**14,), (10**7, 10**7), (2**62, 8), (-5,)):
         content = header(shape) + b"x" * 10
         (tmp_path / "a.npy").write_bytes(content)
-        with pytest.raises(ValueError, match=r"a.npy"):
-            read_npy(tmp_path / "a.npy")
-        with pytest.raises(ValueError, match=r"a.npz"):
-            read_npz(archived(tmp_path / "a.npz", content))
+        refuses(ValueError, r"a.npy", read_npy, tmp_path / "a.npy")
+        refuses(ValueError, r"a.npz", read_npz, archived(tmp_path / "a.npz", content))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
@@ -73,8 +72,6 @@ def test_what_is_no_array_is_refused(tmp_path):
     (tmp_path / "deep.npy").write_bytes(whole[:10] + b"(" * 118 + whole[128:])
     (tmp_path / "text.npz").write_text("no archive")
     for name in ("objects", "named", "cut", "deep"):
-        with pytest.raises(ValueError, match=f"{name}.npy"):
-            read_npy(tmp_path / f"{name}.npy")
+        refuses(ValueError, f"{name}.npy", read_npy, tmp_path / f"{name}.npy")
     for name in ("pipe", "text"):
-        with pytest.raises(ValueError, match=f"{name}.npz"):
-            read_npz(tmp_path / f"{name}.npz")
+        refuses(ValueError, f"{name}.npz", read_npz, tmp_path / f"{name}.npz")

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.files.reading import (
     COUNT,
     FLAG,
@@ -66,25 +67,20 @@ def test_kinds_take_what_they_say(kind, right):
 def test_entries_are_named_with_their_line(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n{"a": "x"}\n')
-    with pytest.raises(ValueError, match=r"lines\.jsonl.*2.*a='x'"):
-        read_objects(path, {"a": COUNT})
-    with pytest.raises(ValueError, match="line 1.*no b"):
-        read_objects(path, {"b": COUNT})
+    refuses(ValueError, r"lines\.jsonl.*2.*a='x'", read_objects, path, {"a": COUNT})
+    refuses(ValueError, "line 1.*no b", read_objects, path, {"b": COUNT})
     assert read_objects(path, {}, {"b": COUNT}) == [{"a": 1}, {"a": "x"}]
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="1.*list"):
-        read_objects(path)
+    refuses(ValueError, "1.*list", read_objects, path)
 
 
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, "[" * 65 + "]" * 65, "", "{", "nul", "\x00"]
 )
 def test_nested_and_broken_texts_are_refused(tmp_path, text):
-    with pytest.raises(ValueError, match="here"):
-        parse(text, "here")
+    refuses(ValueError, "here", parse, text, "here")
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ValueError, match="a.json"):
-        read_object(tmp_path / "a.json")
+    refuses(ValueError, "a.json", read_object, tmp_path / "a.json")
 
 
 def test_whole_texts_are_read(tmp_path):

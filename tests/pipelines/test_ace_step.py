@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_ace_step import IDS, RECORDED, LLMHandler, Processor, drawn
 
 SAMPLERS = ("autoregressive", "speculative-jacobi", "speculative-jacobi:window=16")
@@ -61,9 +62,7 @@ def test_other_phases_go_the_handlers_own_way_and_restore_gives_back_its_loops()
 def test_a_handler_of_another_engine_is_refused() -> None:
     handler = LLMHandler()
     handler.llm_backend = "vllm"
-    with pytest.raises(TypeError, match="llm_backend='vllm' and a model; call initialize"):
-        visual_spec.accelerate(handler)
+    refuses(TypeError, "llm_backend='vllm' and a model; call initialize", visual_spec.accelerate, handler)
     empty = LLMHandler()
     empty.llm = None
-    with pytest.raises(TypeError, match="and no model"):
-        visual_spec.accelerate(empty)
+    refuses(TypeError, "and no model", visual_spec.accelerate, empty)

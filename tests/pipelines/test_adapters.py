@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.helpers.pipelines import KINDS, Kind
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, tiny_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
 from tests.helpers.tiny_continuous import tiny_latent_pipeline
@@ -207,19 +208,16 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
         (lora | {key: lora[key].to(torch.int8)}, "torch.int8"),
     ):
         save_file(wrong, path)
-        with pytest.raises(ValueError, match=rf"{path}.*{match}"):
-            pipe.load_lora_weights(tmp_path)
+        refuses(ValueError, rf"{path}.*{match}", pipe.load_lora_weights, tmp_path)
     save_file(lora, path)
     whole = path.read_bytes()
     for content in (whole[:-9], whole[:40], b"", b"x" * 100):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{path} is truncated or damaged"):
-            pipe.load_lora_weights(path)
+        refuses(ValueError, f"{path} is truncated or damaged", pipe.load_lora_weights, path)
     path.write_bytes(whole)
     for text in ("{", "[]"):
         (tmp_path / "adapter_config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"adapter_config\.json"):
-            pipe.load_lora_weights(path)
+        refuses(ValueError, r"adapter_config\.json", pipe.load_lora_weights, path)
     assert not any("lora" in name for name, _ in pipe.transformer.named_modules())
     (tmp_path / "adapter_config.json").unlink()
     compiled = {
@@ -241,17 +239,13 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
         (lora | {key.replace("lora_B.weight", "alpha"): torch.ones(())}, "alpha"),
         ({}, "holds nothing"),
     ):
-        with pytest.raises(ValueError, match=match):
-            pipe.load_lora_weights(wrong)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        pipe.load_lora_weights(tmp_path / "missing.safetensors")
-    with pytest.raises(ValueError, match=r"\.safetensors.*weight_name"):
-        pipe.load_lora_weights(tmp_path)
+        refuses(ValueError, match, pipe.load_lora_weights, wrong)
+    refuses(FileNotFoundError, "missing", pipe.load_lora_weights, tmp_path / "missing.safetensors")
+    refuses(ValueError, r"\.safetensors.*weight_name", pipe.load_lora_weights, tmp_path)
     with pytest.raises(ValueError, match="MusicgenForCausalLM"):
         tiny_audio_pipeline().load_lora_weights(lora)
     assert pipe.get_list_adapters() == {}
     pipe.load_lora_weights(lora)
-    with pytest.raises(ValueError, match="adapters"):
-        pipe.save_pretrained(tmp_path / "saved")
+    refuses(ValueError, "adapters", pipe.save_pretrained, tmp_path / "saved")
     pipe.unload_lora_weights()
     pipe.save_pretrained(tmp_path / "saved")

@@ -14,6 +14,7 @@ from scripts.train.causal_layer import new_layer
 from scripts.train.masked_image import new_model
 from scripts.train.shortcut import new_shortcut
 from tests.helpers.command import last_line
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded, tiny_masked_pipeline, tiny_pipeline, tiny_readers
 from visual_spec import cli
 from visual_spec.eval.defaults import settings_beside, settings_of_model
@@ -197,13 +198,11 @@ def test_pairs_are_of_one_tokenizer_and_one_order_each():
             player("a red circle", generator=seeded(1), guidance_scale=2.0).tokens, found.tokens
         )
         player.sampler = own
-    with pytest.raises(ValueError, match="--model tunes --masked"):
-        MaskedPair(masked, pipe)
+    refuses(ValueError, "--model tunes --masked", MaskedPair, masked, pipe)
     other = tiny_masked_pipeline()
     with torch.no_grad():
         next(other.vq_model.parameters()).add_(1.0)
-    with pytest.raises(ValueError, match="different tokenizers"):
-        MaskedPair(pipe, other)
+    refuses(ValueError, "different tokenizers", MaskedPair, pipe, other)
 
 
 def test_what_stands_beside_a_model_is_masked(folder, tmp_path):

@@ -12,6 +12,7 @@ from transformers import MusicgenForConditionalGeneration, T5EncoderModel
 
 from tests.helpers.audiocraft_files import MUSICGEN_SETTINGS, SETTINGS, TEXT, changed, write_language_model
 from tests.helpers.musicgen import write_musicgen
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_audio import (
     BOOKS,
@@ -306,18 +307,13 @@ def test_parts_that_do_not_fit_are_refused():
         AudioPipeline(tiny_decoder(), None, tiny_words(), plain)(PROMPT)
     with pytest.raises(ValueError, match="chunk_length_s=1.0"):
         AudioPipeline(tiny_decoder(), tiny_codec(chunk_length_s=1.0, overlap=0.01), tiny_words(), plain)
-    with pytest.raises(ValueError, match="layout='spiral'.*parallel"):
-        tiny_audio_pipeline(pattern="spiral")
-    with pytest.raises(ValueError, match="layout='grouped'.*group_size"):
-        tiny_audio_pipeline(pattern="grouped")
+    refuses(ValueError, "layout='spiral'.*parallel", tiny_audio_pipeline, pattern="spiral")
+    refuses(ValueError, "layout='grouped'.*group_size", tiny_audio_pipeline, pattern="grouped")
     with pytest.raises(ValueError, match=r"layout='parallel'.*\['levels'\]"):
         tiny_audio_pipeline(pattern="parallel", pattern_settings={"levels": [0, 1]})
-    with pytest.raises(ValueError, match="layout='stack_delay'.*frame_order"):
-        tiny_audio_pipeline(pattern="stack_delay")
-    with pytest.raises(ValueError, match="padding='left'"):
-        tiny_audio_pipeline(padding="left")
-    with pytest.raises(ValueError, match=r"max_audio_length_in_s=0\.001"):
-        tiny_audio_pipeline(max_audio_length_in_s=0.001)
+    refuses(ValueError, "layout='stack_delay'.*frame_order", tiny_audio_pipeline, pattern="stack_delay")
+    refuses(ValueError, "padding='left'", tiny_audio_pipeline, padding="left")
+    refuses(ValueError, r"max_audio_length_in_s=0\.001", tiny_audio_pipeline, max_audio_length_in_s=0.001)
     with pytest.raises(TypeError, match="EncodecModel.*MusicgenForConditionalGeneration"):
         AudioPipeline(tiny_codec(), tiny_codec(), tiny_words(), plain)  # pyright: ignore[reportArgumentType]
 
@@ -399,12 +395,10 @@ def test_what_convert_cannot_make_of_audiocraft_names_the_way_out(tmp_path, t5):
         ([tmp_path, tmp_path / "state_dict.bin"], {}, "folder"),
         ([tmp_path / "state_dict.bin"], {}, r"state_dict\.bin"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            convert(given, tmp_path / "out", **more)
+        refuses(ValueError, message, convert, given, tmp_path / "out", **more)
     write_language_model(tmp_path, SETTINGS)
     with pytest.raises(ValueError, match=r"MAGNeT.*AudioPipeline\.from_magnet"):
         convert([tmp_path], tmp_path / "out", text_encoder=t5)
     write_language_model(tmp_path, changed(MUSICGEN_SETTINGS, "lm_model", "jasco"))
-    with pytest.raises(ValueError, match="'jasco'"):
-        convert([tmp_path], tmp_path / "out", text_encoder=t5)
+    refuses(ValueError, "'jasco'", convert, [tmp_path], tmp_path / "out", text_encoder=t5)
     assert not (tmp_path / "out").exists()

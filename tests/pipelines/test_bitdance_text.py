@@ -11,6 +11,7 @@ import torch
 from tests.helpers.bitdance import number, text_folder
 from tests.helpers.command import last_line
 from tests.helpers.recordings import repeated
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.pipelines.bitdance_image import BitDanceImagePipeline
@@ -119,12 +120,10 @@ def test_folders_that_make_no_model_are_refused(tmp_path):
     ):
         shutil.copytree(folder, tmp_path / name)
         (tmp_path / name / name).unlink()
-        with pytest.raises(ValueError, match=message):
-            BitDanceImagePipeline.from_official(tmp_path / name)
+        refuses(ValueError, message, BitDanceImagePipeline.from_official, tmp_path / name)
     head = json.loads((folder / "vision_head_config.json").read_text())
     (folder / "vision_head_config.json").write_text(json.dumps(head | {"parallel_num": 6}))
-    with pytest.raises(ValueError, match="parallel_num=6, which is no square"):
-        BitDanceImagePipeline.from_official(folder)
+    refuses(ValueError, "parallel_num=6, which is no square", BitDanceImagePipeline.from_official, folder)
 
 
 def test_drafting_samplers_draw_with_it(pipeline):

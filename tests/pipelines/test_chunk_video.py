@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import visual_spec
 from scripts.train.causal_video import new_model
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet
 from visual_spec import cli
 from visual_spec.models.video.causal_wan import CausalWan
@@ -109,16 +110,14 @@ def test_bad_input_is_refused_before_any_call(pipe, monkeypatch, given, says):
 
 
 def test_what_is_no_policy_or_no_sampler_is_refused(pipe):
-    with pytest.raises(TypeError, match="int.*Full"):
-        pipe(PROMPT, policy=3)
+    refuses(TypeError, "int.*Full", pipe, PROMPT, policy=3)
     before = pipe.sampler
     assert visual_spec.accelerate(pipe).sampler is before
     with pytest.warns(UserWarning, match="does not know 'dog'"):
         pipe(PROMPT.replace("star", "dog"), num_frames=2, steps=1)
     other, encoder = new_model(24, 1, 2)
     other.register_to_config(in_channels=4)
-    with pytest.raises(ValueError, match="4 channels"):
-        ChunkVideoPipeline(other, encoder)
+    refuses(ValueError, "4 channels", ChunkVideoPipeline, other, encoder)
 
 
 def test_the_sampler_says_how_chunks_are_drawn(pipe, tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 import visual_spec
 from tests.helpers.continuous_image import generators, tiny_model, tiny_vae
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet
 from visual_spec.pipelines.continuous_image import ContinuousImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
@@ -68,11 +69,9 @@ def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(ValueError, match="2.*3 classes"):
         ContinuousImagePipeline(tiny_model("mar"), tiny_vae(), make_sampler("continuous"), id2label=NAMES[:2])
     pipe = tiny_pipeline()
-    with pytest.raises(ValueError, match="top_k=5"):
-        pipe("red circle", top_k=5)
+    refuses(ValueError, "top_k=5", pipe, "red circle", top_k=5)
     pipe.sampler = make_sampler("speculative-continuous", rule="chain", final_noise=0.1)
-    with pytest.raises(ValueError, match="drafter"):
-        pipe("red circle")
+    refuses(ValueError, "drafter", pipe, "red circle")
 
 
 @pytest.mark.parametrize("kind", ["mar", "causal"])

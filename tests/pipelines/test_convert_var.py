@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.official import write_tokenizer
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import SIDES, TINY_VQ, tiny_scale_pipeline
 from visual_spec.models.core.checkpoints import read_checkpoint
@@ -72,14 +73,12 @@ def test_files_that_make_no_pipeline_are_refused(files, tmp_path):
         ([files["large"], files["small"]], r"vae_ch160v4096z32\.pth"),
         ([files["large"], llamagen], r"vq_tiny\.pt.*VAR"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            convert(given, out)
+        refuses(ValueError, message, convert, given, out)
     with pytest.raises(ValueError, match=r"text_encoder=t5.*large\.pth"):
         convert([files["large"], files["vae"]], out, text_encoder="t5")
     with pytest.raises(ValueError, match=r"image_size=256.*large\.pth.*8"):
         convert([files["large"], files["vae"]], out, image_size=256)
-    with pytest.raises(ValueError, match="image_size=384; VAR.*256.*512"):
-        convert([files["vae"]], out, image_size=384)
+    refuses(ValueError, "image_size=384; VAR.*256.*512", convert, [files["vae"]], out, image_size=384)
     assert not out.exists()
 
 

@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.steps import DecodeProgress
@@ -114,10 +115,8 @@ def test_accelerate_and_restore(pipe):
 
 
 def test_accelerate_refuses_what_it_cannot_speed_up(pipe):
-    with pytest.raises(TypeError, match="Linear.*visual_spec"):
-        visual_spec.accelerate(torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="'medusa'"):
-        visual_spec.accelerate(pipe, "medusa")
+    refuses(TypeError, "Linear.*visual_spec", visual_spec.accelerate, torch.nn.Linear(1, 1))
+    refuses(ValueError, "'medusa'", visual_spec.accelerate, pipe, "medusa")
     assert isinstance(pipe.sampler, AutoregressiveSampler)
 
 
@@ -139,13 +138,11 @@ class Unready(AutoregressiveSampler):
 )
 def test_a_refused_sampler_changes_nothing(pipe, sampler, error, message):
     plain = pipe.sampler
-    with pytest.raises(error, match=message):
-        visual_spec.accelerate(pipe, sampler)
+    refuses(error, message, visual_spec.accelerate, pipe, sampler)
     assert pipe.sampler is plain and pipe.config["sampler"][1] == "AutoregressiveSampler"
     assert visual_spec.restore(pipe).sampler is plain
     fast = visual_spec.accelerate(pipe).sampler
-    with pytest.raises(error, match=message):
-        visual_spec.accelerate(pipe, sampler)
+    refuses(error, message, visual_spec.accelerate, pipe, sampler)
     assert pipe.sampler is fast
     assert visual_spec.restore(pipe).sampler is plain
 

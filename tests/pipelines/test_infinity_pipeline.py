@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.infinity import PROMPTS, TIGHT, tiny_pipeline
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_infinity import SIDES, tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import tiny_scale_pipeline
@@ -153,10 +154,8 @@ def test_the_size_is_that_of_the_name_or_asked_for(tmp_path: Path, files: tuple[
     model, tokenizer = files
     message = r"model\.pth.*image_size.*--image-size.*\[256, 512, 768, 1024\]"
     for given in ([model, tokenizer], [model]):
-        with pytest.raises(ValueError, match=message):
-            convert(given, tmp_path / "out")
-    with pytest.raises(ValueError, match=message):
-        InfinityPipeline.from_official(model, tokenizer)
+        refuses(ValueError, message, convert, given, tmp_path / "out")
+    refuses(ValueError, message, InfinityPipeline.from_official, model, tokenizer)
     named = model.rename(tmp_path / "infinity_125M_256x256.pth")
     pipe = InfinityPipeline.from_official(named, tokenizer)
     assert pipe.transformer.scales == pipe.vq_model.scales == scales_for(256)
@@ -197,22 +196,17 @@ def test_official_files_become_a_folder(tmp_path: Path, files: tuple[Path, Path]
         ([model, copy], r"model\.pth.*copy\.pth"),
         ([model, tmp_path / "var.pth"], r"model\.pth.*VAR"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            convert(given, tmp_path / "three")
+        refuses(ValueError, message, convert, given, tmp_path / "three")
     with pytest.raises(ValueError, match=r"text_encoder=t5.*model\.pth, Infinity"):
         convert([model], tmp_path / "three", text_encoder="t5")
-    with pytest.raises(ValueError, match="size=300.*Infinity"):
-        convert([model], tmp_path / "three", image_size=300)
+    refuses(ValueError, "size=300.*Infinity", convert, [model], tmp_path / "three", image_size=300)
     assert not (tmp_path / "three").exists()
 
 
 def test_what_cannot_be_drawn_is_refused():
     pipe = tiny_pipeline()
-    with pytest.raises(ValueError, match="3.*guidance_scale.*4"):
-        pipe("a", guidance_scale=[1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match=r"\(1, 2, 6\).*\[1, words, 8\]"):
-        pipe(prompt_embeds=torch.zeros(1, 2, 6))
-    with pytest.raises(ValueError, match=r"budget.*\(1, 2\)"):
-        tiny_pipeline(budget=ScaleBudget.full((1, 2), 2))
+    refuses(ValueError, "3.*guidance_scale.*4", pipe, "a", guidance_scale=[1.0, 2.0, 3.0])
+    refuses(ValueError, r"\(1, 2, 6\).*\[1, words, 8\]", pipe, prompt_embeds=torch.zeros(1, 2, 6))
+    refuses(ValueError, r"budget.*\(1, 2\)", tiny_pipeline, budget=ScaleBudget.full((1, 2), 2))
     with pytest.raises(ValueError, match="3 bits.*4"):
         InfinityPipeline(tiny_infinity(), tiny_bits(bits=4), None, ScaleWiseSampler())

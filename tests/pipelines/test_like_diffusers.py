@@ -15,6 +15,7 @@ from PIL import Image
 import visual_spec
 from tests.helpers.odd_addresses import misplaced, put_at_odd_addresses
 from tests.helpers.pipelines import ALL, KINDS
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline, read_facts
@@ -242,8 +243,7 @@ def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, mon
         ({"callback_on_step_end_tensor_inputs": ["noise"]}, ValueError, "'noise'"),
         ({"guidance": 2.0}, TypeError, r"__call__\(\).*'guidance'"),
     ):
-        with pytest.raises(error, match=message):
-            pipe(any_kind.asked, **{**any_kind.settings, **given})
+        refuses(error, message, pipe, any_kind.asked, **{**any_kind.settings, **given})
     taken = inspect.signature(type(pipe).__call__).parameters
     for name, value in (
         ("guidance_scale", math.nan),
@@ -256,8 +256,7 @@ def test_what_no_pipeline_can_do_is_refused_before_any_computation(any_kind, mon
         ("width", 16),
     ):
         if name in taken:
-            with pytest.raises(ValueError, match=f"{name}={value}"):
-                pipe(any_kind.asked, **{**any_kind.settings, name: value})
+            refuses(ValueError, f"{name}={value}", pipe, any_kind.asked, **{**any_kind.settings, name: value})
 
 
 @pytest.mark.every_set
@@ -296,12 +295,10 @@ def test_samplers_of_other_models_are_refused_and_change_nothing(any_kind):
     assert len(foreign) > 4
     for sampler in (EulerDiscreteScheduler(), *foreign):
         message = f"{type(sampler).__name__}.*{type(own).__name__}"
-        with pytest.raises(TypeError, match=message):
-            visual_spec.accelerate(pipe, sampler)
+        refuses(TypeError, message, visual_spec.accelerate, pipe, sampler)
         assert pipe.sampler is own
         pipe.sampler = sampler
-        with pytest.raises(TypeError, match=message):
-            pipe(any_kind.asked, **any_kind.settings)
+        refuses(TypeError, message, pipe, any_kind.asked, **any_kind.settings)
         pipe.sampler = own
 
 

@@ -27,6 +27,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import (
     seeded,
     tiny_pipeline,
@@ -115,12 +116,9 @@ def test_without_the_package_of_weights_the_message_says_what_to_install(tmp_pat
     monkeypatch.setattr(embedded, "weights_folder", lambda: tmp_path / "none")
     install = re.escape("pip install ./weights in a checkout")
     for load in (ImagePipeline.from_pretrained, load_pipeline):
-        with pytest.raises(ValueError, match=f"'shapes'.*{install}"):
-            load("shapes")
-    with pytest.raises(ValueError, match=f"'shapes_drafter'.*{install}"):
-        load_drafter("shapes_drafter")
-    with pytest.raises(FileNotFoundError, match=install):
-        load_shapes_features()
+        refuses(ValueError, f"'shapes'.*{install}", load, "shapes")
+    refuses(ValueError, f"'shapes_drafter'.*{install}", load_drafter, "shapes_drafter")
+    refuses(FileNotFoundError, install, load_shapes_features)
     assert cli.main(["models"]) == 0
     assert re.search(install, capsys.readouterr().out)
 
@@ -274,15 +272,13 @@ def test_the_samplers_that_fit_are_those_of_the_registry(pipe):
             continue
         pipe.sampler = sampler_class(entry)()
         if entry.calls == ANY_ORDER:  # a LlamaGen may be one; this one was trained in raster order
-            with pytest.raises(ValueError, match="'raster'"):
-                pipe.check_sampler()
+            refuses(ValueError, "'raster'", pipe.check_sampler)
             continue
         if entry.calls in pipe.calls:
             pipe.check_sampler()
             continue
         fitting = ", ".join(one.class_name for one in all_samplers() if one.calls in pipe.calls)
-        with pytest.raises(TypeError, match=f"{entry.class_name}.*: {fitting}."):
-            pipe.check_sampler()
+        refuses(TypeError, f"{entry.class_name}.*: {fitting}.", pipe.check_sampler)
 
 
 def test_trap_6_components_that_would_not_be_saved_are_refused(pipe):

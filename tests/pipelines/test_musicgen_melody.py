@@ -16,6 +16,7 @@ from transformers import (
 import visual_spec
 from scripts.train.codec import initialise
 from tests.helpers.musicgen import CODES, FRAMES, IDS, MASK, musicgen, native_codes
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_audio import fill_codebooks
 from tests.helpers.tiny_t5 import tiny_tokenizer
@@ -203,8 +204,7 @@ def test_the_pipeline_follows_a_tune(scale, tmp_path):
 
 def test_what_does_not_fit_is_refused():
     model = melody()
-    with pytest.raises(TypeError, match="MusicgenForCausalLM.*MAGNeT"):
-        MagnetModel(model)
+    refuses(TypeError, "MusicgenForCausalLM.*MAGNeT", MagnetModel, model)
     with pytest.raises(TypeError, match="MusicgenMelodyForCausalLM.*MusicgenForConditionalGeneration"):
         visual_spec.accelerate(model.decoder)
     visual_spec.accelerate(model)
@@ -215,12 +215,10 @@ def test_what_does_not_fit_is_refused():
         (dict(input_features=tune(4)[..., :5]), ValueError, r"melody \(3, 4, 5\) given"),
         (dict(input_features=tune(4)[:, :0]), ValueError, r"melody \(3, 0, 6\) given"),
     ]:
-        with pytest.raises(error, match=message):
-            model.generate(**inputs, **more)
+        refuses(error, message, model.generate, **inputs, **more)
     other = visual_spec.accelerate(musicgen())
     try:
-        with pytest.raises(TypeError, match="MusicGen.*input_features"):
-            other.generate(**inputs, input_features=tune(4))
+        refuses(TypeError, "MusicGen.*input_features", other.generate, **inputs, input_features=tune(4))
     finally:
         visual_spec.restore(other)
     columns = MusicgenColumnModel(musicgen(), FRAMES)
@@ -232,8 +230,6 @@ def test_what_does_not_fit_is_refused():
         (tune(4)[:2], r"\(2, 4, 6\).*3.*\[1 or 3, L, 6\]"),
         (tune(4)[0], r"\(4, 6\).*3 prompts"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            pipe(["a", "red", "circle"], melody_features=features)
+        refuses(ValueError, message, pipe, ["a", "red", "circle"], melody_features=features)
     plain = AudioPipeline.from_musicgen(musicgen(), tiny_tokenizer(), max_audio_length_in_s=0.2)
-    with pytest.raises(ValueError, match="melody_features.*tune"):
-        plain("a", melody_features=tune(4)[:1])
+    refuses(ValueError, "melody_features.*tune", plain, "a", melody_features=tune(4)[:1])

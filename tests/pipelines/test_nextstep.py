@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import visual_spec
 from tests.helpers.nextstep import NextStep, conditions, filled
+from tests.helpers.refusals import refuses
 
 # Arguments, rows, and the last token of the public code (commit bfd14b5): `filled` weights, `conditions`, seed 5.
 PUBLIC: tuple[tuple[dict[str, Any], int, tuple[float, ...]], ...] = (
@@ -99,11 +100,8 @@ def test_a_pipeline_is_its_model_and_restore_gives_back_what_was_there() -> None
 
 def test_what_does_not_fit_is_refused() -> None:
     made = model()
-    with pytest.raises(TypeError, match="SpeculativeJacobiSampler"):
-        visual_spec.accelerate(made, "speculative-jacobi")
+    refuses(TypeError, "SpeculativeJacobiSampler", visual_spec.accelerate, made, "speculative-jacobi")
     assert "not accelerated" in visual_spec.summary(made)
     visual_spec.accelerate(made)
-    with pytest.raises(ValueError, match="noise_repeat=3"):
-        drawn(made, 8, noise_repeat=3)
-    with pytest.raises(TypeError, match="Linear.*NextStep"):
-        visual_spec.accelerate(nn.Linear(2, 2))
+    refuses(ValueError, "noise_repeat=3", drawn, made, 8, noise_repeat=3)
+    refuses(TypeError, "Linear.*NextStep", visual_spec.accelerate, nn.Linear(2, 2))

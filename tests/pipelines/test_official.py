@@ -18,6 +18,7 @@ from tests.helpers.official import (
     write_text_model,
     write_tokenizer,
 )
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from tests.helpers.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
 from visual_spec.cli import main
@@ -158,11 +159,9 @@ def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
     [row] = last_line(capsys)["comparison"]
     assert row["identical"] and row["plain_calls"] == 16
     pipe.sampler = SpeculativeMaskedSampler()  # of the same settings
-    with pytest.raises(TypeError, match="OrderedSampler"):
-        pipe([3])
+    refuses(TypeError, "OrderedSampler", pipe, [3])
     pipe.sampler = SpeculativeJacobiSampler()
-    with pytest.raises(ValueError, match="'any'.*AnyOrderSampler"):
-        pipe([3])
+    refuses(ValueError, "'any'.*AnyOrderSampler", pipe, [3])
 
     capsys.readouterr()
     command = ["generate", "3", "--model", str(tmp_path / "saved"), "--out", str(tmp_path / "out"), "--json"]
@@ -265,12 +264,9 @@ def test_bad_labels_are_refused_before_any_computation(files, monkeypatch, name)
 
 def test_other_bad_input_of_classes_is_refused(files):
     pipe = class_pipeline(files)
-    with pytest.raises(ValueError, match="'goldfish'.* 0 to 6"):
-        pipe("goldfish")
-    with pytest.raises(ValueError, match="guidance_until=-1"):
-        pipe(1, guidance_until=-1)
-    with pytest.raises(ValueError, match="3.*7 classes"):
-        class_pipeline(files, id2label=["a", "b", "c"])
+    refuses(ValueError, "'goldfish'.* 0 to 6", pipe, "goldfish")
+    refuses(ValueError, "guidance_until=-1", pipe, 1, guidance_until=-1)
+    refuses(ValueError, "3.*7 classes", class_pipeline, files, id2label=["a", "b", "c"])
 
 
 def test_each_pipeline_refuses_the_other_kind(files):
@@ -448,12 +444,10 @@ def test_what_was_there_comes_back_if_the_new_folder_cannot_be_put_there(files, 
 
 def test_files_that_make_no_pipeline_are_refused(files, t5_folder, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="LlamaGen"):
-        convert([files["class"], files["text"]], out, image_size=8)
+    refuses(ValueError, "LlamaGen", convert, [files["class"], files["text"]], out, image_size=8)
     with pytest.raises(ValueError, match=r"text_encoder.*t5.*c2i_tiny\.pt, LlamaGen"):
         convert([files["class"], files["tokenizer"]], out, image_size=8, text_encoder=t5_folder)
-    with pytest.raises(ValueError, match=r"c2i_tiny\.pt.*tell"):
-        convert([files["class"], files["tokenizer"]], out)
+    refuses(ValueError, r"c2i_tiny\.pt.*tell", convert, [files["class"], files["tokenizer"]], out)
     assert not out.exists()
 
 
@@ -462,10 +456,8 @@ def test_files_that_make_no_pipeline_are_refused(files, t5_folder, tmp_path):
 
 def test_a_file_or_a_folder_without_configuration_is_told_what_to_do(files, tmp_path):
     for load in (ImagePipeline.from_pretrained, ClassImagePipeline.from_pretrained, load_pipeline):
-        with pytest.raises(ValueError, match=r"c2i_tiny\.pt.*from_official"):
-            load(files["class"])
-        with pytest.raises(ValueError, match=r"model_index\.json.*c2i_tiny\.pt, t2i_tiny\.pt, vq_tiny\.pt"):
-            load(tmp_path)
+        refuses(ValueError, r"c2i_tiny\.pt.*from_official", load, files["class"])
+        refuses(ValueError, r"model_index\.json.*c2i_tiny\.pt, t2i_tiny\.pt, vq_tiny\.pt", load, tmp_path)
 
 
 def test_a_pipeline_of_another_library_is_named(tmp_path):

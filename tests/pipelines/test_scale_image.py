@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_var
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
@@ -221,13 +222,10 @@ def test_scales_that_a_refiner_never_learned_are_refused(tmp_path):
     assert pair([3, 1], num_draft_scales=4).trace.model_calls == (4,)
     for split in (1, 2):
         message = f"num_draft_scales={split}, but this refiner learned the scales from 3 on"
-        with pytest.raises(ValueError, match=f"{message}.*3 to 4"):
-            pair([3, 1], num_draft_scales=split)
-    with pytest.raises(ValueError, match="num_draft_scales=2.*3"):
-        make_pair(num_draft_scales=2, refiner_first_scale=3)
+        refuses(ValueError, f"{message}.*3 to 4", pair, [3, 1], num_draft_scales=split)
+    refuses(ValueError, "num_draft_scales=2.*3", make_pair, num_draft_scales=2, refiner_first_scale=3)
     for wrong in (0, 4, 2.0, True):
-        with pytest.raises(ValueError, match=f"refiner_first_scale={wrong}.*1 to 3"):
-            make_pair(refiner_first_scale=wrong)
+        refuses(ValueError, f"refiner_first_scale={wrong}.*1 to 3", make_pair, refiner_first_scale=wrong)
     pair.save_pretrained(tmp_path / "saved")
     assert ScaleImagePipeline.from_pretrained(tmp_path / "saved").config["refiner_first_scale"] == 3
 
@@ -412,21 +410,12 @@ def test_bad_input_is_refused_before_compute(pipe, monkeypatch, name):
 
 
 def test_parts_that_do_not_fit_are_refused(pipe):
-    with pytest.raises(ValueError, match="13 codes.*12"):
-        make(transformer=var(vocab_size=13))
-    with pytest.raises(ValueError, match=r"\(1, 2, 3, 5\)"):
-        make(refiner=var(scales=(1, 2, 3, 5)))
-    with pytest.raises(ValueError, match="4 classes.*5"):
-        make(refiner=var(num_classes=4))
-    with pytest.raises(ValueError, match="2.*5 classes"):
-        make(id2label=["a", "b"])
-    with pytest.raises(ValueError, match="num_draft_scales=2.*no refiner"):
-        make(num_draft_scales=2)
-    with pytest.raises(ValueError, match=r"\(1, 2, 3, 4\)"):
-        make_pair(refiner_budget=TIGHT)
-    with pytest.raises(ValueError, match="refiner_budget"):
-        pipe.compress(None, TIGHT)
-    with pytest.raises(ValueError, match="scales, tokens"):
-        pipe.compress({})
-    with pytest.raises(TypeError, match="Linear"):
-        make(transformer=torch.nn.Linear(2, 2))
+    refuses(ValueError, "13 codes.*12", make, transformer=var(vocab_size=13))
+    refuses(ValueError, r"\(1, 2, 3, 5\)", make, refiner=var(scales=(1, 2, 3, 5)))
+    refuses(ValueError, "4 classes.*5", make, refiner=var(num_classes=4))
+    refuses(ValueError, "2.*5 classes", make, id2label=["a", "b"])
+    refuses(ValueError, "num_draft_scales=2.*no refiner", make, num_draft_scales=2)
+    refuses(ValueError, r"\(1, 2, 3, 4\)", make_pair, refiner_budget=TIGHT)
+    refuses(ValueError, "refiner_budget", pipe.compress, None, TIGHT)
+    refuses(ValueError, "scales, tokens", pipe.compress, {})
+    refuses(TypeError, "Linear", make, transformer=torch.nn.Linear(2, 2))

@@ -11,6 +11,7 @@ import tqdm
 from diffusers.callbacks import PipelineCallback
 
 from tests.helpers.pipelines import ALL, KINDS
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_masked_pipeline
 from tests.helpers.tiny_audio import FRAMES, HOP
 from visual_spec.models.columns.encodec import decode_codes
@@ -133,12 +134,10 @@ def test_what_a_callback_asks_for_and_returns_is_checked(name):
             return callback_kwargs
 
     official: Any = Official
-    with pytest.raises(ValueError, match=r"holds \['latents'\]"):
-        kind.ask(pipe, callback_on_step_end=official(None, 1))
+    refuses(ValueError, r"holds \['latents'\]", kind.ask, pipe, callback_on_step_end=official(None, 1))
     official.tensor_inputs = [own]
     kind.ask(pipe, callback_on_step_end=official(None, 1))
-    with pytest.raises(TypeError, match="int.*dictionary"):
-        kind.ask(pipe, callback_on_step_end=lambda *given: 1)
+    refuses(TypeError, "int.*dictionary", kind.ask, pipe, callback_on_step_end=lambda *given: 1)
     with pytest.raises(ValueError, match=f"returned {own} .*torch.float64"):
         kind.ask(pipe, callback_on_step_end=lambda *given: {own: torch.zeros(7, dtype=torch.float64)})
     if own == "lengths":

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tests.helpers.musicgen import musicgen
 from tests.helpers.pipelines import ALL, KINDS
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.tiny_audio import tiny_decoder, tiny_musicgen
 from tests.helpers.tiny_t5 import tiny_tokenizer
@@ -199,11 +200,9 @@ def test_prompts_and_features_that_are_none_are_refused_before_any_computation(n
         ),
     ]:
         if given.keys() <= inspect.signature(type(pipe).__call__).parameters.keys():
-            with pytest.raises(error, match=message):
-                pipe(**{"prompt": kind.asked, **kind.settings, **given})
+            refuses(error, message, pipe, **{"prompt": kind.asked, **kind.settings, **given})
     pipe.text_encoder = None
-    with pytest.raises(ValueError, match="prompt_embeds"):
-        kind.ask(pipe)
+    refuses(ValueError, "prompt_embeds", kind.ask, pipe)
 
 
 @pytest.mark.parametrize("name", ["classes", "scales"])

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 import visual_spec
 from tests.helpers.musicgen import CODES, FRAMES, IDS, MASK, native_codes
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_audio import tiny_musicgen
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
@@ -140,8 +141,7 @@ def test_restore_leaves_the_model_as_it_was(model):
 
 
 def test_what_does_not_fit_is_refused(model):
-    with pytest.raises(TypeError, match="SpeculativeJacobiSampler"):
-        visual_spec.accelerate(model, SpeculativeJacobiSampler())
+    refuses(TypeError, "SpeculativeJacobiSampler", visual_spec.accelerate, model, SpeculativeJacobiSampler())
     with pytest.raises(TypeError, match="MusicgenForCausalLM.*MusicgenForConditionalGeneration"):
         visual_spec.accelerate(model.decoder)
     assert "generate_audio" not in vars(model)
@@ -168,5 +168,4 @@ def test_what_does_not_fit_is_refused(model):
         ),
         ({}, TypeError, "input_ids.*encoder_outputs"),
     ]:
-        with pytest.raises(error, match=message):
-            model.generate_audio(**{"max_new_tokens": 12, **arguments})
+        refuses(error, message, model.generate_audio, **{"max_new_tokens": 12, **arguments})

@@ -17,6 +17,7 @@ import visual_spec
 from tests.helpers.nextstep import NextStep, conditions, filled
 from tests.helpers.pipelines import ALL, Kind
 from tests.helpers.recordings import repeated, traced
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded, tiny_pipeline, tiny_transformer
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from tests.helpers.tiny_t5 import tiny_features
@@ -484,12 +485,10 @@ def test_weights_quantised_in_an_unknown_way_are_refused() -> None:
     pipe = quiet(ClassImagePipeline(*parts_of_classes()))
     new = snapshot(pipe.transformer)
     quantization.quantize_(pipe.transformer, quantization.Int8WeightOnlyConfig())
-    with pytest.raises(ValueError, match="is quantised .Int8Tensor.*not known how"):
-        pipe.update_weights(new)
+    refuses(ValueError, "is quantised .Int8Tensor.*not known how", pipe.update_weights, new)
     other = quiet(ClassImagePipeline(*parts_of_classes()))
     quantization.quantize_(other.transformer, quantization.Float8WeightOnlyConfig())
-    with pytest.raises(ValueError, match="of another type.*Float8Tensor"):
-        pipe.update_weights(other.transformer.state_dict())
+    refuses(ValueError, "of another type.*Float8Tensor", pipe.update_weights, other.transformer.state_dict())
 
 
 # -- models of other libraries -----------------------------------------------------------------------------------------

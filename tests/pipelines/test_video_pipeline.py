@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import (
     quiet,
     seeded,
@@ -112,10 +113,8 @@ def test_other_bad_input_is_refused():
 
 def test_parts_that_do_not_fit_are_refused():
     parts = tiny_vq_model(), tiny_text_encoder(), None
-    with pytest.raises(ValueError, match="use ImagePipeline"):
-        VideoPipeline(tiny_transformer(), *parts)
-    with pytest.raises(ValueError, match="out of 20"):
-        VideoPipeline(tiny_transformer(num_frames=2, vocab_size=20), *parts)
+    refuses(ValueError, "use ImagePipeline", VideoPipeline, tiny_transformer(), *parts)
+    refuses(ValueError, "out of 20", VideoPipeline, tiny_transformer(num_frames=2, vocab_size=20), *parts)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -164,8 +163,7 @@ def test_without_pyav_mp4_is_refused_with_what_to_do(tmp_path, monkeypatch):
 
 def test_files_that_cannot_be_written_are_refused(tmp_path):
     output = tiny_video_pipeline()(PROMPT, generator=seeded(3), output_type="latent")
-    with pytest.raises(ValueError, match="output_type"):
-        output.save(tmp_path / "clip.gif")
+    refuses(ValueError, "output_type", output.save, tmp_path / "clip.gif")
     frames = np.zeros((2, 8, 8, 3), np.uint8)
     for given, message in (
         ((frames, 8, "avi"), "'avi'"),
@@ -173,5 +171,4 @@ def test_files_that_cannot_be_written_are_refused(tmp_path):
         ((frames, 0, "gif"), "frame_rate=0"),
         ((frames[:0], 8, "gif"), "given"),
     ):
-        with pytest.raises(ValueError, match=message):
-            video_bytes(*given)
+        refuses(ValueError, message, video_bytes, *given)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.models.continuous.tiny import Trap, tiny_mar
 from visual_spec import cli
@@ -84,8 +85,7 @@ def test_nothing_in_a_file_runs(tmp_path):
 
 def test_files_that_make_no_model_are_refused(tmp_path):
     weights = network().state_dict()
-    with pytest.raises(ValueError, match="block_size, image_size"):
-        load_acdit_checkpoint(weights)
+    refuses(ValueError, "block_size, image_size", load_acdit_checkpoint, weights)
     with pytest.raises(ValueError, match=r"ACDiT.*y_embedder\.embedding_table\.weight"):
         load_acdit_checkpoint({"x_embedder.weight": torch.zeros(4, 4)}, arguments=ARGUMENTS)
     for changes, message in (
@@ -94,8 +94,7 @@ def test_files_that_make_no_model_are_refused(tmp_path):
         ({"patch_size": 0}, "patch_size=0"),
         ({"nd_split": "1_2"}, "axis_shares"),
     ):
-        with pytest.raises(ValueError, match=message):
-            load_acdit_checkpoint(weights, arguments=ARGUMENTS | changes)
+        refuses(ValueError, message, load_acdit_checkpoint, weights, arguments=ARGUMENTS | changes)
     weights.pop("blocks.1.norm2.weight")
     with pytest.raises(ValueError, match="1 missing: blocks.1.norm2.weight"):
         load_acdit_checkpoint(weights, arguments=ARGUMENTS)

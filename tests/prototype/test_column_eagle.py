@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.column_drafters import BATCH, FRAMES, SCALE, columns, condition, drafter_for
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_audio import BOOKS, CODES, tiny_decoder
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenState
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -233,9 +234,6 @@ def test_half_precision_runs_in_half_and_gives_logits_in_single():
 def test_refuses_another_target_and_says_what_it_was_made_for():
     drafter = drafter_for(columns())
     other = MusicgenColumnModel(tiny_decoder(torch.float64, num_hidden_layers=2), FRAMES)
-    with pytest.raises(ValueError, match="num_layers=3.*num_layers=2"):
-        drafter.check_target(other)
-    with pytest.raises(ValueError, match="Linear"):
-        drafter.check_target(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"taps=\(3,\).*1.*2"):
-        ColumnEagleDrafter.for_target(columns().model, taps=(3,))
+    refuses(ValueError, "num_layers=3.*num_layers=2", drafter.check_target, other)
+    refuses(ValueError, "Linear", drafter.check_target, torch.nn.Linear(2, 2))
+    refuses(ValueError, r"taps=\(3,\).*1.*2", ColumnEagleDrafter.for_target, columns().model, taps=(3,))

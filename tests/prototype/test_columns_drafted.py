@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers.column_drafters import columns, condition, drafter_for
 from tests.helpers.columns import LAW, LAWS, PATTERNS, POOR, decode, poor, tabular
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularColumnModel, TabularModel
 from tests.helpers.tiny import seeded
 from visual_spec.models.columns.musicgen_modules import MusicCondition
@@ -139,16 +140,12 @@ def test_logits_of_forced_entries_are_never_checked(monkeypatch):
 
 def test_refuses_drafters_that_do_not_fit():
     sampler = DraftedColumnSampler()
-    with pytest.raises(ValueError, match="drafter="):
-        decode(sampler)
-    with pytest.raises(ValueError, match="3 codebooks.*7.*4"):
-        decode(sampler, drafter=tabular("parallel"))
+    refuses(ValueError, "drafter=", decode, sampler)
+    refuses(ValueError, "3 codebooks.*7.*4", decode, sampler, drafter=tabular("parallel"))
     shifted = tabular()
     shifted.valid = shifted.valid.flip(0)
-    with pytest.raises(ValueError, match="own pattern"):
-        decode(sampler, drafter=shifted)
-    with pytest.raises(ValueError, match="MusicGen.*TabularColumnModel"):
-        decode(sampler, drafter=drafter_for(columns()))
+    refuses(ValueError, "own pattern", decode, sampler, drafter=shifted)
+    refuses(ValueError, "MusicGen.*TabularColumnModel", decode, sampler, drafter=drafter_for(columns()))
     with pytest.raises(ValueError, match="TabularModel"):
         flat: Any = TabularModel(TokenGrid(2, 2), 3)
         sampler(flat, None, law=LAW, drafter=POOR)

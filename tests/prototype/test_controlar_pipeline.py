@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.helpers.command import last_line
 from tests.helpers.official import add_tiny_presets, random_weights, tokenizer_shapes, write_class_model
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded, tiny_pipeline, tiny_text_encoder
 from tests.helpers.tiny_controlar import (
     CHANNELS,
@@ -168,14 +169,11 @@ def test_controls_that_do_not_fit_are_refused(files):
         ("2 control.*1.*1.*1", {"control": [control, control]}),
         ("control_strength=inf", {"control": control, "control_strength": float("inf")}),
     ]:
-        with pytest.raises(ValueError, match=message):
-            pipe(**texts(settings.pop("prompts", 1)), **settings)
-    with pytest.raises(TypeError, match="control.*PIL"):
-        pipe(**texts(1), control="edges.png")
+        refuses(ValueError, message, pipe, **texts(settings.pop("prompts", 1)), **settings)
+    refuses(TypeError, "control.*PIL", pipe, **texts(1), control="edges.png")
     plain: Any = tiny_pipeline()
     for settings in ({"control": control}, {"control_strength": 0.5}):
-        with pytest.raises(ValueError, match="control_strength given"):
-            plain("a red circle", **settings)
+        refuses(ValueError, "control_strength given", plain, "a red circle", **settings)
     assert (WORDS, CHANNELS) == tuple(texts(1)["prompt_embeds"].shape[1:])
 
 

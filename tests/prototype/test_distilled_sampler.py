@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen_student import straight_line
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.tiny_scales import SIDES, FormulaTokenizer, tiny_var
 from tests.helpers.tiny_students import (
@@ -133,21 +134,16 @@ def test_a_teacher_without_a_second_call_is_refused():
 
 
 def test_requests_that_cannot_be_served_are_refused():
-    with pytest.raises(ValueError, match=r"guidance_scale=1\.5.*student alone"):
-        draw(WARM)
-    with pytest.raises(ValueError, match="teacher_from=6.*0.*5.*0.*5"):
-        draw(steps=2, teacher_from=RESTART)
+    refuses(ValueError, r"guidance_scale=1\.5.*student alone", draw, WARM)
+    refuses(ValueError, "teacher_from=6.*0.*5.*0.*5", draw, steps=2, teacher_from=RESTART)
     with pytest.raises(ValueError, match="teacher.*0.*3"):
         draw(steps=2, teacher_from=4, model=tiny_student(first_continuous=3))
     request: dict[str, Any] = dict(law=PLAIN, batch_size=2, generator=seeded(3, 4))
     sampler: Any = DistilledSampler(steps=2, teacher_from=1)
-    with pytest.raises(ValueError, match="teacher_from=1, but no"):
-        sampler(STUDENT, LABELS, codebook=CODES, **request)
+    refuses(ValueError, "teacher_from=1, but no", sampler, STUDENT, LABELS, codebook=CODES, **request)
     other = tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1, grid_size=3)
-    with pytest.raises(ValueError, match="TokenGrid"):
-        sampler(STUDENT, LABELS, codebook=CODES, teacher=other, **request)
-    with pytest.raises(ValueError, match=r"\(12, 3\).*\(12, 4\)"):
-        sampler(STUDENT, LABELS, codebook=CODES[:, :3], **request)
+    refuses(ValueError, "TokenGrid", sampler, STUDENT, LABELS, codebook=CODES, teacher=other, **request)
+    refuses(ValueError, r"\(12, 3\).*\(12, 4\)", sampler, STUDENT, LABELS, codebook=CODES[:, :3], **request)
     with pytest.raises(ValueError, match=r"none.*\(12, 4\)"):
         DistilledSampler()(STUDENT, LABELS, **request)
 
@@ -241,14 +237,11 @@ def test_a_teacher_that_predicts_no_tokens_is_refused(other):
 
 
 def test_teachers_of_other_scales_and_slots_inside_one_are_refused():
-    with pytest.raises(ValueError, match="teacher_from=3.*0, 1, 5"):
-        draw_scales(steps=2, teacher_from=3)
-    with pytest.raises(ValueError, match="teacher_from=14.*0, 1, 5"):
-        draw_scales(steps=2, teacher_from=14)
+    refuses(ValueError, "teacher_from=3.*0, 1, 5", draw_scales, steps=2, teacher_from=3)
+    refuses(ValueError, "teacher_from=14.*0, 1, 5", draw_scales, steps=2, teacher_from=14)
     request: dict[str, Any] = dict(law=PLAIN, batch_size=2, generator=seeded(3, 4), codebook=MAPS.codebook)
     sampler, labels = DistilledSampler(steps=2, teacher_from=1), torch.tensor([3, 1])
-    with pytest.raises(ValueError, match="no tokenizer"):
-        sampler(VAR_STUDENT, labels, teacher=VAR_TEACHER, **request)
+    refuses(ValueError, "no tokenizer", sampler, VAR_STUDENT, labels, teacher=VAR_TEACHER, **request)
     for other in (tiny_var(scales=(1, 2, 4)), TEACHER):
         with pytest.raises(ValueError, match=r"\(1, 2, 3, 4\).*12"):
             sampler(VAR_STUDENT, labels, teacher=other, tokenizer=MAPS, **request)

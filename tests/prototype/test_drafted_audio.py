@@ -7,6 +7,7 @@ import torch
 
 import visual_spec
 from tests.helpers.musicgen import IDS, MASK
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_audio import PROMPT, tiny_audio_pipeline, tiny_decoder, tiny_musicgen
 from visual_spec.eval.defaults import settings_of_model
@@ -99,11 +100,9 @@ def test_a_row_may_name_a_drafter_also_beside_a_masked_model(tmp_path):
 
 def test_a_missing_or_strange_drafter_is_refused():
     pipe = tiny_audio_pipeline(DraftedColumnSampler())
-    with pytest.raises(ValueError, match=r"pipe\.drafter.*ColumnEagleDrafter"):
-        pipe(PROMPT)
+    refuses(ValueError, r"pipe\.drafter.*ColumnEagleDrafter", pipe, PROMPT)
     pipe.drafter = eagle(tiny_decoder(num_hidden_layers=3))
-    with pytest.raises(ValueError, match="num_layers=3.*num_layers=2"):
-        pipe(PROMPT)
+    refuses(ValueError, "num_layers=3.*num_layers=2", pipe, PROMPT)
 
 
 @pytest.mark.parametrize("channels", [1, 2])

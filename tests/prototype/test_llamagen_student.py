@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.helpers.llamagen import on_meta
 from tests.helpers.llamagen_student import SLOTS, straight_line
 from tests.helpers.official import transformer_shapes, write_class_model
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_students import (
     CLASSES,
     DIM,
@@ -93,29 +94,22 @@ def test_no_key_of_a_release_is_missing_or_left_over(name, layers, dim, split):
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="2.*16.*12.*768"):
-        load_llamagen_student(write_student(tmp_path))
+    refuses(ValueError, "2.*16.*12.*768", load_llamagen_student, write_student(tmp_path))
     monkeypatch.setitem(llamagen_student.STUDENTS, "tiny", SIZE)
-    with pytest.raises(ValueError, match=r"LlamaGen.*n_d_embed\.weight"):
-        load_llamagen_student(write_class_model(tmp_path))
+    refuses(ValueError, r"LlamaGen.*n_d_embed\.weight", load_llamagen_student, write_class_model(tmp_path))
     with pytest.raises(ValueError, match=r"var-tiny\.pth.*LlamaGen.*tok_embeddings\.weight"):
         load_llamagen_student(write_var_student(tmp_path))
     shapes = student_shapes()
     del shapes["final_layer_conti.scale_shift_table"]
     with pytest.raises(ValueError, match="1 missing: final_layer_conti.scale_shift_table"):
         load_llamagen_student(on_meta(shapes | {"layers.0.extra": (1,)}))
-    with pytest.raises(ValueError, match="first_continuous=80.*restart=80.*16"):
-        LlamaGenStudent(VOCAB, LENGTH, 16, 1, 2, SIDE)
+    refuses(ValueError, "first_continuous=80.*restart=80.*16", LlamaGenStudent, VOCAB, LENGTH, 16, 1, 2, SIDE)
     model = tiny_student()
     classes = model.prefill(LABELS, batch_size=3)
-    with pytest.raises(ValueError, match=r"\(3, 15, 4\).*\[B, 16, 4\]"):
-        model(classes, VECTORS[:, :15], 0)
-    with pytest.raises(ValueError, match="known=5"):
-        model(classes, VECTORS, 5)
-    with pytest.raises(ValueError, match=r"\[2, 0, 7\].*3.*0.*6"):
-        model.prefill(torch.tensor([2, 0, 7]), batch_size=3)
-    with pytest.raises(TypeError, match="Tensor.*LongTensor"):
-        model.prefill(torch.zeros(3), batch_size=3)
+    refuses(ValueError, r"\(3, 15, 4\).*\[B, 16, 4\]", model, classes, VECTORS[:, :15], 0)
+    refuses(ValueError, "known=5", model, classes, VECTORS, 5)
+    refuses(ValueError, r"\[2, 0, 7\].*3.*0.*6", model.prefill, torch.tensor([2, 0, 7]), batch_size=3)
+    refuses(TypeError, "Tensor.*LongTensor", model.prefill, torch.zeros(3), batch_size=3)
 
 
 def captions_student(**changes: Any) -> Any:
@@ -175,9 +169,7 @@ def test_a_pass_of_training_gives_each_row_tokens_of_its_own_number():
 
 def test_a_student_of_captions_refuses_labels_and_other_words():
     model = captions_student()
-    with pytest.raises(TypeError, match="Tensor.*TextCondition"):
-        model.prefill(LABELS, batch_size=3)
-    with pytest.raises(ValueError, match=r"\(2, 5, 6\).*\(3, 5, 6\)"):
-        model.prefill(captions(2), batch_size=3)
+    refuses(TypeError, "Tensor.*TextCondition", model.prefill, LABELS, batch_size=3)
+    refuses(ValueError, r"\(2, 5, 6\).*\(3, 5, 6\)", model.prefill, captions(2), batch_size=3)
     with pytest.raises(ValueError, match="num_classes=7.*caption_dim=6"):
         LlamaGenStudent(VOCAB, LENGTH, num_classes=7, caption_dim=6, **SIZE)

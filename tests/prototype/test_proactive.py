@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tabular import TabularModel
 from tests.helpers.tiny import seeded, tiny_transformer
@@ -266,9 +267,7 @@ def test_refuses_models_and_vocabularies_that_do_not_fit():
     class Chain:
         grid, vocab_size = TokenGrid(2, 2), 4
 
-    with pytest.raises(TypeError, match="Chain.*`keep`"):
-        decode(ProactiveJacobiSampler(4), Chain(), None)
-    with pytest.raises(ValueError, match="siblings=17.*16.*16"):
-        decode(ProactiveJacobiSampler(4, 17, 1))
+    refuses(TypeError, "Chain.*`keep`", decode, ProactiveJacobiSampler(4), Chain(), None)
+    refuses(ValueError, "siblings=17.*16.*16", decode, ProactiveJacobiSampler(4, 17, 1))
     with pytest.raises(ValueError, match="4 codebooks a slot"):
         decode(ProactiveJacobiSampler(4), TabularModel(TokenGrid(2, 2, codebooks=4), 3), None)

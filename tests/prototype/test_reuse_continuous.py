@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.continuous import LABELS, LAW, noise_of, token
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.models.continuous import straight
 from tests.models.continuous.straight import linear, norm
@@ -169,12 +170,9 @@ def test_no_reuse_is_the_plain_sampler_bit_by_bit():
 
 
 def test_what_cannot_be_reused_is_refused():
-    with pytest.raises(ValueError, match="reuse=-1"):
-        ReusingContinuousSampler(reuse=-1)
-    with pytest.raises(ValueError, match="reuse_from=1.5"):
-        ReusingContinuousSampler(reuse=1, reuse_from=1.5)
-    with pytest.raises(ValueError, match="graph=True"):
-        ReusingContinuousSampler(reuse=1, graph=True)
+    refuses(ValueError, "reuse=-1", ReusingContinuousSampler, reuse=-1)
+    refuses(ValueError, "reuse_from=1.5", ReusingContinuousSampler, reuse=1, reuse_from=1.5)
+    refuses(ValueError, "graph=True", ReusingContinuousSampler, reuse=1, graph=True)
     with pytest.raises(ValueError, match="reuse=1.*CausalContinuousTransformer"):
         ReusingContinuousSampler(reuse=1)(
             tiny_causal(), LABELS, law=LAW, generator=seeded(1, 2), batch_size=2

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.llamagen import on_meta
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_scales import SIDES, tiny_var
 from tests.helpers.tiny_students import (
     VAR_SIZE,
@@ -84,33 +85,23 @@ def test_constants_of_a_file_must_be_those_that_are_computed(tmp_path):
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"2.*16.*d16 \(16.*1024"):
-        load_var_student(write_var_student(tmp_path), scales=SIDES)
-    with pytest.raises(ValueError, match="30.*680.*`scales`"):
-        load_var_student(write_var_student(tmp_path), **VAR_SIZE)
+    refuses(ValueError, r"2.*16.*d16 \(16.*1024", load_var_student, write_var_student(tmp_path), scales=SIDES)
+    refuses(ValueError, "30.*680.*`scales`", load_var_student, write_var_student(tmp_path), **VAR_SIZE)
     torch.save(tiny_var().state_dict(), tmp_path / "var.pth")
     with pytest.raises(ValueError, match=r"VAR.*n_d_embed\.weight"):
         load_var_student(tmp_path / "var.pth", scales=SIDES, **VAR_SIZE)
     shapes = var_student_shapes(16, 1024, 16, vocab=4096, token_dim=32, classes=1000, sides=SCALES[256])
     del shapes["layerwise_n_d_embed.16.bias"]
-    with pytest.raises(ValueError, match="1 missing: layerwise_n_d_embed.16.bias"):
-        load_var_student(on_meta(shapes))
-    with pytest.raises(ValueError, match="first_continuous=14.*restart=6.*0, 1, 5, 14, 30"):
-        tiny_var_student(restart=6)
-    with pytest.raises(ValueError, match="coarse"):
-        tiny_var_student(scales=(2, 1))
-    with pytest.raises(ValueError, match="dim=16.*num_heads=3"):
-        tiny_var_student(num_heads=3)
+    refuses(ValueError, "1 missing: layerwise_n_d_embed.16.bias", load_var_student, on_meta(shapes))
+    refuses(ValueError, "first_continuous=14.*restart=6.*0, 1, 5, 14, 30", tiny_var_student, restart=6)
+    refuses(ValueError, "coarse", tiny_var_student, scales=(2, 1))
+    refuses(ValueError, "dim=16.*num_heads=3", tiny_var_student, num_heads=3)
     model = tiny_var_student()
     classes = model.prefill(LABELS, batch_size=3)
-    with pytest.raises(ValueError, match=r"\(3, 29, 2\).*\[B, 30, 2\]"):
-        model(classes, VECTORS[:, :29], 0)
-    with pytest.raises(ValueError, match="known=14"):
-        model(classes, VECTORS, 14)
-    with pytest.raises(ValueError, match=r"\[2, 0, 5\].*3.*0.*4"):
-        model.prefill(torch.tensor([2, 0, 5]), batch_size=3)
-    with pytest.raises(TypeError, match="Tensor.*LongTensor"):
-        model.prefill(torch.zeros(3), batch_size=3)
+    refuses(ValueError, r"\(3, 29, 2\).*\[B, 30, 2\]", model, classes, VECTORS[:, :29], 0)
+    refuses(ValueError, "known=14", model, classes, VECTORS, 14)
+    refuses(ValueError, r"\[2, 0, 5\].*3.*0.*4", model.prefill, torch.tensor([2, 0, 5]), batch_size=3)
+    refuses(TypeError, "Tensor.*LongTensor", model.prefill, torch.zeros(3), batch_size=3)
 
 
 def test_released_sizes_are_those_of_their_teachers():

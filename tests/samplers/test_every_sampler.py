@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.sampler_kinds import CHANGED, KINDS, LAW, REFUSED, REFUSED_BY, decode
 from tests.helpers.sampler_settings import settings_of
 from visual_spec.models.core.settings import in_groups, of_settings, one_by_one
@@ -209,10 +210,8 @@ def test_requests_that_no_model_serves_are_refused_before_any_compute(entry, mon
     monkeypatch.setattr(type(kind.model), "prefill", None, raising=False)
     monkeypatch.setattr(type(kind.model), "prepare", None, raising=False)
     for batch_size in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=f"batch_size={batch_size};"):
-            decode(entry, sampler, batch_size=batch_size)
-    with pytest.raises(ValueError, match="1 generators.*5"):
-        decode(entry, sampler, generator=[torch.Generator()])
+        refuses(ValueError, f"batch_size={batch_size};", decode, entry, sampler, batch_size=batch_size)
+    refuses(ValueError, "1 generators.*5", decode, entry, sampler, generator=[torch.Generator()])
     if entry.calls not in (
         CHUNKS,
         CONTINUOUS,
@@ -220,8 +219,7 @@ def test_requests_that_no_model_serves_are_refused_before_any_compute(entry, mon
         DISTILLED,
         FLOW_SCALES,
     ):  # which have no ids to allow
-        with pytest.raises(ValueError, match=r"allowed=\(0, 99\)"):
-            decode(entry, sampler, law=TokenLaw(allowed=(0, 99)))
+        refuses(ValueError, r"allowed=\(0, 99\)", decode, entry, sampler, law=TokenLaw(allowed=(0, 99)))
 
 
 @EVERY

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.samplers import registry
 from visual_spec.samplers.registry import RASTER, TREE, SamplerEntry, all_samplers, fit
 
@@ -51,7 +52,5 @@ def test_entries_are_found_by_name_and_by_class(entry):
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ValueError, match="'fast'"):
-        registry.by_name("fast")
-    with pytest.raises(ValueError, match="Fast.*AutoregressiveSampler"):
-        registry.by_class("Fast")
+    refuses(ValueError, "'fast'", registry.by_name, "fast")
+    refuses(ValueError, "Fast.*AutoregressiveSampler", registry.by_class, "Fast")

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from tests.helpers.refusals import refuses
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.asked import Limits
 from visual_spec.serving.http import make_app
@@ -283,7 +284,5 @@ def test_a_client_that_reads_nothing_of_its_stream_keeps_no_place():
 def test_a_port_that_another_has_is_refused_in_words():
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        with pytest.raises(OSError, match=f"--port {port}: Address already in use"):
-            listen("127.0.0.1", port)
-    with pytest.raises(OSError, match="--port 70000"):
-        listen("127.0.0.1", 70000)
+        refuses(OSError, f"--port {port}: Address already in use", listen, "127.0.0.1", port)
+    refuses(OSError, "--port 70000", listen, "127.0.0.1", 70000)

@@ -10,6 +10,7 @@ from transformers import MusicgenForCausalLM
 
 from scripts.train.music import initialise, music_config, tunes_vocabulary
 from tests.helpers.music_training import BOOKS, DIM, SIZE, coding_codec
+from tests.helpers.refusals import refuses
 from tests.helpers.training import check_training
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, sample_tunes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
@@ -187,14 +188,10 @@ def test_acceptance_is_one_minus_the_distance_of_the_laws_of_columns():
 
 def test_refuses_settings_that_train_nothing():
     for name in ("clips", "steps", "unroll"):
-        with pytest.raises(ValueError, match=f"{name}=0"):
-            ColumnDrafterTraining(**{name: 0})  # pyright: ignore
-    with pytest.raises(ValueError, match="guidance_scales"):
-        ColumnDrafterTraining(guidance_scales=[])
-    with pytest.raises(ValueError, match="objective='best'"):
-        ColumnDrafterTraining(objective="best")
-    with pytest.raises(ValueError, match="temperature=0"):
-        ColumnDrafterTraining(temperature=0)
+        refuses(ValueError, f"{name}=0", ColumnDrafterTraining, **{name: 0})
+    refuses(ValueError, "guidance_scales", ColumnDrafterTraining, guidance_scales=[])
+    refuses(ValueError, "objective='best'", ColumnDrafterTraining, objective="best")
+    refuses(ValueError, "temperature=0", ColumnDrafterTraining, temperature=0)
 
 
 def test_refuses_a_drafter_made_for_another_target(tmp_path):

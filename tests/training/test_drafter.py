@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.drafter_training import SIDE, TINY, VOCAB, Draw, fresh, models, train_tiny_drafter
+from tests.helpers.refusals import refuses
 from tests.helpers.training import check_training
 from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
@@ -73,10 +74,8 @@ def test_refuses_pictures_of_another_run(tmp_path):
 
 def test_refuses_settings_that_train_nothing():
     for name in ("pictures", "steps", "unroll", "batch_size"):
-        with pytest.raises(ValueError, match=f"{name}=0"):
-            DrafterTraining(**cast(Any, {name: 0}))
-    with pytest.raises(ValueError, match="guidance_scales"):
-        DrafterTraining(guidance_scales=[])
+        refuses(ValueError, f"{name}=0", DrafterTraining, **cast(Any, {name: 0}))
+    refuses(ValueError, "guidance_scales", DrafterTraining, guidance_scales=[])
 
 
 def test_prompts_are_never_held_out_ones():

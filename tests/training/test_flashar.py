@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.nar import scores
+from tests.helpers.refusals import refuses
 from tests.helpers.training import check_training, shrink_pictures, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.samplers.orders.tables import order_of
@@ -78,10 +79,8 @@ def test_it_starts_as_the_raster_model_with_its_last_block_and_head_copied():
             assert torch.equal(weights[copied], value)
     weights["layers.2.attention.wo.weight"].add_(1)  # a copy, not the same
     assert torch.equal(weights["layers.1.attention.wo.weight"], known["layers.1.attention.wo.weight"])
-    with pytest.raises(ValueError, match="'flashar'.*2.*1"):
-        start_from_raster(model)
-    with pytest.raises(ValueError, match="2 blocks.*3"):
-        start_from_raster(one, 3)
+    refuses(ValueError, "'flashar'.*2.*1", start_from_raster, model)
+    refuses(ValueError, "2 blocks.*3", start_from_raster, one, 3)
 
 
 def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(readers, tmp_path: Path):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from scripts.train import frames, motion
 from scripts.train.frames import FrameTraining, drawn_masks, hidden_places, start_from_motion, train_frames
 from scripts.train.motion import judge
+from tests.helpers.refusals import refuses
 from tests.helpers.training import check_training
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -115,9 +116,7 @@ def test_a_start_of_another_size_is_refused(tmp_path, vq_model):
     known.save_pretrained(tmp_path / "transformer")
     known_words.save_pretrained(tmp_path / "text_encoder")
     model, encoder = tiny(vq_model)
-    with pytest.raises(ValueError, match="dim=32.*16"):
-        start_from_motion(model, encoder, tmp_path)
+    refuses(ValueError, "dim=32.*16", start_from_motion, model, encoder, tmp_path)
     shallow, encoder = frames.new_model(vq_model, 32, 2, 2, 24)
-    with pytest.raises(ValueError, match="1 layers.*2"):
-        start_from_motion(shallow, encoder, tmp_path)
+    refuses(ValueError, "1 layers.*2", start_from_motion, shallow, encoder, tmp_path)
     assert isinstance(known, LlamaGenTransformer) and isinstance(encoder, CaptionEncoder)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.refusals import refuses
 from visual_spec.training.loop import Descent, ResumePoint, Trainer, cosine_rate, muon_and_adamw
 
 TOTAL = 9
@@ -112,14 +113,12 @@ def test_a_run_with_other_settings_is_refused_by_name(tmp_path: Path):
         ("scales", (1, 3), r"scales=\(1, 2\) \(now \(1, 3\)\)"),
         ("bfloat16", True, "bfloat16='nothing'.*True"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            resume({**settings, name: value}, teacher)
+        refuses(ValueError, message, resume, {**settings, name: value}, teacher)
     with pytest.raises(ValueError, match=r"seed=0.*3\), scales=\(1, 2\)"):
         resume({**settings, "seed": 3, "scales": ()}, teacher)
     with torch.no_grad():
         teacher[0].weight[0, 0] += 1e-3
-    with pytest.raises(ValueError, match="read='4075f9df6d03'"):
-        resume(settings, teacher)
+    refuses(ValueError, "read='4075f9df6d03'", resume, settings, teacher)
 
 
 @dataclass
@@ -191,12 +190,9 @@ def test_what_is_no_run_of_this_trainer_is_refused(tmp_path: Path):
 
     ResumePoint(path, 1, settings, model=nn.Linear(3, 2)).after(0, 3, torch.ones(()))
     whole = path.read_bytes()
-    with pytest.raises(ValueError, match=r"resume\.pt.*size mismatch"):
-        resume(nn.Linear(3, 5))
+    refuses(ValueError, r"resume\.pt.*size mismatch", resume, nn.Linear(3, 5))
     path.write_bytes(whole[:-200])
-    with pytest.raises(ValueError, match=r"resume\.pt.*truncated"):
-        resume(nn.Linear(3, 2))
+    refuses(ValueError, r"resume\.pt.*truncated", resume, nn.Linear(3, 2))
     for content in ({"model": {}}, [1]):
         torch.save(content, path)
-        with pytest.raises(ValueError, match=r"resume\.pt.*interrupted"):
-            resume(nn.Linear(3, 2))
+        refuses(ValueError, r"resume\.pt.*interrupted", resume, nn.Linear(3, 2))

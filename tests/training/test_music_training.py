@@ -40,6 +40,7 @@ from scripts.train.music import (
 )
 from scripts.train.waves import si_sdr, spectral_distance
 from tests.helpers.music_training import BOOKS, DIM, SIZE, coding_codec, tiny_codec
+from tests.helpers.refusals import refuses
 from tests.helpers.training import check_training, equal
 from visual_spec.data.tunes import ATTRIBUTES, NUM_FORMS, NUM_FRAMES, SAMPLE_RATE, caption, sample_tunes
 from visual_spec.data.tunes_synth import sample_dataset
@@ -388,15 +389,11 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="3 codebooks.*16.*2.*16"):
         train_music(other, encoder, coding_codec(), MusicTraining(), tmp_path)
     narrow = CaptionEncoder(["a"], dim=8, num_layers=0, num_heads=1)
-    with pytest.raises(ValueError, match="width 8.*16"):
-        train_music(model, narrow, coding_codec(), MusicTraining(), tmp_path)
+    refuses(ValueError, "width 8.*16", train_music, model, narrow, coding_codec(), MusicTraining(), tmp_path)
     config = codec_config(num_filters=2, hidden_size=8, codebook_size=SIZE)
     config.sampling_rate = 32_000
-    with pytest.raises(ValueError, match="32000 Hz"):
-        train_codec(EncodecModel(config), CodecTraining(), tmp_path)
+    refuses(ValueError, "32000 Hz", train_codec, EncodecModel(config), CodecTraining(), tmp_path)
     for wrong in (dict(steps=0), dict(clips=0), dict(caption_dropout=1.5), dict(kind="diffusion")):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
-            MusicTraining(**wrong)  # pyright: ignore[reportArgumentType]
+        refuses(ValueError, f"{next(iter(wrong))}=", MusicTraining, **wrong)
     for wrong in (dict(steps=0), dict(crop=201), dict(quantiser_dropout=-1.0)):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
-            CodecTraining(**wrong)  # pyright: ignore[reportArgumentType]
+        refuses(ValueError, f"{next(iter(wrong))}=", CodecTraining, **wrong)

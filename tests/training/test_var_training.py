@@ -31,6 +31,7 @@ from scripts.train.var import (
 )
 from scripts.train.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
 from tests.helpers.flexvar import LABELS, LATENTS, tiny, tiny_vq
+from tests.helpers.refusals import refuses
 from tests.helpers.training import check_training
 from visual_spec.data.shapes import render, sample_dataset
 from visual_spec.data.shapes_classes import class_of
@@ -417,11 +418,9 @@ def test_models_that_do_not_fit_are_refused(vq_model, tmp_path):
     other = VARTransformer(16, 4, dim=8, num_layers=1, num_heads=2, num_classes=48, scales=(1, 2, 3, 4))
     with pytest.raises(ValueError, match=r"\(1, 2, 4\), 16, 4.*\(1, 2, 3, 4\), 16, 4"):
         train_var(other, vq_model, settings, tmp_path)
-    with pytest.raises(ValueError, match="the teacher"):
-        train_var(tiny_model(), vq_model, settings, tmp_path, teacher=other)
+    refuses(ValueError, "the teacher", train_var, tiny_model(), vq_model, settings, tmp_path, teacher=other)
     few = VARTransformer(16, 4, dim=8, num_layers=1, num_heads=2, num_classes=7, scales=SCALES)
-    with pytest.raises(ValueError, match="7 classes.*48"):
-        train_var(few, vq_model, settings, tmp_path)
+    refuses(ValueError, "7 classes.*48", train_var, few, vq_model, settings, tmp_path)
     for changes in ({"scales_from": 3}, {"scales_until": 4}):
         with pytest.raises(ValueError, match="3 scales"):
             train_var(tiny_model(), vq_model, replace(settings, **changes), tmp_path)
@@ -430,12 +429,9 @@ def test_models_that_do_not_fit_are_refused(vq_model, tmp_path):
 
 def test_settings_that_train_nothing_are_refused():
     for name in ("steps", "batch_size", "scenes"):
-        with pytest.raises(ValueError, match=f"{name}=0"):
-            VarTraining(**cast(Any, {name: 0}))
-    with pytest.raises(ValueError, match="scales_from=2.*scales_until=2"):
-        VarTraining(scales_from=2, scales_until=2)
-    with pytest.raises(ValueError, match="label_dropout=1.5"):
-        VarTraining(label_dropout=1.5)
+        refuses(ValueError, f"{name}=0", VarTraining, **cast(Any, {name: 0}))
+    refuses(ValueError, "scales_from=2.*scales_until=2", VarTraining, scales_from=2, scales_until=2)
+    refuses(ValueError, "label_dropout=1.5", VarTraining, label_dropout=1.5)
 
 
 def test_drawn_pictures_are_judged_from_seeds_of_their_own(monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from transformers.audio_utils import mel_filter_bank
 
 from tests.helpers.networks import save_clap, with_manifest
+from tests.helpers.refusals import refuses
 from visual_spec.eval.intervals import Z_95
 from visual_spec.eval.quality import audio, discrepancy, extractors
 from visual_spec.eval.quality.audio import kernel_figure
@@ -98,14 +99,10 @@ def test_the_bandwidth_of_a_large_reference_is_that_of_evenly_spaced_rows(monkey
 
 def test_sets_that_have_no_kernel_distance_are_refused():
     good = sample(5, 3, seed=5)
-    with pytest.raises(ValueError, match=r"shapes \[5, 3\] and \[5, 2\]"):
-        kernel_figure(good, good[:, :2])
-    with pytest.raises(ValueError, match="5 and 1"):
-        kernel_figure(good, good[:1])
-    with pytest.raises(ValueError, match="not finite"):
-        kernel_figure(good, good / 0)
-    with pytest.raises(ValueError, match="bandwidth 0.0"):
-        kernel_figure(torch.ones(4, 3), good)
+    refuses(ValueError, r"shapes \[5, 3\] and \[5, 2\]", kernel_figure, good, good[:, :2])
+    refuses(ValueError, "5 and 1", kernel_figure, good, good[:1])
+    refuses(ValueError, "not finite", kernel_figure, good, good / 0)
+    refuses(ValueError, "bandwidth 0.0", kernel_figure, torch.ones(4, 3), good)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +213,5 @@ def test_the_interval_of_the_kernel_distance_leaves_one_prompt_out_at_a_time():
     variance = sum((len(one) - 1) * np.var(one) for one in wide)
     assert apart["value"] == pytest.approx(kernel_audio_distance(reference, drawn[:8]), abs=1e-9)
     assert apart["high"] - apart["value"] == pytest.approx(Z_95 * math.sqrt(variance))
-    with pytest.raises(ValueError, match="9.*8 clips"):
-        kernel_figure(reference, drawn[:8], paired=True)
-    with pytest.raises(ValueError, match="2 and 2 clips"):
-        kernel_figure(reference[:2], drawn[:2])
+    refuses(ValueError, "9.*8 clips", kernel_figure, reference, drawn[:8], paired=True)
+    refuses(ValueError, "2 and 2 clips", kernel_figure, reference[:2], drawn[:2])

@@ -20,6 +20,7 @@ from tests.helpers.evaluation import (
     tiny_network,
 )
 from tests.helpers.music_settings import MASKED, masked_pipeline
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_audio import RATE, tiny_audio_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
@@ -310,13 +311,11 @@ def test_a_folder_holds_one_setting_one_model_and_one_list_of_prompts(pictures, 
         ({"model": "other"}, "model:.*other"),
     )
     for changes, message in others:
-        with pytest.raises(ValueError, match=message):
-            evaluated("tokens", pictures[0], **changes)
+        refuses(ValueError, message, evaluated, "tokens", pictures[0], **changes)
     pipe = tiny_pipeline()
     with torch.no_grad():
         pipe.transformer.output.weight[0, 0] += 1e-3
-    with pytest.raises(ValueError, match="weights: [0-9a-f]{12}.*[0-9a-f]{12}"):
-        evaluated("tokens", pictures[0], pipe=pipe)
+    refuses(ValueError, "weights: [0-9a-f]{12}.*[0-9a-f]{12}", evaluated, "tokens", pictures[0], pipe=pipe)
     task = KINDS["tokens"].task()
     other = Task(task.prompts[::-1], task.pictures)
     with pytest.raises(ValueError, match="autoregressive"):
@@ -383,8 +382,7 @@ def test_the_command(pictures, tmp_path, monkeypatch, capsys):
     assert captured.out == "" and "other processes have samples to draw" in captured.err
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ValueError, match="WORLD_SIZE='two' in the environment"):
-        command.main(arguments)
+    refuses(ValueError, "WORLD_SIZE='two' in the environment", command.main, arguments)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert command.main([*arguments, "--json"]) == 0
     captured = capsys.readouterr()
@@ -398,10 +396,8 @@ def test_the_command(pictures, tmp_path, monkeypatch, capsys):
     assert command.main(arguments) == 0  # everything is there already
     shown = capsys.readouterr().out
     assert "| autoregressive " in shown and "{" not in shown
-    with pytest.raises(ValueError, match="'jacobi'"):
-        command.main([*arguments, "--samplers", "jacobi"])
-    with pytest.raises(ValueError, match="--samples 2"):
-        command.main([*arguments, "--samples", "2"])
+    refuses(ValueError, "'jacobi'", command.main, [*arguments, "--samplers", "jacobi"])
+    refuses(ValueError, "--samples 2", command.main, [*arguments, "--samples", "2"])
 
 
 def test_the_command_with_a_masked_model(tmp_path, monkeypatch, capsys):
@@ -432,17 +428,14 @@ def test_the_command_with_a_masked_model(tmp_path, monkeypatch, capsys):
 
 def test_pairs_that_are_none():
     pipe, masked = tiny_audio_pipeline(), masked_pipeline()
-    with pytest.raises(ValueError, match="--model tunes --masked"):
-        MaskedPair(masked, pipe)
+    refuses(ValueError, "--model tunes --masked", MaskedPair, masked, pipe)
     shorter = masked_pipeline()
     shorter.register_to_config(max_audio_length_in_s=0.15)
-    with pytest.raises(ValueError, match="20.*15"):
-        MaskedPair(tiny_audio_pipeline(), shorter)
+    refuses(ValueError, "20.*15", MaskedPair, tiny_audio_pipeline(), shorter)
     with torch.no_grad():
         layers: Any = masked.codec.quantizer.layers
         layers[0].codebook.embed += 1
-    with pytest.raises(ValueError, match="different tokenizers"):
-        MaskedPair(pipe, masked)
+    refuses(ValueError, "different tokenizers", MaskedPair, pipe, masked)
 
 
 def test_tasks_are_held_out_prompts_and_what_they_describe(monkeypatch):
@@ -463,10 +456,8 @@ def test_tasks_are_held_out_prompts_and_what_they_describe(monkeypatch):
     pipe = tiny_scale_pipeline(num_classes=48, id2label=list(shapes_classes.CLASS_NAMES))
     found = tasks.task_of(pipe, 3)
     assert found.prompts == classes.prompts[:3] and found.pictures.shape == (3, 8, 8, 3)
-    with pytest.raises(ValueError, match="`shapes`"):
-        tasks.task_of(tiny_scale_pipeline(), 3)
-    with pytest.raises(ValueError, match="80.*400 Hz"):
-        tasks.task_of(tiny_audio_pipeline(), 2)
+    refuses(ValueError, "`shapes`", tasks.task_of, tiny_scale_pipeline(), 3)
+    refuses(ValueError, "80.*400 Hz", tasks.task_of, tiny_audio_pipeline(), 2)
 
 
 def test_prompts_of_a_file_are_compared_with_plain_decoding(tmp_path, monkeypatch, capsys):

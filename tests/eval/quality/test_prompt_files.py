@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.eval.quality.prompt_files import read_prompts
 
 
@@ -116,10 +117,8 @@ def test_classes_are_asked_for_by_number(tmp_path):
     names = ["crane", "crane", "tench"]
     found = read_prompts("classes", names)
     assert [found.asked(i) for i in range(4)] == ["0", "1", "2", "0"] and found.texts == tuple(names)
-    with pytest.raises(ValueError, match="--prompts.*models"):
-        read_prompts("classes")
-    with pytest.raises(ValueError, match="3 classes"):
-        read_prompts("imagenet", names)
+    refuses(ValueError, "--prompts.*models", read_prompts, "classes")
+    refuses(ValueError, "3 classes", read_prompts, "imagenet", names)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +144,7 @@ def test_other_files_are_refused_by_name(tmp_path, name, text, message):
 
 
 def test_no_file_an_empty_folder_and_other_encodings(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no file"):
-        read_prompts(str(tmp_path / "none.txt"))
-    with pytest.raises(ValueError, match="prompts"):
-        read_prompts(str(tmp_path))
+    refuses(FileNotFoundError, "no file", read_prompts, str(tmp_path / "none.txt"))
+    refuses(ValueError, "prompts", read_prompts, str(tmp_path))
     (tmp_path / "latin.txt").write_bytes("ein Bär".encode("latin-1"))
-    with pytest.raises(ValueError, match="UTF-8"):
-        read_prompts(str(tmp_path / "latin.txt"))
+    refuses(ValueError, "UTF-8", read_prompts, str(tmp_path / "latin.txt"))

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from tests.helpers.refusals import refuses
 from tests.helpers.sample_sets import TEXTS, content, work_in
 from tests.helpers.tiny import tiny_pipeline, tiny_video_pipeline
 from visual_spec.eval.quality import sample_set
@@ -132,12 +133,9 @@ def test_other_samples_in_the_folder_are_refused(whole):
         ({"text": "speculative-jacobi:window=4"}, "sampler"),
     )
     for changes, name in cases:
-        with pytest.raises(ValueError, match=f"other settings .*{name}"):
-            sample(work_in(whole, **changes))
-    with pytest.raises(ValueError, match="least 1"):
-        sample(work_in(whole, num=0))
-    with pytest.raises(ValueError, match="rank=2 of 2"):
-        sample(work_in(whole), rank=2, shards=2)
+        refuses(ValueError, f"other settings .*{name}", sample, work_in(whole, **changes))
+    refuses(ValueError, "least 1", sample, work_in(whole, num=0))
+    refuses(ValueError, "rank=2 of 2", sample, work_in(whole), rank=2, shards=2)
 
 
 def _draw_and_wait(folder, ready, go):

@@ -7,6 +7,7 @@ import re
 import pytest
 from PIL import Image
 
+from tests.helpers.refusals import refuses
 from visual_spec.commands import report as report_command
 from visual_spec.eval.report import frontier
 
@@ -208,11 +209,9 @@ def test_results_of_one_setting_are_joined(document, tmp_path):
 
 def test_bad_input_is_refused(document, tmp_path):
     (tmp_path / "no.json").write_text("{")
-    with pytest.raises(ValueError, match="JSON"):
-        report_command.main([str(tmp_path / "no.json")])
+    refuses(ValueError, "JSON", report_command.main, [str(tmp_path / "no.json")])
     document["kind"] = "bench"
-    with pytest.raises(ValueError, match=r"evaluation.*results\.json"):
-        report_command.main([str(written(tmp_path, document))])
+    refuses(ValueError, r"evaluation.*results\.json", report_command.main, [str(written(tmp_path, document))])
     with pytest.raises(ValueError, match=r"chart\.jpg"):
         report_command.main([str(written(tmp_path, document)), "--chart", "chart.jpg"])
     with pytest.raises(FileNotFoundError):

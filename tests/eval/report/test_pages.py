@@ -11,6 +11,7 @@ import torch
 from PIL import Image, ImageChops
 
 from tests.helpers.pages import calls_of, row
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_pipeline
 from visual_spec.eval.report import drawing
 from visual_spec.eval.report.drawing import MAP_GROUND, PAPER, RUN_COLOURS, text_width
@@ -232,12 +233,9 @@ def test_the_page_is_not_overwritten_unasked_nor_left_half(tmp_path, monkeypatch
 
 
 def test_no_rows_and_impossible_counts_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no rows"):
-        contact_sheet([])
-    with pytest.raises(ValueError, match="no rows"):
-        write_html([], tmp_path / "page.html")
-    with pytest.raises(ValueError, match="fast_calls=0"):
-        row(fast_calls=0)
+    refuses(ValueError, "no rows", contact_sheet, [])
+    refuses(ValueError, "no rows", write_html, [], tmp_path / "page.html")
+    refuses(ValueError, "fast_calls=0", row, fast_calls=0)
 
 
 # -- next-scale models ------------------------------------------------------------------------------------------------

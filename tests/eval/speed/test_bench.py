@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.bench import benched, check_times
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularModel
 from tests.helpers.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
 from visual_spec.commands import bench
@@ -374,10 +375,8 @@ def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monk
     arguments += ["--guidance-scales", "1", "--out", str(out)]
     with monkeypatch.context() as patch:
         patch.setattr(rounds, "load", lambda *_: pytest.fail("loaded"))
-        with pytest.raises(FileExistsError, match="--overwrite"):
-            bench.main(arguments)
-        with pytest.raises(IsADirectoryError, match="is a folder"):
-            bench.main([*arguments[:-1], str(tmp_path), "--overwrite"])
+        refuses(FileExistsError, "--overwrite", bench.main, arguments)
+        refuses(IsADirectoryError, "is a folder", bench.main, [*arguments[:-1], str(tmp_path), "--overwrite"])
 
     def interrupt(*_):
         raise KeyboardInterrupt

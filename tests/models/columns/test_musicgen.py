@@ -15,6 +15,7 @@ from tests.helpers.musicgen import (
     random_codes,
     rows_of,
 )
+from tests.helpers.refusals import refuses
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
@@ -348,24 +349,16 @@ def test_magnet_logits_are_those_of_transformers_under_a_mask_of_its_own():
 
 def test_what_does_not_fit_is_refused():
     whole = musicgen()
-    with pytest.raises(TypeError, match="Linear.*MusicgenForConditionalGeneration"):
-        MagnetModel(torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="padding='left'.*'masked'"):
-        MusicgenColumnModel(whole, FRAMES, padding="left")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="num_frames=0"):
-        MusicgenColumnModel(whole, 0)
-    with pytest.raises(ValueError, match="prompt_frames=7.*num_frames=7.*0.*6"):
-        MusicgenColumnModel(whole, 7, prompt_frames=7)
-    with pytest.raises(ValueError, match="3 codebooks.*4"):
-        MusicgenColumnModel(whole, 7, pattern=CodebookPattern.parallel(3))
-    with pytest.raises(ValueError, match="reach=-1"):
-        MagnetModel(whole, reach=-1)
+    refuses(TypeError, "Linear.*MusicgenForConditionalGeneration", MagnetModel, torch.nn.Linear(1, 1))
+    refuses(ValueError, "padding='left'.*'masked'", MusicgenColumnModel, whole, FRAMES, padding="left")
+    refuses(ValueError, "num_frames=0", MusicgenColumnModel, whole, 0)
+    refuses(ValueError, "prompt_frames=7.*num_frames=7.*0.*6", MusicgenColumnModel, whole, 7, prompt_frames=7)
+    refuses(ValueError, "3 codebooks.*4", MusicgenColumnModel, whole, 7, pattern=CodebookPattern.parallel(3))
+    refuses(ValueError, "reach=-1", MagnetModel, whole, reach=-1)
     columns = MusicgenColumnModel(whole, 7, prompt_frames=2)
     text = text_condition(whole, IDS, MASK)
-    with pytest.raises(TypeError, match="TextCondition"):
-        columns.prefill([], batch_size=3, guided=False, window=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"\[2, T, 24\]"):
-        columns.prefill(text, batch_size=2, guided=False, window=1)
+    refuses(TypeError, "TextCondition", columns.prefill, [], batch_size=3, guided=False, window=1)
+    refuses(ValueError, r"\[2, T, 24\]", columns.prefill, text, batch_size=2, guided=False, window=1)
     with pytest.raises(ValueError, match=r"prompt_frames=2.*\(3, 4, 2\)"):
         columns.prefill(text, batch_size=3, guided=False, window=1)
     for codes, message in [

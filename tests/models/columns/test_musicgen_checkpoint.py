@@ -27,6 +27,7 @@ from tests.helpers.audiocraft_files import (
     write_language_model,
 )
 from tests.helpers.musicgen import write_musicgen
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_t5 import tiny_t5
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes
@@ -159,8 +160,7 @@ def test_settings_of_another_network_are_refused(tmp_path, name, value, message)
 
 def test_parts_that_do_not_fit_are_refused(tmp_path):
     write_musicgen(tmp_path)
-    with pytest.raises(ValueError, match="10 channels.*8.*t5"):
-        load_musicgen(tmp_path, tiny_t5())
+    refuses(ValueError, "10 channels.*8.*t5", load_musicgen, tmp_path, tiny_t5())
     codec = load_audiocraft_codec(tmp_path)
     write_language_model(tmp_path, STEREO_SETTINGS, None, 4)
     with pytest.raises(
@@ -168,14 +168,11 @@ def test_parts_that_do_not_fit_are_refused(tmp_path):
     ):
         load(tmp_path)
     write_language_model(tmp_path, None, None, 2)
-    with pytest.raises(ValueError, match="attention heads"):
-        load(tmp_path)
-    with pytest.raises(ValueError, match="2 codebooks.*8.*3.*8"):
-        load(tmp_path, num_heads=4, codec=codec)
+    refuses(ValueError, "attention heads", load, tmp_path)
+    refuses(ValueError, "2 codebooks.*8.*3.*8", load, tmp_path, num_heads=4, codec=codec)
     wide = "condition_provider.conditioners.description.output_proj.weight"
     write_language_model(tmp_path, MUSICGEN_SETTINGS, random({wide: (DIM, DIM)}))
-    with pytest.raises(ValueError, match="projects.*24"):
-        load_musicgen(tmp_path, tiny_t5(d_model=DIM))
+    refuses(ValueError, "projects.*24", load_musicgen, tmp_path, tiny_t5(d_model=DIM))
 
 
 def test_keys_are_all_accounted_for(tmp_path):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import AveragedModel
 
 from tests.helpers.official import CLASS_SHAPES, random_weights
+from tests.helpers.refusals import refuses
 from tests.models.continuous.tiny import tiny_mar
 from visual_spec.models.continuous.mar_checkpoint import load_mar_checkpoint
 from visual_spec.models.core.checkpoints import check_values, fill, plain_weights, read_checkpoint
@@ -68,21 +69,16 @@ def test_pickles_are_refused_and_nothing_in_them_runs(tmp_path):
 
 def test_other_kinds_of_files_are_named(tmp_path):
     page = damaged(tmp_path / "page.pt", b"<!DOCTYPE html><html>Sign in</html>")
-    with pytest.raises(ValueError, match="DOCTYPE"):
-        read_checkpoint(page)
+    refuses(ValueError, "DOCTYPE", read_checkpoint, page)
     pointer = damaged(
         tmp_path / "lfs.pt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     )
-    with pytest.raises(ValueError, match="Git LFS.*`git lfs pull`"):
-        read_checkpoint(pointer)
-    with pytest.raises(ValueError, match="no checkpoint"):
-        read_checkpoint(damaged(tmp_path / "empty.pt", b""))
+    refuses(ValueError, "Git LFS.*`git lfs pull`", read_checkpoint, pointer)
+    refuses(ValueError, "no checkpoint", read_checkpoint, damaged(tmp_path / "empty.pt", b""))
     with zipfile.ZipFile(tmp_path / "archive.pt", "w") as archive:
         archive.writestr("readme.txt", "hello")
-    with pytest.raises(ValueError, match="PyTorch"):
-        read_checkpoint(tmp_path / "archive.pt")
-    with pytest.raises(IsADirectoryError, match="save_pretrained"):
-        read_checkpoint(tmp_path)
+    refuses(ValueError, "PyTorch", read_checkpoint, tmp_path / "archive.pt")
+    refuses(IsADirectoryError, "save_pretrained", read_checkpoint, tmp_path)
     with pytest.raises(FileNotFoundError):
         read_checkpoint(tmp_path / "nowhere.pt")
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.cached_decoders import case
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_transformer
 from visual_spec.models.core import offload
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -27,11 +28,9 @@ def test_what_is_refused_is_what_would_be_allocated(monkeypatch, name, guided):
     monkeypatch.setattr(offload, "free_bytes", lambda device: needed)
     model.prefill(condition, **settings)
     monkeypatch.setattr(offload, "free_bytes", lambda device: needed - 1)
-    with pytest.raises(ValueError, match="4 samples.*3"):
-        model.prefill(condition, **settings)
+    refuses(ValueError, "4 samples.*3", model.prefill, condition, **settings)
     monkeypatch.setattr(offload, "free_bytes", lambda device: needed // 4 - 1)
-    with pytest.raises(ValueError, match="no room"):
-        model.prefill(condition, **settings)
+    refuses(ValueError, "no room", model.prefill, condition, **settings)
 
 
 def test_unused_memory_that_pytorch_holds_is_free(monkeypatch):

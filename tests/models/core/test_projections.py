@@ -24,6 +24,7 @@ from transformers.models.musicgen.modeling_musicgen import MusicgenModel
 
 from tests.helpers.cached_decoders import case, text
 from tests.helpers.llamagen import make, text_condition
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_transformer
 from tests.models.next_token import tiny_transformers as tiny
 from visual_spec.models.core.projections import JoinedProjections, fuse_projections
@@ -261,8 +262,7 @@ def test_what_cannot_be_joined_is_refused_and_left_as_it_was():
         model = tiny.janus().model.language_model
         change(model.layers[1])
         keys = list(dict(model.named_parameters()))
-        with pytest.raises(ValueError, match=message):
-            fuse_projections(model)
+        refuses(ValueError, message, fuse_projections, model)
         assert list(dict(model.named_parameters())) == keys and not joined_in(model)
 
     class Adapted(nn.Linear):
@@ -284,10 +284,8 @@ def test_what_cannot_be_joined_is_refused_and_left_as_it_was():
     )
     model = make()
     fuse_projections(model)
-    with pytest.raises(ValueError, match="LlamaGenTransformer"):
-        fuse_projections(model)
-    with pytest.raises(ValueError, match="Linear"):
-        fuse_projections(nn.Linear(3, 3))
+    refuses(ValueError, "LlamaGenTransformer", fuse_projections, model)
+    refuses(ValueError, "Linear", fuse_projections, nn.Linear(3, 3))
 
 
 def test_one_order_is_for_llamagen_also_where_projections_are_joined_already():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.models.continuous.causal import CausalContinuousTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.core.settings import (
@@ -149,10 +150,8 @@ def test_both_ends_of_a_range_are_allowed() -> None:
     for share in (0, 0.0, 1, 1.0):
         assert FrameMaskedSampler(history_hidden=share).config["history_hidden"] == share
     for refused in (-0.001, 1.001):
-        with pytest.raises(ValueError, match=f"history_hidden={refused}"):
-            FrameMaskedSampler(history_hidden=refused)
-    with pytest.raises(ValueError, match="score_temperature=0"):
-        MaskedSampler(choice=Choice(score_temperature=0))
+        refuses(ValueError, f"history_hidden={refused}", FrameMaskedSampler, history_hidden=refused)
+    refuses(ValueError, "score_temperature=0", Choice, score_temperature=0)
 
 
 OF_CLASSES = (

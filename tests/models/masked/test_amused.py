@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from diffusers.models.unets.uvit_2d import UVit2DModel
 from diffusers.schedulers.scheduling_amused import AmusedScheduler
 from torch import Tensor
 
 from tests.helpers.amused import CODES, MASK, SIDE, STEPS, VQ_SIZES, diffusers_ids, transformer
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from visual_spec.models.core.settings import of_settings
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel, ClipCondition
@@ -77,10 +77,8 @@ def test_one_token_a_call_in_fewer_calls():
 
 def test_conditions_that_do_not_fit_are_refused():
     model = transformer()
-    with pytest.raises(TypeError, match="NoneType.*aMUSEd.*ClipCondition"):
-        model.prepare(None, batch_size=1, guided=False)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="2 prompts.*3"):
-        model.prepare(condition(2), batch_size=3, guided=False)
+    refuses(TypeError, "NoneType.*aMUSEd.*ClipCondition", model.prepare, None, batch_size=1, guided=False)
+    refuses(ValueError, "2 prompts.*3", model.prepare, condition(2), batch_size=3, guided=False)
 
 
 def test_it_is_loaded_from_folders_that_diffusers_writes(tmp_path):

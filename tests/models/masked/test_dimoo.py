@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.helpers import dimoo
 from tests.helpers.dimoo import CODES, DIM, HEADS, TOKENS
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from visual_spec.models.masked.dimoo import AROUND, FIRST_CODE, MASK, DimooTransformer
 from visual_spec.models.masked.dimoo_checkpoint import load_dimoo
@@ -149,20 +150,16 @@ def test_states_are_selected_with_their_samples():
 
 def test_what_does_not_fit_is_refused():
     model = dimoo.tiny_dimoo()
-    with pytest.raises(TypeError, match="NoneType given.*TextCondition"):
-        model.prepare(None, batch_size=1, guided=False)  # pyright: ignore
+    refuses(TypeError, "NoneType given.*TextCondition", model.prepare, None, batch_size=1, guided=False)
     for features, mask, message in (
         (torch.zeros(2, 5, 8), torch.ones(2, 5, dtype=torch.bool), r"\(2, 5, 8\).*\(1, 'words', 8\)"),
         (torch.zeros(1, 5, 9), torch.ones(1, 5, dtype=torch.bool), r"\(1, 5, 9\)"),
         (torch.zeros(1, 5, 8), torch.ones(1, 4, dtype=torch.bool), r"mask \(1, 4\)"),
         (torch.zeros(1, 5, 8), torch.zeros(1, 5, dtype=torch.bool), "without a word"),
     ):
-        with pytest.raises(ValueError, match=message):
-            model.prepare(TextCondition(features, mask), batch_size=1, guided=False)
-    with pytest.raises(ValueError, match="68 x 68 tokens.*4608"):
-        model.with_grid(68, 68)
-    with pytest.raises(ValueError, match="multiple of twice the heads"):
-        DimooTransformer(dim=12, num_heads=4)
+        refuses(ValueError, message, model.prepare, TextCondition(features, mask), batch_size=1, guided=False)
+    refuses(ValueError, "68 x 68 tokens.*4608", model.with_grid, 68, 68)
+    refuses(ValueError, "multiple of twice the heads", DimooTransformer, dim=12, num_heads=4)
     assert model.with_grid(4, 4) is model and model.with_grid(48, 96).grid.num_tokens == 4608
 
 
@@ -177,8 +174,7 @@ def test_a_sequence_has_the_published_ids():
 def test_damaged_or_other_folders_are_refused(tmp_path):
     home = dimoo.write_folder(tmp_path / "official")
     (home / "model-00002-of-00002.safetensors").rename(tmp_path / "kept")
-    with pytest.raises(ValueError, match=r"lacks blocks.0.up_proj.weight.*model-\*.safetensors"):
-        load_dimoo(home)
+    refuses(ValueError, r"lacks blocks.0.up_proj.weight.*model-\*.safetensors", load_dimoo, home)
     (tmp_path / "kept").rename(home / "model-00002-of-00002.safetensors")
     for change, message in (
         (dict(activation_type="gelu"), "activation_type.*gelu.*silu"),
@@ -186,8 +182,6 @@ def test_damaged_or_other_folders_are_refused(tmp_path):
         (dict(n_heads=None), "None heads"),
     ):
         (home / "config.json").write_text(dimoo.json_text(dimoo.CONFIG | change))
-        with pytest.raises(ValueError, match=message):
-            load_dimoo(home)
+        refuses(ValueError, message, load_dimoo, home)
     (home / "config.json").unlink()
-    with pytest.raises(ValueError, match="config.json is missing"):
-        load_dimoo(home)
+    refuses(ValueError, "config.json is missing", load_dimoo, home)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen import condition
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_frame_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.frames import FrameMaskedTransformer
@@ -181,10 +182,8 @@ def test_a_cached_decode_by_key_frames_equals_one_pass(guided, in_turn):
 
 def test_key_frames_that_fit_no_clip_are_refused(tmp_path):
     for keys in ([0, 6], [2, 4], [4, 2, 6], [2, 7]):
-        with pytest.raises(ValueError, match="7 frames.*1.*6"):
-            tiny_frames(num_frames=7, key_frames=keys)
-    with pytest.raises(ValueError, match="fill_in_turn=True without key_frames"):
-        tiny_frames(fill_in_turn=True)
+        refuses(ValueError, "7 frames.*1.*6", tiny_frames, num_frames=7, key_frames=keys)
+    refuses(ValueError, "fill_in_turn=True without key_frames", tiny_frames, fill_in_turn=True)
     with pytest.raises(ValueError, match="num_frames=3.*7"):
         planned_frames().first_frames(3)
     planned_frames().save_pretrained(tmp_path)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.mage import CLASSES, CODES, DIM, HEADS, LAYERS, SIDE, official_weights, tiny_mage
+from tests.helpers.refusals import refuses
 from tests.models.continuous.straight import block, linear, norm
 from visual_spec.models.masked.mage import PRESETS as MAGE_SIZES
 from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
@@ -75,15 +76,12 @@ def test_the_official_layout_of_halton_maskgit(tmp_path, proj, registers):
 
 def test_official_files_that_are_something_else_are_refused():
     weights = official_weights()
-    with pytest.raises(ValueError, match="width 12.*2"):
-        load_maskgit_checkpoint(weights)
+    refuses(ValueError, "width 12.*2", load_maskgit_checkpoint, weights)
     with pytest.raises(ValueError, match=r"head\.weight.*tok_emb\.weight"):
         load_maskgit_checkpoint(weights | {"head.weight": weights["head.weight"] + 1}, num_heads=HEADS)
     short = {key: value for key, value in weights.items() if key != "transformer.layers.1.attn.wq.weight"}
-    with pytest.raises(ValueError, match=r"1.*transformer\.layers\.1"):
-        load_maskgit_checkpoint(short, num_heads=HEADS)
-    with pytest.raises(ValueError, match="lacks tok_emb.weight"):
-        load_maskgit_checkpoint({"x": torch.zeros(2)})
+    refuses(ValueError, r"1.*transformer\.layers\.1", load_maskgit_checkpoint, short, num_heads=HEADS)
+    refuses(ValueError, "lacks tok_emb.weight", load_maskgit_checkpoint, {"x": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("size, millions", [("base", 142), ("large", 480)])
@@ -152,19 +150,13 @@ def test_words_see_only_words_and_tokens_see_them():
 
 def test_conditions_that_do_not_fit_are_refused():
     model, classes = captioned(), load_maskgit_checkpoint(official_weights(), num_heads=HEADS)
-    with pytest.raises(TypeError, match="Tensor.*TextCondition"):
-        model.prepare(torch.tensor([1]), batch_size=1, guided=False)
-    with pytest.raises(TypeError, match="TextCondition"):
-        classes.prepare(told(), batch_size=3, guided=False)
-    with pytest.raises(ValueError, match=r"\[5\].*1.*0.*4"):
-        classes.prepare(torch.tensor([5]), batch_size=1, guided=False)
+    refuses(TypeError, "Tensor.*TextCondition", model.prepare, torch.tensor([1]), batch_size=1, guided=False)
+    refuses(TypeError, "TextCondition", classes.prepare, told(), batch_size=3, guided=False)
+    refuses(ValueError, r"\[5\].*1.*0.*4", classes.prepare, torch.tensor([5]), batch_size=1, guided=False)
     empty = TextCondition(told().features, torch.zeros(3, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="caption"):
-        model.prepare(empty, batch_size=3, guided=False)
-    with pytest.raises(ValueError, match="proj=2.*grid_size=5"):
-        MaskedImageTransformer(grid_size=5, proj=2)
-    with pytest.raises(ValueError, match="num_classes=None.*caption_dim=None"):
-        MaskedImageTransformer(num_classes=None)
+    refuses(ValueError, "caption", model.prepare, empty, batch_size=3, guided=False)
+    refuses(ValueError, "proj=2.*grid_size=5", MaskedImageTransformer, grid_size=5, proj=2)
+    refuses(ValueError, "num_classes=None.*caption_dim=None", MaskedImageTransformer, num_classes=None)
 
 
 # -- MAGE -------------------------------------------------------------------------------------------------------------
@@ -203,8 +195,7 @@ def test_the_official_layout_of_mage(tmp_path):
     }
     path = tmp_path / "mage-vitb-1600.pth"
     torch.save({"model": weights | extra, "epoch": 1599}, path)
-    with pytest.raises(ValueError, match="B, L"):
-        load_mage_checkpoint(path)
+    refuses(ValueError, "B, L", load_mage_checkpoint, path)
     loaded = load_mage_checkpoint(path, num_heads=3, decoder_heads=2, class_id=13, num_classes=6)
     assert {k: v for k, v in loaded.config.items() if k[0] != "_"} == {
         k: v for k, v in model.config.items() if k[0] != "_"
@@ -214,8 +205,7 @@ def test_the_official_layout_of_mage(tmp_path):
     logits = loaded(loaded.prepare(None, batch_size=3, guided=False), tokens[..., None])
     for row in range(3):
         assert torch.allclose(logits[row], mage_logits(weights, tokens[row]), atol=1e-9)
-    with pytest.raises(ValueError, match="MAGE"):
-        loaded.prepare(None, batch_size=1, guided=True)
+    refuses(ValueError, "MAGE", loaded.prepare, None, batch_size=1, guided=True)
     wrong = weights | {"blocks.7.extra": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"unexpected: blocks\.7\.extra"):
         load_mage_checkpoint(wrong, num_heads=3, decoder_heads=2, class_id=13, num_classes=6)

@@ -22,6 +22,7 @@ from tests.helpers.audiocraft_files import (
     write,
     write_language_model,
 )
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes
@@ -99,11 +100,9 @@ def test_settings_that_the_file_lacks(tmp_path):
     assert settings.steps == (60, 10, 10) and settings.num_frames == 1500 and settings.reach is None
     assert (settings.temperature, settings.top_p, settings.guidance_scale) == (3.0, 0.9, 10.0)
     path = write_language_model(tmp_path, None)
-    with pytest.raises(ValueError, match="attention heads"):
-        load_magnet(path)
+    refuses(ValueError, "attention heads", load_magnet, path)
     assert load_magnet(path, num_heads=4)[1].steps == (20, 10, 10)
-    with pytest.raises(ValueError, match="num_heads=5.*24"):
-        load_magnet(path, num_heads=5)
+    refuses(ValueError, "num_heads=5.*24", load_magnet, path, num_heads=5)
 
 
 def test_a_clip_from_files(tmp_path):
@@ -156,24 +155,18 @@ def test_settings_of_another_network_are_refused(tmp_path, name, value, message)
 
 
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"state_dict\.bin"):
-        load_magnet(tmp_path)
+    refuses(FileNotFoundError, r"state_dict\.bin", load_magnet, tmp_path)
     path = tmp_path / "state_dict.bin"
     torch.save({"best_state": SimpleNamespace(a=1), "xp.cfg": "a: 1"}, path)
-    with pytest.raises(ValueError, match=r"pickle.*\"best_state\", \"xp.cfg\""):
-        load_magnet(path)
+    refuses(ValueError, r"pickle.*\"best_state\", \"xp.cfg\"", load_magnet, path)
     torch.save({"model": {"a": torch.zeros(1)}}, path)
-    with pytest.raises(ValueError, match=r"'best_state' \('model'"):
-        load_magnet(path)
+    refuses(ValueError, r"'best_state' \('model'", load_magnet, path)
     torch.save({"best_state": {"a.weight": torch.zeros(1)}, "xp.cfg": "- 1"}, path)
-    with pytest.raises(ValueError, match=r"state_dict\.bin.*mapping"):
-        load_magnet(path)
+    refuses(ValueError, r"state_dict\.bin.*mapping", load_magnet, path)
     write(tmp_path, "state_dict.bin", codec_weights(), None)
-    with pytest.raises(ValueError, match=r"MAGNeT.*encoder\.model\.0.*weight_g"):
-        load_magnet(path)
+    refuses(ValueError, r"MAGNeT.*encoder\.model\.0.*weight_g", load_magnet, path)
     path.write_bytes(b"<html>")
-    with pytest.raises(ValueError, match="web page"):
-        load_magnet(path)
+    refuses(ValueError, "web page", load_magnet, path)
 
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

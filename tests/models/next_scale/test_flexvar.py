@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.helpers.flexvar import LABELS, LATENTS, SIDES, buffers, numbers, official_weights, tiny, tiny_vq
 from tests.helpers.official import VQ_SHAPES, add_tiny_presets, random_weights
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from tests.helpers.var import normed, silu, straight_layers
@@ -220,15 +221,12 @@ def test_scales_that_cannot_be_are_refused():
     for scales, message in [([2, 4], "1.*32.*1"), ([1, 40], "1.*32.*1"), ([1, 4, 2], "coarse")]:
         with pytest.raises(ValueError, match=message):
             tiny().at(scales)
-    with pytest.raises(ValueError, match="scales"):
-        ScaleWiseSampler(scales=[0, 1])
+    refuses(ValueError, "scales", ScaleWiseSampler, scales=[0, 1])
     pipe = tiny_scale_pipeline(pair=False, sampler=ScaleWiseSampler(scales=[1, 2, 3, 4]))
     assert pipe([0]).tokens.shape == (1, 30)  # its own
     pipe.sampler = ScaleWiseSampler(scales=[1, 4])
-    with pytest.raises(ValueError, match=r"scales=\[1, 4\].*VARTransformer"):
-        pipe([0])
-    with pytest.raises(ValueError, match="8 pixels"):
-        tiny_vq(image_size=16)
+    refuses(ValueError, r"scales=\[1, 4\].*VARTransformer", pipe, [0])
+    refuses(ValueError, "8 pixels", tiny_vq, image_size=16)
 
 
 # -- official files ---------------------------------------------------------------------------------------------------
@@ -240,16 +238,14 @@ def test_every_key_of_a_file_counts(tmp_path):
     model = load_flexvar(tmp_path / "ar-ckpt.pth", dtype=torch.float32)
     assert model.dtype == torch.float32 and model.config["position_side"] == 32 and len(model.scales) == 10
     assert is_flexvar(weights) and not is_var(weights)
-    with pytest.raises(ValueError, match="no VAR"):
-        load_var_checkpoint(weights)
+    refuses(ValueError, "no VAR", load_var_checkpoint, weights)
     for change, message in [
         ({"extra": torch.zeros(2)}, "1 unexpected: extra"),
         ({"head.bias": torch.zeros(13)}, "head.bias"),
         ({"blocks.1.attn.zero_k_bias": torch.ones(16)}, "zero_k_bias"),
         ({"pos_1LC": torch.zeros(1, 30, 16)}, "FlexVAR"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            load_flexvar(weights | change)
+        refuses(ValueError, message, load_flexvar, weights | change)
     with pytest.raises(ValueError, match="1 missing: head.bias"):
         load_flexvar({key: value for key, value in weights.items() if key != "head.bias"})
 

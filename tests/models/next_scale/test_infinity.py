@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_infinity import LENGTHS, SIDES, captions, some, tiny_infinity
 from tests.helpers.var import gelu, normed, silu
 from visual_spec.models.core.protocol import Side, area_of, shape_of
@@ -255,8 +256,7 @@ def test_positions_follow_the_official_grids():
 
 def test_requests_that_do_not_fit_are_refused_with_what_would():
     model, maps, condition = tiny_infinity(), random_maps(), captions()
-    with pytest.raises(TypeError, match="str.*TextCondition"):
-        model.prefill("red circle", batch_size=1, guided=False)  # pyright: ignore[reportArgumentType]
+    refuses(TypeError, "str.*TextCondition", model.prefill, "red circle", batch_size=1, guided=False)
     with pytest.raises(ValueError, match=r"\(3, 6, 6\).*\(3, 6\).*\[2, words, 6\]"):
         model.prefill(condition, batch_size=2, guided=False)
     with pytest.raises(ValueError, match=r"\[4, 0, 5\].*1.*7"):
@@ -270,20 +270,13 @@ def test_requests_that_do_not_fit_are_refused_with_what_would():
     with pytest.raises(ValueError, match="4.*stop=4.*4"):
         model.prefill(condition, batch_size=3, guided=False, maps=[*maps, maps[-1]])
     state = model.prefill(condition, batch_size=3, guided=True)
-    with pytest.raises(ValueError, match="scale 2.*1"):
-        model(state, maps[1], 2)
-    with pytest.raises(ValueError, match="scale 0 given"):
-        model(state, maps[0], 0)
-    with pytest.raises(ValueError, match="coarse"):
-        tiny_infinity(scales=(1, 3, 2))
-    with pytest.raises(ValueError, match="coarse"):
-        tiny_infinity(scales=(1, (3, 2), (4, 1)))
-    with pytest.raises(ValueError, match="most 6.*1"):
-        tiny_infinity(scales=(2, 3))
-    with pytest.raises(ValueError, match="at most 6"):
-        tiny_infinity(scales=(1, 2, 3, 4, 5, 6, 7))
-    with pytest.raises(ValueError, match="dim=12, num_heads=2, pool_heads=4"):
-        tiny_infinity(dim=12)
+    refuses(ValueError, "scale 2.*1", model, state, maps[1], 2)
+    refuses(ValueError, "scale 0 given", model, state, maps[0], 0)
+    refuses(ValueError, "coarse", tiny_infinity, scales=(1, 3, 2))
+    refuses(ValueError, "coarse", tiny_infinity, scales=(1, (3, 2), (4, 1)))
+    refuses(ValueError, "most 6.*1", tiny_infinity, scales=(2, 3))
+    refuses(ValueError, "at most 6", tiny_infinity, scales=(1, 2, 3, 4, 5, 6, 7))
+    refuses(ValueError, "dim=12, num_heads=2, pool_heads=4", tiny_infinity, dim=12)
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------
@@ -419,11 +412,9 @@ def test_a_missing_layer_is_noticed_be_it_the_last_one():
         weights = official("2b")
         for key in [key for key in weights if key.startswith(f"block_chunks.{chunk}.module.{layer}.")]:
             del weights[key]
-        with pytest.raises(ValueError, match=rf"block_chunks.*{chunk}: 3"):
-            load_infinity_checkpoint(weights)
+        refuses(ValueError, rf"block_chunks.*{chunk}: 3", load_infinity_checkpoint, weights)
     weights = {key: value for key, value in official("2b").items() if not key.startswith("block_chunks.3.")}
-    with pytest.raises(ValueError, match="block_chunks"):
-        load_infinity_checkpoint(weights)
+    refuses(ValueError, "block_chunks", load_infinity_checkpoint, weights)
 
 
 def test_biases_that_should_be_zero_are_looked_at(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import vqgan
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_infinity import SIDES, tiny_bits
 from tests.helpers.vqgan import mean_matrix
 from visual_spec.models.core.protocol import Side, area_of, shape_of
@@ -149,16 +150,12 @@ def test_decoding_tokens_is_drawing_all_scales():
 
 def test_what_does_not_fit_is_refused():
     model = tiny_bits()
-    with pytest.raises(ValueError, match=r"\(1, 89\).*3.*\[B, 90\]"):
-        model.decode_tokens(torch.zeros(1, 89, dtype=torch.long))
-    with pytest.raises(ValueError, match="0.*2.*0.*1"):
-        model.decode_tokens(torch.arange(90)[None] % 3)
+    refuses(ValueError, r"\(1, 89\).*3.*\[B, 90\]", model.decode_tokens, torch.zeros(1, 89, dtype=torch.long))
+    refuses(ValueError, "0.*2.*0.*1", model.decode_tokens, torch.arange(90)[None] % 3)
     with pytest.raises(ValueError, match=r"1.*\[B, 12\]: 3.*4"):
         model.accumulate(model.begin(1), 1, torch.zeros(1, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"\(1, 3, 8, 9\).*\[B, 3, 8, 8\]"):
-        model.encode_tokens(torch.zeros(1, 3, 8, 9))
-    with pytest.raises(ValueError, match="coarse"):
-        tiny_bits(scales=(1, 3, 2))
+    refuses(ValueError, r"\(1, 3, 8, 9\).*\[B, 3, 8, 8\]", model.encode_tokens, torch.zeros(1, 3, 8, 9))
+    refuses(ValueError, "coarse", tiny_bits, scales=(1, 3, 2))
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
@@ -183,10 +180,8 @@ def test_schedules_have_the_pixels_and_ratios_that_they_are_for():
             )
     assert scales_for(1024, 0.76)[-1] == (54, 72)
     assert scales_for(256, 9.0)[-1] == (27, 9)
-    with pytest.raises(ValueError, match=r"size=640.*\[256, 512, 768, 1024\]"):
-        scales_for(640)
-    with pytest.raises(ValueError, match="ratio=0"):
-        scales_for(1024, 0)
+    refuses(ValueError, r"size=640.*\[256, 512, 768, 1024\]", scales_for, 640)
+    refuses(ValueError, "ratio=0", scales_for, 1024, 0)
 
 
 @pytest.mark.parametrize(("preset", "layers", "drafters"), [("2b", 32, (0, 23)), ("8b", 40, (0, 1, 2))])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import FormulaTokenizer, tiny_var
 from visual_spec.models.core import cache
@@ -199,12 +200,10 @@ def test_a_scale_is_fed_once():
     model, maps = CompressedVAR(var(), TIGHT), random_maps()
     state = model.prefill(LABELS, batch_size=3, guided=False)
     model(state, maps[0], 1)
-    with pytest.raises(ValueError, match="scale 1.*2.*2"):
-        model(state, maps[0], 1)
+    refuses(ValueError, "scale 1.*2.*2", model, state, maps[0], 1)
     for scale in range(2, 6):
         model(state, maps[scale - 1], scale)
-    with pytest.raises(ValueError, match="scale 5.*6"):
-        model(state, maps[4], 5)
+    refuses(ValueError, "scale 5.*6", model, state, maps[4], 5)
     assert state.cache.nbytes == 0  # nobody reads after the last scale
 
 
@@ -401,29 +400,20 @@ def test_budgets_survive_json():
 def test_budgets_that_cannot_be_are_refused():
     rows = [list(row) for row in TIGHT.tokens]
     rows[4][1] = 15
-    with pytest.raises(ValueError, match="15 tokens.*1.*4.*16"):
-        ScaleBudget(SIDES, tuple(tuple(row) for row in rows))
+    refuses(ValueError, "15 tokens.*1.*4.*16", ScaleBudget, SIDES, tuple(tuple(row) for row in rows))
     with pytest.raises(ValueError, match="3 tokens.*0.*2.*4"):
         ScaleBudget(SIDES, (*TIGHT.tokens[:2], (3, 5), *TIGHT.tokens[3:]))
-    with pytest.raises(ValueError, match=r"5 rows.*\[2\].*6"):
-        ScaleBudget(SIDES, TIGHT.tokens[:5])
-    with pytest.raises(ValueError, match=r"6 rows.*\[1, 2\]"):
-        ScaleBudget(SIDES, (*TIGHT.tokens[:5], (16,)))
-    with pytest.raises(ValueError, match="1 scales.*6"):
-        ScaleBudget(SIDES, TIGHT.tokens, ((0,),))
-    with pytest.raises(ValueError, match="without tokens"):
-        ScaleBudget.from_dict({"scales": [1]})
+    refuses(ValueError, r"5 rows.*\[2\].*6", ScaleBudget, SIDES, TIGHT.tokens[:5])
+    refuses(ValueError, r"6 rows.*\[1, 2\]", ScaleBudget, SIDES, (*TIGHT.tokens[:5], (16,)))
+    refuses(ValueError, "1 scales.*6", ScaleBudget, SIDES, TIGHT.tokens, ((0,),))
+    refuses(ValueError, "without tokens", ScaleBudget.from_dict, {"scales": [1]})
     for share in (0, -0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="part.*0.*1"):
-            ScaleBudget.from_share(SIDES, 2, share)
-    with pytest.raises(ValueError, match=r"11\.0.*16.*0\.291"):
-        ScaleBudget.from_share(SIDES, 2, 0.2)
+        refuses(ValueError, "part.*0.*1", ScaleBudget.from_share, SIDES, 2, share)
+    refuses(ValueError, r"11\.0.*16.*0\.291", ScaleBudget.from_share, SIDES, 2, 0.2)
     ScaleBudget.from_share(SIDES, 2, 0.291)
-    with pytest.raises(ValueError, match="decay=-1"):
-        ScaleBudget.from_share(SIDES, 2, 0.5, decay=-1)
+    refuses(ValueError, "decay=-1", ScaleBudget.from_share, SIDES, 2, 0.5, decay=-1)
     for drafters in ({6: [0]}, {5: [2]}, {5: [-1]}):
-        with pytest.raises(ValueError, match="2 layers.*6"):
-            ScaleBudget.from_share(SIDES, 2, 0.5, drafters=drafters)
+        refuses(ValueError, "2 layers.*6", ScaleBudget.from_share, SIDES, 2, 0.5, drafters=drafters)
 
 
 def test_a_budget_for_another_model_is_refused():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_scales import tiny_var
 from tests.helpers.var import block_shapes, normed, silu, straight_layers
 from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer, load_var_checkpoint
@@ -188,31 +189,22 @@ def test_fresh_networks_begin_near_the_identity_and_the_uniform_law():
 def test_requests_that_do_not_fit_are_refused_with_what_would():
     model, maps = tiny_var(), random_maps()
     labels = torch.tensor([1, 4])
-    with pytest.raises(TypeError, match="str.*LongTensor"):
-        model.prefill("red circle", batch_size=1, guided=False)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"\[5\].*1.*0.*4"):
-        model.prefill(torch.tensor([5]), batch_size=1, guided=False)
-    with pytest.raises(ValueError, match=r"labels \[1, 4\].*3"):
-        model.prefill(labels, batch_size=3, guided=False)
+    refuses(TypeError, "str.*LongTensor", model.prefill, "red circle", batch_size=1, guided=False)
+    refuses(ValueError, r"\[5\].*1.*0.*4", model.prefill, torch.tensor([5]), batch_size=1, guided=False)
+    refuses(ValueError, r"labels \[1, 4\].*3", model.prefill, labels, batch_size=3, guided=False)
     with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\).*1.*\(2, 2, 2, 2\)"):
         model.prefill(labels, batch_size=2, guided=False, maps=maps[1:])
     with pytest.raises(ValueError, match=r"\(2, 2, 2, 2\).*1.*\(1, 2, 2, 2\)"):
         model.prefill(labels[:1], batch_size=1, guided=False, maps=maps)
     with pytest.raises(ValueError, match="4.*stop=4.*4"):
         model.prefill(labels, batch_size=2, guided=False, maps=[*maps, maps[-1]])
-    with pytest.raises(ValueError, match="2.*stop=2"):
-        model.prefill(labels, batch_size=2, guided=False, maps=maps[:2], stop=2)
+    refuses(ValueError, "2.*stop=2", model.prefill, labels, batch_size=2, guided=False, maps=maps[:2], stop=2)
     state = model.prefill(labels, batch_size=2, guided=True)
-    with pytest.raises(ValueError, match="scale 2.*1"):
-        model(state, maps[1], 2)
-    with pytest.raises(ValueError, match="scale 0 given"):
-        model(state, maps[0], 0)
-    with pytest.raises(ValueError, match=r"takes \(2, 2, 2, 2\)"):
-        model(state, maps[0].repeat(2, 1, 1, 1), 1)
-    with pytest.raises(ValueError, match="coarse"):
-        tiny_var(scales=(2, 1))
-    with pytest.raises(ValueError, match="dim=10.*num_heads=4"):
-        tiny_var(dim=10, num_heads=4)
+    refuses(ValueError, "scale 2.*1", model, state, maps[1], 2)
+    refuses(ValueError, "scale 0 given", model, state, maps[0], 0)
+    refuses(ValueError, r"takes \(2, 2, 2, 2\)", model, state, maps[0].repeat(2, 1, 1, 1), 1)
+    refuses(ValueError, "coarse", tiny_var, scales=(2, 1))
+    refuses(ValueError, "dim=10.*num_heads=4", tiny_var, dim=10, num_heads=4)
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import vqgan
+from tests.helpers.refusals import refuses
 from tests.helpers.vqgan import conv, mean_matrix
 from visual_spec.models.core.vq_blocks import PositionNorm
 from visual_spec.models.next_scale.var import SCALES as OFFICIAL_SCALES
@@ -222,15 +223,13 @@ def test_wrong_input_is_refused():
     model = small()
     with pytest.raises(ValueError, match=r"scales \(1, 2, 3, 5, 8\) have \[B, 103\]"):
         model.decode_tokens(torch.zeros(1, 64, dtype=torch.long))
-    with pytest.raises(ValueError, match="0 to 23"):
-        model.decode_tokens(torch.full((1, 103), 24))
+    refuses(ValueError, "0 to 23", model.decode_tokens, torch.full((1, 103), 24))
     with pytest.raises(ValueError, match=r"scale 2 has \[B, 9\]"):
         model.accumulate(model.begin(1), 2, torch.zeros(1, 8, dtype=torch.long))
     with pytest.raises(ValueError, match=r"encodes \[B, 3, 16, 16\]"):
         model.encode_tokens(torch.zeros(1, 3, 32, 32, dtype=torch.float64))
     for scales in ((8,), (2, 1, 8), (0, 8)):
-        with pytest.raises(ValueError, match="least"):
-            MultiscaleVQModel(**{**TINY, "scales": scales})
+        refuses(ValueError, "least", MultiscaleVQModel, **{**TINY, "scales": scales})
 
 
 # -- official files ---------------------------------------------------------------------------------------------------

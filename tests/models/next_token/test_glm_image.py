@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from tests.models.next_token.tiny_transformers import glm_image, prompts
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.glm_image import GlmImageStage
@@ -82,12 +83,9 @@ def test_planning_leaves_the_model_as_it_was():
 
 def test_what_does_not_fit_is_refused():
     prompt = Prompt(INPUTS["input_ids"], INPUTS["attention_mask"])
-    with pytest.raises(ValueError, match="guidance_scale"):
-        GlmImageStage.plan(MODEL, prompt, guided=True, **TEXT)
-    with pytest.raises(ValueError, match="image_grid_thw"):
-        GlmImageStage.plan(MODEL, prompt, guided=False)
+    refuses(ValueError, "guidance_scale", GlmImageStage.plan, MODEL, prompt, guided=True, **TEXT)
+    refuses(ValueError, "image_grid_thw", GlmImageStage.plan, MODEL, prompt, guided=False)
     mixed = TEXT | dict(image_grid_thw=torch.cat([GRIDS.repeat(3, 1), GRIDS.flip(0)]))
     with pytest.raises(ValueError, match=r"\[\(\(2, 3\), \(3, 5\)\), \(\(3, 5\), \(2, 3\)\)\]"):
         GlmImageStage.plan(MODEL, prompt, guided=False, **mixed)
-    with pytest.raises(TypeError, match=r"diffusers\.GlmImagePipeline"):
-        GlmImageStage.pixels(MODEL, prompt.ids)
+    refuses(TypeError, r"diffusers\.GlmImagePipeline", GlmImageStage.pixels, MODEL, prompt.ids)

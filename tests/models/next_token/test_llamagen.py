@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.llamagen import caption_prefix, make, text_condition
+from tests.helpers.refusals import refuses
 from tests.models.next_token import straight
 from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import feed_forward_width, rotary_table
@@ -134,16 +135,13 @@ def test_conditions_that_do_not_fit_are_refused_with_what_would():
         text.prefill(torch.tensor([1]), batch_size=1, guided=False, window=1)
     with pytest.raises(TypeError, match="TextCondition.*LongTensor"):
         classes.prefill(text_condition(1, [2]), batch_size=1, guided=False, window=1)
-    with pytest.raises(ValueError, match="0 to 6"):
-        classes.prefill(torch.tensor([7]), batch_size=1, guided=False, window=1)
+    refuses(ValueError, "0 to 6", classes.prefill, torch.tensor([7]), batch_size=1, guided=False, window=1)
     with pytest.raises(ValueError, match=r"\(2, 5, 12\)"):
         text.prefill(text_condition(1, [2]), batch_size=2, guided=False, window=1)
     with pytest.raises(ValueError, match="left-padded"):
         text.prefill(text_condition(1, [0]), batch_size=1, guided=False, window=1)
-    with pytest.raises(ValueError, match="exactly one"):
-        make(num_classes=3)
-    with pytest.raises(ValueError, match="multiple of 4"):
-        make(dim=36, num_heads=6)
+    refuses(ValueError, "exactly one", make, num_classes=3)
+    refuses(ValueError, "multiple of 4", make, dim=36, num_heads=6)
 
 
 def test_caption_features_do_not_depend_on_the_other_prompts():

@@ -18,6 +18,7 @@ from tests.helpers.official import (
     tokenizer_shapes,
     transformer_shapes,
 )
+from tests.helpers.refusals import refuses
 from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.next_token import llamagen
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
@@ -216,18 +217,15 @@ def recognise_changed(shapes, **changes):
 def test_missing_left_over_and_misshaped_keys_are_listed():
     shapes = transformer_shapes(36, 1280, classes=1000)
     closest = "weights.pt is of no known architecture; the closest is LlamaGen-XL, class-conditional, with "
-    with pytest.raises(ValueError, match=closest + r"1 missing: norm.weight\.$"):
-        recognise_changed(shapes, norm__weight=None)
-    with pytest.raises(ValueError, match=closest + r"1 unexpected: extra.bias\.$"):
-        recognise_changed(shapes, extra__bias=(3,))
+    refuses(ValueError, closest + r"1 missing: norm.weight\.$", recognise_changed, shapes, norm__weight=None)
+    refuses(ValueError, closest + r"1 unexpected: extra.bias\.$", recognise_changed, shapes, extra__bias=(3,))
     with pytest.raises(
         ValueError,
         match=closest + r"1 of another shape: output.weight \[7, 1280\] instead of \[16384, 1280\]",
     ):
         recognise_changed(shapes, output__weight=(7, 1280))
     many = {f"layers__{i}__attention__wo__weight": None for i in range(36)}
-    with pytest.raises(ValueError, match=r"36.*layers\.0.*32"):
-        recognise_changed(shapes, **many)
+    refuses(ValueError, r"36.*layers\.0.*32", recognise_changed, shapes, **many)
     with pytest.raises(ValueError, match=r"LlamaGen.*vq-8.*2.*decoder\.conv_in\.bias"):
         changes: dict[str, Any] = {"decoder__conv_in__bias": None, "decoder__conv_in__weight": None}
         recognise_changed(tokenizer_shapes(TOKENIZERS["vq-8"]), **changes)
@@ -258,7 +256,5 @@ def test_weights_of_other_families_are_named(keys, looks_like):
 def test_a_file_in_the_wrong_place_is_told(tmp_path):
     transformer = write(tmp_path / "c2i.pt", random_weights(CLASS_SHAPES))
     tokenizer = write(tmp_path / "vq.pt", {"model": random_weights(VQ_SHAPES)})
-    with pytest.raises(ValueError, match=r"vq\.pt.*LlamaGen"):
-        load_transformer(tokenizer, image_size=8)
-    with pytest.raises(ValueError, match=r"c2i\.pt.*LlamaGen"):
-        load_tokenizer(transformer)
+    refuses(ValueError, r"vq\.pt.*LlamaGen", load_transformer, tokenizer, image_size=8)
+    refuses(ValueError, r"c2i\.pt.*LlamaGen", load_tokenizer, transformer)

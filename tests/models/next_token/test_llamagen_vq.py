@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from visual_spec.models.core.vq_blocks import PositionNorm
 from visual_spec.models.next_token.llamagen_vq import VQModel
 
@@ -45,10 +46,8 @@ def test_decoding_uses_unit_length_codes_in_raster_order():
 
 def test_wrong_tokens_are_refused():
     model = small()
-    with pytest.raises(ValueError, match=r"decodes \[B, 64\]"):
-        model.decode_tokens(torch.zeros(1, 63, dtype=torch.long))
-    with pytest.raises(ValueError, match="0 to 23"):
-        model.decode_tokens(torch.full((1, 64), 24))
+    refuses(ValueError, r"decodes \[B, 64\]", model.decode_tokens, torch.zeros(1, 63, dtype=torch.long))
+    refuses(ValueError, "0 to 23", model.decode_tokens, torch.full((1, 64), 24))
 
 
 @pytest.mark.parametrize("norm_groups", [4, None])

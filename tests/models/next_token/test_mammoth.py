@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from tests.models.next_token.mammoth_straight import straight
 from visual_spec.models.next_token.mammoth import MammothModa2, MammothModa2Config
 
@@ -177,24 +178,16 @@ def test_other_vocabularies_are_refused(changes, match):
 
 def test_what_does_not_fit_is_refused():
     model, inputs = tiny(), pairs()
-    with pytest.raises(TypeError, match="call visual_spec.accelerate"):
-        model.generate(**inputs)
+    refuses(TypeError, "call visual_spec.accelerate", model.generate, **inputs)
     visual_spec.accelerate(model)
-    with pytest.raises(ValueError, match="the second half has to repeat the first"):
-        model.generate(**pairs(guided=False))
-    with pytest.raises(ValueError, match="keeps 3 ids at least"):
-        model.generate(**inputs, top_p=0.5)
+    refuses(ValueError, "the second half has to repeat the first", model.generate, **pairs(guided=False))
+    refuses(ValueError, "keeps 3 ids at least", model.generate, **inputs, top_p=0.5)
     with pytest.raises(ValueError, match="leave pixel_values and gen_pixel_values out"):
         model.generate(**inputs, gen_pixel_values=[torch.ones(1)])
     short = {name: tensor[:, -10:] for name, tensor in inputs.items()}
-    with pytest.raises(ValueError, match="ends in 10 tokens that open the picture"):
-        model.generate(**short)
-    with pytest.raises(ValueError, match="ar_height=0"):
-        model.generate(**inputs, ar_height=0)
-    with pytest.raises(ValueError, match="repetition_penalty=1.2"):
-        model.generate(**inputs, repetition_penalty=1.2)
+    refuses(ValueError, "ends in 10 tokens that open the picture", model.generate, **short)
+    refuses(ValueError, "ar_height=0", model.generate, **inputs, ar_height=0)
+    refuses(ValueError, "repetition_penalty=1.2", model.generate, **inputs, repetition_penalty=1.2)
     model.generation_config = GenerationConfig()
-    with pytest.raises(ValueError, match="t2i_generation_config.json"):
-        model.generate(**inputs)
-    with pytest.raises(TypeError, match="diffusion stage"):
-        model.decode_images(inputs["input_ids"])
+    refuses(ValueError, "t2i_generation_config.json", model.generate, **inputs)
+    refuses(TypeError, "diffusion stage", model.decode_images, inputs["input_ids"])

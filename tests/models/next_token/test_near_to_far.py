@@ -23,6 +23,7 @@ from tests.helpers.nar import (
     scores,
 )
 from tests.helpers.official import random_weights
+from tests.helpers.refusals import refuses
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, official_defaults, recognise
 from visual_spec.models.next_token.llamagen_near_to_far import HeadGate
@@ -240,10 +241,8 @@ def test_refuses_calls_in_raster_order(tmp_path):
     with pytest.raises(ValueError, match="'nar'.*OrderedSampler"):
         SpeculativeJacobiSampler(4)(model, LABELS, law=TokenLaw(), batch_size=3)
     state = model.prefill(LABELS, batch_size=3, guided=False, window=1)
-    with pytest.raises(ValueError, match="'nar'.*seen"):
-        model(state, TOKENS[:, :1], torch.zeros(3, 1, dtype=torch.long))
-    with pytest.raises(ValueError, match="teacher_forced"):
-        model.teacher_forced(TOKENS, LABELS)
+    refuses(ValueError, "'nar'.*seen", model, state, TOKENS[:, :1], torch.zeros(3, 1, dtype=torch.long))
+    refuses(ValueError, "teacher_forced", model.teacher_forced, TOKENS, LABELS)
     for order, frames in (("spiral", 1), ("flashar", 2), ("par4", 2)):
         with pytest.raises(ValueError, match=f"order='{order}' of {frames} frames of a LlamaGen"):
             LlamaGenTransformer(dim=16, num_heads=2, num_layers=1, order=order, num_frames=frames)

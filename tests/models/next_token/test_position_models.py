@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.helpers.llamagen import on_meta
 from tests.helpers.official import arpg_shapes, lpd_shapes, random_weights
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_transformer
 from visual_spec.models.core.position_queries import seen_in_groups
 from visual_spec.models.core.protocol import ANY_ORDER
@@ -291,22 +292,17 @@ def _size(shape: tuple[int, ...]) -> int:
 )
 def test_files_that_do_not_fit_are_refused(load, shapes):
     weights = random_weights(shapes)
-    with pytest.raises(ValueError, match="pass num_heads"):
-        load(weights)
+    refuses(ValueError, "pass num_heads", load, weights)
     for key in shapes:
         with pytest.raises(ValueError, match=r"no (ARPG|LPD)|missing|lacks"):
             load({name: value for name, value in weights.items() if name != key}, num_heads=2)
-    with pytest.raises(ValueError, match="other.weight"):
-        load(weights | {"other.weight": torch.zeros(1)}, num_heads=2)
-    with pytest.raises(ValueError, match="image_size=20"):
-        load(weights, num_heads=2, image_size=20)
+    refuses(ValueError, "other.weight", load, weights | {"other.weight": torch.zeros(1)}, num_heads=2)
+    refuses(ValueError, "image_size=20", load, weights, num_heads=2, image_size=20)
 
 
 def test_what_no_call_can_answer_is_refused(model):
-    with pytest.raises(ValueError, match="asked"):
-        model.prefill(LABELS, batch_size=2, guided=False, window=1)
+    refuses(ValueError, "asked", model.prefill, LABELS, batch_size=2, guided=False, window=1)
     state = model.prefill(LABELS, batch_size=2, guided=False, window=1, asked=torch.tensor([[0], [1]]))
-    with pytest.raises(ValueError, match="seen"):
-        model(state, LABELS[:, None], LABELS[:, None])
+    refuses(ValueError, "seen", model, state, LABELS[:, None], LABELS[:, None])
     with pytest.raises(ValueError, match="labels"):
         model.prefill(LABELS + 1, batch_size=2, guided=False, window=1, asked=LABELS[:, None])

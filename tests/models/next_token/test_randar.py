@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.helpers.llamagen import on_meta, text_condition
 from tests.helpers.official import random_weights, transformer_shapes
+from tests.helpers.refusals import refuses
 from tests.models.next_token import straight
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
@@ -331,11 +332,9 @@ def test_no_key_is_missing_or_left_over(name):
 
 def test_other_calls_and_samplers_are_refused(loaded):
     model: Any = loaded[1]
-    with pytest.raises(ValueError, match="asked"):
-        model.prefill(LABELS, batch_size=2, guided=False, window=1)
+    refuses(ValueError, "asked", model.prefill, LABELS, batch_size=2, guided=False, window=1)
     _, state = begun(model)
-    with pytest.raises(ValueError, match="seen"):
-        model(state.inner, LABELS[:, None], LABELS[:, None])
+    refuses(ValueError, "seen", model, state.inner, LABELS[:, None], LABELS[:, None])
     request: dict[str, Any] = dict(law=TokenLaw(), batch_size=2)
     with pytest.raises(ValueError, match="'any'.*AnyOrderSampler"):
         AutoregressiveSampler()(model, LABELS, **request)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen import make
+from tests.helpers.refusals import refuses
 from tests.models.next_token import straight
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.blocks import BlockJacobiSampler, Blocks
@@ -131,10 +132,8 @@ def test_jacobi_draws_the_tokens_of_one_block_a_call(law, window):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="2 x 2.*grid_size=5.*dim=32.*grid_size"):
-        tiny(side=5)
-    with pytest.raises(ValueError, match="4 x 4.*grid_size=8.*dim=24"):
-        tiny("blocks4", 8, dim=24)
+    refuses(ValueError, "2 x 2.*grid_size=5.*dim=32.*grid_size", tiny, side=5)
+    refuses(ValueError, "4 x 4.*grid_size=8.*dim=24", tiny, "blocks4", 8, dim=24)
     model = tiny()
     with pytest.raises(ValueError, match="'blocks2'.*OrderedSampler"):
         SpeculativeJacobiSampler(4)(model, LABELS, law=TokenLaw(), batch_size=2)
@@ -144,5 +143,4 @@ def test_what_does_not_fit_is_refused():
         BlockJacobiSampler()(model, LABELS, law=TokenLaw(2.0, guidance_until=8), batch_size=2)
     state, some = model.prefill(LABELS, batch_size=2, guided=False, window=8), torch.zeros(2, 3).long()
     seen, answers = torch.zeros(2, 3, 36, dtype=torch.bool), torch.zeros(1, 1).long()
-    with pytest.raises(ValueError, match="3 tokens.*4"):
-        model(state, some, some, seen=seen, answers=answers)
+    refuses(ValueError, "3 tokens.*4", model, state, some, some, seen=seen, answers=answers)

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import AutoTokenizer, T5EncoderModel
 
 from tests.helpers.odd_addresses import misplaced, put_at_odd_addresses
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_t5 import WORDS, tiny_features, tiny_t5, tiny_tokenizer
 from visual_spec.models.text.t5_features import T5Features
 
@@ -153,8 +154,6 @@ def test_a_plain_transformers_folder_loads_with_the_official_length(tmp_path):
 
 
 def test_folders_that_hold_no_t5_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"config\.json.*flan-t5"):
-        T5Features.from_pretrained(tmp_path)
+    refuses(ValueError, r"config\.json.*flan-t5", T5Features.from_pretrained, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match="LlamaGen"):
-        T5Features.from_pretrained(tmp_path)
+    refuses(ValueError, "LlamaGen", T5Features.from_pretrained, tmp_path)

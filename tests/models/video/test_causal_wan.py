@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_wan import clips, prompts, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan, Rotary
 from visual_spec.models.video.frame_cache import (
@@ -201,12 +202,9 @@ def test_fused_projections_give_the_same():
 
 
 def test_models_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"pictures.*Wan 2\.1"):
-        CausalWan(tiny_wan(in_channels=8), Full())
-    with pytest.raises(ValueError, match="1 policies.*2"):
-        CausalWan(tiny_wan(), HeadBudgets((Full(),)))
+    refuses(ValueError, r"pictures.*Wan 2\.1", CausalWan, tiny_wan(in_channels=8), Full())
+    refuses(ValueError, "1 policies.*2", CausalWan, tiny_wan(), HeadBudgets((Full(),)))
     causal = CausalWan(tiny_wan(), Full())
     with pytest.raises(ValueError, match=r"prompt_embeds.*\[1, 3, 7\].*\[B, T, 8\]"):
         causal.check(prompts(1)[..., :7], 4, 4, 3)
-    with pytest.raises(ValueError, match="width=5.*2"):
-        causal.check(prompts(1), 4, 5, 3)
+    refuses(ValueError, "width=5.*2", causal.check, prompts(1), 4, 5, 3)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.continuous import LABELS, LAW, noise_of, token
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.models.continuous import straight
 from tests.models.continuous.tiny import calm, tiny_causal, tiny_mar
@@ -231,8 +232,7 @@ def test_steps_and_orders_that_do_not_fit_the_grid_are_refused():
 def test_drafters_of_other_tokens_are_refused():
     sampler = SpeculativeContinuousSampler("aligned")
     model = tiny_causal()
-    with pytest.raises(ValueError, match="needs a drafter.*4 x 4.*3"):
-        sampler(model, LABELS, law=LAW, batch_size=2)
+    refuses(ValueError, "needs a drafter.*4 x 4.*3", sampler, model, LABELS, law=LAW, batch_size=2)
     for drafter, told in (
         (tiny_causal(token_dim=4), "4 x 4.*4.*4 x 4.*3"),
         (tiny_causal(grid_size=3), "3 x 3.*3"),
@@ -240,8 +240,7 @@ def test_drafters_of_other_tokens_are_refused():
         (tiny_mar(), "masked.*causal"),
         (tiny_causal(order=[*range(15, -1, -1)]), "another order"),
     ):
-        with pytest.raises(ValueError, match=told):
-            sampler(model, LABELS, law=LAW, batch_size=2, drafter=drafter)
+        refuses(ValueError, told, sampler, model, LABELS, law=LAW, batch_size=2, drafter=drafter)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from visual_spec.samplers.core.checks import CheckedLaw, check_parts, wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -71,14 +72,10 @@ class Helped:
 def test_unknown_parts_are_named_with_what_is_taken():
     check_parts(Plain(), {})
     check_parts(Helped(), {"codebook": None})
-    with pytest.raises(TypeError, match="Plain"):
-        check_parts(Plain(), {"drafter": 1})
-    with pytest.raises(TypeError, match="Helped"):
-        check_parts(Helped(), {"draft": 1, "drafter": 2, "code": 3})
+    refuses(TypeError, "Plain", check_parts, Plain(), {"drafter": 1})
+    refuses(TypeError, "Helped", check_parts, Helped(), {"draft": 1, "drafter": 2, "code": 3})
 
 
 def test_the_device_of_a_model_that_does_not_name_it_is_where_its_weights_are():
-    with pytest.raises(ValueError, match="graph=True.*meta"):
-        wants_graph(True, torch.nn.Linear(1, 1, device="meta"))
-    with pytest.raises(ValueError, match="graph=True.*cpu"):
-        wants_graph(True, torch.nn.Identity())
+    refuses(ValueError, "graph=True.*meta", wants_graph, True, torch.nn.Linear(1, 1, device="meta"))
+    refuses(ValueError, "graph=True.*cpu", wants_graph, True, torch.nn.Identity())

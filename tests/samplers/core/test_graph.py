@@ -25,6 +25,7 @@ from tests.helpers.column_drafters import drafter_for
 from tests.helpers.columns import MODEL as COLUMNS
 from tests.helpers.columns import POOR as POOR_COLUMNS
 from tests.helpers.recordings import repeated
+from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnState, TabularModel
 from tests.helpers.tiny import seeded, tiny_transformer
@@ -402,13 +403,10 @@ def test_a_graph_asked_for_where_there_can_be_none_is_refused_before_any_computa
     model = tiny_transformer()
     monkeypatch.setattr(type(model), "prefill", None)
     for sampler in (AutoregressiveSampler(graph=True), SpeculativeJacobiSampler(4, graph=True)):
-        with pytest.raises(ValueError, match="graph=True.*CUDA.*graph='auto'"):
-            draw(sampler, model, 1)
+        refuses(ValueError, "graph=True.*CUDA.*graph='auto'", draw, sampler, model, 1)
     for wrong in ("yes", None, 1.0):
-        with pytest.raises(ValueError, match=f"graph={wrong!r}; .*'auto'"):
-            AutoregressiveSampler(graph=wrong)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match=f"graph={wrong!r}; .*'auto'"):
-            SpeculativeJacobiSampler(graph=wrong)  # pyright: ignore[reportArgumentType]
+        refuses(ValueError, f"graph={wrong!r}; .*'auto'", AutoregressiveSampler, graph=wrong)
+        refuses(ValueError, f"graph={wrong!r}; .*'auto'", SpeculativeJacobiSampler, graph=wrong)
 
 
 def test_weights_that_come_and_go_are_not_recorded():

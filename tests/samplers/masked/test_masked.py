@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.helpers.masked import FRAMES, LAW, MAGNET, STEPS, magnet, text
 from tests.helpers.musicgen import CODES, musicgen
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel
 from tests.helpers.tiny import seeded
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
@@ -529,8 +530,7 @@ def test_requests_that_cannot_be_served_are_refused():
 
     def refused(sampler: MaskedSampler, message: str, served: Any = model, **options: Any) -> None:
         options = {"law": law, "batch_size": 3, **options}
-        with pytest.raises(ValueError, match=message):
-            sampler(served, text() if served is model else None, **options)
+        refuses(ValueError, message, sampler, served, text() if served is model else None, **options)
 
     refused(MaskedSampler((20, 10)), r"steps=\(20, 10\).*2.*4")
     refused(MaskedSampler(4, span=11), "span=11.*1 x 1 x 10.*1.*10")
@@ -563,8 +563,7 @@ def test_requests_that_cannot_be_served_are_refused():
         (torch.zeros(3, 4, 10, dtype=torch.long), "10 frames"),
         (codes + CODES, "16.*16.*0.*15"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            model.known_tokens(wrong)
+        refuses(ValueError, message, model.known_tokens, wrong)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

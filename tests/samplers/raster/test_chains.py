@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tests.helpers import columns, drafting
+from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tiny import seeded
 from visual_spec.kernels import law
@@ -344,16 +345,13 @@ def test_a_codebook_that_does_not_fit_is_refused_before_any_compute(monkeypatch,
     codes, size = tables.codebook, tables.model.vocab_size
     monkeypatch.setattr(type(tables.model), "prefill", None)
     for rule in RELAXED_RULES:
-        with pytest.raises(ValueError, match="codebook="):
-            decode(MAKERS[name](**lossy(rule)), codebook=None)
+        refuses(ValueError, "codebook=", decode, MAKERS[name](**lossy(rule)), codebook=None)
     for codebook, message in (
         (codes[1:], r"codebook of shape"),
         (codes[..., :-1, :], rf"codebook of shape \({size - 1}, .*{size}"),
         (codes[0], r"codebook of shape"),
     ):
-        with pytest.raises(ValueError, match=message):
-            decode(sampler, codebook=codebook)
-    with pytest.raises(ValueError, match=f"neighbours={size}"):
-        decode(MAKERS[name](**lossy("lantern", neighbours=size)))
+        refuses(ValueError, message, decode, sampler, codebook=codebook)
+    refuses(ValueError, f"neighbours={size}", decode, MAKERS[name](**lossy("lantern", neighbours=size)))
     with pytest.raises(ValueError, match="delta=1.5"):
         MAKERS[name](**lossy("lantern", delta=1.5))

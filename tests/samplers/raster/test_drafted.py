@@ -14,6 +14,7 @@ from tests.helpers.drafting import (
     eagle_pair,
     law_after,
 )
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.acceptance import AcceptanceRule
@@ -221,7 +222,5 @@ def test_says_when_it_is_the_drafter_whose_logits_define_no_law():
     broken = counting(NEAR)
     broken.logits = broken.logits.clone()
     broken.logits[:, 9] = torch.nan
-    with pytest.raises(FloatingPointError, match="slot 9.*nan"):
-        decode(DraftedSampler(), MODEL, broken)
-    with pytest.raises(FloatingPointError, match="logits"):
-        decode(DraftedSampler(), broken, NEAR)
+    refuses(FloatingPointError, "slot 9.*nan", decode, DraftedSampler(), MODEL, broken)
+    refuses(FloatingPointError, "logits", decode, DraftedSampler(), broken, NEAR)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.drafting import Counting
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Label
@@ -139,10 +140,8 @@ def test_stale_drafts_are_repaired_where_that_leaves_the_published_samplers_alon
 
 
 def test_refuses_to_choose_without_a_drafter():
-    with pytest.raises(ValueError, match="drafter="):
-        decode(SpeculativeJacobiSampler(drafts="chosen"))
-    with pytest.raises(TypeError, match="given drafter"):
-        decode(SpeculativeJacobiSampler(), drafter=MODEL)
+    refuses(ValueError, "drafter=", decode, SpeculativeJacobiSampler(drafts="chosen"))
+    refuses(TypeError, "given drafter", decode, SpeculativeJacobiSampler(), drafter=MODEL)
 
 
 @pytest.mark.parametrize("coupling", ["independent", "maximal"])

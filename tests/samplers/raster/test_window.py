@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.columns import MODEL as COLUMNS
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.pipelines.texts import as_condition
@@ -326,12 +327,9 @@ def test_what_was_timed_is_remembered_by_model_and_batch():
 
 
 def test_a_window_that_depends_on_time_is_refused_where_tokens_would():
-    with pytest.raises(ValueError, match="acceptance='exact'"):
-        SpeculativeJacobiSampler(window="auto", acceptance="exact")
-    with pytest.raises(ValueError, match="or 'auto'"):
-        SpeculativeJacobiSampler(window="wide")
+    refuses(ValueError, "acceptance='exact'", SpeculativeJacobiSampler, window="auto", acceptance="exact")
+    refuses(ValueError, "or 'auto'", SpeculativeJacobiSampler, window="wide")
     for acceptance, unit in (("exact", "column"), ("grouped", "codebook")):
         with pytest.raises(ValueError, match="acceptance='identical'"):
             ColumnJacobiSampler(window="auto", acceptance=acceptance, unit=unit)
-    with pytest.raises(ValueError, match="window='wide'.*1.*'auto'"):
-        ColumnJacobiSampler(window="wide")
+    refuses(ValueError, "window='wide'.*1.*'auto'", ColumnJacobiSampler, window="wide")

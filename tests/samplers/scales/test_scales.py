@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.scales import GUIDED, LABELS, SIDES, STARTS, TOKENIZER, decode, plain_loop
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel, tiny_var, tiny_var_vq
@@ -238,8 +239,7 @@ def test_requests_that_cannot_be_served_are_refused_before_compute():
     sampler = ScaleWiseSampler()
 
     def refused(model: Any, match: str, law: TokenLaw = GUIDED, tokenizer: Any = TOKENIZER, **rest) -> None:
-        with pytest.raises(ValueError, match=match):
-            sampler(model, None, tokenizer=tokenizer, law=law, **rest)
+        refuses(ValueError, match, sampler, model, None, tokenizer=tokenizer, law=law, **rest)
 
     cover = r"follow each other without gap or overlap, from scale 0 to scale 3"
     refused([], "the stages draw scales none; .* " + cover)
@@ -257,12 +257,9 @@ def test_requests_that_cannot_be_served_are_refused_before_compute():
         refused(code_stages(model, wrong, 2), match)
     refused(model, "13 codes", tokenizer=FormulaTokenizer(SIDES, 13))
     for split in (0, 4, -1, 2.0, True):
-        with pytest.raises(ValueError, match=f"num_draft_scales={split!r}.*1 to 3"):
-            code_stages(model, other, split)  # pyright: ignore[reportArgumentType]
+        refuses(ValueError, f"num_draft_scales={split!r}.*1 to 3", code_stages, model, other, split)
     for scales in (range(0), range(0, 4, 2), (0, 4), range(-1, 2)):
-        with pytest.raises(ValueError, match=r"range\(first, stop\)"):
-            Stage(model, scales)  # pyright: ignore[reportArgumentType]
+        refuses(ValueError, r"range\(first, stop\)", Stage, model, scales)
     for temperature in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="late_temperature=.*0"):
-            Stage(model, range(1), late_temperature=temperature)
+        refuses(ValueError, "late_temperature=.*0", Stage, model, range(1), late_temperature=temperature)
     assert model.prefills == other.prefills == 0

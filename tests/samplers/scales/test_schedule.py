@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.exactness.regions import total_variation
 from tests.helpers import scales as straight_scales
+from tests.helpers.refusals import refuses
 from tests.helpers.scale_laws import LAWS, enumerated, every_sequence, known_maps, parts, product_law
 from tests.helpers.scales import (
     GUIDED,
@@ -371,11 +372,9 @@ def test_models_that_cannot_be_pruned_are_refused_before_compute():
         ScaleWiseSampler(schedule=half)(tables, None, tokenizer=TOKENIZER, law=GUIDED)
     assert tables.prefills == 0
     compressed = CompressedVAR(tiny_var(), ScaleBudget.full(SIDES, 2))
-    with pytest.raises(ValueError, match="CompressedVAR"):
-        decode(compressed, ROWS, schedule=half)
+    refuses(ValueError, "CompressedVAR", decode, compressed, ROWS, schedule=half)
     pair = code_stages(tiny_var(), tiny_var(7, num_layers=1), 3)
-    with pytest.raises(ValueError, match=r"keep_share=0\.5.*3"):
-        decode(pair, ROWS, schedule=half)
+    refuses(ValueError, r"keep_share=0\.5.*3", decode, pair, ROWS, schedule=half)
     # What the first model prunes, the second one reads as input maps only.
     result = decode(pair, ROWS, schedule={"keep_share": [0.5, 1]})
     assert result.trace.layer_places == (4 * (1 + 4 + 5), 2 * 30)
